@@ -1,0 +1,137 @@
+"""What the operators share before any arithmetic: checks of their arguments, and the checking mode for values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput, NonFinite
+from hsa.hierarchy import Hierarchy
+
+_checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Inside this context every operator inspects its inputs and names the first leaf with a value that is not finite.
+
+    Values are not looked at otherwise: it costs a pass over the data, and a synchronisation on a GPU.
+
+    >>> import hsa
+    >>> q = torch.zeros(3, 1, 2); q[1, 0, 1] = torch.nan
+    >>> with checking():
+    ...     hsa.hierarchical_attention(q, q, q, Hierarchy.flat([1, 2]))
+    Traceback (most recent call last):
+    hsa.errors.NonFinite: q: leaf 1 (tree 1, its leaf 0), head 0 holds nan; find where it comes from before the attention
+    """
+    token = _checking.set(True)
+    try:
+        yield
+    finally:
+        _checking.reset(token)
+
+
+def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[str, int] | None = None) -> None:
+    """q, k and v fit the hierarchy and each other. `rows` overrides the rows of a tensor (other queries)."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise InvalidInput(name, given=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
+        if x.ndim != 3:
+            raise InvalidInput(
+                name,
+                given=f"shape {tuple(x.shape)}",
+                expected="[leaves, heads, head_dim]",
+                fix="for [batch, heads, seq, head_dim] use hsa.Padding(...).pack",
+            )
+        expected = (rows or {}).get(name, hierarchy.num_leaves)
+        if len(x) != expected:
+            what = "queries" if rows and name in rows else f"leaves in {hierarchy}"
+            raise InvalidInput(
+                name,
+                given=f"{len(x)} rows",
+                expected=f"{expected}, the number of {what}",
+                fix="pass one row per leaf, trees one after another, without padding",
+            )
+        if not x.is_floating_point():
+            raise InvalidInput(name, given=f"dtype {x.dtype}", expected="a floating-point dtype")
+    q, *others = tensors.values()
+    for name, x in tensors.items():
+        if x.dtype != q.dtype:
+            raise InvalidInput(name, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q", fix="cast them to one dtype")
+        if x.device != hierarchy.device:
+            raise InvalidInput(
+                name,
+                given=f"device {x.device}",
+                expected=f"{hierarchy.device}, as the hierarchy",
+                fix="move the hierarchy once with hierarchy.to(device)",
+            )
+    k = tensors["k"]
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidInput("k", given=f"head_dim {k.shape[-1]}", expected=f"{q.shape[-1]}, as q")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InvalidInput(
+            "k", given=f"{k.shape[1]} heads", expected=f"a divisor of the {q.shape[1]} heads of q (grouped heads)"
+        )
+    for x in others[1:]:
+        if x.shape[1] != k.shape[1]:
+            raise InvalidInput("v", given=f"{x.shape[1]} heads", expected=f"{k.shape[1]}, as k")
+    if _checking.get():
+        for name, x in tensors.items():
+            _check_finite(name, x, hierarchy, leaves=len(x) == hierarchy.num_leaves)
+
+
+def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -> Tensor | None:
+    """Positions as `[nodes, 1 or heads, dim]`."""
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or not positions.is_floating_point():
+        raise InvalidInput("positions", given=type(positions).__name__, expected="a floating-point tensor")
+    shape = tuple(positions.shape)
+    if positions.ndim == 2:
+        positions = positions[:, None]
+    fits = positions.ndim == 3 and len(positions) == hierarchy.num_nodes and positions.shape[1] in (1, q.shape[1])
+    if not fits:
+        raise InvalidInput(
+            "positions",
+            given=f"shape {shape}",
+            expected=f"[{hierarchy.num_nodes} nodes, dim] or [{hierarchy.num_nodes} nodes, {q.shape[1]} heads, dim]",
+            fix="give every node of the hierarchy a row, in node order",
+        )
+    if positions.device != q.device:
+        raise InvalidInput("positions", given=f"device {positions.device}", expected=f"{q.device}, as q")
+    if positions.dtype != q.dtype:
+        raise InvalidInput("positions", given=f"dtype {positions.dtype}", expected=f"{q.dtype}, as q")
+    return positions
+
+
+def scale_or_default(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Grouped key/value heads, repeated for the query heads that share them."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def without_autocast(x: Tensor) -> Any:
+    """Operators choose their own precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _check_finite(name: str, x: Tensor, hierarchy: Hierarchy, leaves: bool) -> None:
+    bad = (~torch.isfinite(x)).any(-1).nonzero()
+    if len(bad) == 0:
+        return
+    row, head = bad[0].tolist()
+    value = x[row, head][~torch.isfinite(x[row, head])][0].item()
+    where = f"row {row}"
+    if leaves:
+        offsets = hierarchy.structure.leaf_offsets
+        tree = int(offsets.searchsorted(row, side="right")) - 1
+        where = f"leaf {row} (tree {tree}, its leaf {row - int(offsets[tree])})"
+    raise NonFinite(f"{name}: {where}, head {head} holds {value}; find where it comes from before the attention")

@@ -1,0 +1,31 @@
+"""The leaf × leaf attention matrix, for tests and plots. Quadratic in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hsa.hierarchy import Hierarchy
+
+
+def dense_weights(
+    operator: Callable[..., Tensor], q: Tensor, k: Tensor, hierarchy: Hierarchy, **options: Any
+) -> Tensor:
+    """The weights that `operator` gives every leaf, `[heads, leaves, leaves]` (rows: queries).
+
+    An operator is linear in its values, so its matrix is what it makes of the identity: this works for any operator and
+    backend, with the operator's own `options`.
+
+    >>> from hsa import hierarchical_attention
+    >>> q, k = torch.randn(2, 5, 2, 4, dtype=torch.float64).unbind(0)
+    >>> weights = dense_weights(hierarchical_attention, q, k, Hierarchy.from_nested([[3, 2]]))
+    >>> torch.allclose(weights.sum(-1), torch.ones(2, 5, dtype=torch.float64))
+    True
+    >>> weights[0, 0, 3].item() == weights[0, 2, 4].item()  # one value per pair of siblings
+    True
+    """
+    identity = torch.eye(len(k), dtype=k.dtype, device=k.device)[:, None].expand(-1, k.shape[1], -1)
+    return operator(q, k, identity, hierarchy, **options).transpose(0, 1)

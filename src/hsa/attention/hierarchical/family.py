@@ -1,0 +1,117 @@
+"""Attention inside a family: a replaceable black box (the paper's appendix E.3).
+
+The contract: `(q, k, v, bias, mask, *, scale) → (out, lse)` with
+
+    q, k   [families, heads, size, dim]          v   [families, heads, size, value_dim]
+    bias   [families or 1, 1, 1, size] log leaf_count of the keys, or None where all are leaves
+    mask   [families or 1, 1, size, size] booleans: who may see whom
+    out    softmax(scale · q kᵀ + bias) v where the mask allows; 0 in rows that see nothing; the sweeps may overwrite it
+    lse    the log-sum-exp of the same logits, [families, heads, size]; −∞ in rows that see nothing
+
+`exact` is the default. A function of the same form can be passed to the operator; here are two worked examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hsa.attention.softmax import exact
+from hsa.errors import InvalidInput, Unsupported
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention. Compile it (`torch.compile(flex)`) and pass that to fuse it on a GPU; as it is, it runs eagerly."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise Unsupported("family_attention='flex' has no gradient on the CPU: use 'exact', or torch.no_grad()")
+        q, k, v = q.detach(), k.detach(), v.detach()
+    logits = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
+    logits = torch.where(mask, logits, torch.full_like(logits, -math.inf)).expand(len(q), 1, *mask.shape[-2:])
+
+    def score_mod(score: Tensor, family: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + logits[family, 0, i, j]
+
+    out, aux = flex_attention(q, k, v, score_mod=score_mod, scale=scale, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
+
+
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Positive random features (Choromanski et al. 2021, arXiv:2009.14794): linear in the size of a family, approximate.
+
+    e^{q·k} ≈ φ(q)·φ(k), so that sums over keys are computed once and each member takes its own term out of them. The
+    estimate is unbiased; its error grows with |q| and |k|, so normalise both (the encoder's layers do).
+    """
+    # The mask is "everyone present, with or without oneself": the only form a sum over keys can serve.
+    size, dim = q.shape[-2:]
+    present = mask.any(-2)
+    own = mask.diagonal(dim1=-2, dim2=-1)
+    eye = torch.eye(size, dtype=torch.bool, device=q.device)
+    everyone = torch.where(eye, own[..., None], present[..., None, :])
+    if size > 1 and not torch.equal(mask, everyone):
+        raise Unsupported("family_attention='linear' cannot hide siblings: use 'exact' with causal=True")
+
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    features = _orthogonal_features(dim, q.device).to(dtype)
+    root = math.sqrt(abs(scale))
+    log_q = _log_features(q.to(dtype) * math.copysign(root, scale), features)
+    log_k = _log_features(k.to(dtype) * root, features)
+    if bias is not None:
+        log_k = log_k + bias.to(dtype).transpose(-1, -2)
+    log_k = log_k.masked_fill(~present[..., None], -math.inf)
+    # Factors that keep the exponentials in range: per query, and per feature over the keys of a family.
+    top_q = log_q.amax(-1, keepdim=True).detach()
+    top_k = log_k.amax((-2, -1), keepdim=True).detach().clamp(min=torch.finfo(dtype).min)
+    phi_q, phi_k = (log_q - top_q).exp(), (log_k - top_k).exp()
+    values = torch.cat([v.to(dtype), torch.ones_like(v[..., :1], dtype=dtype)], -1)
+    total = phi_q @ (phi_k.transpose(-1, -2) @ values)
+    itself = (phi_q * phi_k).sum(-1, keepdim=True) * values
+    total = total - itself.masked_fill(own[..., None], 0)
+    alone = ~mask.any(-1)[..., None]
+    mass = total[..., -1:].clamp(min=torch.finfo(dtype).tiny)
+    out = (total[..., :-1] / mass).masked_fill(alone, 0)
+    lse = (mass.log() + top_q + top_k).masked_fill(alone, -math.inf)
+    return out.to(v.dtype), lse.squeeze(-1)
+
+
+NUM_FEATURES = 256
+
+
+@cache
+def _orthogonal_features(dim: int, device: torch.device) -> Tensor:
+    """Blocks of orthogonal directions with Gaussian lengths; fixed, so that results are reproducible."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = []
+    for _ in range(-(-NUM_FEATURES // dim)):
+        gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+        directions = torch.linalg.qr(gaussian).Q.T
+        lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+        blocks.append(directions * lengths)
+    return torch.cat(blocks)[:NUM_FEATURES].to(device)
+
+
+def _log_features(x: Tensor, features: Tensor) -> Tensor:
+    """log φ(x) = w·x − |x|²/2 − log(√m) for each direction w."""
+    return x @ features.T - x.square().sum(-1, keepdim=True) / 2 - math.log(len(features)) / 2
+
+
+FAMILY_ATTENTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"exact": exact, "flex": flex, "linear": linear}
+
+
+def family_attention_named(name: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    if callable(name):
+        return name
+    if name not in FAMILY_ATTENTION:
+        raise InvalidInput("family_attention", given=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function")
+    return FAMILY_ATTENTION[name]

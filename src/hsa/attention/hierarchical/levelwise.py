@@ -1,0 +1,224 @@
+"""Backend "torch": the up sweep and the down sweep, round by round, all families of a round at once.
+
+Upwards, every family is attended to once (`family_attention`), which gives each member its siblings' average `y` and
+log-mass `outer`, and each parent its pooled query, key, value and its own log-mass `inner`. Downwards, each member takes
+its parent's output, adds its siblings' average with the share `outer` has in its row, and passes on the share of `inner`.
+
+A leaf that sees itself does so inside its family's attention, so for the sweeps no leaf has an inner mass. Where a mass
+is −∞ is a matter of structure (`void`, `alone`), never of values: no infinity enters a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
+from hsa.hierarchy import Hierarchy
+
+FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+
+
+def hierarchical_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    positions: Tensor | None,
+    include_self: bool,
+    causal: bool,
+    family_attention: FamilyAttention,
+    scale: float,
+) -> Tensor:
+    """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
+    hierarchy, positions = rooted(hierarchy, positions)
+    plan = rounds(hierarchy)
+    up = up_sweep(
+        q,
+        k,
+        v,
+        plan,
+        positions=positions,
+        include_self=include_self,
+        causal=causal,
+        family_attention=family_attention,
+        scale=scale,
+    )
+    return down_sweep(up, v, plan)
+
+
+def energy(
+    q: Tensor,
+    k: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    positions: Tensor | None,
+    include_self: bool,
+    causal: bool,
+    family_attention: FamilyAttention,
+    scale: float,
+) -> Tensor:
+    """−inner(root), `[trees, heads]`."""
+    hierarchy, positions = rooted(hierarchy, positions)
+    plan = rounds(hierarchy)
+    up = up_sweep(
+        q,
+        k,
+        k[..., :0],
+        plan,
+        positions=positions,
+        include_self=include_self,
+        causal=causal,
+        family_attention=family_attention,
+        scale=scale,
+    )
+    if not up.inner:
+        return q.new_zeros(0, q.shape[1])
+    inner = torch.cat(up.inner).index_select(0, plan.roots)
+    return -inner if include_self else (-inner).masked_fill(plan.void_roots[:, None], math.inf)
+
+
+@dataclass(frozen=True)
+class UpSweep:
+    """What the down sweep needs. Per round, and in it per bucket: `[families, size, heads, …]`."""
+
+    average: list[list[Tensor]] = field(default_factory=list)  # y: the siblings' average
+    side: list[list[Tensor | None]] = field(default_factory=list)  # the siblings' share of a member's row; None: all
+    down: list[list[Tensor | None]] = field(default_factory=list)  # its own children's share; None: nothing
+    inner: list[Tensor] = field(default_factory=list)  # per round: [parents, heads]
+
+
+def up_sweep(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Rounds,
+    *,
+    positions: Tensor | None,
+    include_self: bool,
+    causal: bool,
+    family_attention: FamilyAttention,
+    scale: float,
+) -> UpSweep:
+    """Leaves → roots."""
+    up = UpSweep()
+    pooled: tuple[list[Tensor], ...] = ([], [], [])
+    no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    no_inner = no_inner.expand(q.shape[:2])
+    places = None if positions is None else _by_round(positions, plan)
+    for families in plan.rounds:
+        qs, ks, vs = (families.split(families.source(x, above)) for x, above in zip((q, k, v), pooled, strict=True))
+        inners = families.split(families.source(no_inner, up.inner)) if families.earlier else [no_inner] * len(qs)
+        spots = [None] * len(qs) if places is None else families.split(families.source(*places))
+        averages, masses, sides, downs = [], [], [], []
+        for bucket, qb, kb, vb, inner, spot in zip(families.buckets, qs, ks, vs, inners, spots, strict=True):
+            mask, alone = bucket.mask(include_self, causal)
+            qb, kb, factor = _with_positions(qb, kb, spot, scale)
+            y, outer = family_attention(
+                qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2), bucket.log_count, mask, scale=factor
+            )
+            void = bucket.is_leaf if include_self else bucket.void
+            mass, side, down = _shares(inner, outer.transpose(1, 2), void, alone)
+            averages.append(y.transpose(1, 2))
+            masses.append(mass)
+            sides.append(side)
+            downs.append(down)
+        for parts, above in zip((qs, ks, vs), pooled, strict=True):
+            above.append(families.pool(parts))
+        up.average.append(averages)
+        up.side.append(sides)
+        up.down.append(downs)
+        up.inner.append(families.pool(masses))
+    return up
+
+
+def _by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
+    """Positions of the leaves, and of the parents of every round."""
+    by_slot = positions.index_select(0, plan.node_of_slot)
+    bounds = plan.slot_bounds
+    return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
+    """scale·q·k + ε·ε as one longer dot product."""
+    if spot is None:
+        return q, k, scale
+    spot = spot.to(q.dtype).expand(*q.shape[:-1], -1)
+    return torch.cat([q * scale, spot], -1), torch.cat([k, spot], -1), 1.0
+
+
+def _shares(
+    inner: Tensor, outer: Tensor, void: Tensor | None, alone: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log(e^inner + e^outer), and how a row divides between siblings and own children.
+
+    `void` members have no inner mass, members that are `alone` no outer mass.
+    """
+    if alone is not None:
+        outer = outer.masked_fill(alone, 0)
+    if void is None:
+        return outer, None, None
+    void = void[:, :, None]
+    mass = torch.where(void, outer, torch.logaddexp(inner, outer))
+    side = torch.sigmoid(outer - inner).masked_fill(void, 1)
+    down = torch.sigmoid(inner - outer).masked_fill(void, 0)
+    if alone is not None:
+        mass = torch.where(alone & ~void, inner, mass)
+        side = side.masked_fill(alone, 0)
+        down = down.masked_fill(alone & ~void, 1)
+    return mass, side, down
+
+
+def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
+    """Roots → leaves."""
+    if not plan.rounds:
+        return torch.empty_like(v)
+    heads, width = v.shape[1:]
+    outs: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
+    for r in reversed(range(len(plan.rounds))):
+        families, (later, rows) = plan.rounds[r], plan.down[r]
+        if rows is None:
+            out, weight = outs[later[0]], weights[later[0]]
+        else:
+            like = up.inner[r]
+            out = torch.cat([*(outs[s] for s in later), like.new_zeros(1, heads, width)]).index_select(0, rows)
+            weight = torch.cat([*(weights[s] for s in later), like.new_ones(1, heads)]).index_select(0, rows)
+        below = [
+            _hand_down(bucket, out, weight, *of_bucket)
+            for bucket, *of_bucket in zip(families.buckets, up.average[r], up.side[r], up.down[r], strict=True)
+        ]
+        outs[r] = families.join([out for out, _ in below])
+        if families.earlier:
+            weights[r] = families.join([weight for _, weight in below])
+    return _leaves(outs, plan).to(v.dtype)
+
+
+def _hand_down(
+    bucket: Bucket, out: Tensor, weight: Tensor, average: Tensor, side: Tensor | None, down: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out(C) = out(P) + weight(P)·side(C)·y(C) and weight(C) = weight(P)·down(C), `[families, size, heads, …]`."""
+    if bucket.parents is not None:
+        out, weight = out.index_select(0, bucket.parents), weight.index_select(0, bucket.parents)
+    out, weight = out[:, None], weight[:, None]
+    share = weight if side is None else weight * side
+    args = out.to(average.dtype), average, share.to(average.dtype)[..., None]
+    if torch.is_grad_enabled():
+        result = torch.addcmul(*args)
+    else:  # the averages are ours to overwrite
+        result = torch.addcmul(*args, out=average)
+    return result, weight * (torch.zeros_like(weight) if down is None else down)
+
+
+def _leaves(outs: dict[int, Tensor], plan: Rounds) -> Tensor:
+    if plan.leaf_rows is None:
+        return outs[0]
+    with_leaves = [outs[r] for r, families in enumerate(plan.rounds) if families.has_leaves]
+    return torch.cat([out.to(with_leaves[0].dtype) for out in with_leaves]).index_select(0, plan.leaf_rows)

@@ -1,0 +1,147 @@
+"""The paper's operator: softmax attention generalised to a tree, rows and columns tied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default, without_autocast
+from hsa.attention.dispatch import Backend, choose, only_softmax
+from hsa.attention.hierarchical import levelwise, reference
+from hsa.attention.hierarchical.family import family_attention_named
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+
+
+def _only_exact(arguments: dict[str, Any]) -> list[str]:
+    family = arguments["family_attention"]
+    reasons = [] if family == "exact" else ["it is the definition: family_attention must be 'exact'"]
+    return only_softmax(arguments) + reasons
+
+
+HIERARCHICAL = (
+    Backend("torch", levelwise.hierarchical_attention, only_softmax),
+    Backend("reference", reference.hierarchical_attention, _only_exact),
+)
+ENERGY = (
+    Backend("torch", levelwise.energy, only_softmax),
+    Backend("reference", reference.energy, _only_exact),
+)
+FamilyAttentionName = Literal["exact", "flex", "linear"]
+
+
+def hierarchical_attention(
+    q: Float[Tensor, "leaves heads dim"],
+    k: Float[Tensor, "leaves kv_heads dim"],
+    v: Float[Tensor, "leaves kv_heads value_dim"],
+    hierarchy: Hierarchy,
+    *,
+    positions: Tensor | None = None,
+    include_self: bool = False,
+    causal: bool = False,
+    normalizer: Any = "softmax",
+    family_attention: FamilyAttentionName | Callable[..., tuple[Tensor, Tensor]] = "exact",
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "leaves heads value_dim"]:
+    """Hierarchical self-attention: each leaf attends to its siblings, and through its ancestors to theirs.
+
+    For siblings A and B, with means over the leaves below them,
+
+        logit(A→B) = scale · mean(q, A) · mean(k, B) + ε(A)·ε(B) + log leaf_count(B)
+
+    and the matrix that results is the closest, in total KL divergence, to softmax attention among all whose entries are
+    tied over pairs of siblings. It costs O(families · size²). One family is softmax attention.
+
+    Args:
+        q, k, v: one row per leaf, trees one after another. Key/value heads may be fewer than query heads; v may have
+            another width.
+        hierarchy: the forest.
+        positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
+        include_self: leaves attend to themselves too, as in pre-trained transformers; the paper's operator does not.
+        causal: the paper's appendix G.1: hide siblings to the right. **It leaks**: pooled queries and the masses inside a
+            node average over later leaves, so weights of earlier leaves depend on them. For real causality use
+            `multiscale_attention(causal=True)`.
+        normalizer: "softmax".
+        family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
+            approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
+            described in `hsa.attention.hierarchical.family`.
+        scale: of the dot products; 1/√head_dim by default.
+        backend: "auto", "torch" or "reference".
+
+    Returns:
+        `[leaves, heads, value_dim]`. A leaf with nothing to attend to gets zeros.
+
+    Raises:
+        InvalidInput: shapes, dtypes, devices or heads that do not fit; `causal` without `include_self`.
+        Unsupported: no backend runs this combination; the message says why.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 leaves, 2 heads of 4
+    >>> hierarchical_attention(q, k, v, Hierarchy.from_nested([[3, 2], [4]])).shape
+    torch.Size([9, 2, 4])
+    """
+    arguments = _arguments(locals())
+    chosen = choose("hierarchical_attention", HIERARCHICAL, backend, arguments)
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    with without_autocast(q):
+        return chosen.run(q, k, v, hierarchy, **_resolved(arguments, q))
+
+
+def energy(
+    q: Float[Tensor, "leaves heads dim"],
+    k: Float[Tensor, "leaves kv_heads dim"],
+    hierarchy: Hierarchy,
+    *,
+    positions: Tensor | None = None,
+    include_self: bool = False,
+    causal: bool = False,
+    normalizer: Any = "softmax",
+    family_attention: FamilyAttentionName | Callable[..., tuple[Tensor, Tensor]] = "exact",
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "trees heads"]:
+    """The energy that hierarchical attention descends: minus the log-mass of every tree, per head.
+
+    The gradient gives the operator back: `dense_weights @ k = −(leaves / scale) · ∂energy/∂q` in each tree.
+    A tree of one leaf that does not see itself has no mass: its energy is +∞.
+
+    >>> import torch
+    >>> q, k = torch.randn(2, 5, 3, 4).unbind(0)
+    >>> logits = torch.einsum("ihd,jhd->hij", q, k) / 2
+    >>> flat = -logits.logsumexp(-1).mean(-1)  # one family: minus the mean log-sum-exp
+    >>> torch.allclose(energy(q, k, Hierarchy.flat([5]), include_self=True)[0], flat, atol=1e-6)
+    True
+    """
+    arguments = _arguments(locals())
+    chosen = choose("energy", ENERGY, backend, arguments)
+    with without_autocast(q):
+        return chosen.run(q, repeat_heads(k, q.shape[1]), hierarchy, **_resolved(arguments, q))
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The checked arguments of both functions."""
+    tensors = {name: given[name] for name in ("q", "k", "v") if name in given}
+    check_inputs(tensors, given["hierarchy"])
+    if given["causal"] and not given["include_self"]:
+        raise InvalidInput(
+            "causal",
+            given="causal=True with include_self=False",
+            expected="include_self=True",
+            fix="without itself the leftmost leaf has no mass and nothing flows down; pass include_self=True, or use "
+            "multiscale_attention(causal=True)",
+        )
+    return {**given, "positions": check_positions(given["positions"], given["q"], given["hierarchy"])}
+
+
+def _resolved(arguments: dict[str, Any], q: Tensor) -> dict[str, Any]:
+    return {
+        "positions": arguments["positions"],
+        "include_self": arguments["include_self"],
+        "causal": arguments["causal"],
+        "family_attention": family_attention_named(arguments["family_attention"]),
+        "scale": scale_or_default(arguments["scale"], q),
+    }

@@ -1,0 +1,127 @@
+"""Softmax attention over short lists, with its log-sum-exp: the one place where both operators meet exponentials.
+
+Differentiable in q, k, v and the bias through both results. Rows that may see nothing give 0 and a log-sum-exp of −∞, and
+no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**18
+"""Numbers in flight on the CPU: beyond the caches, fresh memory costs more than the arithmetic."""
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, *, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ + bias) v and the log-sum-exp of its logits, where `mask` allows.
+
+    Args:
+        q: [lists, heads, queries, dim].
+        k, v: [lists, heads, keys, dim], [lists, heads, keys, value_dim].
+        bias: broadcasts to [lists, heads, queries, keys]; −∞ hides an entry.
+        mask: booleans that broadcast likewise; False hides an entry.
+
+    Returns:
+        [lists, heads, queries, value_dim] and [lists, heads, queries].
+
+    >>> q, k, v = torch.randn(3, 5, 2, 7, 4).unbind(0)
+    >>> out, lse = exact(q, k, v, scale=0.5)
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
+    True
+    """
+    return _Exact.apply(q, k, v, _masked_bias(q, bias, mask), scale)
+
+
+def _masked_bias(q: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Bias and mask as one tensor of logits, in the precision of the arithmetic."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if bias is not None:
+        bias = bias.to(dtype)
+    if mask is None:
+        return bias
+    if bias is None:
+        bias = torch.zeros((), dtype=dtype, device=q.device)
+    return torch.where(mask, bias, torch.full_like(bias, -math.inf))
+
+
+def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    logits = (q @ k.transpose(-1, -2)).mul_(scale)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _weights(logits: Tensor, lse: Tensor) -> Tensor:
+    """exp(logits − lse), 0 in rows that see nothing. Overwrites the logits."""
+    return logits.sub_(lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Slices of lists small enough for their intermediate results to stay in the cache."""
+    per_list = q[0].numel() + k[0].numel() + q.shape[1] * q.shape[2] * k.shape[2] if len(q) else 1
+    step = max(1, CHUNK // max(per_list, 1)) if q.device.type == "cpu" else max(len(q), 1)
+    return (slice(begin, begin + step) for begin in range(0, len(q), step))
+
+
+class _Exact(torch.autograd.Function):
+    """Keeps only the inputs and one number per row; the weights are computed again for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.scale = scale
+        if _fits_fused(q, k, v):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, False, attn_mask=None if bias is None else _four_dims(bias), scale=scale
+            )
+            if bias is not None:  # a row that sees nothing comes back with 0 instead of −∞
+                lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+        else:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            out = v.new_empty(*q.shape[:-1], v.shape[-1])
+            lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+            for part in _chunks(q, k):
+                logits = _logits(q[part].to(dtype), k[part].to(dtype), _part(bias, part), scale)
+                lse[part] = logits.logsumexp(-1)
+                out[part] = _weights(logits, lse[part]) @ v[part].to(dtype)
+        ctx.save_for_backward(q, k, v, bias, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, lse = ctx.saved_tensors
+        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
+        for part in _chunks(q, k):
+            qc, kc, vc, d_outc = (x[part].to(lse.dtype) for x in (q, k, v, d_out))
+            weights = _weights(_logits(qc, kc, _part(bias, part), ctx.scale), lse[part])
+            d_v[part] = weights.transpose(-1, -2) @ d_outc
+            d_logits = d_outc @ vc.transpose(-1, -2)
+            d_logits.sub_((d_logits * weights).sum(-1, keepdim=True) - d_lse[part].unsqueeze(-1)).mul_(weights)
+            if d_bias is not None:
+                target = _part(d_bias, part)
+                target += d_logits.sum_to_size(target.shape)
+            d_logits.mul_(ctx.scale)
+            d_q[part] = d_logits @ kc
+            d_k[part] = d_logits.transpose(-1, -2) @ qc
+        return d_q, d_k, d_v, d_bias, None
+
+
+def _part(bias: Any, part: slice) -> Any:
+    """The bias of some lists; a bias without lists of its own is the same for all."""
+    return bias[part] if bias is not None and bias.ndim == 4 and len(bias) > 1 else bias
+
+
+def _fits_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """PyTorch's fused CPU attention gives the log-sum-exp too; it wants one width for q, k and v."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
+
+
+def _four_dims(bias: Tensor) -> Tensor:
+    return bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))

@@ -1,0 +1,40 @@
+"""One exception family. Every message says where, what was given, what was expected and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HsaError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class InvalidInput(HsaError, ValueError):
+    """Something the caller passed does not fit.
+
+    >>> print(InvalidInput("q", given="5 rows", expected="7 rows, one per leaf", fix="pass one row per leaf"))
+    q: given 5 rows, expected 7 rows, one per leaf; pass one row per leaf
+    """
+
+    def __init__(self, where: str, *, given: Any, expected: Any, fix: str | None = None):
+        self.where = where
+        self.given = given
+        self.expected = expected
+        self.fix = fix
+        message = f"{where}: given {given}, expected {expected}"
+        super().__init__(message if fix is None else f"{message}; {fix}")
+
+
+class Unsupported(HsaError, NotImplementedError):
+    """No backend can run this combination of arguments; the message lists the reason of each."""
+
+
+class NonFinite(HsaError, FloatingPointError):
+    """The checking mode found a NaN or an infinity."""
+
+
+class MissingExtra(HsaError, ImportError):
+    """A feature needs a package that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str):
+        super().__init__(f"{purpose} needs the package {package!r}; install it with: pip install 'hsa[{extra}]'")
