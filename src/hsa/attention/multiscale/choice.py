@@ -1,0 +1,391 @@
+"""Which leaf families a group of queries attends to leaf by leaf.
+
+Open from the start: the own family, its `near` neighbours on each side; with a causal key order all families of the own
+chunk. Then the `refine` best of the others, by
+
+    score(F) = Σ over the queries of the group of softmax over the candidates of the logit of F's pooled key
+
+either over all candidates, in tiles that bound the memory, or top down by a beam: starting from the pooled nodes of the
+list as it is, score, keep the best, replace each by its children, until only leaf families are left. Ties go to the lower
+number. Nothing here is differentiated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default, without_autocast
+from hsa.attention.multiscale.find_keys import KeyOrder, chunk_of_leaf
+from hsa.attention.multiscale.leaf_families import LeafFamilies, leaf_families
+from hsa.attention.multiscale.partition import Opened, lower
+from hsa.attention.multiscale.positions import position_logits
+from hsa.attention.multiscale.pyramid import in_order, pyramid
+from hsa.attention.multiscale.queries import Queries
+from hsa.attention.multiscale.visibility import anchors, key_limit
+from hsa.attention.rounds import rooted, rounds
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+
+EXACT_FAMILIES = 4096
+"""Trees with more leaf families than this are searched by a beam unless the caller says otherwise."""
+TILE = 2**22
+"""Scores held at once."""
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def open_families(
+    q: Float[Tensor, "queries heads dim"],
+    k: Float[Tensor, "leaves kv_heads dim"],
+    hierarchy: Hierarchy,
+    *,
+    queries: Queries | None = None,
+    near: int = 0,
+    refine: int = 0,
+    beam: int | str | None = None,
+    key_order: KeyOrder | None = None,
+    positions: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Opened:
+    """Choose the leaf families that each group of queries attends to exactly, for `multiscale_attention(opened=…)`.
+
+    Args:
+        q, k: as for `multiscale_attention`.
+        queries: the groups that share a choice. By default one group per leaf family; with `causal` and `refine` one per
+            query, because a choice shared with later queries would leak them.
+        near: neighbouring leaf families to open on each side.
+        refine: how many more to open: the best by the group's own queries, per head.
+        beam: width of the top-down search; "exact" scores every family; None takes "exact" for trees of up to 4,096 leaf
+            families and a beam of max(32, 2·refine) above.
+        key_order: from `find_key_order`; then leaf families have no neighbours, so `near` must be 0.
+        positions, causal, scale: as for `multiscale_attention`.
+
+    >>> q, k = torch.randn(2, 64, 2, 8).unbind(0)
+    >>> tree = Hierarchy.regular([64], (4, 4))
+    >>> opened = open_families(q, k, tree, near=1, refine=2)
+    >>> opened.families.shape  # groups, heads, own + 2 near + 2 refined
+    torch.Size([16, 2, 5])
+    """
+    queries = _checked_queries(queries, hierarchy, refine, causal, key_order)
+    check_inputs({"q": q, "k": k}, hierarchy, rows={"q": queries.num_queries})
+    positions = check_positions(positions, q, hierarchy)
+    _check_choice(near, refine, beam, key_order, positions)
+    hierarchy, positions = rooted(hierarchy, positions)
+    families = leaf_families(hierarchy)
+    limit = key_limit(queries, hierarchy, causal)
+    low, high = _open_from_the_start(queries, hierarchy, families, near, key_order, limit)
+    start = _range_table(low, high, families)
+    if refine == 0 or len(q) == 0 or len(families.nodes) == 0:
+        return Opened(start, queries)
+
+    with without_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        keys = k if key_order is None else in_order(k, key_order.order)
+        pooled = repeat_heads(pyramid(keys.to(dtype), rounds(hierarchy)), q.shape[1])
+        search = _Search(q.to(dtype), pooled, hierarchy, families, queries, positions, limit, scale_or_default(scale, q))
+        widest = int(np.diff(families.tree_offsets).max())
+        if beam == "exact" or (beam is None and widest <= EXACT_FAMILIES):
+            chosen = search.exact(low, high, refine)
+        else:
+            width = max(32, 2 * refine) if beam is None else int(beam)
+            chosen = search.beam(Opened(start, queries), refine, width)
+    return Opened(torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1), queries, search.scored)
+
+
+def _checked_queries(
+    queries: Queries | None, hierarchy: Hierarchy, refine: int, causal: bool, key_order: KeyOrder | None
+) -> Queries:
+    if queries is None:
+        return Queries.windows(hierarchy, 1) if causal and (refine or key_order) else Queries.families(hierarchy)
+    queries = queries.checked(hierarchy)
+    if causal and refine and (np.diff(queries.host_offsets) > 1).any():
+        raise InvalidInput(
+            "queries",
+            given="groups of several queries with causal=True and refine",
+            expected="one query per group",
+            fix="a shared choice would leak later queries; use Queries.windows(hierarchy, 1)",
+        )
+    return queries
+
+
+def _check_choice(
+    near: int, refine: int, beam: int | str | None, key_order: KeyOrder | None, positions: Tensor | None
+) -> None:
+    for name, value in (("near", near), ("refine", refine)):
+        if not isinstance(value, int) or value < 0:
+            raise InvalidInput(name, given=value, expected="0 or a positive number of leaf families")
+    if isinstance(beam, str) and beam != "exact":
+        raise InvalidInput("beam", given=repr(beam), expected="a width, 'exact' or None")
+    if isinstance(beam, int) and beam < max(refine, 1):
+        raise InvalidInput("beam", given=beam, expected=f"at least refine={refine}", fix="widen the beam")
+    if key_order is not None:
+        check_key_order_options(near=near, positions=positions)
+
+
+def check_key_order_options(near: int = 0, positions: Tensor | None = None, include_self: bool = True) -> None:
+    """Options that have no meaning once keys have left their places."""
+    reasons = {
+        "near": (near != 0, "neighbours", "near=0; open more with refine"),
+        "positions": (positions is not None, "positions", "positions=None; put positions into q and k"),
+        "include_self": (not include_self, "an own leaf", "include_self=True"),
+    }
+    for name, (bad, what, expected) in reasons.items():
+        if bad:
+            raise InvalidInput(name, given="a value together with key_order", expected=expected, fix=f"found leaf families have no {what}")
+
+
+def _open_from_the_start(
+    queries: Queries,
+    hierarchy: Hierarchy,
+    families: LeafFamilies,
+    near: int,
+    key_order: KeyOrder | None,
+    limit: Tensor | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Per group a range of family numbers. Cached: it depends on no values but the queries' places."""
+    empty = np.zeros(queries.num_groups, np.int64)
+    where = anchors(queries, limit)
+    if where is None or (key_order is not None and limit is None) or len(families.nodes) == 0:
+        return empty, empty
+    leaf = where.cpu().numpy()
+    tree = queries.host_tree[np.repeat(np.arange(queries.num_groups), np.diff(queries.host_offsets))]
+    sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see nothing stands nowhere
+    leaf = np.where(sees, leaf, 0)
+    own, before = families.own[leaf], families.before[leaf]
+    low = np.where(own < 0, before, own) - near
+    high = np.where(own < 0, before, own + 1) + near
+    if key_order is not None and key_order.chunk is not None:
+        number, complete = chunk_of_leaf(hierarchy, key_order.chunk)
+        listed = families.own >= 0
+        first = np.full(len(complete), np.iinfo(np.int64).max)
+        last = np.full(len(complete), -1)
+        np.minimum.at(first, number[listed], families.own[listed])
+        np.maximum.at(last, number[listed], families.own[listed] + 1)
+        low, high = np.minimum(first[number[leaf]], last[number[leaf]]), last[number[leaf]]
+    elif key_order is not None:
+        raise InvalidInput(
+            "key_order",
+            given="an order of whole trees, for queries that may see only some of the keys",
+            expected="an order inside complete chunks",
+            fix="use find_key_order(k, hierarchy, chunk=256)",
+        )
+    low = np.where(sees, np.maximum(low, families.tree_offsets[tree]), np.iinfo(np.int64).max)
+    high = np.where(sees, np.minimum(high, families.tree_offsets[tree + 1]), -1)
+    starts = np.minimum(queries.host_offsets[:-1], max(len(leaf) - 1, 0))
+    if len(leaf) == 0:
+        return empty, empty
+    low, high = np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
+    filled = (np.diff(queries.host_offsets) > 0) & (high > low)
+    return np.where(filled, low, 0), np.where(filled, high, 0)
+
+
+def _range_table(low: np.ndarray, high: np.ndarray, families: LeafFamilies) -> Tensor:
+    """[groups, 1, width] the nodes of families low..high−1, −1 after them."""
+    device = families.nodes.device
+    width = int((high - low).max(initial=0))
+    number = torch.as_tensor(low).to(device)[:, None] + torch.arange(width, device=device)
+    inside = number < torch.as_tensor(high).to(device)[:, None]
+    nodes = torch.cat([families.nodes, families.nodes.new_full((1,), -1)])
+    return nodes[number.where(inside, len(families.nodes))][:, None]
+
+
+class _Search:
+    def __init__(
+        self,
+        q: Tensor,
+        pooled: Tensor,
+        hierarchy: Hierarchy,
+        families: LeafFamilies,
+        queries: Queries,
+        positions: Tensor | None,
+        limit: Tensor | None,
+        scale: float,
+    ):
+        self.q, self.pooled, self.positions, self.limit, self.scale = q, pooled, positions, limit, scale
+        self.hierarchy, self.families, self.queries = hierarchy, families, queries
+        self.slot = rounds(hierarchy).slot_of_node
+        self.end = hierarchy.tensor("end_leaf")
+        self.log_count = hierarchy.leaf_count.to(q.dtype).log()
+        self.scored = 0
+
+    def exact(self, low: np.ndarray, high: np.ndarray, refine: int) -> Tensor:
+        """[groups, heads, refine] the best candidates of all, tile by tile."""
+        heads = self.q.shape[1]
+        chosen = self.families.nodes.new_full((self.queries.num_groups, heads, refine), -1)
+        low_t, high_t = (torch.as_tensor(x).to(self.q.device) for x in (low, high))
+        for groups, candidates in self._tiles():
+            nodes = self.families.nodes[candidates]
+            rows = slice(int(self.queries.host_offsets[groups.start]), int(self.queries.host_offsets[groups.stop]))
+            keys = self.pooled[self.slot[nodes]]
+            logits = torch.einsum("qhd,fhd->hqf", self.q[rows], keys) * self.scale + self.log_count[nodes]
+            number = torch.arange(candidates.start, candidates.stop, device=nodes.device)
+            allowed = self.families.tree[candidates] == self.queries.tree[groups, None]
+            allowed &= ~self._open(groups, number, nodes, low_t, high_t)
+            group = self.queries.group[rows]
+            allowed = allowed[group - groups.start]  # [queries, candidates]
+            if self.limit is not None:
+                allowed &= self.end[nodes] <= self.limit[rows, None]
+            if self.positions is not None:
+                logits = logits + self._positions(rows, nodes)
+            weights = _softmax(logits, allowed)
+            scores = weights.new_zeros(heads, groups.stop - groups.start, len(nodes))
+            scores.index_add_(1, group - groups.start, weights)
+            candidate = torch.zeros(scores.shape[1:], dtype=torch.bool, device=nodes.device)
+            candidate[group - groups.start] = allowed  # the same for all queries of a group that sees all of them
+            best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
+            chosen[groups, :, : best.shape[-1]] = nodes[best].masked_fill(~valid, -1)
+            self.scored += heads * int(allowed.sum())
+        return chosen
+
+    def _tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Groups, and the candidates of their trees: consecutive small trees together, large ones in pieces."""
+        offsets, tree = self.queries.host_offsets, self.queries.host_tree
+        bounds = self.families.tree_offsets
+        heads = self.q.shape[1]
+        begin, num_groups = 0, self.queries.num_groups
+        while begin < num_groups:
+            first = last = tree[begin]
+            end = begin
+            while end < num_groups:
+                new_first, new_last = min(first, tree[end]), max(last, tree[end])
+                candidates = bounds[new_last + 1] - bounds[new_first]
+                queries = offsets[end + 1] - offsets[begin]
+                crowded = new_last > new_first and candidates > 512
+                if end > begin and (crowded or heads * queries * candidates > TILE):
+                    break
+                first, last, end = new_first, new_last, end + 1
+            if bounds[last + 1] > bounds[first] and offsets[end] > offsets[begin]:
+                yield slice(begin, end), slice(int(bounds[first]), int(bounds[last + 1]))
+            begin = end
+
+    def _open(self, groups: slice, number: Tensor, nodes: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """[groups, candidates] open already, themselves or because something below them is."""
+        low, high = low[groups, None], high[groups, None]
+        is_open = (number >= low) & (number < high)
+        if self.families.mixed:
+            first = self.hierarchy.tensor("first_leaf")
+            for offset in range(int((high - low).max())):
+                other = self.families.nodes[(low + offset).clamp(max=len(self.families.nodes) - 1)]
+                below = (first[nodes] <= first[other]) & (self.end[nodes] >= self.end[other])
+                is_open |= below & (low + offset < high)
+        return is_open
+
+    def _positions(self, rows: slice, nodes: Tensor) -> Tensor:
+        """[1 or heads, queries, candidates]: every query alone, so that groups need not be one family."""
+        assert self.positions is not None
+        leaf = self._leaves()[rows]
+        node = self.hierarchy.tensor("leaf_nodes")[leaf]
+        entries = nodes[None, None].expand(len(leaf), 1, -1)
+        logits = position_logits(self.positions, self.hierarchy, self.hierarchy.parent[node], node[:, None], entries)
+        return logits.squeeze(2).transpose(0, 1)
+
+    def _leaves(self) -> Tensor:
+        if self.queries.leaves is None:
+            raise InvalidInput(
+                "positions", given="positions with queries that are no leaves", expected="positions=None",
+                fix="a query outside the tree has no position in it",
+            )
+        return self.queries.leaves
+
+    def beam(self, start: Opened, refine: int, width: int) -> Tensor:
+        """[groups, heads, refine] by descending from the pooled nodes of the lists that `start` gives."""
+        partition = lower(start, self.hierarchy)
+        lengths = partition.lengths[:, 0]
+        longest = int(lengths.max())
+        index = partition.offsets[:-1, None] + torch.arange(longest, device=lengths.device)
+        inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        lists = partition.nodes[index.clamp(max=len(partition.nodes) - 1)]
+        lists = lists.masked_fill(~inside | (self.hierarchy.num_children[lists] == 0), -1)
+        chosen = self.families.nodes.new_full((self.queries.num_groups, self.q.shape[1], refine), -1)
+        sizes = np.diff(self.queries.host_offsets)
+        children = int(self.hierarchy.structure.num_children.max())
+        per_group = max(1, int(sizes.max(initial=1))) * self.q.shape[1] * max(longest, width * children)
+        step = max(1, TILE * 4 // (per_group * self.q.shape[2]))
+        for begin in range(0, self.queries.num_groups, step):
+            groups = slice(begin, min(begin + step, self.queries.num_groups))
+            chosen[groups] = self._descend(groups, lists[groups], refine, width)
+        return chosen
+
+    def _descend(self, groups: slice, lists: Tensor, refine: int, width: int) -> Tensor:
+        offsets = self.queries.offsets[groups.start : groups.stop + 1]
+        longest = int((offsets[1:] - offsets[:-1]).max())
+        rows = offsets[:-1, None] + torch.arange(longest, device=offsets.device)
+        asked = rows < offsets[1:, None]  # [groups, queries]
+        rows = rows.clamp(max=len(self.q) - 1)
+        nodes = lists[:, None].expand(-1, self.q.shape[1], -1)
+        settled = self._is_settled(nodes)
+        while True:
+            score = self._score(rows, asked, nodes)
+            if bool(settled.all()):
+                break
+            best, valid = _top(score, score >= 0, width)
+            nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
+            settled = settled.gather(-1, best) | ~valid
+            nodes, settled = self._children(nodes, settled)
+        best, valid = _top(score, score >= 0, refine)
+        found = nodes.gather(-1, best).masked_fill(~valid, -1)
+        return torch.nn.functional.pad(found, (0, refine - found.shape[-1]), value=-1)
+
+    def _is_settled(self, nodes: Tensor) -> Tensor:
+        """Nothing to descend to: no node, or one whose members are all leaves."""
+        return (nodes < 0) | (self.hierarchy.tensor("height")[nodes] == 1)
+
+    def _children(self, nodes: Tensor, settled: Tensor) -> tuple[Tensor, Tensor]:
+        """Every open end replaced by its members that are no leaves, and by itself if it has leaf members too."""
+        count = self.hierarchy.num_children[nodes].masked_fill(settled, 0)
+        most = int(count.max())
+        step = torch.arange(most, device=nodes.device)
+        child = self.hierarchy.tensor("first_child")[nodes][..., None] + step
+        is_child = step < count[..., None]
+        child = torch.where(is_child, child, 0)
+        is_leaf = self.hierarchy.num_children[child] == 0
+        has_leaves = (is_leaf & is_child).any(-1)
+        child = child.masked_fill(~is_child | is_leaf, -1)
+        stays = settled | has_leaves
+        itself = nodes.masked_fill(~stays, -1)
+        nodes = torch.cat([itself[..., None], child], -1).flatten(-2)
+        done = torch.cat([torch.ones_like(stays)[..., None], self._is_settled(child)], -1).flatten(-2)
+        keep = max(1, int((nodes >= 0).sum(-1).max()))  # shift the gaps to the end and cut them off
+        order = (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
+        return nodes.gather(-1, order), done.gather(-1, order)
+
+    def _score(self, rows: Tensor, asked: Tensor, nodes: Tensor) -> Tensor:
+        """[groups, heads, entries] the group's summed softmax; −1 where there is no candidate."""
+        queries = self.q[rows].transpose(1, 2)  # [groups, heads, queries, dim]
+        head = torch.arange(self.q.shape[1], device=nodes.device)[:, None]
+        keys = self.pooled[self.slot[nodes], head]
+        logits = queries @ keys.transpose(-1, -2) * self.scale + self.log_count[nodes][:, :, None]
+        allowed = (nodes >= 0)[:, :, None] & asked[:, None, :, None]
+        if self.limit is not None:
+            allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
+        if self.positions is not None:
+            leaf = self.hierarchy.tensor("leaf_nodes")[self._leaves()[rows]]
+            parent = self.hierarchy.parent[leaf[:, 0]]
+            logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
+        self.scored += int(allowed.sum())
+        return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
+
+
+def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the allowed entries; zeros where none is."""
+    return logits.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0)
+
+
+def _top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Indices of the `number` largest non-negative scores, ties to the lower index, and which of them are candidates.
+
+    The bits of a non-negative float32 order like the number, so that score and index fit one integer without ties.
+    """
+    size = scores.shape[-1]
+    bits = scores.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
+    key = (bits << 32) + (2**32 - 1 - torch.arange(size, device=scores.device))
+    key = key.masked_fill(~candidate, -1)
+    best = key.topk(min(number, size), dim=-1)
+    return best.indices, best.values >= 0

@@ -1,0 +1,179 @@
+"""Found hierarchies: an order of the keys, per head, under which a given tree groups similar keys.
+
+Top down, the keys below a node are sorted along their first principal direction and handed to its children from left to
+right, as many as each has leaves; with two children that is a split at the median. The tree stays what it is, only the
+keys at its leaves change places, per key/value head. Leaves directly under a root (sinks) keep their key.
+
+Causal use: keys change places only inside *chunks* of consecutive keys that are complete, so nothing later than a chunk's
+last key shapes its order.
+
+Precedents: Reformer (hashed buckets), the Routing Transformer (k-means), clustered key–value caches, Quest (pages by
+bounds). New here is the tree, whose pooled remainder keeps every key's mass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hsa.attention.arguments import check_inputs
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+
+ITERATIONS = 12
+"""Power iterations for a principal direction; a rough direction splits as well as an exact one."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyOrder:
+    """`order[head, slot]`: the leaf whose key sits at that leaf slot of the tree. `chunk`: see `find_key_order`.
+
+    operations: multiplications and additions that finding it took, all heads together.
+    """
+
+    order: Tensor  # [kv_heads, leaves]
+    chunk: int | None = None
+    operations: int = 0
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def find_key_order(
+    k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, chunk: int | None = None
+) -> KeyOrder:
+    """An order of the keys that puts similar ones below the same nodes, for `open_families` and `multiscale_attention`.
+
+    Deterministic, O(N log N) per level of a balanced tree such as `Hierarchy.regular(lengths, (8, 2), repeat_last=True)`.
+
+    Args:
+        k: one key per leaf.
+        hierarchy: the tree to fill.
+        chunk: for causal use: keys (sinks not counted) per chunk; only inside complete chunks do keys change places.
+
+    >>> k = torch.tensor([0.0, 9.0, 1.0, 8.0, 2.0, 7.0])[:, None, None]
+    >>> find_key_order(k, Hierarchy.regular([6], (3,))).order.tolist()
+    [[0, 2, 4, 1, 3, 5]]
+    """
+    check_inputs({"q": k, "k": k}, hierarchy)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise InvalidInput("chunk", given=chunk, expected="a positive number of keys, or None")
+    heads, dim = k.shape[1:]
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    keys = k.transpose(0, 1).to(dtype)  # [heads, leaves, dim]
+    order = torch.arange(hierarchy.num_leaves, device=k.device).expand(heads, -1).contiguous()
+    operations = 0
+    for slots, present in _levels(hierarchy, chunk):
+        nodes, size = slots.shape
+        found = order[:, slots.flatten()].view(heads, nodes, size)
+        members = keys.gather(1, found.view(heads, -1, 1).expand(-1, -1, dim)).view(heads, nodes, size, dim)
+        place = _principal_coordinate(members, present)
+        # Equal coordinates keep the order of the leaves; padding stays at the end.
+        place = place.masked_fill(~present, torch.inf)
+        ranks = place.sort(dim=-1, stable=True).indices
+        moved = found.gather(-1, ranks)
+        order[:, slots[present]] = moved[:, present]
+        operations += heads * nodes * _operations(size, dim)
+    _sort_inside_leaf_families(order, hierarchy)
+    return KeyOrder(order, chunk, operations)
+
+
+def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """The chunk of every leaf, numbered through all trees, and which chunks are complete.
+
+    Sinks do not count; a sink belongs to the chunk in progress where it stands.
+    """
+
+    def build() -> tuple[np.ndarray, np.ndarray]:
+        s = hierarchy.structure
+        movable = s.depth[s.leaf_nodes] > 1
+        before = np.cumsum(movable) - movable
+        tree = s.tree[s.leaf_nodes]
+        start = np.append(before, movable.sum())[s.leaf_offsets]
+        number = (before - start[tree]) // chunk
+        per_tree = np.zeros(hierarchy.num_trees, np.int64)
+        np.maximum.at(per_tree, tree, number + 1)
+        number += (np.cumsum(per_tree) - per_tree)[tree]
+        return number, np.bincount(number[movable], minlength=int(per_tree.sum())) == chunk
+
+    return hierarchy.cached(("chunks", chunk), build)
+
+
+def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Per depth and size, from the root down: the leaf slots of the nodes whose keys are sorted, and what is no padding.
+
+    A node with one child, or whose children are all leaves, needs no sorting; a root's sinks take no part.
+    """
+
+    def build() -> list[tuple[Tensor, Tensor]]:
+        s = hierarchy.structure
+        movable = s.depth[s.leaf_nodes] > 1
+        slots_before = np.concatenate([[0], np.cumsum(movable)])
+        slots = np.flatnonzero(movable)
+        begin, end = slots_before[s.first_leaf], slots_before[s.end_leaf]  # of every node, among the movable slots
+        useful = (s.height > 1) & (s.num_children > 1) & (end > begin)
+        if chunk is not None:
+            number, complete = chunk_of_leaf(hierarchy, chunk)
+            of_slot = number[slots] if len(slots) else np.zeros(1, np.int64)
+            first = of_slot[np.minimum(begin, len(of_slot) - 1)]
+            last = of_slot[np.maximum(end - 1, 0)]
+            useful &= (first == last) & complete[first]
+        result = []
+        for depth in range(hierarchy.depth):
+            nodes = np.flatnonzero(useful & (s.depth == depth))
+            size = (end - begin)[nodes]
+            padded = 2 ** np.ceil(np.log2(np.maximum(size, 1))).astype(np.int64)
+            for width in np.unique(padded)[::-1]:
+                chosen = nodes[padded == width]
+                width = int((end - begin)[chosen].max())
+                grid = begin[chosen][:, None] + np.arange(width)
+                present = grid < end[chosen][:, None]
+                grid = slots[np.where(present, grid, begin[chosen][:, None])]
+                result.append(tuple(torch.as_tensor(x).to(hierarchy.device) for x in (grid, present)))
+        return result
+
+    return hierarchy.cached(("key levels", chunk), build)
+
+
+def _principal_coordinate(members: Tensor, present: Tensor) -> Tensor:
+    """`[…, size]` coordinates along the direction of largest spread, by power iteration from a fixed start."""
+    weight = present[..., None].to(members.dtype)
+    centred = (members - (members * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)) * weight
+    # The start: the member farthest from the mean. It is never orthogonal to the spread.
+    far = centred.square().sum(-1).argmax(-1, keepdim=True)[..., None]
+    direction = centred.gather(-2, far.expand(*far.shape[:-1], centred.shape[-1])).transpose(-1, -2)
+    size, dim = centred.shape[-2:]
+    if size > dim:  # iterate on the smaller of the two matrices
+        spread = centred.transpose(-1, -2) @ centred
+        for _ in range(ITERATIONS):
+            direction = _unit(spread @ direction)
+    else:
+        for _ in range(ITERATIONS):
+            direction = _unit(centred.transpose(-1, -2) @ (centred @ direction))
+    # A direction and its opposite split alike: let the largest component point up.
+    largest = direction.abs().argmax(-2, keepdim=True)
+    direction = direction * direction.gather(-2, largest).sign()
+    return (centred @ direction).squeeze(-1)
+
+
+def _operations(size: int, dim: int) -> int:
+    """Of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
+    once = 2 * size * dim
+    return 2 * size * dim**2 + 2 * ITERATIONS * dim**2 + once if size > dim else 2 * ITERATIONS * once + once
+
+
+def _unit(direction: Tensor) -> Tensor:
+    length = direction.norm(dim=-2, keepdim=True)
+    return direction / torch.where(length > 0, length, torch.ones_like(length))
+
+
+def _sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:
+    """Inside a leaf family the order is free: take that of the leaves."""
+    s = hierarchy.structure
+    family = hierarchy.cached("parent of leaf", lambda: torch.as_tensor(s.parent[s.leaf_nodes]).to(order.device))
+    by_family = torch.argsort(family, stable=True)
+    key = family[by_family] * hierarchy.num_leaves + order[:, by_family]
+    order[:, by_family] = key.sort(-1).values % max(hierarchy.num_leaves, 1)

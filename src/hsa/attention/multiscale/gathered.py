@@ -1,0 +1,199 @@
+"""Backend "torch": pool keys and values into a pyramid, gather every group's list, and attend to it.
+
+Groups are worked on in chunks of similar list length, so that padding is small and memory bounded; for the gradient, each
+chunk is computed again (checkpointing) instead of kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.partition import Partition
+from hsa.attention.multiscale.positions import position_logits
+from hsa.attention.multiscale.pyramid import in_order, pyramid
+from hsa.attention.rounds import rounds
+from hsa.attention.softmax import exact
+from hsa.hierarchy import Hierarchy
+
+CHUNK = 2**21
+"""Numbers gathered at once."""
+
+
+def multiscale_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    partition: Partition,
+    limit: Tensor | None,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    include_self: bool,
+    pooled_bias: Tensor,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """See `hsa.multiscale_attention`; the forest is rooted, the arguments are checked."""
+    if key_order is not None:
+        k, v = in_order(k, key_order.order), in_order(v, key_order.order)
+    plan = rounds(hierarchy)
+    keys, values = pyramid(k, plan), pyramid(v, plan)
+    lists = _Lists(hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1])
+    out = q.new_empty(len(q), q.shape[1], v.shape[-1])
+    pieces, places = [], []
+    for groups, longest_group, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
+        chunk = lists.chunk(groups, longest_group, longest_list)
+
+        def attend(
+            q: Tensor, keys: Tensor, values: Tensor, pooled_bias: Tensor, positions: Tensor | None, chunk: _Chunk = chunk
+        ) -> Tensor:
+            return _attend(q, keys, values, pooled_bias, positions, hierarchy, chunk, dropout_p, scale)
+
+        arguments = q, keys, values, pooled_bias, positions
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
+            piece = checkpoint(attend, *arguments, use_reentrant=False)
+        else:
+            piece = attend(*arguments)
+        pieces.append(piece.to(q.dtype))
+        places.append(chunk.rows[chunk.asked])
+    if not pieces:
+        return out
+    return torch.cat(pieces).index_select(0, torch.argsort(torch.cat(places)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Some groups with their lists, padded. Lists have one head where all heads share them."""
+
+    rows: Tensor  # [groups, queries] rows of q
+    asked: Tensor  # [groups, queries] False at padding
+    leaf: Tensor | None  # [groups, queries] leaf nodes of the queries
+    parent: Tensor | None  # [groups] their parent
+    nodes: Tensor  # [groups, 1 or heads, entries]
+    key_rows: Tensor  # [groups, heads, entries] rows of the pyramid with slots and key/value heads flattened
+    pooled: Tensor  # [groups, 1 or heads, entries] not a leaf
+    log_count: Tensor  # [groups, 1 or heads, entries]
+    mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries]
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pooled_bias: Tensor,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: _Chunk,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """[asked queries, heads, value_dim]"""
+    queries = q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
+    queries = queries.to(keys.dtype)
+    k, v = (
+        x.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
+        for x in (keys, values)
+    )
+    per_head = pooled_bias.to(keys.dtype)[:, None]
+    bias = chunk.log_count.to(keys.dtype) + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
+    bias = bias[:, :, None]
+    if positions is not None:
+        assert chunk.parent is not None and chunk.leaf is not None
+        bias = bias + position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
+    if dropout_p == 0:
+        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
+    else:
+        _, lse = exact(queries, k, v, bias, chunk.mask, scale=scale)
+        weights = (queries @ k.transpose(-1, -2) * scale + bias - lse.unsqueeze(-1)).exp()
+        if chunk.mask is not None:
+            weights = weights.masked_fill(~chunk.mask, 0)
+        out = F.dropout(weights, dropout_p) @ v
+    return out.transpose(1, 2)[chunk.asked]
+
+
+class _Lists:
+    """Makes chunks: node ids to rows of the pyramid, biases and masks."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        partition: Partition,
+        slot: Tensor,
+        limit: Tensor | None,
+        key_order: KeyOrder | None,
+        include_self: bool,
+        heads: int,
+        kv_heads: int,
+    ):
+        self.hierarchy, self.partition, self.slot, self.limit = hierarchy, partition, slot, limit
+        self.key_order, self.include_self = key_order, include_self
+        self.kv_heads = kv_heads
+        self.kv_head = torch.arange(kv_heads, device=slot.device).repeat_interleave(heads // kv_heads)
+        self.queries = partition.queries
+
+    def chunk(self, groups: Tensor, longest_group: int, longest_list: int) -> _Chunk:
+        h, partition, device = self.hierarchy, self.partition, self.slot.device
+        begin, end = self.queries.offsets[groups], self.queries.offsets[groups + 1]
+        rows = begin[:, None] + torch.arange(longest_group, device=device)
+        asked = rows < end[:, None]
+        rows = torch.where(asked, rows, begin[:, None])
+
+        entry = torch.arange(longest_list, device=device)
+        row = groups[:, None] * partition.heads + torch.arange(partition.heads, device=device)
+        inside = entry < (partition.offsets[row + 1] - partition.offsets[row])[..., None]
+        index = partition.offsets[row][..., None] + entry
+        nodes = partition.nodes[torch.where(inside, index, 0)]  # [groups, 1 or heads, entries]
+        slots = self.slot[nodes]
+        pooled = h.num_children[nodes] > 0
+        mask = None if bool(inside.all()) else inside[:, :, None]
+
+        leaf = parent = None
+        if self.queries.leaves is not None:
+            leaf = h.tensor("leaf_nodes")[self.queries.leaves[rows]]
+            parent = h.parent[leaf[:, 0]]
+            if not self.include_self:
+                mask = _both(mask, nodes[:, :, None] != leaf[:, None, :, None])
+        if self.limit is not None:
+            last = h.tensor("end_leaf")[nodes] - 1  # the last key in a node, by leaf number
+            if self.key_order is not None:
+                held = self.key_order.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
+                last = torch.where(pooled, last, held)
+            mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
+        return _Chunk(
+            rows=rows,
+            asked=asked,
+            leaf=leaf,
+            parent=parent,
+            nodes=nodes,
+            key_rows=slots * self.kv_heads + self.kv_head[:, None],
+            pooled=pooled,
+            log_count=h.leaf_count[nodes].double().log(),
+            mask=mask,
+        )
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def _chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Groups of similar shape together: (groups, their longest group, their longest list)."""
+    sizes = np.diff(partition.queries.host_offsets)
+    lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
+    shape = np.stack([sizes, -(-lengths // 16)])
+    for kind in np.unique(shape[:, sizes > 0], axis=1).T:
+        alike = np.flatnonzero((shape == kind[:, None]).all(0))
+        longest = int(lengths[alike].max())
+        step = max(1, CHUNK // (numbers_per_entry * (longest + int(kind[0]))))
+        for begin in range(0, len(alike), step):
+            groups = alike[begin : begin + step]
+            yield torch.as_tensor(groups).to(partition.offsets.device), int(kind[0]), int(lengths[groups].max())

@@ -1,0 +1,96 @@
+"""From open families to one list of nodes per query group and head.
+
+`Opened` says which leaf families a group attends to leaf by leaf. The *expanded* nodes are their parents and all above
+them, and the root; the list is the frontier: the children of expanded nodes that are not expanded themselves. Those are the
+leaves of the open families and the largest nodes that contain no open family, so every key is in exactly one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.leaf_families import ancestors
+from hsa.attention.multiscale.queries import Queries
+from hsa.attention.rounds import rooted
+from hsa.hierarchy import Hierarchy
+
+ROWS_AT_ONCE = 2**22
+"""Ancestors looked at together while lists are made: bounds the memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """What `open_families` chose.
+
+    families: `[groups, heads or 1, width]` parent nodes of the open leaf families, −1 where there are fewer.
+    queries: the groups.
+    scored: how many products of a query and a pooled key the choice took, all heads together.
+    """
+
+    families: Tensor
+    queries: Queries
+    scored: int = 0
+    _lowered: list[tuple[Hierarchy, Partition]] = field(default_factory=list)
+
+    def partition(self, hierarchy: Hierarchy) -> Partition:
+        """The lists of nodes; made once, so that layers that share a choice share its lists."""
+        forest, _ = rooted(hierarchy)
+        if not self._lowered or self._lowered[0][0] is not forest:
+            self._lowered[:] = [(forest, lower(self, forest))]
+        return self._lowered[0][1]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """For row = group · heads + head, the nodes `nodes[offsets[row] : offsets[row + 1]]`. `heads` is 1 if all share."""
+
+    queries: Queries
+    heads: int
+    offsets: Tensor  # [groups * heads + 1]
+    nodes: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """[groups, heads] entries of every list."""
+        return self.offsets.diff().view(self.queries.num_groups, self.heads)
+
+
+@torch.compiler.disable
+def lower(opened: Opened, hierarchy: Hierarchy) -> Partition:
+    """The frontier of every group and head, all rows at once."""
+    groups, heads, width = opened.families.shape
+    table = ancestors(hierarchy)
+    roots = opened.queries.tree[:, None, None].expand(groups, heads, 1)
+    open_nodes = torch.cat([roots, opened.families], -1).flatten(0, 1)
+    step = max(1, ROWS_AT_ONCE // max(1, (width + 1) * table.shape[1]))
+    lengths, nodes = [], []
+    for begin in range(0, len(open_nodes), step):
+        some_lengths, some_nodes = _frontiers(open_nodes[begin : begin + step], table, hierarchy)
+        lengths.append(some_lengths)
+        nodes.append(some_nodes)
+    empty = open_nodes.new_empty(0)
+    offsets = torch.cat([open_nodes.new_zeros(1), *lengths]).cumsum(0)
+    return Partition(opened.queries, heads, offsets, torch.cat([empty, *nodes]))
+
+
+def _frontiers(open_nodes: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
+    """Lengths and nodes of the lists of rows of open nodes (−1: none)."""
+    num_rows, size = len(open_nodes), hierarchy.num_nodes
+    row = torch.arange(num_rows, device=open_nodes.device)[:, None, None]
+    above = table[open_nodes]  # at −1 this reads the last node; removed below
+    keys = row * size + above
+    keys = keys[(above >= 0) & (open_nodes >= 0)[..., None]]
+    expanded = keys.unique()  # sorted: row by row
+    row, node = expanded // size, expanded % size
+    counts = hierarchy.num_children[node]
+    ends = counts.cumsum(0)
+    within = torch.arange(int(ends[-1]) if len(ends) else 0, device=node.device)
+    within = within - (ends - counts).repeat_interleave(counts)
+    child = hierarchy.tensor("first_child")[node].repeat_interleave(counts) + within
+    child_key = row.repeat_interleave(counts) * size + child
+    place = torch.searchsorted(expanded, child_key).clamp(max=max(len(expanded) - 1, 0))
+    frontier = child_key[expanded[place] != child_key] if len(expanded) else child_key
+    return torch.bincount(frontier // size, minlength=num_rows), frontier % size

@@ -1,0 +1,169 @@
+"""Backend "reference": every query on its own, its list of nodes found by the definition. For reading and for tests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.partition import Opened
+from hsa.hierarchy import Hierarchy
+
+
+def multiscale_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    opened: Opened,
+    limit: Tensor | None,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    include_self: bool,
+    pooled_bias: Tensor,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """See `hsa.multiscale_attention`."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads, group_of_heads = q.shape[1], q.shape[1] // k.shape[1]
+    queries = opened.queries
+    out = []
+    for i in range(len(q)):
+        group = int(queries.group[i])
+        leaf = None if queries.leaves is None else int(queries.leaves[i])
+        row = []
+        for h in range(heads):
+            kv_head = h // group_of_heads
+            keys, values = k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
+            order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
+            chosen = opened.families[group, min(h, opened.families.shape[1] - 1)].tolist()
+            logits, means = [], []
+            for node in list_of_nodes(hierarchy, int(queries.tree[group]), chosen):
+                members = order[_leaf_slice(hierarchy, node)]
+                if limit is not None and max(members) >= int(limit[i]):
+                    continue
+                is_leaf = hierarchy.structure.num_children[node] == 0
+                if is_leaf and members == [leaf] and not include_self:
+                    continue
+                logit = scale * (q[i, h].to(dtype) @ keys[members].mean(0)) + math.log(len(members))
+                if positions is not None:
+                    assert leaf is not None
+                    own, other = _highest_distinct(hierarchy, int(hierarchy.structure.leaf_nodes[leaf]), node)
+                    place = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
+                    logit = logit + place[own] @ place[other]
+                if not is_leaf:
+                    logit = logit + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
+                logits.append(logit)
+                means.append(values[members].mean(0))
+            row.append(_average(logits, means, v.new_zeros(v.shape[-1], dtype=dtype), dropout_p))
+        out.append(torch.stack(row))
+    return torch.stack(out).to(q.dtype) if out else q.new_empty(0, heads, v.shape[-1])
+
+
+def _average(logits: list[Tensor], means: list[Tensor], nothing: Tensor, dropout_p: float) -> Tensor:
+    visible = [i for i, logit in enumerate(logits) if logit > -math.inf]
+    if not visible:
+        return nothing
+    weights = torch.stack([logits[i] for i in visible]).softmax(0)
+    return F.dropout(weights, dropout_p) @ torch.stack([means[i] for i in visible])
+
+
+def list_of_nodes(hierarchy: Hierarchy, node: int, opened: list[int]) -> list[int]:
+    """The leaves of the open families and the largest nodes without an open family, below `node`."""
+    s = hierarchy.structure
+    nodes = []
+    for child in range(int(s.first_child[node]), int(s.first_child[node]) + int(s.num_children[node])):
+        if any(_is_below(hierarchy, parent, child) for parent in opened):
+            nodes += list_of_nodes(hierarchy, child, opened)
+        else:
+            nodes.append(child)
+    return nodes
+
+
+def _is_below(hierarchy: Hierarchy, node: int, ancestor: int) -> bool:
+    """`node` is `ancestor` or below it."""
+    while node >= 0 and node != ancestor:
+        node = int(hierarchy.structure.parent[node])
+    return node >= 0
+
+
+def _leaf_slice(hierarchy: Hierarchy, node: int) -> slice:
+    first = int(hierarchy.structure.first_leaf[node])
+    return slice(first, first + int(hierarchy.structure.leaf_count[node]))
+
+
+def _highest_distinct(hierarchy: Hierarchy, a: int, b: int) -> tuple[int, int]:
+    def path(node: int) -> list[int]:
+        above = int(hierarchy.structure.parent[node])
+        return [*path(above), node] if above >= 0 else [node]
+
+    for x, y in zip(path(a), path(b), strict=False):
+        if x != y:
+            return x, y
+    return a, b  # the same leaf
+
+
+def open_families(
+    q: Tensor,
+    k: Tensor,
+    hierarchy: Hierarchy,
+    opened: Opened,
+    *,
+    refine: int,
+    limit: Tensor | None,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    scale: float,
+) -> list[list[list[int]]]:
+    """Per group and head the `refine` best leaf families beside those open, all candidates scored one by one."""
+    s = hierarchy.structure
+    group_of_heads = q.shape[1] // k.shape[1]
+    queries = opened.queries
+    result: list[list[list[int]]] = []
+    for g in range(queries.num_groups):
+        rows = range(int(queries.offsets[g]), int(queries.offsets[g + 1]))
+        per_head = []
+        for h in range(q.shape[1]):
+            kv_head = h // group_of_heads
+            order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
+            now_open = opened.families[g, 0].tolist()
+            candidates = [
+                node
+                for node in _leaf_family_parents(hierarchy)
+                if s.tree[node] == int(queries.tree[g])
+                and not any(_is_below(hierarchy, parent, node) for parent in now_open if parent >= 0)
+            ]
+            score = dict.fromkeys(candidates, -1.0)
+            for i in rows:
+                logits = {}
+                for node in candidates:
+                    members = order[_leaf_slice(hierarchy, node)]
+                    if limit is not None and max(members) >= int(limit[i]):
+                        continue
+                    logit = scale * (q[i, h] @ k[members, kv_head].mean(0)) + math.log(len(members))
+                    if positions is not None:
+                        leaf = int(s.leaf_nodes[int(queries.leaves[i])])  # type: ignore[index]
+                        own, other = _highest_distinct(hierarchy, leaf, node)
+                        place = positions[:, min(h, positions.shape[1] - 1)]
+                        logit = logit + place[own] @ place[other]
+                    logits[node] = logit
+                if logits:
+                    weights = torch.stack(list(logits.values())).softmax(0)
+                    for node, weight in zip(logits, weights.tolist(), strict=True):
+                        score[node] = max(score[node], 0.0) + weight
+            best = sorted((n for n in candidates if score[n] >= 0), key=lambda n: -score[n])
+            per_head.append(best[:refine])
+        result.append(per_head)
+    return result
+
+
+def _leaf_family_parents(hierarchy: Hierarchy) -> list[int]:
+    """Below the roots, by first leaf."""
+    s = hierarchy.structure
+    parents = [int(s.parent[node]) for node in s.leaf_nodes]
+    return list(dict.fromkeys(p for p in parents if s.parent[p] >= 0))
