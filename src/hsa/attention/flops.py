@@ -1,0 +1,111 @@
+"""Operation counts, per layer.
+
+An attention entry (one query, one key or node) costs 4·width + heads operations over all heads: two for each product and
+sum of q·k and of weight·v, and one exponential per head. What is not attention is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.partition import Opened, Partition
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one layer on one batch."""
+
+    attention: int
+    pooling: int
+    choice: int = 0
+    finding: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.pooling + self.choice + self.finding
+
+
+def flops(
+    structure: Hierarchy | Partition | Opened,
+    width: int,
+    heads: int,
+    *,
+    hierarchy: Hierarchy | None = None,
+    key_order: KeyOrder | None = None,
+) -> Flops:
+    """Operations of an attention layer: of the hierarchical operator for a `Hierarchy`, else of the multiscale one.
+
+    Args:
+        structure: a hierarchy; or what `open_families` returned, or its `partition`, together with `hierarchy`.
+        width: hidden width, all heads together.
+        heads: query heads.
+        key_order: adds what finding it took.
+
+    >>> flops(Hierarchy.flat([12]), width=768, heads=12).attention == flops_flat(12, width=768, heads=12)
+    True
+    """
+    _check(width=width, heads=heads)
+    if isinstance(structure, Hierarchy):
+        sizes = structure.structure.num_children.astype(np.int64)
+        return Flops(attention=_entry(width, heads) * int((sizes**2).sum()), pooling=3 * _pooling(structure, width))
+    if hierarchy is None:
+        raise InvalidInput("hierarchy", given="None", expected="the hierarchy that was partitioned")
+    partition = structure.partition(hierarchy) if isinstance(structure, Opened) else structure
+    asked = partition.queries.offsets.diff()[:, None]
+    entries = int((partition.lengths * asked).sum())  # of all heads, or of one list that all heads share
+    attention = _entry(width, heads) * entries // partition.heads
+    choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Opened) else 0
+    return Flops(
+        attention=attention,
+        pooling=2 * _pooling(hierarchy, width),
+        choice=choice,
+        finding=0 if key_order is None else key_order.operations,
+    )
+
+
+def flops_flat(n: int, width: int, heads: int) -> int:
+    """Softmax attention over n tokens: (4·width + heads)·n².
+
+    >>> flops_flat(55, width=768, heads=12)  # 9.33 MFLOPs, the paper's Table 3, MRPC
+    9329100
+    """
+    _check(n=n, width=width, heads=heads)
+    return _entry(width, heads) * n**2
+
+
+def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> int:
+    """The paper's padded count for fixed windows: every family as large as its level's branching factor.
+
+    Level by level, families · min(factor, nodes)²; then all nodes that are left form one family.
+
+    >>> flops_regular(55, (2, 4, 8, 16), width=768, heads=12)
+    848100
+    """
+    _check(n=n, width=width, heads=heads, **{f"branching[{i}]": b for i, b in enumerate(branching)})
+    entries, nodes = 0, n
+    for factor in branching:
+        families = -(-nodes // factor)
+        entries += families * min(factor, nodes) ** 2
+        nodes = families
+    return _entry(width, heads) * (entries + nodes**2)
+
+
+def _entry(width: int, heads: int) -> int:
+    return 4 * width + heads
+
+
+def _pooling(hierarchy: Hierarchy, width: int) -> int:
+    """One multiplication and one addition per member and channel, for one of q, k, v."""
+    return 2 * width * (hierarchy.num_nodes - hierarchy.num_trees)
+
+
+def _check(**positive: int) -> None:
+    for name, value in positive.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise InvalidInput(name, given=repr(value), expected="a positive integer")
