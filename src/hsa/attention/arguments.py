@@ -80,7 +80,7 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     for x in others[1:]:
         if x.shape[1] != k.shape[1]:
             raise InvalidInput("v", given=f"{x.shape[1]} heads", expected=f"{k.shape[1]}, as k")
-    if _checking.get():
+    if not torch.compiler.is_compiling() and _checking.get():
         for name, x in tensors.items():
             _check_finite(name, x, hierarchy, leaves=len(x) == hierarchy.num_leaves)
 

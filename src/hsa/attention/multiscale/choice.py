@@ -34,7 +34,7 @@ from hsa.hierarchy import Hierarchy
 
 EXACT_FAMILIES = 4096
 """Trees with more leaf families than this are searched by a beam unless the caller says otherwise."""
-TILE = 2**22
+TILE = 2**20
 """Scores held at once."""
 
 
@@ -223,8 +223,6 @@ class _Search:
         for groups, candidates in self._tiles():
             nodes = self.families.nodes[candidates]
             rows = slice(int(self.queries.host_offsets[groups.start]), int(self.queries.host_offsets[groups.stop]))
-            keys = self.pooled[self.slot[nodes]]
-            logits = torch.einsum("qhd,fhd->hqf", self.q[rows], keys) * self.scale + self.log_count[nodes]
             number = torch.arange(candidates.start, candidates.stop, device=nodes.device)
             allowed = self.families.tree[candidates] == self.queries.tree[groups, None]
             allowed &= ~self._open(groups, number, nodes, low_t, high_t)
@@ -232,11 +230,14 @@ class _Search:
             allowed = allowed[group - groups.start]  # [queries, candidates]
             if self.limit is not None:
                 allowed &= self.end[nodes] <= self.limit[rows, None]
-            if self.positions is not None:
-                logits = logits + self._positions(rows, nodes)
-            weights = _softmax(logits, allowed)
-            scores = weights.new_zeros(heads, groups.stop - groups.start, len(nodes))
-            scores.index_add_(1, group - groups.start, weights)
+            bias = self.log_count[nodes].where(allowed, -math.inf)
+            keys = self.pooled[self.slot[nodes]]
+            logits = (self.q[rows].transpose(0, 1) * self.scale) @ keys.permute(1, 2, 0)  # [heads, queries, candidates]
+            logits = logits.add_(bias if self.positions is None else bias + self._positions(rows, nodes))
+            weights = logits.softmax(-1)
+            if self.limit is not None:  # some queries may have no candidate
+                weights = weights.masked_fill_(~allowed.any(-1, keepdim=True), 0)
+            scores = _sum_by_group(weights, self.queries.host_offsets[groups.start : groups.stop + 1], group - groups.start)
             candidate = torch.zeros(scores.shape[1:], dtype=torch.bool, device=nodes.device)
             candidate[group - groups.start] = allowed  # the same for all queries of a group that sees all of them
             best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
@@ -371,6 +372,14 @@ class _Search:
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int(allowed.sum())
         return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
+
+
+def _sum_by_group(weights: Tensor, offsets: np.ndarray, group: Tensor) -> Tensor:
+    """[heads, queries, candidates] → [heads, groups, candidates]"""
+    sizes = np.diff(offsets)
+    if (sizes == sizes[0]).all():
+        return weights.unflatten(1, (len(sizes), int(sizes[0]))).sum(2)
+    return weights.new_zeros(len(weights), len(sizes), weights.shape[-1]).index_add_(1, group, weights)
 
 
 def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:

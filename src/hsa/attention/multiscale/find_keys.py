@@ -63,19 +63,25 @@ def find_key_order(
         raise InvalidInput("chunk", given=chunk, expected="a positive number of keys, or None")
     heads, dim = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
-    keys = k.transpose(0, 1).to(dtype)  # [heads, leaves, dim]
+    keys = k.to(dtype).reshape(-1, dim)  # [leaves · heads, dim]
+    head = torch.arange(heads, device=k.device)[:, None]
     order = torch.arange(hierarchy.num_leaves, device=k.device).expand(heads, -1).contiguous()
     operations = 0
     for slots, present in _levels(hierarchy, chunk):
         nodes, size = slots.shape
         found = order[:, slots.flatten()].view(heads, nodes, size)
-        members = keys.gather(1, found.view(heads, -1, 1).expand(-1, -1, dim)).view(heads, nodes, size, dim)
+        rows = found.view(heads, -1) * heads + head
+        members = keys.index_select(0, rows.flatten()).view(heads, nodes, size, dim)
         place = _principal_coordinate(members, present)
         # Equal coordinates keep the order of the leaves; padding stays at the end.
-        place = place.masked_fill(~present, torch.inf)
+        if present is not None:
+            place = place.masked_fill(~present, torch.inf)
         ranks = place.sort(dim=-1, stable=True).indices
         moved = found.gather(-1, ranks)
-        order[:, slots[present]] = moved[:, present]
+        if present is None:
+            order[:, slots.flatten()] = moved.flatten(1)
+        else:
+            order[:, slots[present]] = moved[:, present]
         operations += heads * nodes * _operations(size, dim)
     _sort_inside_leaf_families(order, hierarchy)
     return KeyOrder(order, chunk, operations)
@@ -102,13 +108,13 @@ def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndar
     return hierarchy.cached(("chunks", chunk), build)
 
 
-def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Per depth and size, from the root down: the leaf slots of the nodes whose keys are sorted, and what is no padding.
+def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
+    """Per depth and size, from the root down: the leaf slots of the nodes whose keys are sorted, and which are no padding (None: all).
 
     A node with one child, or whose children are all leaves, needs no sorting; a root's sinks take no part.
     """
 
-    def build() -> list[tuple[Tensor, Tensor]]:
+    def build() -> list[tuple[Tensor, Tensor | None]]:
         s = hierarchy.structure
         movable = s.depth[s.leaf_nodes] > 1
         slots_before = np.concatenate([[0], np.cumsum(movable)])
@@ -132,42 +138,45 @@ def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tenso
                 grid = begin[chosen][:, None] + np.arange(width)
                 present = grid < end[chosen][:, None]
                 grid = slots[np.where(present, grid, begin[chosen][:, None])]
-                result.append(tuple(torch.as_tensor(x).to(hierarchy.device) for x in (grid, present)))
+                padding = None if present.all() else torch.as_tensor(present).to(hierarchy.device)
+                result.append((torch.as_tensor(grid).to(hierarchy.device), padding))
         return result
 
     return hierarchy.cached(("key levels", chunk), build)
 
 
-def _principal_coordinate(members: Tensor, present: Tensor) -> Tensor:
-    """`[…, size]` coordinates along the direction of largest spread, by power iteration from a fixed start."""
-    weight = present[..., None].to(members.dtype)
-    centred = (members - (members * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)) * weight
-    # The start: the member farthest from the mean. It is never orthogonal to the spread.
-    far = centred.square().sum(-1).argmax(-1, keepdim=True)[..., None]
-    direction = centred.gather(-2, far.expand(*far.shape[:-1], centred.shape[-1])).transpose(-1, -2)
-    size, dim = centred.shape[-2:]
-    if size > dim:  # iterate on the smaller of the two matrices
-        spread = centred.transpose(-1, -2) @ centred
-        for _ in range(ITERATIONS):
-            direction = _unit(spread @ direction)
+def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
+    """`[…, size]` coordinates along the direction of largest spread, by power iteration. Overwrites the members.
+
+    The iteration runs on the smaller of the two matrices that share their leading directions: between dimensions, or
+    between members, where the leading vector is the coordinate itself.
+    """
+    size, dim = members.shape[-2:]
+    if present is None:
+        centred = members.sub_(members.mean(-2, keepdim=True))
     else:
-        for _ in range(ITERATIONS):
-            direction = _unit(centred.transpose(-1, -2) @ (centred @ direction))
-    # A direction and its opposite split alike: let the largest component point up.
-    largest = direction.abs().argmax(-2, keepdim=True)
-    direction = direction * direction.gather(-2, largest).sign()
-    return (centred @ direction).squeeze(-1)
+        weight = present[..., None].to(members.dtype)
+        mean = (members * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)
+        centred = members.sub_(mean).mul_(weight)
+    across = centred.transpose(-1, -2)
+    spread = across @ centred if size > dim else centred @ across
+    # A fixed start with no pattern in it, so that no spread is orthogonal to it.
+    start = torch.arange(1, spread.shape[-1] + 1, device=spread.device, dtype=torch.float64).mul(2.4).cos()
+    direction = spread @ start.to(spread.dtype)[:, None]
+    for _ in range(ITERATIONS):
+        length = direction.norm(dim=-2, keepdim=True)
+        direction = spread @ (direction / torch.where(length > 0, length, torch.ones_like(length)))
+    coordinate = (centred @ direction if size > dim else direction).squeeze(-1)
+    # A direction and its opposite split alike: let the member farthest out be at the end.
+    farthest = coordinate.gather(-1, coordinate.abs().argmax(-1, keepdim=True))
+    return coordinate * farthest.sign()
 
 
 def _operations(size: int, dim: int) -> int:
     """Of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
-    once = 2 * size * dim
-    return 2 * size * dim**2 + 2 * ITERATIONS * dim**2 + once if size > dim else 2 * ITERATIONS * once + once
-
-
-def _unit(direction: Tensor) -> Tensor:
-    length = direction.norm(dim=-2, keepdim=True)
-    return direction / torch.where(length > 0, length, torch.ones_like(length))
+    small = min(size, dim)
+    project = 2 * size * dim if size > dim else 0
+    return 2 * size * dim * small + 2 * (ITERATIONS + 1) * small**2 + project
 
 
 def _sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:

@@ -48,10 +48,13 @@ def multiscale_attention(
     plan = rounds(hierarchy)
     keys, values = pyramid(k, plan), pyramid(v, plan)
     lists = _Lists(hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1])
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions)
+    )
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])
     pieces, places = [], []
-    for groups, longest_group, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
-        chunk = lists.chunk(groups, longest_group, longest_list)
+    for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
+        chunk = lists.chunk(groups, num_queries, longest_list)
 
         def attend(
             q: Tensor, keys: Tensor, values: Tensor, pooled_bias: Tensor, positions: Tensor | None, chunk: _Chunk = chunk
@@ -59,23 +62,19 @@ def multiscale_attention(
             return _attend(q, keys, values, pooled_bias, positions, hierarchy, chunk, dropout_p, scale)
 
         arguments = q, keys, values, pooled_bias, positions
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments):
-            piece = checkpoint(attend, *arguments, use_reentrant=False)
+        if needs_grad:
+            pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
+            places.append(chunk.rows.flatten())
         else:
-            piece = attend(*arguments)
-        pieces.append(piece.to(q.dtype))
-        places.append(chunk.rows[chunk.asked])
-    if not pieces:
-        return out
-    return torch.cat(pieces).index_select(0, torch.argsort(torch.cat(places)))
+            out.index_copy_(0, chunk.rows.flatten(), attend(*arguments).to(q.dtype))
+    return torch.cat(pieces).index_select(0, torch.argsort(torch.cat(places))) if pieces else out
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Some groups with their lists, padded. Lists have one head where all heads share them."""
+    """Groups of one size with their lists, padded. Lists have one head where all heads share them."""
 
     rows: Tensor  # [groups, queries] rows of q
-    asked: Tensor  # [groups, queries] False at padding
     leaf: Tensor | None  # [groups, queries] leaf nodes of the queries
     parent: Tensor | None  # [groups] their parent
     nodes: Tensor  # [groups, 1 or heads, entries]
@@ -96,7 +95,7 @@ def _attend(
     dropout_p: float,
     scale: float,
 ) -> Tensor:
-    """[asked queries, heads, value_dim]"""
+    """[groups · queries, heads, value_dim]"""
     queries = q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
     queries = queries.to(keys.dtype)
     k, v = (
@@ -117,7 +116,7 @@ def _attend(
         if chunk.mask is not None:
             weights = weights.masked_fill(~chunk.mask, 0)
         out = F.dropout(weights, dropout_p) @ v
-    return out.transpose(1, 2)[chunk.asked]
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 class _Lists:
@@ -140,12 +139,9 @@ class _Lists:
         self.kv_head = torch.arange(kv_heads, device=slot.device).repeat_interleave(heads // kv_heads)
         self.queries = partition.queries
 
-    def chunk(self, groups: Tensor, longest_group: int, longest_list: int) -> _Chunk:
+    def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> _Chunk:
         h, partition, device = self.hierarchy, self.partition, self.slot.device
-        begin, end = self.queries.offsets[groups], self.queries.offsets[groups + 1]
-        rows = begin[:, None] + torch.arange(longest_group, device=device)
-        asked = rows < end[:, None]
-        rows = torch.where(asked, rows, begin[:, None])
+        rows = self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)
 
         entry = torch.arange(longest_list, device=device)
         row = groups[:, None] * partition.heads + torch.arange(partition.heads, device=device)
@@ -170,7 +166,6 @@ class _Lists:
             mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
         return _Chunk(
             rows=rows,
-            asked=asked,
             leaf=leaf,
             parent=parent,
             nodes=nodes,
@@ -186,7 +181,7 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def _chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Groups of similar shape together: (groups, their longest group, their longest list)."""
+    """Groups of one size and similar lists together: (groups, their size, their longest list)."""
     sizes = np.diff(partition.queries.host_offsets)
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
     shape = np.stack([sizes, -(-lengths // 16)])

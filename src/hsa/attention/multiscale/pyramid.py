@@ -18,5 +18,6 @@ def pyramid(leaves: Tensor, plan: Rounds) -> Tensor:
 
 def in_order(leaves: Tensor, order: Tensor) -> Tensor:
     """Rows `[leaves, heads, dim]` put where `order[head, slot]` says."""
-    rows = order.T[..., None].expand(*order.T.shape, leaves.shape[-1])
-    return leaves.gather(0, rows)
+    heads = leaves.shape[1]
+    rows = order.T * heads + torch.arange(heads, device=order.device)
+    return leaves.flatten(0, 1).index_select(0, rows.flatten()).view_as(leaves)

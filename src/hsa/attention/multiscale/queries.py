@@ -63,9 +63,9 @@ class Queries:
 
         def build() -> Queries:
             s = hierarchy.structure
-            parent = s.parent[s.leaf_nodes]
-            starts = np.flatnonzero(np.diff(parent, prepend=-2))
-            return _of_leaves(hierarchy, starts)
+            changes = np.diff(s.parent[s.leaf_nodes], prepend=-2) != 0
+            changes[s.leaf_offsets[:-1]] = True  # trees of a single leaf have no parent to tell them apart
+            return _of_leaves(hierarchy, np.flatnonzero(changes))
 
         return hierarchy.cached(("queries", "families"), build)
 

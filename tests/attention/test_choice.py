@@ -1,0 +1,142 @@
+"""The choice of open families: the definition, ties, tiles, the beam."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, Opened, Queries, find_key_order, open_families
+from hsa.attention.multiscale import reference
+from hsa.attention.multiscale.visibility import key_limit
+from hsa.attention.rounds import rooted
+from tests.forests import forests, random_inputs, random_positions, windows
+
+seeds = st.integers(0, 10**6)
+
+
+def chosen(opened, refine, heads):
+    """The refined families as lists, without the padding."""
+    if opened.families.shape[1] != heads:
+        return [[[]] * heads for _ in opened.families]
+    return [[[n for n in row if n >= 0] for row in group] for group in opened.families[:, :, -refine:].tolist()]
+
+
+def by_definition(q, k, forest, opened, refine, *, causal=False, key_order=None, positions=None, near=0):
+    start = open_families(
+        q, k, forest, queries=opened.queries, near=near, key_order=key_order, positions=positions, causal=causal
+    )
+    forest, positions = rooted(forest, positions)
+    return reference.open_families(
+        q,
+        k,
+        forest,
+        start,
+        refine=refine,
+        limit=key_limit(opened.queries, forest, causal),
+        key_order=key_order,
+        positions=positions,
+        scale=q.shape[-1] ** -0.5,
+    )
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
+def test_exact_choice_is_the_definition(forest, seed, near, refine, causal, with_positions):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    positions = random_positions(forest, seed, heads=4) if with_positions else None
+    options = {"positions": positions, "causal": causal, "near": near}
+    opened = open_families(q, k, forest, refine=refine, beam="exact", **options)
+    assert chosen(opened, refine, 4) == by_definition(q, k, forest, opened, refine, **options)
+
+
+@given(windows(), seeds, st.integers(1, 4), st.booleans())
+def test_exact_choice_among_found_families_is_the_definition(forest, seed, refine, causal):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    order = find_key_order(k, forest, chunk=6 if causal else None)
+    opened = open_families(q, k, forest, refine=refine, beam="exact", key_order=order, causal=causal)
+    expected = by_definition(q, k, forest, opened, refine, key_order=order, causal=causal)
+    assert chosen(opened, refine, 4) == expected
+
+
+@given(forests(), seeds, st.integers(1, 3), st.booleans())
+def test_a_beam_as_wide_as_the_tree_is_exact(forest, seed, refine, causal):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    exact = open_families(q, k, forest, refine=refine, beam="exact", causal=causal)
+    wide = open_families(q, k, forest, refine=refine, beam=64, causal=causal)
+
+    def as_sets(opened):
+        return [[set(row) for row in group] for group in chosen(opened, refine, 4)]
+
+    assert as_sets(wide) == as_sets(exact)
+
+
+def test_a_narrow_beam_follows_the_best_branch():
+    tree = Hierarchy.regular([64], (2, 2), repeat_last=True)
+    k = torch.zeros(64, 1, 3, dtype=torch.float64)
+    k[37, 0, 0] = 20.0
+    q = torch.zeros(64, 1, 3, dtype=torch.float64)
+    q[:, 0, 0] = 20.0
+    opened = open_families(q, k, tree, refine=1, beam=1)
+    best = tree.structure.parent[tree.structure.leaf_nodes[37]]
+    refined = opened.families[:, 0, -1]
+    own = opened.families[:, 0, 0]
+    assert ((refined == best) | (own == best)).all()
+    exact = open_families(q, k, tree, refine=1, beam="exact")
+    assert opened.scored < exact.scored
+
+
+def test_ties_go_to_the_lower_number():
+    tree = Hierarchy.regular([32], (2, 4))
+    q = k = torch.zeros(32, 3, 5)
+    for beam in ("exact", 8):
+        opened = open_families(q, k, tree, refine=3, beam=beam)
+        first = opened.families[-1, :, -3:].tolist()
+        assert first == [sorted(row) for row in first]
+    exact = open_families(q, k, tree, refine=3, beam="exact").families
+    families = [n for n in range(tree.num_nodes) if tree.structure.height[n] == 1]
+    assert exact[-1, 0, -3:].tolist() == families[:3]
+    assert exact[0, 0, -3:].tolist() == families[1:4]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_do_not_change_the_choice(monkeypatch, causal):
+    forest = Hierarchy.collate([Hierarchy.regular([57], (3, 2)), Hierarchy.from_nested([[3, 2, [1, 4]], [2, 2]])])
+    q, k, _ = random_inputs(forest, 3)
+    whole = [open_families(q, k, forest, near=1, refine=2, beam=b, causal=causal).families for b in ("exact", 4)]
+    monkeypatch.setattr("hsa.attention.multiscale.choice.TILE", 1)
+    pieces = [open_families(q, k, forest, near=1, refine=2, beam=b, causal=causal).families for b in ("exact", 4)]
+    for a, b in zip(whole, pieces, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_near_counts_families_inside_one_tree():
+    forest = Hierarchy.regular([6, 8], (2, 8))
+    q, k, _ = random_inputs(forest, 0)
+    opened = open_families(q, k, forest, near=1).families[:, 0]
+    first_leaf = forest.structure.first_leaf
+    starts = [[int(first_leaf[n]) for n in row if n >= 0] for row in opened.tolist()]
+    assert starts == [[0, 2], [0, 2, 4], [2, 4], [6, 8], [6, 8, 10], [8, 10, 12], [10, 12]]
+
+
+def test_near_skips_sinks():
+    forest = Hierarchy.regular([7], (2, 4), sinks=(0, -1))
+    q, k, _ = random_inputs(forest, 0)
+    opened = open_families(q, k, forest, near=1)
+    starts = [[int(forest.structure.first_leaf[n]) for n in row if n >= 0] for row in opened.families[:, 0].tolist()]
+    # Groups: the first sink, windows 1–2, 3–4, 5, the last sink. Sinks are exact for everyone and count as no family.
+    assert starts == [[1], [1, 3], [1, 3, 5], [3, 5], [5]]
+
+
+def test_opened_is_never_differentiated():
+    forest = Hierarchy.regular([12], (2, 2))
+    q, k, _ = random_inputs(forest, 0, requires_grad=True)
+    opened = open_families(q, k, forest, refine=2)
+    assert isinstance(opened, Opened)
+    assert not opened.families.requires_grad
+
+
+def test_windows_of_queries_share_a_choice():
+    forest = Hierarchy.regular([30], (3, 2), repeat_last=True)
+    q, k, _ = random_inputs(forest, 0)
+    order = find_key_order(k, forest)
+    opened = open_families(q, k, forest, queries=Queries.windows(forest, 7), refine=2, key_order=order)
+    assert opened.families.shape == (5, 6, 2)

@@ -1,0 +1,80 @@
+"""Operation counts: the paper's figures, and agreement between the ways to count."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, HsaError, find_key_order, flops, flops_flat, flops_regular, open_families
+from tests.forests import forests, random_inputs
+
+# Table 3 of the paper: average length, MFLOPs of the original and of the hierarchical layer, as printed.
+TABLE_3 = {
+    "IMDB": (264, "214.94", "4.32"),
+    "AGNEWS": (54, "8.99", "0.8357"),
+    "CoLA": (12, "0.4441", "0.1912"),
+    "SST-2": (26, "2.08", "0.4132"),
+    "MRPC": (55, "9.33", "0.8481"),
+    "RTE": (70, "15.11", "1.29"),
+    "QNLI": (38, "4.45", "0.5643"),
+}
+
+
+@pytest.mark.parametrize(("length", "flat", "tree"), TABLE_3.values(), ids=TABLE_3)
+def test_the_papers_table_3(length, flat, tree):
+    def printed(operations, like):
+        """Within one unit of the last printed digit: the table both rounds and cuts."""
+        digits = len(like.split(".")[1])
+        return abs(operations / 1e6 - float(like)) < 10**-digits
+
+    assert printed(flops_flat(length, 768, 12), flat)
+    assert printed(flops_regular(length, (2, 4, 8, 16), 768, 12), tree)
+
+
+@given(forests())
+def test_hierarchical_count_is_the_sum_over_families(forest):
+    counts = flops(forest, 24, 3)
+    sizes = [int(n) for n in forest.structure.num_children]
+    assert counts.attention == (4 * 24 + 3) * sum(n * n for n in sizes)
+    assert counts.total == counts.attention + counts.pooling
+
+
+@given(forests(), st.integers(0, 2), st.integers(0, 2))
+def test_multiscale_count_is_the_sum_over_lists(forest, near, refine):
+    q, k, _ = random_inputs(forest, 0)
+    opened = open_families(q, k, forest, near=near, refine=refine)
+    partition = opened.partition(forest)
+    counts = flops(opened, 24, 6, hierarchy=forest)
+    per_head = (partition.lengths * opened.queries.offsets.diff()[:, None]).sum(0).tolist()
+    assert counts.attention == (4 * 24 + 6) * sum(per_head) // len(per_head)
+    assert counts.choice == opened.scored * (2 * 24 // 6 + 1)
+    assert flops(partition, 24, 6, hierarchy=forest).attention == counts.attention
+    if refine == 0:
+        assert counts.choice == 0
+
+
+def test_own_family_only():
+    forest = Hierarchy.regular([16], (4, 4))
+    q, k, _ = random_inputs(forest, 0)
+    counts = flops(open_families(q, k, forest), 24, 6, hierarchy=forest)
+    assert counts.attention == (4 * 24 + 6) * 16 * (4 + 3)
+
+
+def test_finding_is_counted_apart():
+    forest = Hierarchy.regular([64], (4, 2), repeat_last=True)
+    q, k, _ = random_inputs(forest, 0)
+    order = find_key_order(k, forest)
+    opened = open_families(q, k, forest, refine=2, key_order=order)
+    assert flops(opened, 24, 6, hierarchy=forest, key_order=order).finding == order.operations > 0
+
+
+def test_bad_input():
+    with pytest.raises(HsaError, match=r"branching\[1\]: given 0"):
+        flops_regular(5, (2, 0), 8, 2)
+    with pytest.raises(HsaError, match="n: given -1"):
+        flops_flat(-1, 8, 2)
+    with pytest.raises(HsaError, match="width: given 0"):
+        flops(Hierarchy.flat([3]), 0, 2)
+    forest = Hierarchy.flat([3])
+    q, k, _ = random_inputs(forest, 0)
+    with pytest.raises(HsaError, match="hierarchy: given None"):
+        flops(open_families(q, k, forest), 24, 6)

@@ -1,0 +1,402 @@
+"""Multiscale attention: oracles, causality, and every path against the reference."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import (
+    Hierarchy,
+    HsaError,
+    Opened,
+    Queries,
+    dense_weights,
+    find_key_order,
+    hierarchical_attention,
+    multiscale_attention,
+    open_families,
+)
+from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.attention.multiscale.operator import MULTISCALE
+from hsa.attention.rounds import rooted
+from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl, windows
+
+seeds = st.integers(0, 10**6)
+BACKENDS = [backend.name for backend in MULTISCALE]
+
+
+def both_backends(q, k, v, forest, positions=None, pooled_bias=0.0, **options):
+    options = {"positions": positions, "pooled_bias": pooled_bias, **options}
+    fast, slow = (multiscale_attention(q, k, v, forest, backend=b, **options) for b in ("torch", "reference"))
+    torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+    inputs = [q, k, v, positions, pooled_bias if isinstance(pooled_bias, torch.Tensor) else None]
+    for a, b in zip(gradients(fast, inputs), gradients(slow, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        again = multiscale_attention(q, k, v, forest, **options)
+    torch.testing.assert_close(again, slow, rtol=1e-10, atol=1e-10)
+    assert fast.isfinite().all()
+    return fast
+
+
+def open_all(forest, queries=None):
+    """Every leaf family open for every group."""
+    forest, _ = rooted(forest)
+    queries = queries or Queries.families(forest)
+    listed = leaf_families(forest)
+    rows = [listed.nodes[listed.tree == tree] for tree in queries.tree]
+    width = max((len(row) for row in rows), default=0)
+    table = torch.stack([F.pad(row, (0, width - len(row)), value=-1) for row in rows])
+    return Opened(table[:, None], queries)
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(0, 3), st.sampled_from([None, "exact", 5]), st.data())
+def test_torch_equals_reference(forest, seed, near, refine, beam, data):
+    q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
+    positions = random_positions(forest, seed, heads=4, requires_grad=True) if data.draw(st.booleans()) else None
+    causal, include_self = data.draw(st.booleans()), data.draw(st.booleans())
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    opened = open_families(
+        q, k, forest, near=near, refine=refine, beam=beam, positions=positions, causal=causal
+    )
+    both_backends(
+        q, k, v, forest, positions, bias, opened=opened, causal=causal, include_self=include_self
+    )
+
+
+@given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
+def test_torch_equals_reference_with_found_trees(forest, seed, refine, size):
+    q, k, v = random_inputs(forest, seed, heads=4, value_dim=3, requires_grad=True)
+    order = find_key_order(k, forest)
+    opened = open_families(q, k, forest, queries=Queries.windows(forest, size), refine=refine, key_order=order)
+    both_backends(q, k, v, forest, opened=opened, key_order=order)
+
+
+@given(windows(), seeds, st.integers(0, 3), st.sampled_from([None, 6]), st.sampled_from([3, 4, 8, 12]))
+def test_torch_equals_reference_with_found_causal_trees(forest, seed, refine, beam, chunk):
+    q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
+    order = find_key_order(k, forest, chunk=chunk)
+    opened = open_families(q, k, forest, refine=refine, beam=beam, key_order=order, causal=True)
+    both_backends(q, k, v, forest, opened=opened, key_order=order, causal=True)
+
+
+@given(windows(), seeds, st.integers(1, 3), st.data())
+def test_torch_equals_reference_for_other_queries(forest, seed, refine, data):
+    sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]
+    tree = [*range(forest.num_trees), 0]
+    visible = [data.draw(st.integers(0, forest.lengths[t])) for t, n in zip(tree, sizes, strict=True) for _ in range(n)]
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    for seen, r in ((None, refine), (torch.tensor(visible, dtype=torch.long), 0)):
+        queries = Queries(offsets, torch.tensor(tree), visible=seen)
+        q, k, v = random_inputs(forest, seed, heads=4, queries=sum(sizes), requires_grad=True)
+        opened = open_families(q, k, forest, queries=queries, refine=r, causal=seen is not None)
+        both_backends(q, k, v, forest, opened=opened, causal=seen is not None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(forest=forests(), seed=seeds, include_self=st.booleans())
+def test_all_open_is_softmax_attention(backend, forest, seed, include_self):
+    q, k, _ = random_inputs(forest, seed)
+    options = {"opened": open_all(forest), "include_self": include_self, "backend": backend}
+    weights = dense_weights(multiscale_attention, q, k, forest, **options)
+    flat = softmax_weights(q, k, forest, include_self=include_self)
+    torch.testing.assert_close(weights, flat, rtol=1e-10, atol=1e-10)
+
+
+@given(windows(), seeds)
+def test_all_open_is_causal_softmax_attention(forest, seed):
+    q, k, v = random_inputs(forest, seed, kv_heads=6)
+    order = find_key_order(k, forest, chunk=4)
+    everything = open_all(forest, Queries.windows(forest, 1))
+    for key_order in (None, order):
+        out = multiscale_attention(q, k, v, forest, opened=everything, key_order=key_order, causal=True)
+        begin = 0
+        for length in forest.lengths:
+            rows = slice(begin, begin + length)
+            flat = F.scaled_dot_product_attention(*(x[rows].transpose(0, 1) for x in (q, k, v)), is_causal=True)
+            torch.testing.assert_close(out[rows].transpose(0, 1), flat, rtol=1e-10, atol=1e-10)
+            begin += length
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(0, 2))
+def test_every_key_is_in_one_block(forest, seed, near, refine):
+    q, k, _ = random_inputs(forest, seed)
+    opened = open_families(q, k, forest, near=near, refine=refine)
+    partition = opened.partition(forest)
+    counts = rooted(forest)[0].leaf_count[partition.nodes]
+    row = torch.arange(len(partition.offsets) - 1).repeat_interleave(partition.offsets.diff())
+    leaves = torch.zeros(len(partition.offsets) - 1, dtype=torch.long).index_add_(0, row, counts)
+    expected = torch.tensor(forest.lengths)[opened.queries.tree].repeat_interleave(partition.heads)
+    assert leaves.tolist() == expected.tolist()
+    weights = dense_weights(multiscale_attention, q, k, forest, opened=opened)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=1e-10, atol=1e-10)
+
+
+@given(forests(), seeds)
+def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_open(forest, seed):
+    q, k, _ = random_inputs(forest, seed)
+    flat = softmax_weights(q, k, forest)
+    tied = total_kl(dense_weights(hierarchical_attention, q, k, forest, include_self=True), flat)
+    own = total_kl(dense_weights(multiscale_attention, q, k, forest), flat)
+    assert own <= tied + 1e-9
+    last = own
+    for near in (1, 2, 3):
+        opened = open_families(q, k, forest, near=near)
+        now = total_kl(dense_weights(multiscale_attention, q, k, forest, opened=opened), flat)
+        assert now <= last + 1e-9
+        last = now
+    refined = open_families(q, k, forest, refine=1), open_families(q, k, forest, refine=2)
+    more = [total_kl(dense_weights(multiscale_attention, q, k, forest, opened=o), flat) for o in refined]
+    assert more[1] <= more[0] + 1e-9 <= own + 2e-9
+
+
+def causal_options(forest, k, kind):
+    if kind == "windows":
+        return {}, {"near": 1, "refine": 2}
+    order = find_key_order(k, forest, chunk=8)
+    return {"key_order": order}, {"key_order": order, "refine": 2, "beam": 4 if kind == "beam" else "exact"}
+
+
+@pytest.mark.parametrize("kind", ["windows", "found", "beam"])
+def test_causal_jacobian_is_exactly_zero(kind):
+    """Change everything after i: outputs up to i stay bit for bit, choice and found order included."""
+    forest = Hierarchy.regular([41], (4, 2), repeat_last=True, sinks=1)
+    q, k, v = random_inputs(forest, 11)
+
+    def run(q, k, v):
+        options, choice = causal_options(forest, k, kind)
+        opened = open_families(q, k, forest, causal=True, **choice)
+        return multiscale_attention(q, k, v, forest, opened=opened, causal=True, **options)
+
+    out = run(q, k, v)
+    for i in range(40):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[i + 1 :] = torch.randn_like(x[i + 1 :]) * 3
+        later = run(*changed)
+        torch.testing.assert_close(later[: i + 1], out[: i + 1], rtol=0, atol=1e-13)
+        assert (later[i + 1 :] != out[i + 1 :]).any()
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = run(*leaves)
+    for i in (0, 7, 8, 23, 39):
+        for grad in torch.autograd.grad(out[i].sum(), leaves, retain_graph=True):
+            assert grad[i + 1 :].abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["windows", "found", "beam"])
+def test_step_by_step_equals_the_full_pass(kind):
+    """The tree of the first i tokens is not a part of the tree of all, yet with closed windows the numbers agree."""
+    length, branching = 48, (4, 2)
+    full = Hierarchy.regular([length], branching, repeat_last=True)
+    q, k, v = random_inputs(full, 13)
+    options, choice = causal_options(full, k, kind)
+    opened = open_families(q, k, full, causal=True, **choice)
+    out = multiscale_attention(q, k, v, full, opened=opened, causal=True, **options)
+    for i in range(length):
+        step = Queries(torch.tensor([0, 1]), torch.tensor([0]), leaves=torch.tensor([i]))
+        opened = open_families(q[i : i + 1], k, full, queries=step, causal=True, **choice)
+        alone = multiscale_attention(q[i : i + 1], k, v, full, opened=opened, causal=True, **options)
+        torch.testing.assert_close(alone[0], out[i], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_dim", [2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal, value_dim):
+    forest = Hierarchy.collate([Hierarchy.from_nested([[3, [2, 1], 2]], sinks=(0,)), Hierarchy.from_parents([-1])])
+    q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=value_dim, requires_grad=True)
+    positions = random_positions(forest, 1, heads=2, requires_grad=True)
+    bias = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    opened = open_families(q, k, forest, near=1, refine=1, positions=positions, causal=causal)
+
+    def run(q, k, v, positions, bias):
+        options = {"opened": opened, "positions": positions, "pooled_bias": bias, "causal": causal}
+        return multiscale_attention(q, k, v, forest, **options)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, positions, bias))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck_with_a_key_order(causal):
+    forest = Hierarchy.regular([11], (2, 2), repeat_last=True)
+    q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=2, requires_grad=True)
+    order = find_key_order(k, forest, chunk=4 if causal else None)
+    opened = open_families(q, k, forest, refine=1, key_order=order, causal=causal)
+    bias = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, bias):
+        return multiscale_attention(
+            q, k, v, forest, opened=opened, key_order=order, causal=causal, pooled_bias=bias
+        )
+
+    assert torch.autograd.gradcheck(run, (q, k, v, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", MULTISCALE, ids=BACKENDS)
+def test_declared_tolerances(backend, dtype):
+    forest = Hierarchy.collate([Hierarchy.regular([61], (5, 3)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
+    for seed in range(3):
+        q, k, v = random_inputs(forest, seed, dim=16, value_dim=16, dtype=dtype)
+        opened = open_families(q, k, forest, near=1, refine=1)
+        precise = (x.double() for x in (q, k, v))
+        exact = multiscale_attention(*precise, forest, opened=opened, backend="reference")
+        out = multiscale_attention(q, k, v, forest, opened=opened, backend=backend.name)
+        assert out.dtype == dtype
+        assert (out.double() - exact).abs().max() / exact.abs().max() < backend.tolerance[dtype]
+
+
+def test_half_precision_survives_huge_logits():
+    forest = Hierarchy.regular([40], (4, 4))
+    q, k, v = random_inputs(forest, 2, dim=16, value_dim=16, dtype=torch.float16)
+    q, k = q * 60, k * 60
+    opened = open_families(q, k, forest, near=1, refine=1)
+    exact = multiscale_attention(*(x.double() for x in (q, k, v)), forest, opened=opened, backend="reference")
+    out = multiscale_attention(q, k, v, forest, opened=opened)
+    assert out.isfinite().all()
+    assert (out.double() - exact).abs().max() < 4e-3 * exact.abs().max()
+
+
+def test_pooled_bias():
+    forest = Hierarchy.regular([27], (3, 3))
+    q, k, v = random_inputs(forest, 1)
+    parent = forest.structure.parent[forest.structure.leaf_nodes]
+    own = torch.tensor(parent[:, None] == parent)
+    flat = softmax_weights(q, k, forest) * own
+    weights = dense_weights(multiscale_attention, q, k, forest, pooled_bias=-torch.inf)
+    torch.testing.assert_close(weights, flat / flat.sum(-1, keepdim=True), rtol=1e-10, atol=1e-10)
+    per_head = torch.tensor([0.0, 0, 0, -1, -1, -1], dtype=torch.float64)
+    mixed = multiscale_attention(q, k, v, forest, pooled_bias=per_head)
+    torch.testing.assert_close(mixed[:, :3], multiscale_attention(q, k, v, forest)[:, :3])
+    torch.testing.assert_close(mixed[:, 3:], multiscale_attention(q, k, v, forest, pooled_bias=-1)[:, 3:])
+
+
+def test_dropout_keeps_the_mean():
+    forest = Hierarchy.regular([27], (3, 3))
+    q, k, v = random_inputs(forest, 1, requires_grad=True)
+    exact = multiscale_attention(q, k, v, forest)
+    runs = torch.stack([multiscale_attention(q, k, v, forest, dropout_p=0.3) for _ in range(300)])
+    assert (runs[0] - runs[1]).abs().max() > 1e-3
+    assert (runs.mean(0) - exact).abs().max() < 6 * (runs.std(0) / 300**0.5).max()
+    torch.manual_seed(3)
+    first = multiscale_attention(q, k, v, forest, dropout_p=0.3)
+    (grad,) = torch.autograd.grad(first.sum(), v)  # recomputed with the same mask
+    torch.testing.assert_close((grad * v).sum(), first.sum(), rtol=1e-10, atol=1e-10)  # linear in v
+
+
+@given(st.lists(forests(), min_size=2, max_size=3), seeds)
+def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
+    batch = Hierarchy.collate(parts)
+    q, k, v = random_inputs(batch, seed)
+
+    def run(q, k, v, forest):
+        return multiscale_attention(q, k, v, forest, opened=open_families(q, k, forest, near=1, refine=1))
+
+    out = run(q, k, v, batch)
+    begin = 0
+    for part in parts:
+        rows = slice(begin, begin + part.num_leaves)
+        torch.testing.assert_close(out[rows], run(q[rows], k[rows], v[rows], part), rtol=1e-10, atol=1e-10)
+        begin += part.num_leaves
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    forest = Hierarchy.from_nested([[[3, 5, 1], [2, [4, 4]]], [7, 2]], sinks=(0,))
+    q, k, v = random_inputs(forest, 1, requires_grad=True)
+    opened = open_families(q, k, forest, near=1, refine=2)
+    whole = multiscale_attention(q, k, v, forest, opened=opened)
+    monkeypatch.setattr("hsa.attention.multiscale.gathered.CHUNK", 1)
+    monkeypatch.setattr("hsa.attention.multiscale.partition.ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("hsa.attention.softmax.CHUNK", 1)
+    again = Opened(opened.families, opened.queries)
+    pieces = multiscale_attention(q, k, v, forest, opened=again)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+    for a, b in zip(gradients(pieces, [q, k, v]), gradients(whole, [q, k, v]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_one_leaf_and_empty_batches():
+    for forest in (Hierarchy.flat([1]), Hierarchy.from_parents([-1]), Hierarchy.from_nested([[[1]]])):
+        q, k, v = random_inputs(forest, 0, heads=2)
+        torch.testing.assert_close(multiscale_attention(q, k, v, forest), v)
+        assert multiscale_attention(q, k, v, forest, include_self=False).abs().max() == 0
+    forest = Hierarchy.flat([])
+    q, k, v = random_inputs(forest, 0)
+    assert multiscale_attention(q, k, v, forest).shape == (0, 6, 5)
+    opened = open_families(q, k, forest, near=1, refine=2)
+    assert multiscale_attention(q, k, v, forest, opened=opened).shape == (0, 6, 5)
+    assert find_key_order(k, forest).order.shape == (2, 0)
+
+
+def test_backends_of_the_operator_have_one_signature():
+    slow = inspect.signature(MULTISCALE[1].run).parameters
+    from hsa.attention.multiscale import gathered
+
+    fast = inspect.signature(gathered.multiscale_attention).parameters
+    assert [n if n != "partition" else "opened" for n in fast] == list(slow)
+    public = set(inspect.signature(multiscale_attention).parameters)
+    assert set(slow) - {"limit"} <= public
+
+
+def bad_calls():
+    forest = Hierarchy.regular([12], (2, 2))
+    q, k, v = random_inputs(forest, 0)
+    order = find_key_order(k, forest)
+    positions = random_positions(forest, 0)
+    elsewhere = Queries(torch.tensor([0, 12]), torch.tensor([0]))
+
+    def attend(**options):
+        return lambda: multiscale_attention(q, k, v, forest, **options)
+
+    def choose(**options):
+        return lambda: open_families(q, k, forest, **options)
+
+    found = open_families(q, k, forest, refine=1, key_order=order)
+    yield choose(near=1, key_order=order), "near: given a value together with key_order, expected near=0"
+    yield choose(positions=positions, key_order=order), "positions: given a value together with key_order"
+    yield attend(include_self=False, key_order=order, opened=found), "include_self: .*key_order"
+    yield attend(positions=positions, key_order=order, opened=found), "positions: .*key_order"
+    yield attend(key_order=order), r"opened: given None with a key order.*open_families"
+    yield attend(queries=elsewhere), "opened: given None.*queries that are no leaves"
+    yield choose(refine=1, key_order=order, causal=True), r"key_order: given an order of whole trees.*chunk=256"
+    yield choose(refine=1, causal=True, queries=Queries.families(forest)), "leak later queries"
+    yield choose(causal=True, queries=elsewhere), "queries.visible or queries.leaves"
+    yield choose(near=-1), "near: given -1"
+    yield choose(refine=1.5), "refine: given 1.5"
+    yield choose(refine=4, beam=3), "beam: given 3, expected at least refine=4"
+    yield choose(refine=4, beam="wide"), "beam: given 'wide'"
+    yield attend(dropout_p=1.0), "dropout_p: given 1.0"
+    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"
+    yield attend(normalizer="entmax"), "normalizer 'entmax' is not 'softmax'"
+    yield attend(queries=Queries.windows(forest, 3), opened=found), "queries: given other queries"
+    yield attend(queries=Queries(torch.tensor([0, 12, 13]), torch.tensor([0]))), "queries.offsets"
+    yield choose(refine=1, queries=Queries(torch.tensor([0, 12]), torch.tensor([1]))), "queries.tree"
+    yield (
+        choose(queries=Queries(torch.tensor([0, 12]), torch.tensor([0]), visible=torch.ones(3))),
+        r"queries.visible: given shape \(3,\)",
+    )
+    yield (
+        attend(positions=positions, opened=open_families(q, k, forest, queries=Queries.windows(forest, 3))),
+        "groups that span several leaf families",
+    )
+    yield (
+        attend(opened=open_families(q, k, forest, queries=elsewhere, refine=1), include_self=False),
+        "neither a place in it nor a self",
+    )
+    other = Hierarchy.regular([9], (2, 2))
+    yield (
+        attend(key_order=find_key_order(k[:9], other), opened=found),
+        r"key_order: given shape \(2, 9\), expected \[2 key/value heads, 12 leaves\]",
+    )
+    yield lambda: multiscale_attention(q[:5], k, v, forest), "q: given 5 rows, expected 12"
+    yield lambda: find_key_order(k, forest, chunk=0), "chunk: given 0"
+    yield lambda: Queries.windows(forest, 0), "size: given 0"
+
+
+@pytest.mark.parametrize(("call", "message"), list(bad_calls()))
+def test_bad_input(call, message):
+    with pytest.raises(HsaError, match=message):
+        call()
