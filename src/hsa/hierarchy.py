@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -65,7 +65,7 @@ class Structure:
         offsets = [0] if num_nodes == 0 else [0, num_trees]
         while offsets[-1] < num_nodes:
             offsets.append(offsets[-1] + int(num_children[offsets[-2] : offsets[-1]].sum()))
-        levels = list(zip(offsets, offsets[1:], strict=False))
+        levels = list(pairwise(offsets))
 
         depth = np.repeat(np.arange(len(levels)), np.diff(offsets))
         leaf_count = (num_children == 0).astype(np.int64)
@@ -128,8 +128,6 @@ class Hierarchy:
         if getattr(self, "_frozen", False):
             raise AttributeError(f"Hierarchy is frozen: cannot set {name!r}; build a new one instead")
         super().__setattr__(name, value)
-
-    # Constructors -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_parents(cls, parent: Any) -> Hierarchy:
@@ -289,7 +287,7 @@ class Hierarchy:
         if not levels:
             raise InvalidInput("levels", given="none", expected="at least one offsets vector")
         arrays = [_offsets(f"levels[{i}]", level) for i, level in enumerate(levels)]
-        for i, (below, above) in enumerate(zip(arrays, arrays[1:], strict=False)):
+        for i, (below, above) in enumerate(pairwise(arrays)):
             if above[-1] != len(below) - 1:
                 raise InvalidInput(
                     f"levels[{i + 1}][-1]",
@@ -331,8 +329,6 @@ class Hierarchy:
         bounds = np.cumsum(np.bincount(s.tree, minlength=self.num_trees))[:-1]
         parts = np.split(s.num_children[order], bounds) if self.num_trees else []
         return [Hierarchy(Structure.from_num_children(part), device=self.device) for part in parts]
-
-    # Facts ------------------------------------------------------------------------------------------------------------
 
     @property
     def num_trees(self) -> int:
@@ -458,9 +454,6 @@ class Hierarchy:
         return "\n".join([*rows, "…"] if stack else rows)
 
 
-# Helpers of the constructors ----------------------------------------------------------------------------------------
-
-
 def _windows(
     lengths: np.ndarray, factors: list[int], repeat_last: bool, sinks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -516,9 +509,6 @@ def _windows(
 def _ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     """[begin₀, begin₀+1, …, begin₀+count₀−1, begin₁, …]"""
     return np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
-
-
-# What people pass -------------------------------------------------------------------------------------------------------
 
 
 def _integers(where: str, values: Any) -> np.ndarray:

@@ -44,7 +44,7 @@ def test_energy_torch_equals_reference(forest, seed, how):
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3), seed=seeds, include_self=st.booleans())
 def test_a_flat_tree_is_softmax_attention(backend, lengths, seed, include_self):
     forest = Hierarchy.flat(lengths)
-    q, k, v = random_inputs(forest, seed)
+    q, k, _ = random_inputs(forest, seed)
     flat = softmax_weights(q, k, forest, include_self=include_self)
     weights = dense_weights(hierarchical_attention, q, k, forest, include_self=include_self, backend=backend)
     torch.testing.assert_close(weights, flat, rtol=1e-10, atol=1e-10)
@@ -211,7 +211,7 @@ def test_causal_mask_of_the_paper_hides_right_siblings_but_leaks():
 
 def test_causal_needs_include_self():
     forest = Hierarchy.flat([3])
-    with pytest.raises(HsaError, match="include_self=True.*multiscale_attention"):
+    with pytest.raises(HsaError, match=r"include_self=True.*multiscale_attention"):
         hierarchical_attention(*random_inputs(forest, 0), forest, causal=True)
 
 
@@ -293,8 +293,10 @@ def test_linear_family_attention_approximates(include_self):
     out = hierarchical_attention(q, k, v, forest, include_self=include_self, family_attention="linear")
     exact = hierarchical_attention(q, k, v, forest, include_self=include_self)
     assert (out - exact).norm() < 0.1 * exact.norm()
-    for a, b in zip(gradients(out, [q, k, v]), gradients(exact, [q, k, v]), strict=True):
-        assert (a - b).norm() < 0.5 * b.norm()  # noisier than the output
+    small = Hierarchy.from_nested([[3, [2, 1]]])
+    inputs = random_inputs(small, 1, heads=2, kv_heads=1, dim=2, value_dim=2, requires_grad=True)
+    options = {"include_self": include_self, "family_attention": "linear"}
+    assert torch.autograd.gradcheck(lambda q, k, v: hierarchical_attention(q, k, v, small, **options), inputs)
 
 
 @given(forests(), seeds, st.booleans())

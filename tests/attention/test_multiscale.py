@@ -59,12 +59,8 @@ def test_torch_equals_reference(forest, seed, near, refine, beam, data):
     positions = random_positions(forest, seed, heads=4, requires_grad=True) if data.draw(st.booleans()) else None
     causal, include_self = data.draw(st.booleans()), data.draw(st.booleans())
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    opened = open_families(
-        q, k, forest, near=near, refine=refine, beam=beam, positions=positions, causal=causal
-    )
-    both_backends(
-        q, k, v, forest, positions, bias, opened=opened, causal=causal, include_self=include_self
-    )
+    opened = open_families(q, k, forest, near=near, refine=refine, beam=beam, positions=positions, causal=causal)
+    both_backends(q, k, v, forest, positions, bias, opened=opened, causal=causal, include_self=include_self)
 
 
 @given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
@@ -228,9 +224,7 @@ def test_gradcheck_with_a_key_order(causal):
     bias = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
 
     def run(q, k, v, bias):
-        return multiscale_attention(
-            q, k, v, forest, opened=opened, key_order=order, causal=causal, pooled_bias=bias
-        )
+        return multiscale_attention(q, k, v, forest, opened=opened, key_order=order, causal=causal, pooled_bias=bias)
 
     assert torch.autograd.gradcheck(run, (q, k, v, bias))
 

@@ -62,7 +62,9 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     q, *others = tensors.values()
     for name, x in tensors.items():
         if x.dtype != q.dtype:
-            raise InvalidInput(name, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q", fix="cast them to one dtype")
+            raise InvalidInput(
+                name, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q", fix="cast them to one dtype"
+            )
         if x.device != hierarchy.device:
             raise InvalidInput(
                 name,

@@ -2,9 +2,8 @@
 
 A *round* holds all families whose parent has the same height: the first every family of leaves only, wherever it hangs,
 the last the tallest roots. Upwards, members are ready before their family; downwards, in reverse, parents are. Inside a
-round, families of one size form a *bucket*: a dense `[families, size, …]` tensor, a view where the forest is regular.
-Long families are rounded up to one of four sizes per doubling, so that the number of buckets stays small whatever the
-data; the padding is masked.
+round, families of like size form a *bucket*: a dense `[families, size, …]` tensor, a view where the forest is regular.
+Somewhat smaller families are padded where that saves a bucket; the padding is masked.
 
 The rows of a round are its *members*, family after family. They come from its *source*: leaves, and parents of earlier
 rounds.
@@ -14,34 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.softmax import masked_bias
 from hsa.hierarchy import Hierarchy
 
-EXACT_SIZES = 8
-"""Families up to this size are never padded."""
+WORTH_A_BUCKET = 128
+"""Rows of padding that cost about as much as one more bucket."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Families of one size. Indices are None where the bucket is its whole round, in order."""
+    """Families of like size. Indices are None where the bucket is its whole round, in order."""
 
     families: int
     size: int
     rows: Tensor | None  # [families * size] row in the round's source; padding repeats a real row
-    members: Tensor | None  # [families * size] row among the round's members
     parents: Tensor | None  # [families] row among the round's parents
     present: Tensor | None  # [families, size] False at padding; None: no padding
-    real: Tensor | None  # positions of the entries that are no padding
+    real: Tensor | None  # [entries] those that are no padding; None: no padding
     is_leaf: Tensor | None  # [families, size]; None: all members are leaves
     void: Tensor | None  # [families, size] a leaf, or a chain down to a single one; None: all members are leaves
     log_count: Tensor | None  # [families or 1, 1, 1, size]; None: all zero
     share: Tensor  # [families or 1, 1, size] leaf_count(child) / leaf_count(parent)
-    _masks: dict[tuple[bool, bool], tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
     def mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
         """Who sees whom, `[families or 1, 1, size, size]`, and who sees nobody, `[families or 1, size, 1]` (None: no one).
@@ -49,9 +49,31 @@ class Bucket:
         Members see their siblings; with `include_self` leaves see themselves too; causal hides siblings to the right.
         """
         key = (include_self, causal)
-        if key not in self._masks:
-            self._masks[key] = self._build_mask(*key)
-        return self._masks[key]
+        if key not in self._cache:
+            self._cache[key] = self._build_mask(*key)
+        return self._cache[key]
+
+    def bias(self, include_self: bool, causal: bool, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Mask and log leaf counts as one tensor of logits, and who sees nobody."""
+        key = (include_self, causal, dtype)
+        if key not in self._cache:
+            mask, alone = self.mask(include_self, causal)
+            self._cache[key] = masked_bias(dtype, self.log_count, mask), alone
+        return self._cache[key]
+
+    def cast_share(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._cache:
+            self._cache[dtype] = self.share.to(dtype)
+        return self._cache[dtype]
+
+    def leaf_share(self, dtype: torch.dtype) -> Tensor:
+        """[families or 1, 1]: of one member, where all are leaves."""
+        return self.cast_share(dtype).amax(-1)
+
+    def mean(self, part: Tensor) -> Tensor:
+        """`[families, size, …]` → `[families, …]`: the mean over the leaves below each parent."""
+        share = self.cast_share(torch.promote_types(part.dtype, torch.float32)).expand(self.families, 1, self.size)
+        return (share @ part.to(share.dtype).flatten(2)).view(self.families, *part.shape[2:])
 
     @torch.compiler.disable
     def _build_mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
@@ -70,41 +92,47 @@ class Round:
     """Families of one height, with the places their members come from."""
 
     num_members: int
-    leaf_members: Tensor | None  # the leaves among the members, in leaf order; None: all leaves of the forest
+    num_parents: int
+    leaf_members: Tensor | slice  # the leaves among the members, in leaf order
     has_leaves: bool
     earlier: tuple[int, ...]  # rounds whose parents are among the members
     buckets: tuple[Bucket, ...]
-    parent_order: Tensor | None  # puts the buckets' parents, concatenated, in order; None: they are
+    member_order: Tensor | None  # [members] among the buckets' entries, concatenated; None: they are in order
+    parent_order: Tensor | None  # [parents] among the buckets' parents, concatenated; None: they are in order
+
+    @property
+    def only_leaves(self) -> bool:
+        return not self.earlier
 
     def source(self, leaves: Tensor, parents: Sequence[Tensor]) -> Tensor:
         """The rows that `buckets` index: leaf members first, then the parents of the earlier rounds."""
         parts = [parents[r] for r in self.earlier]
         if self.has_leaves:
-            parts.insert(0, leaves if self.leaf_members is None else leaves.index_select(0, self.leaf_members))
+            parts.insert(0, self._leaf_rows(leaves))
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.to(parts[-1].dtype) for part in parts])
 
+    def _leaf_rows(self, leaves: Tensor) -> Tensor:
+        chosen = self.leaf_members
+        if not isinstance(chosen, slice):
+            return leaves.index_select(0, chosen)
+        return leaves if chosen == slice(0, len(leaves)) else leaves[chosen]
+
     def split(self, source: Tensor) -> list[Tensor]:
         """The source as one `[families, size, …]` tensor per bucket."""
-        first = self.buckets[0]
-        if first.rows is None:
-            return [source.unflatten(0, (first.families, first.size))]
-        return list(_Split.apply(source, self.buckets))
+        rows = (source if b.rows is None else source.index_select(0, b.rows) for b in self.buckets)
+        return [x.unflatten(0, (b.families, b.size)) for b, x in zip(self.buckets, rows, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The members' rows, in order, from one `[families, size, …]` tensor per bucket."""
-        if self.buckets[0].members is None:
+        if self.member_order is None:
             return parts[0].flatten(0, 1)
-        return _Join.apply(self.num_members, self.buckets, *parts)
+        return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.member_order)
 
     def pool(self, parts: Sequence[Tensor]) -> Tensor:
         """Mean over the leaves below each parent, from the members' means. Half precision pools in float32."""
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        means = []
-        for bucket, part in zip(self.buckets, parts, strict=True):
-            share = bucket.share.to(dtype).expand(bucket.families, 1, bucket.size)
-            means.append((share @ part.to(dtype).flatten(2)).view(bucket.families, *part.shape[2:]))
+        means = [bucket.mean(part) for bucket, part in zip(self.buckets, parts, strict=True)]
         return means[0] if self.parent_order is None else torch.cat(means).index_select(0, self.parent_order)
 
 
@@ -151,49 +179,6 @@ def rooted(hierarchy: Hierarchy, positions: Tensor | None = None) -> tuple[Hiera
     return forest, positions if positions is None or rows is None else positions.index_select(0, rows)
 
 
-class _Split(torch.autograd.Function):
-    """Every row is taken at most once, so that the gradient is a copy back instead of a scatter-add."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, buckets: tuple[Bucket, ...]) -> tuple[Tensor, ...]:
-        ctx.buckets, ctx.num_rows = buckets, len(source)
-        return tuple(source.index_select(0, b.rows).unflatten(0, (b.families, b.size)) for b in buckets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _put(ctx.num_rows, [b.rows for b in ctx.buckets], ctx.buckets, grads), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, num_members: int, buckets: tuple[Bucket, ...], *parts: Tensor) -> Tensor:
-        ctx.buckets = buckets
-        return _put(num_members, [b.members for b in buckets], buckets, parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = []
-        for b in ctx.buckets:
-            part = grad.index_select(0, b.members).unflatten(0, (b.families, b.size))
-            if b.present is not None:
-                part = part.masked_fill(~b.present.view(b.families, b.size, *[1] * (part.ndim - 2)), 0)
-            parts.append(part)
-        return None, None, *parts
-
-
-def _put(num_rows: int, rows: Sequence[Any], buckets: Sequence[Bucket], parts: Sequence[Tensor]) -> Tensor:
-    """Copy every entry that is no padding to its row; other rows are 0."""
-    covered = sum(b.families * b.size if b.real is None else len(b.real) for b in buckets)
-    make = parts[0].new_empty if covered == num_rows else parts[0].new_zeros
-    result = make(num_rows, *parts[0].shape[2:])
-    for row, bucket, part in zip(rows, buckets, parts, strict=True):
-        flat = part.flatten(0, 1)
-        if bucket.real is not None:
-            flat, row = flat.index_select(0, bucket.real), row.index_select(0, bucket.real)
-        result.index_copy_(0, row, flat)
-    return result
-
-
 def _build(hierarchy: Hierarchy) -> Rounds:
     s, device = hierarchy.structure, hierarchy.device
     num_leaves = hierarchy.num_leaves
@@ -211,7 +196,7 @@ def _build(hierarchy: Hierarchy) -> Rounds:
 
     void = s.is_leaf.copy()
     plans, members = [], []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         above = node_of_slot[begin:end]
         sizes = s.num_children[above]
         starts = np.cumsum(sizes) - sizes
@@ -240,7 +225,7 @@ def _build(hierarchy: Hierarchy) -> Rounds:
         return None if whole and (rows == np.arange(len(rows))).all() else tensor(rows)
 
     down = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         homes, rows = rows_among(node_of_slot[begin:end])
         down.append((homes, unless_in_order(homes, rows)))
     leaf_rows = unless_in_order(*rows_among(s.leaf_nodes)) if num_leaves else None
@@ -282,7 +267,7 @@ def _build_round(
 
     starts = np.cumsum(sizes) - sizes
     padded = _padded_sizes(sizes)
-    buckets, parent_order = [], []
+    buckets, parent_order, member_order = [], [], []
     for size in np.unique(padded):
         chosen = np.flatnonzero(padded == size)
         parent_order.append(chosen)
@@ -294,12 +279,12 @@ def _build_round(
         leaf = is_leaf[members]
         has_padding = not present.all()
         whole = len(chosen) == len(sizes)
+        member_order.append(np.where(present, members, -1).ravel())
         buckets.append(
             Bucket(
                 families=len(chosen),
                 size=int(size),
                 rows=None if whole and not has_padding and in_order else tensor(rows[members].ravel()),
-                members=None if whole and not has_padding else tensor(members.ravel()),
                 parents=None if whole else tensor(chosen),
                 present=tensor(present) if has_padding else None,
                 real=tensor(np.flatnonzero(present)) if has_padding else None,
@@ -309,14 +294,25 @@ def _build_round(
                 share=tensor(share)[:, None],
             )
         )
+    entries = np.concatenate(member_order)
+    entry_of_member = np.empty(len(nodes), np.int64)
+    entry_of_member[entries[entries >= 0]] = np.flatnonzero(entries >= 0)
     return Round(
         num_members=len(nodes),
-        leaf_members=None if len(leaf_members) == num_leaves else tensor(leaf_members),
+        num_parents=len(above),
+        leaf_members=_slice(leaf_members) or tensor(leaf_members),
         has_leaves=len(leaf_members) > 0,
         earlier=earlier,
         buckets=tuple(buckets),
+        member_order=None if np.array_equal(entries, np.arange(len(nodes))) else tensor(entry_of_member),
         parent_order=tensor(np.argsort(np.concatenate(parent_order))) if len(buckets) > 1 else None,
     )
+
+
+def _slice(numbers: np.ndarray) -> slice | None:
+    """Consecutive numbers as a slice."""
+    whole = len(numbers) > 0 and numbers[-1] - numbers[0] + 1 == len(numbers)
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if whole else None
 
 
 def _once(rows: np.ndarray) -> np.ndarray:
@@ -325,6 +321,18 @@ def _once(rows: np.ndarray) -> np.ndarray:
 
 
 def _padded_sizes(sizes: np.ndarray) -> np.ndarray:
-    """Sizes as they are up to `EXACT_SIZES`, above it rounded up to one of four steps per doubling."""
-    step = 2 ** np.maximum(np.floor(np.log2(np.maximum(sizes - 1, 1))).astype(np.int64) - 2, 0)
-    return np.where(sizes <= EXACT_SIZES, sizes, -(-sizes // step) * step)
+    """The size of the bucket of every family: its own, or a little more where that saves a bucket.
+
+    From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or few enough
+    rows that another bucket would cost more than they do.
+    """
+    kinds, counts = np.unique(sizes, return_counts=True)
+    bucket_of_kind = kinds.copy()
+    rows = padding = top = 0
+    for i in reversed(range(len(kinds))):
+        rows += int(kinds[i] * counts[i])
+        padding += int((top - kinds[i]) * counts[i])
+        if top == 0 or padding > WORTH_A_BUCKET + rows // 16:
+            top, rows, padding = int(kinds[i]), int(kinds[i] * counts[i]), 0
+        bucket_of_kind[i] = top
+    return bucket_of_kind[np.searchsorted(kinds, sizes)]

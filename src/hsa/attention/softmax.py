@@ -36,18 +36,18 @@ def exact(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
     True
     """
-    return _Exact.apply(q, k, v, _masked_bias(q, bias, mask), scale)
+    return _Exact.apply(q, k, v, masked_bias(q.dtype, bias, mask), scale)
 
 
-def _masked_bias(q: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def masked_bias(dtype: torch.dtype, bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Bias and mask as one tensor of logits, in the precision of the arithmetic."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
     if bias is not None:
         bias = bias.to(dtype)
     if mask is None:
         return bias
     if bias is None:
-        bias = torch.zeros((), dtype=dtype, device=q.device)
+        bias = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, bias, torch.full_like(bias, -math.inf))
 
 
@@ -61,7 +61,7 @@ def _weights(logits: Tensor, lse: Tensor) -> Tensor:
     return logits.sub_(lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
 
 
-def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Slices of lists small enough for their intermediate results to stay in the cache."""
     per_list = q[0].numel() + k[0].numel() + q.shape[1] * q.shape[2] * k.shape[2] if len(q) else 1
     step = max(1, CHUNK // max(per_list, 1)) if q.device.type == "cpu" else max(len(q), 1)
@@ -72,24 +72,9 @@ class _Exact(torch.autograd.Function):
     """Keeps only the inputs and one number per row; the weights are computed again for the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, bias, scale)
         ctx.scale = scale
-        if _fits_fused(q, k, v):
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, False, attn_mask=None if bias is None else _four_dims(bias), scale=scale
-            )
-            if bias is not None:  # a row that sees nothing comes back with 0 instead of −∞
-                lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
-        else:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            out = v.new_empty(*q.shape[:-1], v.shape[-1])
-            lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-            for part in _chunks(q, k):
-                logits = _logits(q[part].to(dtype), k[part].to(dtype), _part(bias, part), scale)
-                lse[part] = logits.logsumexp(-1)
-                out[part] = _weights(logits, lse[part]) @ v[part].to(dtype)
         ctx.save_for_backward(q, k, v, bias, lse)
         return out, lse
 
@@ -98,24 +83,73 @@ class _Exact(torch.autograd.Function):
         q, k, v, bias, lse = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
-        for part in _chunks(q, k):
-            qc, kc, vc, d_outc = (x[part].to(lse.dtype) for x in (q, k, v, d_out))
-            weights = _weights(_logits(qc, kc, _part(bias, part), ctx.scale), lse[part])
-            d_v[part] = weights.transpose(-1, -2) @ d_outc
-            d_logits = d_outc @ vc.transpose(-1, -2)
-            d_logits.sub_((d_logits * weights).sum(-1, keepdim=True) - d_lse[part].unsqueeze(-1)).mul_(weights)
+        for part in chunks(q, k):
+            d_q[part], d_k[part], d_v[part], d_logits = gradients(
+                q[part], k[part], v[part], part_of(bias, part), lse[part], d_out[part], d_lse[part], ctx.scale
+            )
             if d_bias is not None:
-                target = _part(d_bias, part)
+                target = part_of(d_bias, part)
                 target += d_logits.sum_to_size(target.shape)
-            d_logits.mul_(ctx.scale)
-            d_q[part] = d_logits @ kc
-            d_k[part] = d_logits.transpose(-1, -2) @ qc
         return d_q, d_k, d_v, d_bias, None
 
 
-def _part(bias: Any, part: slice) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`exact` without a gradient, and with bias and mask as one."""
+    if _fits_fused(q, k, v):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=None if bias is None else _four_dims(bias), scale=scale
+        )
+        if bias is not None:  # a row that sees nothing comes back with 0 instead of −∞
+            lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+        return out, lse
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = v.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    for part in chunks(q, k):
+        logits = _logits(q[part].to(dtype), k[part].to(dtype), part_of(bias, part), scale)
+        # Written out, because logsumexp over short rows takes longer than all of this.
+        top = logits.amax(-1, keepdim=True) if k.shape[-2] else lse.new_full((*q[part].shape[:-1], 1), -math.inf)
+        top = top.masked_fill_(top == -math.inf, 0)
+        weights = logits.sub_(top).exp_()
+        mass = weights.sum(-1, keepdim=True)
+        lse[part] = (mass.log() + top).squeeze(-1)
+        out[part] = weights.div_(mass.masked_fill_(mass == 0, 1)) @ v[part].to(dtype)
+    return out, lse
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+    scale: float,
+    plus: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `attend`: for q, k, v and the logits, in the precision of the log-sum-exp.
+
+    `plus`: [lists, heads, 1, dim] each, to add to every row of the gradients of q, k and v.
+    """
+    q, k, v, d_out = (x.to(lse.dtype).contiguous() for x in (q, k, v, d_out))
+    weights = _weights(_logits(q, k, bias, scale), lse)
+    d_v = _product(weights.transpose(-1, -2), d_out, plus[2])
+    d_logits = d_out @ v.transpose(-1, -2)
+    d_logits.sub_((d_logits * weights).sum(-1, keepdim=True).sub_(d_lse.unsqueeze(-1))).mul_(weights)
+    d_products = d_logits * scale
+    return _product(d_products, k, plus[0]), _product(d_products.transpose(-1, -2), q, plus[1]), d_v, d_logits
+
+
+def _product(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
+    if plus is None:
+        return a @ b
+    return torch.baddbmm(*(x.flatten(0, 1) for x in (plus, a, b))).unflatten(0, b.shape[:2])
+
+
+def part_of(bias: Any, part: slice) -> Any:
     """The bias of some lists; a bias without lists of its own is the same for all."""
-    return bias[part] if bias is not None and bias.ndim == 4 and len(bias) > 1 else bias
+    return bias[part] if bias is not None and bias.ndim > 2 and len(bias) > 1 else bias
 
 
 def _fits_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -25,9 +25,7 @@ from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput, Unsupported
 
 
-def flex(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
+def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """FlexAttention. Compile it (`torch.compile(flex)`) and pass that to fuse it on a GPU; as it is, it runs eagerly."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -42,6 +40,7 @@ def flex(
         return score + logits[family, 0, i, j]
 
     out, aux = flex_attention(q, k, v, score_mod=score_mod, scale=scale, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None
     return out, aux.lse
 
 
@@ -113,5 +112,7 @@ def family_attention_named(name: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if callable(name):
         return name
     if name not in FAMILY_ATTENTION:
-        raise InvalidInput("family_attention", given=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function")
+        raise InvalidInput(
+            "family_attention", given=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function"
+        )
     return FAMILY_ATTENTION[name]

@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hsa.attention.hierarchical.leaf_round import attend_leaves, finish_leaves
 from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
+from hsa.attention.softmax import exact
 from hsa.hierarchy import Hierarchy
 
 FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
@@ -113,7 +115,17 @@ def up_sweep(
     no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     no_inner = no_inner.expand(q.shape[:2])
     places = None if positions is None else _by_round(positions, plan)
-    for families in plan.rounds:
+    for r, families in enumerate(plan.rounds):
+        if r == 0 and _by_hand(families, positions, family_attention):
+            q0, k0, v0 = (families.source(x, []) for x in (q, k, v))
+            averages, inner, means = attend_leaves(q0, k0, v0, families, include_self, causal, scale)
+            up.average.append(averages)
+            up.side.append([None] * len(averages))
+            up.down.append([None] * len(averages))
+            up.inner.append(inner)
+            for above, mean in zip(pooled, means, strict=True):
+                above.append(mean)
+            continue
         qs, ks, vs = (families.split(families.source(x, above)) for x, above in zip((q, k, v), pooled, strict=True))
         inners = families.split(families.source(no_inner, up.inner)) if families.earlier else [no_inner] * len(qs)
         spots = [None] * len(qs) if places is None else families.split(families.source(*places))
@@ -139,11 +151,18 @@ def up_sweep(
     return up
 
 
+def _by_hand(families: Round, positions: Tensor | None, family_attention: FamilyAttention) -> bool:
+    """The first round has a faster form; a compiler makes its own."""
+    return (
+        families.only_leaves and positions is None and family_attention is exact and not torch.compiler.is_compiling()
+    )
+
+
 def _by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
     """Positions of the leaves, and of the parents of every round."""
     by_slot = positions.index_select(0, plan.node_of_slot)
     bounds = plan.slot_bounds
-    return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in pairwise(bounds)]
 
 
 def _with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
@@ -191,9 +210,12 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
             like = up.inner[r]
             out = torch.cat([*(outs[s] for s in later), like.new_zeros(1, heads, width)]).index_select(0, rows)
             weight = torch.cat([*(weights[s] for s in later), like.new_ones(1, heads)]).index_select(0, rows)
+        if families.only_leaves and not torch.compiler.is_compiling():
+            outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r])
+            continue
         below = [
-            _hand_down(bucket, out, weight, *of_bucket)
-            for bucket, *of_bucket in zip(families.buckets, up.average[r], up.side[r], up.down[r], strict=True)
+            _hand_down(bucket, out, weight, average, side, down)
+            for bucket, average, side, down in zip(families.buckets, up.average[r], up.side[r], up.down[r], strict=True)
         ]
         outs[r] = families.join([out for out, _ in below])
         if families.earlier:
@@ -209,11 +231,7 @@ def _hand_down(
         out, weight = out.index_select(0, bucket.parents), weight.index_select(0, bucket.parents)
     out, weight = out[:, None], weight[:, None]
     share = weight if side is None else weight * side
-    args = out.to(average.dtype), average, share.to(average.dtype)[..., None]
-    if torch.is_grad_enabled():
-        result = torch.addcmul(*args)
-    else:  # the averages are ours to overwrite
-        result = torch.addcmul(*args, out=average)
+    result = torch.addcmul(out.to(average.dtype), average, share.to(average.dtype)[..., None])
     return result, weight * (torch.zeros_like(weight) if down is None else down)
 
 

@@ -124,7 +124,7 @@ def energy(
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The checked arguments of both functions."""
-    tensors = {name: given[name] for name in ("q", "k", "v") if name in given}
+    tensors: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if name in given}
     check_inputs(tensors, given["hierarchy"])
     if given["causal"] and not given["include_self"]:
         raise InvalidInput(

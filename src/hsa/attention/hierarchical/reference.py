@@ -48,7 +48,9 @@ def energy(
     del family_attention
     heads = []
     for head in range(q.shape[1]):
-        recursion = _Recursion((q[:, head], k[:, head], k[:, head]), hierarchy, positions, include_self, causal, scale, head)
+        recursion = _Recursion(
+            (q[:, head], k[:, head], k[:, head]), hierarchy, positions, include_self, causal, scale, head
+        )
         heads.append(torch.stack([-recursion.up(root) for root in range(hierarchy.num_trees)]))
     return torch.stack(heads, 1)
 

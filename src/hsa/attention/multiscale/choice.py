@@ -89,7 +89,9 @@ def open_families(
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys = k if key_order is None else in_order(k, key_order.order)
         pooled = repeat_heads(pyramid(keys.to(dtype), rounds(hierarchy)), q.shape[1])
-        search = _Search(q.to(dtype), pooled, hierarchy, families, queries, positions, limit, scale_or_default(scale, q))
+        search = _Search(
+            q.to(dtype), pooled, hierarchy, families, queries, positions, limit, scale_or_default(scale, q)
+        )
         widest = int(np.diff(families.tree_offsets).max())
         if beam == "exact" or (beam is None and widest <= EXACT_FAMILIES):
             chosen = search.exact(low, high, refine)
@@ -138,7 +140,12 @@ def check_key_order_options(near: int = 0, positions: Tensor | None = None, incl
     }
     for name, (bad, what, expected) in reasons.items():
         if bad:
-            raise InvalidInput(name, given="a value together with key_order", expected=expected, fix=f"found leaf families have no {what}")
+            raise InvalidInput(
+                name,
+                given="a value together with key_order",
+                expected=expected,
+                fix=f"found leaf families have no {what}",
+            )
 
 
 def _open_from_the_start(
@@ -237,7 +244,9 @@ class _Search:
             weights = logits.softmax(-1)
             if self.limit is not None:  # some queries may have no candidate
                 weights = weights.masked_fill_(~allowed.any(-1, keepdim=True), 0)
-            scores = _sum_by_group(weights, self.queries.host_offsets[groups.start : groups.stop + 1], group - groups.start)
+            scores = _sum_by_group(
+                weights, self.queries.host_offsets[groups.start : groups.stop + 1], group - groups.start
+            )
             candidate = torch.zeros(scores.shape[1:], dtype=torch.bool, device=nodes.device)
             candidate[group - groups.start] = allowed  # the same for all queries of a group that sees all of them
             best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
@@ -290,7 +299,9 @@ class _Search:
     def _leaves(self) -> Tensor:
         if self.queries.leaves is None:
             raise InvalidInput(
-                "positions", given="positions with queries that are no leaves", expected="positions=None",
+                "positions",
+                given="positions with queries that are no leaves",
+                expected="positions=None",
                 fix="a query outside the tree has no position in it",
             )
         return self.queries.leaves

@@ -54,7 +54,7 @@ def find_key_order(
         hierarchy: the tree to fill.
         chunk: for causal use: keys (sinks not counted) per chunk; only inside complete chunks do keys change places.
 
-    >>> k = torch.tensor([0.0, 9.0, 1.0, 8.0, 2.0, 7.0])[:, None, None]
+    >>> k = torch.tensor([0.0, 9.5, 1.0, 8.0, 2.0, 7.0])[:, None, None]
     >>> find_key_order(k, Hierarchy.regular([6], (3,))).order.tolist()
     [[0, 2, 4, 1, 3, 5]]
     """
@@ -109,7 +109,7 @@ def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndar
 
 
 def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Per depth and size, from the root down: the leaf slots of the nodes whose keys are sorted, and which are no padding (None: all).
+    """Per depth and size, from the root down: leaf slots of the nodes whose keys are sorted, and which are real (None: all).
 
     A node with one child, or whose children are all leaves, needs no sorting; a root's sinks take no part.
     """

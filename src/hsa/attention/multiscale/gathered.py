@@ -57,7 +57,12 @@ def multiscale_attention(
         chunk = lists.chunk(groups, num_queries, longest_list)
 
         def attend(
-            q: Tensor, keys: Tensor, values: Tensor, pooled_bias: Tensor, positions: Tensor | None, chunk: _Chunk = chunk
+            q: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            pooled_bias: Tensor,
+            positions: Tensor | None,
+            chunk: _Chunk = chunk,
         ) -> Tensor:
             return _attend(q, keys, values, pooled_bias, positions, hierarchy, chunk, dropout_p, scale)
 
@@ -106,7 +111,8 @@ def _attend(
     bias = chunk.log_count.to(keys.dtype) + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
     bias = bias[:, :, None]
     if positions is not None:
-        assert chunk.parent is not None and chunk.leaf is not None
+        assert chunk.parent is not None
+        assert chunk.leaf is not None
         bias = bias + position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
     if dropout_p == 0:
         out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)

@@ -160,9 +160,9 @@ def _check_options(
     if positions is not None and asked is not None and asked.leaves is not None:
         parent = hierarchy.structure.parent[hierarchy.structure.leaf_nodes[asked.leaves.cpu().numpy()]]
         starts = asked.host_offsets[:-1][np.diff(asked.host_offsets) > 0]
-        one_family = len(starts) == 0 or (
-            np.maximum.reduceat(parent, starts) == np.minimum.reduceat(parent, starts)
-        ).all()
+        one_family = (
+            len(starts) == 0 or (np.maximum.reduceat(parent, starts) == np.minimum.reduceat(parent, starts)).all()
+        )
         if not one_family:
             raise InvalidInput(
                 "queries",

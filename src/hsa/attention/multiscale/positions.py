@@ -17,9 +17,7 @@ def highest_distinct(hierarchy: Hierarchy, parent: Tensor, nodes: Tensor) -> tup
     return of_leaf.gather(-1, depth).squeeze(-1), of_node.gather(-1, depth).squeeze(-1)
 
 
-def position_logits(
-    positions: Tensor, hierarchy: Hierarchy, parent: Tensor, leaves: Tensor, nodes: Tensor
-) -> Tensor:
+def position_logits(positions: Tensor, hierarchy: Hierarchy, parent: Tensor, leaves: Tensor, nodes: Tensor) -> Tensor:
     """Position logits of query groups against their lists.
 
     Args:

@@ -93,7 +93,7 @@ class Queries:
                 given=f"{offsets.tolist()[:5]}… for {len(tree)} groups",
                 expected="0 first, then the end of every group",
             )
-        if len(tree) and not (0 <= tree.min() and tree.max() < hierarchy.num_trees):
+        if len(tree) and not (tree.min() >= 0 and tree.max() < hierarchy.num_trees):
             raise InvalidInput("queries.tree", given=f"{tree.min()}..{tree.max()}", expected=f"trees of {hierarchy}")
         for name, x in (("visible", self.visible), ("leaves", self.leaves)):
             if x is not None and x.shape != (self.num_queries,):

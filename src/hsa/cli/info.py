@@ -1,0 +1,103 @@
+"""`hsa info`: what is installed here, and which backends run."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, metadata, version
+from typing import Any
+
+import torch
+
+import hsa
+from hsa.attention.dispatch import Backend
+from hsa.attention.hierarchical.operator import ENERGY, HIERARCHICAL
+from hsa.attention.multiscale.operator import MULTISCALE
+from hsa.errors import Unsupported
+
+
+def info() -> None:
+    """Show versions, devices, installed extras, and the backends of each operator that run here.
+
+    Every backend is tried on a small tree on every device. Include this output when you report a problem.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    sections: dict[str, list[tuple[str, str]]] = {
+        "Versions": [("hsa", version("hsa")), ("torch", torch.__version__), ("Python", platform.python_version())],
+        "Devices": _devices(),
+        "Extras": _extras(),
+        "Backends": _backends(),
+    }
+    for title, rows in sections.items():
+        console.print(Text(title, style="bold"))
+        for name, what in rows:
+            console.print(Text(f"  {name:<24}{what}"), soft_wrap=True)
+
+
+def _devices() -> list[tuple[str, str]]:
+    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        found.append((f"cuda:{i}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU"))
+    return found
+
+
+def _extras() -> list[tuple[str, str]]:
+    """The packages of each extra, as the installed metadata name them."""
+    about = metadata("hsa")
+    found = []
+    for extra in about.get_all("Provides-Extra") or []:
+        wanted = [
+            match.group(1)
+            for line in about.get_all("Requires-Dist") or []
+            if (match := re.match(rf"""([\w.-]+)[^;\[]*;.*extra == ["']{extra}["']""", line))
+        ]
+        if not wanted:  # an extra that only names other extras
+            continue
+        missing = [package for package in wanted if _version(package) is None]
+        present = ", ".join(f"{package} {_version(package)}" for package in wanted if package not in missing)
+        advice = f"missing: {', '.join(missing)} (pip install 'hsa[{extra}]')"
+        found.append((extra, "; ".join(filter(None, [present, advice if missing else ""]))))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backends() -> list[tuple[str, str]]:
+    tables: list[tuple[Any, tuple[Backend, ...]]] = [
+        (hsa.hierarchical_attention, HIERARCHICAL),
+        (hsa.multiscale_attention, MULTISCALE),
+        (hsa.energy, ENERGY),
+    ]
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [
+        (
+            operator.__name__,
+            "; ".join(f"{backend.name} {_where_it_runs(operator, backend, devices)}" for backend in table),
+        )
+        for operator, table in tables
+    ]
+
+
+def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
+    runs, refusals = [], []
+    for device in devices:
+        tree = hsa.Hierarchy.from_nested([[2, 3]]).to(device)
+        q = torch.zeros(tree.num_leaves, 1, 16, device=device)
+        operands = (q, q) if operator is hsa.energy else (q, q, q)
+        try:
+            operator(*operands, tree, backend=backend.name)
+            runs.append(device)
+        except Unsupported as error:
+            refusals.append(str(error).splitlines()[-1].strip())
+    return f"({', '.join(runs)})" if runs else f"not here: {'; '.join(refusals)}"

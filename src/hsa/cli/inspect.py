@@ -1,0 +1,253 @@
+"""`hsa inspect`: the tree of a text or JSON file, and what attention on it costs."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import hsa
+from hsa.batch import Batch, collate
+from hsa.errors import InvalidInput
+from hsa.signals import Leaf, Signal
+from hsa.signals.readers.nested import from_nested
+from hsa.signals.readers.text import load_text, read_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WINDOWS = (16, 8, 8, 16)
+_LEVELS_OF_TEXT = ("text", "paragraphs", "sentences", "tokens")
+_SAMPLE = "sample.txt"
+STDIN = "<stdin>"
+
+
+def inspect(
+    file: str | None = None,
+    /,
+    *,
+    tokenizer: Path | None = None,
+    language: str = "en",
+    width: int = 768,
+    heads: int = 12,
+    rows: int = 40,
+    json: bool = False,
+) -> None:
+    """Show the tree of a text, the sizes of its families, and the cost of attention on it.
+
+    Plain text is split into paragraphs (at blank lines), sentences and tokens. In a .json file lists, objects and
+    values are the tree; null and empty lists are left out.
+
+    Args:
+        file: A text or .json file, or - for text from stdin. Without it, a text about rivers that comes with hsa.
+        tokenizer: A tokenizer.json; the tokens of text are then its ids. Without it, they are words and punctuation.
+        language: The language of the text, for the sentence splitter: en, de, fr, …
+        width: Hidden width of the attention layer, all heads together.
+        heads: Attention heads of the layer.
+        rows: Rows of the tree to print.
+        json: Print the numbers as JSON, for scripts.
+    """
+    source, signal, names = _read(file, tokenizer, language)
+    report = _report(source, collate([signal]), width, heads)
+    if json:
+        print(json_format.dumps(asdict(report), indent=2, ensure_ascii=False))
+    else:
+        _print(report, signal, names, rows)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One depth of the tree. The members are those of the families whose parent lies at this depth."""
+
+    depth: int
+    kinds: tuple[str, ...]  # of domains
+    nodes: int
+    leaves: int
+    families: int
+    smallest: int | None
+    mean: float | None
+    largest: int | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Attention operations of one layer."""
+
+    width: int
+    heads: int
+    flat: int
+    tree: int
+    windows: int
+    windows_branching: tuple[int, ...]
+    times_cheaper_tree: float | None  # than flat; None when there is nothing to attend to
+    times_cheaper_windows: float
+
+
+@dataclass(frozen=True)
+class Report:
+    source: str
+    leaves: int
+    families: int
+    depth: int
+    modalities: dict[str, int]  # leaves of each
+    levels: tuple[Level, ...]
+    attention: Cost
+
+
+def _read(file: str | None, tokenizer: Path | None, language: str) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
+    """The name of the source, the signal, and what the nodes of each depth are called, if they have names."""
+    if file is not None and file.endswith(".json"):
+        try:
+            content = json_format.loads(load_text(file))
+        except json_format.JSONDecodeError as error:
+            raise InvalidInput(
+                f"{file}:{error.lineno}:{error.colno}", given=f"no JSON ({error.msg})", expected="a JSON document"
+            ) from None
+        except RecursionError:
+            raise InvalidInput(file, given="JSON nested too deeply to parse", expected="fewer levels") from None
+        return file, from_nested(content, drop_empty=True, where=Path(file).name), ()
+    if file is None:
+        source, text = "sample text", (files("hsa.cli") / _SAMPLE).read_text(encoding="utf-8")
+    elif file in ("-", STDIN):
+        source, text = STDIN, _stdin()
+    else:
+        source, text = file, load_text(file)
+    return source, read_text(text, tokenizer, language, where=source), _LEVELS_OF_TEXT
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(STDIN, given=f"bytes that do not decode ({error.reason})", expected="text") from None
+
+
+def _report(source: str, batch: Batch, width: int, heads: int) -> Report:
+    tree = batch.hierarchy
+    n = tree.num_leaves
+    flat = hsa.flops_flat(n, width=width, heads=heads)
+    on_tree = hsa.flops(tree, width=width, heads=heads).attention
+    on_windows = hsa.flops(hsa.Hierarchy.regular([n], WINDOWS), width=width, heads=heads).attention
+    return Report(
+        source=source,
+        leaves=n,
+        families=tree.num_families,
+        depth=tree.depth,
+        modalities={name: len(leaves) for name, leaves in batch.leaves.items()},
+        levels=_levels(batch),
+        attention=Cost(
+            width=width,
+            heads=heads,
+            flat=flat,
+            tree=on_tree,
+            windows=on_windows,
+            windows_branching=WINDOWS,
+            times_cheaper_tree=round(flat / on_tree, 2) if on_tree else None,
+            times_cheaper_windows=round(flat / on_windows, 2),
+        ),
+    )
+
+
+def _levels(batch: Batch) -> tuple[Level, ...]:
+    s = batch.hierarchy.structure
+    kinds = np.array([type(domain).__name__ for domain in batch.domains])
+    depth_of_family = s.depth[s.num_children > 0]
+    levels = []
+    for depth, (begin, end) in enumerate(zip(s.depth_offsets, s.depth_offsets[1:], strict=False)):
+        sizes = s.num_children[begin:end]
+        sizes = sizes[sizes > 0]
+        levels.append(
+            Level(
+                depth=depth,
+                kinds=tuple(sorted(set(kinds[depth_of_family == depth].tolist()))),
+                nodes=int(end - begin),
+                leaves=int(end - begin) - len(sizes),
+                families=len(sizes),
+                smallest=int(sizes.min()) if len(sizes) else None,
+                mean=round(float(sizes.mean()), 2) if len(sizes) else None,
+                largest=int(sizes.max()) if len(sizes) else None,
+            )
+        )
+    return tuple(levels)
+
+
+def _print(report: Report, signal: Signal | Leaf, names: tuple[str, ...], rows: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    tree = signal.show(max_rows=max(rows, 1), max_members=5) if isinstance(signal, Signal) else repr(signal)
+    console.print(Text(report.source, style="bold"))
+    console.print(Text(tree), no_wrap=True, overflow="ellipsis")
+    console.print()
+    console.print(_level_table(report, names, max(rows, 1)))
+    console.print()
+    console.print(_cost_table(report))
+
+
+def _level_table(report: Report, names: tuple[str, ...], rows: int) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    modalities = ", ".join(f"{count:,} of {name}" for name, count in report.modalities.items())
+    table = Table(title=f"Levels · leaves: {modalities}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("depth", justify="right")
+    table.add_column("what")
+    table.add_column("nodes", justify="right")
+    table.add_column("leaves", justify="right")
+    table.add_column("families", justify="right")
+    for size in ("members\nmin", "\nmean", "\nmax"):
+        table.add_column(size, justify="right")
+    for level in report.levels[:rows]:
+        what = names[level.depth] if level.depth < len(names) else ", ".join(level.kinds) or "leaves"
+        sizes = [level.smallest, level.mean, level.largest]
+        shown = ["–" if size is None else f"{size:,}" if isinstance(size, int) else f"{size:,.1f}" for size in sizes]
+        table.add_row(str(level.depth), what, f"{level.nodes:,}", f"{level.leaves:,}", f"{level.families:,}", *shown)
+    if len(report.levels) > rows:
+        table.add_row("…", f"{len(report.levels) - rows:,} more")
+    return table
+
+
+def _cost_table(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    cost = report.attention
+    leaves = f"{report.leaves:,} {'leaf' if report.leaves == 1 else 'leaves'}"
+    table = Table(
+        title=f"Attention per layer · {leaves}, width {cost.width}, {cost.heads} heads",
+        caption="Not counted: projections and pooling, linear in the leaves.",
+        caption_justify="left",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("")
+    table.add_column("operations", justify="right")
+    table.add_column("times cheaper", justify="right")
+    table.add_row("flat, every leaf sees every leaf", _operations(cost.flat), _times(1.0))
+    table.add_row("this tree", _operations(cost.tree), _times(cost.times_cheaper_tree))
+    branching = " × ".join(map(str, cost.windows_branching))
+    table.add_row(f"windows of {branching}", _operations(cost.windows), _times(cost.times_cheaper_windows))
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:,.1f} ×"
+
+
+def _operations(count: int) -> str:
+    """A count with three digits and a unit.
+
+    >>> _operations(9_329_100), _operations(12)
+    ('9.33 M', '12')
+    """
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:,.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return str(count)

@@ -1,0 +1,73 @@
+"""The command `hsa`: every command is a function in a file of its own; its signature and docstring are its help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hsa.errors import HsaError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+_PROBLEM = 2  # exit code of everything the user can put right
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 when all went well, 2 with one line on stderr when not."""
+    try:
+        from cyclopts import CycloptsError
+
+        from hsa.cli.inspect import STDIN
+
+        app = build_app()
+    except ModuleNotFoundError as error:
+        _complain(f"the command line needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
+        sys.exit(_PROBLEM)
+    try:
+        # cyclopts takes a lone hyphen, which people write for stdin, for an option.
+        tokens = [STDIN if token == "-" else token for token in (sys.argv[1:] if arguments is None else arguments)]
+        app(tokens, exit_on_error=False)
+    except CycloptsError:  # cyclopts has said what is wrong
+        sys.exit(_PROBLEM)
+    except HsaError as error:
+        _complain(str(error))
+        sys.exit(_PROBLEM)
+    except ModuleNotFoundError as error:
+        _complain(f"this command needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
+        sys.exit(_PROBLEM)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(0)
+
+
+def build_app() -> App:
+    """All commands."""
+    from cyclopts import App, Parameter
+
+    from hsa.cli.info import info
+    from hsa.cli.inspect import inspect
+
+    app = App(
+        name="hsa",
+        help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
+        "Start with `hsa inspect`, which shows the tree of a text and what attention on it costs.",
+        version=_version,
+        default_parameter=Parameter(negative=()),
+    )
+    app.command(inspect)
+    app.command(info)
+    return app
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("hsa")
+
+
+def _complain(message: str) -> None:
+    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}{' '.join(message.splitlines())}{plain}", file=sys.stderr)

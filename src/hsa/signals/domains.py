@@ -1,0 +1,203 @@
+"""Domains: the shapes a family of members can have.
+
+A domain says which members there are and how they lie to each other: on a line, on a grid, along the edges of a graph,
+in no order at all, or under names. It holds no values. Every domain has at least one member.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+
+
+class Domain(ABC):
+    """Base of all domains: frozen, compared by value. `size` is the number of members."""
+
+    size: int
+
+    def _freeze(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen: cannot set {name!r}; build a new one instead")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.__dict__.values()))
+
+    def step(self, member: int) -> str:
+        """How a path names a member: `page` + `[2]`.
+
+        >>> Sequence(5).step(2), Grid((2, 3)).step(4), Table(("title", "body")).step(1)
+        ('[2]', '[1, 1]', '.body')
+        """
+        if not 0 <= member < self.size:
+            raise InvalidInput("member", given=member, expected=f"0..{self.size - 1}, a member of {self!r}")
+        return self._step(member)
+
+    def _step(self, member: int) -> str:
+        return f"[{member}]"
+
+    @abstractmethod
+    def __repr__(self) -> str: ...
+
+
+class Sequence(Domain):
+    """Members in a row: tokens of a sentence, sentences of a paragraph.
+
+    >>> Sequence(5)
+    Sequence(5)
+    """
+
+    length: int
+
+    def __init__(self, length: int):
+        length = _at_least_one("Sequence.length", length)
+        self._freeze(length=length, size=length)
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.length})"
+
+
+class Grid(Domain):
+    """Members on an n-dimensional grid, numbered with the last axis fastest: patches of an image.
+
+    >>> Grid((2, 3)).size
+    6
+    """
+
+    shape: tuple[int, ...]
+
+    def __init__(self, shape: Iterable[int]):
+        if isinstance(shape, (int, np.integer)):
+            raise InvalidInput(
+                "Grid.shape", given=repr(shape), expected="one length per axis", fix=f"write Grid(({shape},))"
+            )
+        lengths = tuple(_at_least_one(f"Grid.shape[{axis}]", length) for axis, length in enumerate(shape))
+        if not lengths:
+            raise InvalidInput("Grid.shape", given="()", expected="at least one axis")
+        self._freeze(shape=lengths, size=math.prod(lengths))
+
+    def _step(self, member: int) -> str:
+        return f"[{', '.join(str(int(i)) for i in np.unravel_index(member, self.shape))}]"
+
+    def __repr__(self) -> str:
+        return f"Grid({self.shape})"
+
+
+class Graph(Domain):
+    """Members at the nodes of a directed graph: pages of a site with their links.
+
+    >>> Graph(3, [(0, 1), (0, 2), (2, 0)])
+    Graph(3 nodes, 3 edges)
+    """
+
+    num_nodes: int
+    edges: tuple[tuple[int, int], ...]
+
+    def __init__(self, num_nodes: int, edges: Any):
+        num_nodes = _at_least_one("Graph.num_nodes", num_nodes)
+        self._freeze(num_nodes=num_nodes, edges=_edges(num_nodes, edges), size=num_nodes)
+
+    def __repr__(self) -> str:
+        def count(n: int, thing: str) -> str:
+            return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
+
+        return f"Graph({count(self.num_nodes, 'node')}, {count(len(self.edges), 'edge')})"
+
+
+class Set(Domain):
+    """Members without order: the boxes of a page. The order they are given in is kept but means nothing.
+
+    >>> Set(4)
+    Set(4)
+    """
+
+    def __init__(self, size: int):
+        self._freeze(size=_at_least_one("Set.size", size))
+
+    def __repr__(self) -> str:
+        return f"Set({self.size})"
+
+
+class Table(Domain):
+    """Members under distinct names: the columns of a row, the fields of a record.
+
+    >>> Table(["title", "body"])
+    Table('title', 'body')
+    """
+
+    keys: tuple[str, ...]
+
+    def __init__(self, keys: Iterable[str]):
+        if isinstance(keys, str):
+            raise InvalidInput(
+                "Table.keys", given=repr(keys), expected="a list of keys", fix=f"for one key write Table([{keys!r}])"
+            )
+        names = tuple(keys)
+        if not names:
+            raise InvalidInput("Table.keys", given="no keys", expected="at least one: a family has at least one member")
+        first: dict[str, int] = {}
+        for i, name in enumerate(names):
+            if not isinstance(name, str):
+                raise InvalidInput(f"Table.keys[{i}]", given=repr(name), expected="a string")
+            if name in first:
+                raise InvalidInput(
+                    f"Table.keys[{i}]", given=repr(name), expected=f"a key other than that of Table.keys[{first[name]}]"
+                )
+            first[name] = i
+        self._freeze(keys=names, size=len(names))
+
+    def _step(self, member: int) -> str:
+        key = self.keys[member]
+        return f".{key}" if key.isidentifier() else f"[{key!r}]"
+
+    def __repr__(self) -> str:
+        shown = [repr(key) for key in self.keys[:4]]
+        more = self.size - len(shown)
+        return f"Table({', '.join([*shown, f'… {more} more'] if more else shown)})"
+
+
+def _at_least_one(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidInput(where, given=repr(value), expected="a positive integer")
+    if value < 1:
+        raise InvalidInput(where, given=int(value), expected="1 or more: a family has at least one member")
+    return int(value)
+
+
+def _edges(num_nodes: int, edges: Any) -> tuple[tuple[int, int], ...]:
+    pairs = edges.detach().cpu().numpy() if isinstance(edges, Tensor) else edges
+    pairs = pairs if isinstance(pairs, np.ndarray) else list(pairs)
+    if len(pairs) == 0:
+        return ()
+    try:
+        array = np.asarray(pairs)
+    except ValueError:  # rows of unequal lengths
+        array = np.empty(0)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        given = f"an array of shape {array.shape}" if isinstance(pairs, np.ndarray) else _shorten(repr(pairs))
+        raise InvalidInput("Graph.edges", given=given, expected="pairs (from, to) of node numbers")
+    outside = np.argwhere((array < 0) | (array >= num_nodes))
+    if len(outside):
+        edge = int(outside[0, 0])
+        raise InvalidInput(
+            f"Graph.edges[{edge}]",
+            given=tuple(array[edge].tolist()),
+            expected=f"a pair of nodes in 0..{num_nodes - 1}",
+            fix="number the nodes from 0",
+        )
+    return tuple((int(a), int(b)) for a, b in array.tolist())
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,0 +1,205 @@
+import io
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+import hsa
+from hsa.batch import collate
+from hsa.cli.main import run
+from hsa.signals.readers import from_nested, read_text, train_tokenizer
+
+TEXT = "Two cats sat. One slept!\n\nThen what? Nothing happened for a while."
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Run the command in this process: exit code, stdout, stderr."""
+
+    def run_it(*arguments, columns=80, stdin=""):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            run(list(arguments))
+        return caught.value.code, *capsys.readouterr()
+
+    return run_it
+
+
+def as_json(result):
+    code, out, err = result
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_runs_in_a_process_of_its_own():
+    done = subprocess.run(
+        [sys.executable, "-c", "from hsa.cli.main import run; run()", "inspect", "--rows", "3"],
+        capture_output=True,
+        encoding="utf-8",
+        env={"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("sample text\nSequence(12)")
+    assert "times cheaper" in done.stdout
+
+
+def test_json_facts_are_those_of_the_library(call, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT)
+    facts = as_json(call("inspect", str(path), "--json", "--width", "48", "--heads", "3"))
+    tree = collate([read_text(TEXT)]).hierarchy
+    n = tree.num_leaves
+    assert (facts["source"], facts["leaves"], facts["families"], facts["depth"]) == (str(path), n, tree.num_families, 3)
+    assert facts["modalities"] == {"text": n}
+    cost = facts["attention"]
+    assert (cost["width"], cost["heads"]) == (48, 3)
+    assert cost["flat"] == hsa.flops_flat(n, width=48, heads=3)
+    assert cost["tree"] == hsa.flops(tree, width=48, heads=3).attention
+    windows = hsa.Hierarchy.regular([n], cost["windows_branching"])
+    assert cost["windows"] == hsa.flops(windows, width=48, heads=3).attention
+    assert cost["times_cheaper_tree"] == round(cost["flat"] / cost["tree"], 2)
+    assert cost["times_cheaper_windows"] == round(cost["flat"] / cost["windows"], 2)
+
+
+def test_levels_count_every_node_once(call):
+    facts = as_json(call("inspect", "--json"))
+    levels = facts["levels"]
+    assert [level["nodes"] for level in levels[:2]] == [1, 12]
+    assert levels[-1]["nodes"] == levels[-1]["leaves"] == facts["leaves"]
+    assert sum(level["families"] for level in levels) == facts["families"]
+    for above, below in pairwise(levels):
+        assert above["smallest"] <= above["mean"] <= above["largest"]
+        assert above["mean"] == round(below["nodes"] / above["families"], 2)
+    assert 55 <= levels[2]["nodes"] <= 65  # sentences of the sample
+
+
+def test_stdin_json_files_and_tokenizers(call, tmp_path):
+    from_file, nested = tmp_path / "a.txt", tmp_path / "b.json"
+    from_file.write_text(TEXT)
+    facts = as_json(call("inspect", str(from_file), "--json"))
+    piped = as_json(call("inspect", "-", "--json", stdin=TEXT))
+    assert piped == {**facts, "source": "<stdin>"}
+    assert as_json(call("inspect", "--json", "-", stdin=TEXT)) == piped
+
+    content = {"title": "x", "none": None, "rows": [[1, 2], [3.5, "a"], []]}
+    nested.write_text(json.dumps(content))
+    facts = as_json(call("inspect", str(nested), "--json"))
+    wanted = from_nested(content, drop_empty=True)
+    assert facts["leaves"] == wanted.num_leaves == 5
+    assert facts["depth"] == wanted.depth
+    assert facts["modalities"] == {"text": 2, "number": 3}
+    assert [level["kinds"] for level in facts["levels"]] == [["Table"], ["Sequence"], ["Sequence"], []]
+
+    tokenizer = train_tokenizer([TEXT], 300)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    facts = as_json(call("inspect", str(from_file), "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"))
+    assert facts["leaves"] == read_text(TEXT, tokenizer).num_leaves
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_output_fits_the_terminal(call, columns):
+    code, out, err = call("inspect", columns=columns)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(len(line) > 70 for line in lines)
+    for heading in ("sample text", "Levels · leaves: ", "Attention per layer · "):
+        assert sum(line.startswith(heading) for line in lines) == 1
+    # No table row is broken over two lines: every level and every way to attend has its row.
+    for row in ("paragraphs", "sentences", "tokens", "every leaf sees every leaf", "this tree", "16 × 8 × 8 × 16"):
+        assert sum(row in line for line in lines) == 1
+
+
+def test_rows_cut_the_tree(call):
+    _, out, _ = call("inspect", "--rows", "5")
+    assert out.splitlines()[6:8] == ["…", ""]
+
+
+def test_a_lone_value(call, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("5")
+    facts = as_json(call("inspect", str(path), "--json"))
+    assert (facts["leaves"], facts["depth"], facts["attention"]["times_cheaper_tree"]) == (1, 0, None)
+    code, out, _ = call("inspect", str(path))
+    assert code == 0
+    assert "Leaf(5, 'number')" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "{path}: given no such file, expected a readable text file"),
+        (b"\xff", [], "{path}: given the byte 0xff at offset 0, expected text in utf-8"),
+        (b" ", [], "{path}: given a text without tokens, expected at least one word"),
+        (b"Hi.", ["--width", "0"], "width: given 0, expected a positive integer"),
+        (b"Hi.", ["--heads=-3"], "heads: given -3, expected a positive integer"),
+        (b"Hi.", ["--tokenizer", "none.json"], "none.json: given no such file, expected a tokenizer.json"),
+    ],
+)
+def test_errors_are_one_line_without_traceback(call, tmp_path, content, arguments, message):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = call("inspect", str(path), *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message.format(path=path))
+    assert err.count("\n") == 1
+
+
+def test_bad_json(call, tmp_path):
+    path = tmp_path / "a.json"
+    for content, message in (
+        ('{"a":\n oops}', f"{path}:2:2: given no JSON (Expecting value), expected a JSON document\n"),
+        ("[[], null]", "a.json: given nothing but empty containers, expected at least one value\n"),
+        ("[" * 100_000, f"{path}: given JSON nested too deeply to parse, expected fewer levels\n"),
+    ):
+        path.write_text(content)
+        assert call("inspect", str(path)) == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(["inspect", "--widt", "3"], "--width"), (["inspct"], "inspect"), (["inspect", "--rows", "x"], "int")],
+)
+def test_usage_errors_exit_with_2(call, arguments, hint):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert hint in err
+
+
+@pytest.mark.parametrize("package", ["cyclopts", "rich"])
+def test_missing_packages_say_what_to_install(call, monkeypatch, package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = call("inspect")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "install it with: pip install 'hsa[all]'" in err
+    assert package in err
+
+
+def test_info(call):
+    code, out, err = call("info")
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert rows["hsa"].split()[1] == call("--version")[1].strip()
+    assert "sentencex" in rows["text"]
+    for operator in ("hierarchical_attention", "multiscale_attention", "energy"):
+        assert "torch (cpu" in rows[operator]
+        assert "reference (cpu" in rows[operator]
+
+
+def test_help(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    assert "inspect" in out
+    assert "info" in out
+    code, out, _ = call("inspect", "--help")
+    assert code == 0
+    for word in ("FILE", "--tokenizer", "--width", "--heads", "--rows", "--json", "stdin"):
+        assert word in out

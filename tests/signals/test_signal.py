@@ -1,0 +1,258 @@
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from hsa.errors import InvalidInput
+from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
+from tests.signals.random_signals import leaves, signals
+
+
+def chain(depth: int, value: int = 3) -> Signal:
+    signal = Signal.of([value], "token")
+    for _ in range(depth - 1):
+        signal = Signal(Sequence(1), [signal])
+    return signal
+
+
+def website() -> Signal:
+    pages = [
+        Signal(Set(2), [Signal.of(["a", "b", "c"], "text"), Signal.of(torch.zeros(2, 3, 5, 7), "patch", Grid((2, 3)))]),
+        Signal(Table(["title", "likes"]), [Signal.of(["d"], "text"), Leaf(11, "number")]),
+        Leaf("moved", "text"),
+    ]
+    return Signal(Graph(3, [(0, 1), (1, 2)]), pages)
+
+
+def test_counts():
+    site = website()
+    assert site.num_leaves == 3 + 6 + 1 + 1 + 1
+    assert site.num_families == 1 + 1 + 2 + 1 + 1
+    assert site.depth == 3
+    assert site.modalities == ("text", "patch", "number")
+    assert repr(site) == "Signal(Graph(3 nodes, 2 edges), 12 leaves, 6 families, depth 3, text, patch, number)"
+
+
+@given(signals)
+def test_counts_add_up_over_members(signal):
+    inner = [member for member in signal.members if isinstance(member, Signal)]
+    assert len(signal.members) == signal.domain.size
+    assert signal.num_leaves == len(signal.members) - len(inner) + sum(member.num_leaves for member in inner)
+    assert signal.num_families == 1 + sum(member.num_families for member in inner)
+    assert signal.depth == 1 + max((member.depth for member in inner), default=0)
+
+
+@given(signals)
+def test_members_give_the_signal_back(signal):
+    again = Signal(signal.domain, signal.members)
+    assert again == signal
+    assert (again.values is None) == (signal.values is None)
+    assert signal == copy.deepcopy(signal) == pickle.loads(pickle.dumps(signal))
+
+
+@given(leaves, leaves)
+def test_leaves_equal_in_all_or_differ(a, b):
+    assert a == copy.deepcopy(a)
+    as_tensors = [torch.as_tensor(leaf.value) for leaf in (a, b) if not isinstance(leaf.value, str)]
+    if len(as_tensors) == 2 and (as_tensors[0].dtype, as_tensors[0].shape) != (
+        as_tensors[1].dtype,
+        as_tensors[1].shape,
+    ):
+        assert a != b
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Signal.of([3, 1, 5], "token"),
+        Signal.of([3, 1], "token"),
+        Signal.of([3.0, 1.0, 4.0], "token"),
+        Signal.of(torch.tensor([3, 1, 4], dtype=torch.int32), "token"),
+        Signal.of(torch.tensor([[3], [1], [4]]), "token"),
+        Signal.of(["3", "1", "4"], "token"),
+        Signal.of([3, 1, 4], "number"),
+        Signal.of([3, 1, 4], "token", Set(3)),
+        Signal.of([3, 1, True], "token"),
+        Leaf(3, "token"),
+    ],
+    ids=repr,
+)
+def test_what_differs_is_not_equal(other):
+    assert Signal.of([3, 1, 4], "token") != other
+
+
+def test_the_form_it_was_given_in_does_not_matter():
+    forms = [[3, 1, 4], (3, 1, 4), np.array([3, 1, 4]), torch.tensor([3, 1, 4]), [np.int64(3), 1, torch.tensor(4)]]
+    made = [Signal.of(form, "token") for form in forms]
+    made.append(Signal(Sequence(3), [Leaf(i, "token") for i in (3, 1, 4)]))
+    for signal in made:
+        assert signal == made[0]
+        assert signal.values.dtype == torch.int64
+        assert [leaf.value for leaf in signal.members] == [3, 1, 4]
+        assert type(signal.members[0].value) is int
+    assert Signal.of(np.array(["a", "bc"]), "text") == Signal.of(["a", "bc"], "text")
+
+
+def test_dtypes_of_scalars_survive():
+    half = Signal.of(torch.tensor([0.5, 2.0], dtype=torch.float16), "x")
+    assert half.members[1].value.dtype == torch.float16
+    assert half == Signal(Sequence(2), list(half.members))
+    mixed = Signal.of([1, 2.5, True, "a"], "x")
+    assert [type(leaf.value) for leaf in mixed.members] == [int, float, bool, str]
+    assert mixed.values is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        [Leaf("a", "title"), Leaf("a", "body")],
+        [Leaf(3, "token"), Leaf(3, "number")],
+        [Leaf(torch.ones(3), "x"), Leaf(torch.ones(3, dtype=torch.float64), "x")],
+        [Leaf(torch.ones(3), "x"), Leaf(torch.ones(5), "x")],
+        [Leaf(torch.tensor(1.0), "x"), Leaf(1.0, "x")],
+    ],
+    ids=repr,
+)
+def test_leaves_of_several_kinds_keep_theirs(family):
+    signal = Signal(Sequence(2), family)
+    assert signal.values is None
+    for member, leaf in zip(signal.members, family, strict=True):
+        assert (member.modality, type(member.value)) == (leaf.modality, type(leaf.value))
+        if isinstance(leaf.value, torch.Tensor):
+            assert (member.value.dtype, member.value.shape) == (leaf.value.dtype, leaf.value.shape)
+
+
+def test_nan_equals_nan_and_zero_shape_counts():
+    nan = float("nan")
+    assert Signal.of([nan, 1.0], "x") == Signal.of([nan, 1.0], "x") != Signal.of([1.0, nan], "x")
+    assert Leaf(nan, "x") == Leaf(nan, "x") != Leaf(0.0, "x")
+    assert Leaf(torch.empty(0, 3), "x") != Leaf(torch.empty(3, 0), "x")
+
+
+def test_grid_values_are_read_row_by_row():
+    image = torch.arange(2 * 3 * 5).reshape(2, 3, 5)
+    signal = Signal.of(image, "patch", Grid((2, 3)))
+    assert torch.equal(signal.members[4].value, image[1, 1])
+    assert signal.domain.step(4) == "[1, 1]"
+    assert signal == Signal.of(list(image.reshape(6, 5)), "patch", Grid((2, 3)))
+
+
+def test_a_hundred_thousand_tokens_are_one_stack():
+    signal = Signal.of(range(100_003), "token")
+    assert signal.num_leaves == 100_003
+    assert signal.values.shape == (100_003,)
+    assert signal.members[-1] == Leaf(100_002, "token")
+    assert signal.members[1:3] == (Leaf(1, "token"), Leaf(2, "token"))
+    with pytest.raises(IndexError):
+        signal.members[100_003]
+
+
+def test_read_only_and_reversed_arrays():
+    array = np.arange(5)
+    array.flags.writeable = False
+    assert Signal.of(array, "x") == Signal.of([0, 1, 2, 3, 4], "x")
+    assert Signal.of(np.arange(5)[::-1], "x") == Signal.of([4, 3, 2, 1, 0], "x")
+
+
+def test_deep_chains():
+    deep = chain(3001)
+    assert deep.depth == deep.num_families == 3001
+    assert deep == chain(3001)
+    assert deep != chain(3001, value=5)
+    assert len(deep.show(max_rows=7).splitlines()) == 8
+
+
+def test_frozen():
+    for thing, field in ((Signal.of([1], "x"), "domain"), (Leaf(1, "x"), "value")):
+        with pytest.raises(AttributeError, match="frozen"):
+            setattr(thing, field, None)
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(thing)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Signal(Sequence(3), [Leaf(1, "x")] * 2, where="page[2].image"),
+            "page[2].image: given 2 members, expected 3, one per place of Sequence(3)",
+        ),
+        (
+            lambda: Signal.of(torch.zeros(3, 8), "x", Grid((2, 4)), where="page[2].image"),
+            "page[2].image: given values of shape (3, 8), expected shape (2, 4) + the shape of a leaf, "
+            "as the domain is Grid((2, 4))",
+        ),
+        (
+            lambda: Signal.of([1, 2, 3], "x", Table(["a", "b"]), where="row"),
+            "row: given 3 members, expected 2, one per place of Table('a', 'b')",
+        ),
+        (
+            lambda: Signal(Table(["a", "b"]), [Leaf(1, "x"), 5], where="row"),
+            "row.b: given int, expected a Signal or a Leaf; wrap a value: Leaf(value, modality); "
+            "many of one modality: Signal.of(values, modality)",
+        ),
+        (
+            lambda: Signal([1], [Leaf(1, "x")]),
+            "signal: given a domain of type list, expected Sequence, Grid, Graph, Set or Table",
+        ),
+        (
+            lambda: Signal.of([], "x"),
+            "signal: given no values, expected at least one: a family has at least one member",
+        ),
+        (lambda: Signal.of("abc", "x"), "signal: given values of type str, expected an array or a list"),
+        (lambda: Signal.of(torch.tensor(3), "x"), "signal: given an array without axes, expected one row per member"),
+        (
+            lambda: Signal.of([1, None], "x", where="row"),
+            "row[1]: given a value of type NoneType, expected a string, a number or an array of numbers",
+        ),
+        (lambda: Signal.of([1, 2**63], "x"), f"signal[1]: given {2**63}, expected an integer of at most 64 bits"),
+        (lambda: Leaf(-(2**63) - 1, "x"), f"leaf: given {-(2**63) - 1}, expected an integer of at most 64 bits"),
+        (
+            lambda: Leaf([1.0, 2.0], "x"),
+            "leaf: given a value of type list, expected a string, a number or an array of numbers; "
+            "wrap it: torch.tensor([…])",
+        ),
+        (
+            lambda: Leaf(np.array([None]), "x"),
+            "leaf: given an array of dtype object, expected a string, a number or an array of numbers",
+        ),
+        (lambda: Leaf(1, ""), "leaf: given modality '', expected a name, such as 'text'"),
+        (lambda: Signal.of([1], None), "signal: given modality None, expected a name, such as 'text'"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_show():
+    assert website().show(max_members=2).splitlines() == [
+        "Graph(3 nodes, 2 edges) · 12 leaves · text, patch, number",
+        "├─ [0] Set(2) · 9 leaves · text, patch",
+        "│  ├─ [0] Sequence(3) · 3 leaves · text · 'a' 'b' 'c'",
+        "│  └─ [1] Grid((2, 3)) · 6 leaves · patch · float32[5, 7]",
+        "├─ [1] Table('title', 'likes') · 2 leaves · text, number",
+        "│  ├─ .title Sequence(1) · 1 leaf · text · 'd'",
+        "│  └─ .likes number · 11",
+        "└─ … 1 more",
+    ]
+    assert website().show(max_rows=3).splitlines()[2:] == ["│  ├─ [0] Sequence(3) · 3 leaves · text · 'a' 'b' 'c'", "…"]
+    assert website().show().splitlines()[-1] == "└─ [2] text · 'moved'"
+    long = Signal.of(range(1000), "token").show()
+    assert long.startswith("Sequence(1000) · 1,000 leaves · token · 0 1 2")
+    assert long.endswith("…")
+    assert len(long) < 100
+
+
+def test_importing_signals_loads_no_heavy_package():
+    code = (
+        "import sys, hsa.signals, hsa.signals.readers, hsa.batch; "
+        "print(sorted({'sentencex', 'tokenizers', 'rich', 'cyclopts'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
