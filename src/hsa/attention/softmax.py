@@ -36,7 +36,16 @@ def exact(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
     True
     """
-    return _Exact.apply(q, k, v, masked_bias(q.dtype, bias, mask), scale)
+    both = masked_bias(q.dtype, bias, mask)
+    out, lse = attend_with_gradient(q, k, v, both, scale)
+    if both is None:
+        return out, lse
+    return out, lse.masked_fill((both == -math.inf).all(-1), -math.inf)
+
+
+def attend_with_gradient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """`exact` with bias and mask as one; the log-sum-exp of a row that sees nothing may be anything."""
+    return _Exact.apply(q, k, v, bias, scale)
 
 
 def masked_bias(dtype: torch.dtype, bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -94,14 +103,11 @@ class _Exact(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`exact` without a gradient, and with bias and mask as one."""
+    """`attend_with_gradient` without it."""
     if _fits_fused(q, k, v):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=None if bias is None else _four_dims(bias), scale=scale
         )
-        if bias is not None:  # a row that sees nothing comes back with 0 instead of −∞
-            lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
-        return out, lse
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = v.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hsa.attention.hierarchical.leaf_round import attend_leaves, finish_leaves
 from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
-from hsa.attention.softmax import exact
+from hsa.attention.softmax import attend_with_gradient, exact
 from hsa.hierarchy import Hierarchy
 
 FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
@@ -131,11 +131,14 @@ def up_sweep(
         spots = [None] * len(qs) if places is None else families.split(families.source(*places))
         averages, masses, sides, downs = [], [], [], []
         for bucket, qb, kb, vb, inner, spot in zip(families.buckets, qs, ks, vs, inners, spots, strict=True):
-            mask, alone = bucket.mask(include_self, causal)
             qb, kb, factor = _with_positions(qb, kb, spot, scale)
-            y, outer = family_attention(
-                qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2), bucket.log_count, mask, scale=factor
-            )
+            inputs = qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2)
+            mask, alone = bucket.mask(include_self, causal)
+            if family_attention is exact:
+                bias, _ = bucket.bias(include_self, causal, qb.dtype)
+                y, outer = attend_with_gradient(*inputs, bias, factor)
+            else:
+                y, outer = family_attention(*inputs, bucket.log_count, mask, scale=factor)
             void = bucket.is_leaf if include_self else bucket.void
             mass, side, down = _shares(inner, outer.transpose(1, 2), void, alone)
             averages.append(y.transpose(1, 2))

@@ -34,7 +34,7 @@ from hsa.hierarchy import Hierarchy
 
 EXACT_FAMILIES = 4096
 """Trees with more leaf families than this are searched by a beam unless the caller says otherwise."""
-TILE = 2**20
+TILE = 2**21
 """Scores held at once."""
 
 
@@ -227,32 +227,51 @@ class _Search:
         heads = self.q.shape[1]
         chosen = self.families.nodes.new_full((self.queries.num_groups, heads, refine), -1)
         low_t, high_t = (torch.as_tensor(x).to(self.q.device) for x in (low, high))
+        seen, logits = slice(0, 0), None
         for groups, candidates in self._tiles():
-            nodes = self.families.nodes[candidates]
+            if candidates != seen:  # consecutive tiles of one tree share their candidates
+                seen, nodes = candidates, self.families.nodes[candidates]
+                number = torch.arange(candidates.start, candidates.stop, device=nodes.device)
+                keys = self.pooled[self.slot[nodes]].permute(1, 2, 0)  # [heads, dim, candidates]
             rows = slice(int(self.queries.host_offsets[groups.start]), int(self.queries.host_offsets[groups.stop]))
-            number = torch.arange(candidates.start, candidates.stop, device=nodes.device)
             allowed = self.families.tree[candidates] == self.queries.tree[groups, None]
-            allowed &= ~self._open(groups, number, nodes, low_t, high_t)
-            group = self.queries.group[rows]
-            allowed = allowed[group - groups.start]  # [queries, candidates]
-            if self.limit is not None:
-                allowed &= self.end[nodes] <= self.limit[rows, None]
-            bias = self.log_count[nodes].where(allowed, -math.inf)
-            keys = self.pooled[self.slot[nodes]]
-            logits = (self.q[rows].transpose(0, 1) * self.scale) @ keys.permute(1, 2, 0)  # [heads, queries, candidates]
-            logits = logits.add_(bias if self.positions is None else bias + self._positions(rows, nodes))
-            weights = logits.softmax(-1)
-            if self.limit is not None:  # some queries may have no candidate
-                weights = weights.masked_fill_(~allowed.any(-1, keepdim=True), 0)
-            scores = _sum_by_group(
-                weights, self.queries.host_offsets[groups.start : groups.stop + 1], group - groups.start
-            )
-            candidate = torch.zeros(scores.shape[1:], dtype=torch.bool, device=nodes.device)
-            candidate[group - groups.start] = allowed  # the same for all queries of a group that sees all of them
+            allowed &= ~self._open(groups, number, nodes, low_t, high_t)  # [groups, candidates]
+            shape = (heads, rows.stop - rows.start, len(nodes))
+            if logits is None or logits.shape != shape:  # one piece of memory for all tiles: fresh pages are dear
+                logits = self.q.new_empty(shape)
+            torch.bmm(self.q[rows].transpose(0, 1) * self.scale, keys, out=logits)
+            scores, candidate, count = self._score_groups(logits, nodes, allowed, rows, groups)
             best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
             chosen[groups, :, : best.shape[-1]] = nodes[best].masked_fill(~valid, -1)
-            self.scored += heads * int(allowed.sum())
+            self.scored += heads * count
         return chosen
+
+    def _score_groups(
+        self, logits: Tensor, nodes: Tensor, allowed: Tensor, rows: slice, groups: slice
+    ) -> tuple[Tensor, Tensor, int]:
+        """[heads, groups, candidates] each group's summed softmax, which are candidates, and how many were scored."""
+        sizes = np.diff(self.queries.host_offsets[groups.start : groups.stop + 1])
+        if self.limit is None and self.positions is None and (sizes == sizes[0]).all():
+            # The same candidates for all queries of a group, groups of one size: nothing per query but the logits.
+            bias = self.log_count[nodes].where(allowed, -math.inf)
+            by_group = logits.unflatten(1, (len(sizes), int(sizes[0]))).add_(bias[:, None])
+            top = by_group.amax(-1, keepdim=True)
+            weights = by_group.sub_(top.masked_fill_(top == -math.inf, 0)).exp_()
+            mass = weights.sum(-1, keepdim=True)
+            each = 1 / mass.masked_fill_(mass == 0, 1)
+            return (each.transpose(-1, -2) @ weights).squeeze(2), allowed, int(allowed.sum()) * int(sizes[0])
+        group = self.queries.group[rows] - groups.start
+        of_query = allowed[group]  # [queries, candidates]
+        if self.limit is not None:
+            of_query &= self.end[nodes] <= self.limit[rows, None]
+        bias = self.log_count[nodes].where(of_query, -math.inf)
+        logits = logits.add_(bias if self.positions is None else bias + self._positions(rows, nodes))
+        weights = logits.softmax(-1)
+        if self.limit is not None:  # some queries may have no candidate
+            weights = weights.masked_fill_(~of_query.any(-1, keepdim=True), 0)
+        scores = weights.new_zeros(len(weights), len(sizes), len(nodes)).index_add_(1, group, weights)
+        candidate = torch.zeros_like(allowed).index_put_((group,), of_query, accumulate=True)
+        return scores, candidate, int(of_query.sum())
 
     def _tiles(self) -> Iterator[tuple[slice, slice]]:
         """Groups, and the candidates of their trees: consecutive small trees together, large ones in pieces."""
@@ -383,14 +402,6 @@ class _Search:
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int(allowed.sum())
         return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
-
-
-def _sum_by_group(weights: Tensor, offsets: np.ndarray, group: Tensor) -> Tensor:
-    """[heads, queries, candidates] → [heads, groups, candidates]"""
-    sizes = np.diff(offsets)
-    if (sizes == sizes[0]).all():
-        return weights.unflatten(1, (len(sizes), int(sizes[0]))).sum(2)
-    return weights.new_zeros(len(weights), len(sizes), weights.shape[-1]).index_add_(1, group, weights)
 
 
 def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from hsa.attention.rounds import rounds
 from hsa.attention.softmax import exact
 from hsa.hierarchy import Hierarchy
 
-CHUNK = 2**21
+CHUNK = 2**22
 """Numbers gathered at once."""
 
 

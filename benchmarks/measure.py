@@ -1,0 +1,73 @@
+"""Timing and memory, and tables of them."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def medians(candidates: dict[str, Callable[[], Any]], repeats: int = 7, seconds: float = 20.0) -> dict[str, float]:
+    """Median milliseconds of each, measured in turns so that a slow spell of the machine meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        run()  # plans, allocations
+    began = time.perf_counter()
+    for turn in range(repeats):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - start))
+        if turn >= 2 and time.perf_counter() - began > seconds:
+            break
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def extra_memory(run: Callable[[], Any]) -> float | None:
+    """MiB that a call needs at its peak beyond what is held before it; None where the system cannot say."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def kib(name: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+
+    try:
+        reset.write_text("5")  # the peak starts anew
+        before = kib("VmRSS")
+        run()
+        return (kib("VmHWM") - before) / 1024
+    except (OSError, StopIteration):
+        return None
+
+
+def check(name: str, out: Tensor, reference: Tensor, tolerance: float) -> None:
+    """Refuse to time something that is wrong."""
+    error = float((out.double() - reference.double()).abs().max() / reference.double().abs().max())
+    if not error < tolerance:
+        raise SystemExit(f"{name}: error {error:.2e} relative to the largest value, expected below {tolerance:.0e}")
+
+
+def write_table(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], notes: str) -> None:
+    """Print a Markdown table and save it under results/."""
+    lines = [f"# {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
+    machine = f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}"
+    lines += ["", notes, "", f"Measured with `python -m benchmarks.run {name}` on {machine}.", ""]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def _cell(x: Any) -> str:
+    if x is None:
+        return "–"
+    if isinstance(x, float):
+        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}"
+    return str(x)

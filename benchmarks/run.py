@@ -1,0 +1,21 @@
+"""`python -m benchmarks.run NAME [NAME …]`: run benchmarks and write their tables to benchmarks/results/."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import cpu_attention, structures
+
+BENCHMARKS = {"cpu_attention": cpu_attention.run, "structures": structures.run}
+
+
+def main(names: list[str]) -> None:
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown or not names:
+        raise SystemExit(f"usage: python -m benchmarks.run NAME …, with names from {', '.join(BENCHMARKS)}")
+    for name in names:
+        BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
