@@ -89,7 +89,7 @@ def run() -> None:
         binary = hsa.Hierarchy.regular([length], (8, 2), repeat_last=True)
 
         forward: dict[str, Callable[[], Any]] = {
-            "SDPA": partial(F.scaled_dot_product_attention, *flat),
+            "SDPA": partial(F.scaled_dot_product_attention, flat[0], flat[1], flat[2]),
             "hierarchical, regular": partial(hsa.hierarchical_attention, q, k, v, regular),
             "hierarchical, text-like": partial(hsa.hierarchical_attention, q, k, v, ragged),
             "multiscale, near 1, refine 4": partial(multiscale, q, k, v, regular),

@@ -1,0 +1,65 @@
+"""The README's commands and examples are true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def marked(name):
+    return re.search(rf"<!-- {name} -->\n```bash\n(.+?)\n```", README, re.DOTALL).group(1)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.+?)```", README, re.DOTALL))
+def test_examples_run(block):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_commands_install_with_the_pinned_versions():
+    for name in ("main-command", "test-command"):
+        assert marked(name).startswith("pip install -c constraints.txt -e ")
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_the_main_job_runs_offline():
+    """What the first command runs after installing."""
+    job = marked("main-command").split("&& hsa ")[1].split()
+    code = f"import sys; from hsa.cli.main import run; run({job!r})"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "no_proxy": "*", "http_proxy": "http://127.0.0.1:9"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "times cheaper" in result.stdout
+
+
+def test_ci_runs_both_commands():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "main-command" in script
+    assert "test-command" in script
+
+
+def test_links_and_files_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), target
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        found = re.match(r"^ {6,12}(?:\w+/)?(\w+\.py)\b", line)
+        if found:
+            assert list((ROOT / "src").rglob(found.group(1))) or (ROOT / "tests" / found.group(1)).exists(), line
+
+
+def test_importing_hsa_is_light():
+    code = (
+        "import sys, hsa; "
+        "heavy = {'transformers', 'triton', 'matplotlib', 'accelerate', 'rich', 'cyclopts', 'sentencex', 'tokenizers'}; "
+        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
