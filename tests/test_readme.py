@@ -16,9 +16,12 @@ def marked(name):
     return re.search(rf"<!-- {name} -->\n```bash\n(.+?)\n```", README, re.DOTALL).group(1)
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.+?)```", README, re.DOTALL))
-def test_examples_run(block):
-    exec(compile(block, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_examples_run(page):
+    """The blocks of a page one after another, as a reader would type them."""
+    names = {}
+    for block in re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(compile(block, page, "exec"), names)
 
 
 def test_commands_install_with_the_pinned_versions():

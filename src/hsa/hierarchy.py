@@ -119,7 +119,7 @@ class Hierarchy:
 
     def __init__(self, structure: Structure, *, node_ids: np.ndarray | None = None, device: torch.device | str = "cpu"):
         self.structure = structure
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" by its full name, as tensors have it
         self._node_ids = node_ids
         self._cache: dict[Any, Any] = {}
         self._frozen = True
@@ -407,9 +407,8 @@ class Hierarchy:
 
     def to(self, device: torch.device | str) -> Hierarchy:
         """This forest with its tensors on another device; the host structure is shared."""
-        if torch.device(device) == self.device:
-            return self
-        return Hierarchy(self.structure, node_ids=self._node_ids, device=device)
+        moved = Hierarchy(self.structure, node_ids=self._node_ids, device=device)
+        return self if moved.device == self.device else moved
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hierarchy) and self.digest == other.digest

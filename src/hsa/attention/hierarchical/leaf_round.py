@@ -131,7 +131,9 @@ def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
 
 
 def _chunks(bucket: Bucket, numbers_per_row: int) -> Iterator[slice]:
-    step = max(1, CHUNK // (numbers_per_row * bucket.size))
+    """Small enough for the cache; all at once where there is none to speak of."""
+    on_cpu = bucket.share.device.type == "cpu"
+    step = max(1, CHUNK // (numbers_per_row * bucket.size)) if on_cpu else bucket.families
     return (slice(begin, min(begin + step, bucket.families)) for begin in range(0, bucket.families, step))
 
 
