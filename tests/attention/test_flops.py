@@ -52,6 +52,21 @@ def test_multiscale_count_is_the_sum_over_lists(forest, near, refine):
         assert counts.choice == 0
 
 
+def test_causal_lists_count_what_is_seen():
+    forest = Hierarchy.regular([16], (4, 4))
+    q, k, _ = random_inputs(forest, 0)
+    opened = open_families(q, k, forest, causal=True)
+    seen = sum(
+        place + 1 + window for window in range(4) for place in range(4)
+    )  # the own window so far, earlier windows
+    assert flops(opened, 24, 6, hierarchy=forest).attention == (4 * 24 + 6) * seen
+    binary = Hierarchy.regular([16], (2, 2), repeat_last=True)
+    order = find_key_order(k, binary, chunk=8)
+    found = open_families(q, k, binary, key_order=order, causal=True)
+    seen = sum(range(1, 9)) + sum(1 + n for n in range(1, 9))  # the own chunk so far, the earlier chunk as one node
+    assert flops(found, 24, 6, hierarchy=binary, key_order=order).attention == (4 * 24 + 6) * seen
+
+
 def test_own_family_only():
     forest = Hierarchy.regular([16], (4, 4))
     q, k, _ = random_inputs(forest, 0)

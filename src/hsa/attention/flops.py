@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.gathered import entries_seen
 from hsa.attention.multiscale.partition import Opened, Partition
+from hsa.attention.rounds import rooted
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -45,7 +47,9 @@ def flops(
         structure: a hierarchy; or what `open_families` returned, or its `partition`, together with `hierarchy`.
         width: hidden width, all heads together.
         heads: query heads.
-        key_order: adds what finding it took.
+        key_order: the order of the keys, if one was used; adds what finding it took.
+
+    What a causal query may not see is not counted; a bare `Partition` knows no limit and counts its whole lists.
 
     >>> flops(Hierarchy.flat([12]), width=768, heads=12).attention == flops_flat(12, width=768, heads=12)
     True
@@ -57,9 +61,9 @@ def flops(
     if hierarchy is None:
         raise InvalidInput("hierarchy", given="None", expected="the hierarchy that was partitioned")
     partition = structure.partition(hierarchy) if isinstance(structure, Opened) else structure
-    asked = partition.queries.offsets.diff()[:, None]
-    entries = int((partition.lengths * asked).sum())  # of all heads, or of one list that all heads share
-    attention = _entry(width, heads) * entries // partition.heads
+    limit = structure.limit if isinstance(structure, Opened) else None
+    entries = entries_seen(partition, rooted(hierarchy)[0], limit, key_order, heads)
+    attention = _entry(width, heads) * entries // heads
     choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Opened) else 0
     return Flops(
         attention=attention,

@@ -70,10 +70,11 @@ class Bucket:
         """[families or 1, 1]: of one member, where all are leaves."""
         return self.cast_share(dtype).amax(-1)
 
-    def mean(self, part: Tensor) -> Tensor:
-        """`[families, size, …]` → `[families, …]`: the mean over the leaves below each parent."""
-        share = self.cast_share(torch.promote_types(part.dtype, torch.float32)).expand(self.families, 1, self.size)
-        return (share @ part.to(share.dtype).flatten(2)).view(self.families, *part.shape[2:])
+    def mean(self, members: Tensor, part: slice = slice(None)) -> Tensor:
+        """`[families, size, …]` → `[families, …]`: the mean over the leaves below each parent, of some families."""
+        share = self.cast_share(torch.promote_types(members.dtype, torch.float32))
+        share = (share if len(share) == 1 else share[part]).expand(len(members), 1, self.size)
+        return (share @ members.to(share.dtype).flatten(2)).view(len(members), *members.shape[2:])
 
     @torch.compiler.disable
     def _build_mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:

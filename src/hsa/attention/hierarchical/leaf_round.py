@@ -15,6 +15,9 @@ from torch import Tensor
 from hsa.attention.rounds import Bucket, Round
 from hsa.attention.softmax import CHUNK, attend, gradients, part_of
 
+FORWARD_CHUNK = 2**21
+"""Numbers of each of q, k and v in flight on the CPU: what is attended to is still at hand when it is pooled."""
+
 
 def attend_leaves(
     q: Tensor, k: Tensor, v: Tensor, families: Round, include_self: bool, causal: bool, scale: float
@@ -41,16 +44,21 @@ class _AttendLeaves(torch.autograd.Function):
         averages, masses = [], []
         for bucket in families.buckets:
             bias, alone = bucket.bias(include_self, causal, dtype)
-            parts = [_take(x, bucket) for x in (q, k, v)]
-            qb, kb, vb = (x.transpose(1, 2) for x in parts)
-            out, lse = attend(qb, kb, vb, bias, scale)
-            averages.append(out.transpose(1, 2))
-            masses.append(lse)
+            average = v.new_empty(bucket.families, bucket.size, *v.shape[1:])
+            lse = q.new_empty(bucket.families, q.shape[1], bucket.size, dtype=dtype)
+            for part in _chunks(bucket, q[0].numel(), FORWARD_CHUNK):
+                parts = [_take(x, bucket, part) for x in (q, k, v)]
+                qb, kb, vb = (x.transpose(1, 2) for x in parts)
+                out, lse[part] = attend(qb, kb, vb, part_of(bias, part), scale)
+                average[part] = out.transpose(1, 2)
+                for target, x in zip(pooled, parts, strict=True):
+                    _put_parents(target, bucket, bucket.mean(x, part), part)
             mass = lse.transpose(1, 2)
             if alone is not None:
                 mass = mass.masked_fill(alone, 0)
-            for target, x in zip((*pooled, inner), (*parts, mass), strict=True):
-                _put_parents(target, bucket, bucket.mean(x))
+            _put_parents(inner, bucket, bucket.mean(mass))
+            averages.append(average)
+            masses.append(lse)
         ctx.families, ctx.options, ctx.scale = families, (include_self, causal), scale
         ctx.save_for_backward(q, k, v, *masses)
         return inner, *pooled, *averages
@@ -130,10 +138,10 @@ def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
     return padding if idle is None else idle | padding
 
 
-def _chunks(bucket: Bucket, numbers_per_row: int) -> Iterator[slice]:
+def _chunks(bucket: Bucket, numbers_per_row: int, numbers: int = CHUNK) -> Iterator[slice]:
     """Small enough for the cache; all at once where there is none to speak of."""
     on_cpu = bucket.share.device.type == "cpu"
-    step = max(1, CHUNK // (numbers_per_row * bucket.size)) if on_cpu else bucket.families
+    step = max(1, numbers // (numbers_per_row * bucket.size)) if on_cpu else bucket.families
     return (slice(begin, min(begin + step, bucket.families)) for begin in range(0, bucket.families, step))
 
 

@@ -83,7 +83,7 @@ def open_families(
     low, high = _open_from_the_start(queries, hierarchy, families, near, key_order, limit)
     start = _range_table(low, high, families)
     if refine == 0 or len(q) == 0 or len(families.nodes) == 0:
-        return Opened(start, queries)
+        return Opened(start, queries, limit=limit)
 
     with without_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -98,7 +98,7 @@ def open_families(
         else:
             width = max(32, 2 * refine) if beam is None else int(beam)
             chosen = search.beam(Opened(start, queries), refine, width)
-    return Opened(torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1), queries, search.scored)
+    return Opened(torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1), queries, search.scored, limit)
 
 
 def _checked_queries(

@@ -182,6 +182,23 @@ class _Lists:
         )
 
 
+def entries_seen(
+    partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, key_order: KeyOrder | None, heads: int
+) -> int:
+    """Entries of the lists that queries attend to, all heads together: what lies beyond their limit is not counted."""
+    kv_heads = 1 if key_order is None else len(key_order.order)
+    slot = rounds(hierarchy).slot_of_node
+    lists = _Lists(hierarchy, partition, slot, limit, key_order, True, heads, kv_heads)
+    total = 0
+    for groups, num_queries, longest_list in _chunks(partition, heads):
+        chunk = lists.chunk(groups, num_queries, longest_list)
+        shape = (len(groups), heads, num_queries, longest_list)
+        total += len(groups) * heads * num_queries * longest_list
+        if chunk.mask is not None:
+            total -= int((~chunk.mask.expand(shape)).sum())
+    return total
+
+
 def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 

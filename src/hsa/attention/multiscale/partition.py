@@ -28,11 +28,13 @@ class Opened:
     families: `[groups, heads or 1, width]` parent nodes of the open leaf families, −1 where there are fewer.
     queries: the groups.
     scored: how many products of a query and a pooled key the choice took, all heads together.
+    limit: `[queries]` keys before this leaf number may be seen; None: all.
     """
 
     families: Tensor
     queries: Queries
     scored: int = 0
+    limit: Tensor | None = None
     _lowered: list[tuple[Hierarchy, Partition]] = field(default_factory=list)
 
     def partition(self, hierarchy: Hierarchy) -> Partition:
