@@ -174,6 +174,8 @@ def test_empty():
         (lambda: Hierarchy.flat([[5]]), r"lengths: given shape \(1, 1\)"),
         (lambda: Hierarchy.regular([5, 2], (4,), sinks=(0, 3)), r"sinks\[1\]: given 3.*shortest has 2 leaves"),
         (lambda: Hierarchy.regular([5], (4,), sinks=-1), r"sinks: given -1"),
+        (lambda: Hierarchy.regular([5], (4,), sinks=1.5), r"sinks: given 1.5"),
+        (lambda: Hierarchy.regular([5], 4), r"branching: given 4, expected factors"),
         (lambda: Hierarchy.regular([5], (4,), sinks=torch.ones(4, dtype=torch.bool)), r"shape \(4,\)"),
     ],
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import hsa
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -58,10 +60,17 @@ def test_links_and_files_exist():
             assert list((ROOT / "src").rglob(found.group(1))) or (ROOT / "tests" / found.group(1)).exists(), line
 
 
+def test_public_names_load():
+    for name in hsa.__all__:
+        assert getattr(hsa, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        hsa.nonsense  # noqa: B018
+
+
 def test_importing_hsa_is_light():
     code = (
         "import sys, hsa; "
-        "heavy = {'transformers', 'triton', 'matplotlib', 'accelerate', 'rich', 'cyclopts', 'sentencex', 'tokenizers'}; "
+        "heavy = {'torch', 'transformers', 'triton', 'matplotlib', 'accelerate', 'rich', 'cyclopts', 'sentencex', 'tokenizers'}; "
         "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -222,6 +222,8 @@ class Hierarchy:
         └─ leaf 6
         """
         lengths = _lengths("lengths", lengths)
+        if not isinstance(branching, Iterable):
+            raise InvalidInput("branching", given=repr(branching), expected="factors, such as (16, 8)")
         factors = [_positive(f"branching[{i}]", b) for i, b in enumerate(branching)]
         if not factors:
             raise InvalidInput(
@@ -396,7 +398,8 @@ class Hierarchy:
 
     @torch.compiler.disable
     def _build(self, key: Any, build: Callable[[], T]) -> T:
-        self._cache[key] = value = build()
+        with torch.inference_mode(False):  # what is built now must serve later calls with gradients too
+            self._cache[key] = value = build()
         return value
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:

@@ -32,9 +32,9 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
                 fix="pass positions as a tuple, for example sinks=(0, -1)",
             )
         return np.flatnonzero(mask)
-    if isinstance(sinks, int):
-        if sinks < 0:
-            raise InvalidInput("sinks", given=sinks, expected="a number of first leaves, 0 or more")
+    if not isinstance(sinks, Sequence):
+        if isinstance(sinks, bool) or not isinstance(sinks, (int, np.integer)) or sinks < 0:
+            raise InvalidInput("sinks", given=repr(sinks), expected="a number of first leaves, 0 or more, or positions")
         number = np.minimum(sinks, lengths)
         return np.repeat(start - (np.cumsum(number) - number), number) + np.arange(int(number.sum()))
     chosen = []

@@ -89,6 +89,10 @@ def test_bad_input():
         flops_flat(-1, 8, 2)
     with pytest.raises(HsaError, match="width: given 0"):
         flops(Hierarchy.flat([3]), 0, 2)
+    with pytest.raises(HsaError, match="structure: given int"):
+        flops(3, 8, 2)
+    with pytest.raises(HsaError, match="branching: given 2"):
+        flops_regular(5, 2, 8, 2)
     forest = Hierarchy.flat([3])
     q, k, _ = random_inputs(forest, 0)
     with pytest.raises(HsaError, match="hierarchy: given None"):

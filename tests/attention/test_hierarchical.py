@@ -389,6 +389,8 @@ def test_a_quarter_million_leaves_forward_and_backward():
         ({"q": lambda q: q[None]}, r"q: given shape \(1, 11, 6, 3\).*hsa.Padding"),
         ({"q": lambda q: q.long()}, r"q: given dtype torch.int64, expected a floating-point dtype"),
         ({"q": lambda q: q.tolist()}, r"q: given list, expected a tensor"),
+        ({"q": lambda q: q[:, :0]}, r"q: given shape \(11, 0, 3\), expected at least one head"),
+        ({"v": lambda v: v.to(torch.float8_e4m3fn)}, r"v: given dtype torch.float8_e4m3fn"),
         ({"v": lambda v: v.to("meta")}, r"v: given device meta, expected cpu, as the hierarchy"),
     ],
 )
@@ -407,6 +409,7 @@ def test_bad_inputs(change, message):
         (torch.zeros(16, 5, 2), r"\[16 nodes, 6 heads, dim\]"),
         (torch.zeros(16, 2, dtype=torch.float32), r"positions: given dtype torch.float32"),
         ("sinusoidal", r"positions: given str"),
+        (torch.zeros(16, 2, dtype=torch.long), r"positions: given dtype torch.int64, expected torch.float64"),
     ],
 )
 def test_bad_positions(positions, message):
@@ -415,7 +418,35 @@ def test_bad_positions(positions, message):
         hierarchical_attention(*random_inputs(forest, 0), forest, positions=positions)
 
 
+def test_your_values_are_never_overwritten():
+    """A family attention may hand its values through; without a gradient the sweeps save memory, but not that one."""
+    forest = Hierarchy.regular([8], (2, 2))
+    q, k, v = random_inputs(forest, 0, kv_heads=6)
+    before = v.clone()
+    through = hierarchical_attention(q, k, v, forest, family_attention=lambda q, k, v, b, m, *, scale: (v, q[..., 0]))
+    assert torch.equal(v, before)
+    assert not torch.equal(through, v)
+
+
+def test_second_derivatives_are_refused_by_the_fast_backend():
+    forest = Hierarchy.from_nested([[3, 2]])
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
+    for backend, works in (("torch", False), ("reference", True)):
+        out = hierarchical_attention(q, k, v, forest, backend=backend)
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        if works:
+            grad.square().sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                grad.square().sum().backward()
+
+
 def test_unknown_family_attention():
     forest = Hierarchy.flat([3])
+    for wrong in (["exact"], None):
+        with pytest.raises(HsaError, match="family_attention: given"):
+            hierarchical_attention(*random_inputs(forest, 0), forest, family_attention=wrong)
+    with pytest.raises(HsaError, match="a function that returned Tensor"):
+        hierarchical_attention(*random_inputs(forest, 0), forest, family_attention=lambda q, *_, scale: q)
     with pytest.raises(HsaError, match="family_attention: given 'fast', expected one of"):
         hierarchical_attention(*random_inputs(forest, 0), forest, family_attention="fast")

@@ -297,6 +297,46 @@ def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
         begin += part.num_leaves
 
 
+@pytest.mark.parametrize("options", [{"causal": True, "include_self": False}, {"pooled_bias": -torch.inf}])
+def test_dropout_in_rows_that_see_nothing(options):
+    forest = Hierarchy.regular([8], (2, 2))
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
+    nothing_open = Opened(torch.empty(4, 1, 0, dtype=torch.long), Queries.families(forest))
+    if "pooled_bias" in options:
+        options = {**options, "opened": nothing_open}
+    for dropout_p in (0.0, 0.3):
+        out = multiscale_attention(q, k, v, forest, dropout_p=dropout_p, **options)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in gradients(out, [q, k, v]))
+        assert out[0].abs().max() == 0
+
+
+def test_empty_groups_change_nothing_for_the_others():
+    forest = Hierarchy.regular([32], (4, 4))
+    q, k, v = random_inputs(forest, 0, queries=5)
+    leaves = torch.arange(5)
+    plain = Queries(torch.tensor([0, 5]), torch.tensor([0]), leaves=leaves)
+    padded = Queries(torch.tensor([0, 0, 5, 5]), torch.tensor([0, 0, 0]), leaves=leaves)
+    outs = []
+    for queries in (plain, padded):
+        opened = open_families(q, k, forest, queries=queries, refine=1)
+        outs.append(multiscale_attention(q, k, v, forest, opened=opened))
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_built_in_inference_mode_serves_training():
+    forest = Hierarchy.from_nested([[3, [2, 4]]])
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
+    with torch.inference_mode():
+        hierarchical_attention(q, k, v, forest)
+        opened = open_families(q, k, forest, near=1)
+        multiscale_attention(q, k, v, forest, opened=opened)
+        multiscale_attention(q, k, v, forest)
+    hierarchical_attention(q, k, v, forest).sum().backward()
+    multiscale_attention(q, k, v, forest).sum().backward()
+    multiscale_attention(q, k, v, forest, opened=open_families(q, k, forest, near=1)).sum().backward()
+
+
 def test_chunks_do_not_change_the_result(monkeypatch):
     forest = Hierarchy.from_nested([[[3, 5, 1], [2, [4, 4]]], [7, 2]], sinks=(0,))
     q, k, v = random_inputs(forest, 1, requires_grad=True)
@@ -348,46 +388,84 @@ def bad_calls():
     def choose(**options):
         return lambda: open_families(q, k, forest, **options)
 
+    def ask(offsets=(0, 12), tree=(0,), **others):
+        others = {name: torch.tensor(x) for name, x in others.items()}
+        return choose(queries=Queries(torch.tensor(offsets), torch.tensor(tree), **others))
+
     found = open_families(q, k, forest, refine=1, key_order=order)
-    yield choose(near=1, key_order=order), "near: given a value together with key_order, expected near=0"
-    yield choose(positions=positions, key_order=order), "positions: given a value together with key_order"
-    yield attend(include_self=False, key_order=order, opened=found), "include_self: .*key_order"
-    yield attend(positions=positions, key_order=order, opened=found), "positions: .*key_order"
+    plain = open_families(q, k, forest, refine=1)
+    chunked = find_key_order(k, forest, chunk=4)
+
+    # options that have no meaning under a key order
+    yield choose(near=1, key_order=order), r"near: given a value together with key_order, expected near=0"
+    yield choose(positions=positions, key_order=order), r"positions: given a value together with key_order"
+    yield attend(include_self=False, key_order=order, opened=found), r"include_self: .*key_order"
+    yield attend(positions=positions, key_order=order, opened=found), r"positions: .*key_order"
     yield attend(key_order=order), r"opened: given None with a key order.*open_families"
-    yield attend(queries=elsewhere), "opened: given None.*queries that are no leaves"
+    # causality
     yield choose(refine=1, key_order=order, causal=True), r"key_order: given an order of whole trees.*chunk=256"
-    yield choose(refine=1, causal=True, queries=Queries.families(forest)), "leak later queries"
-    yield choose(causal=True, queries=elsewhere), "queries.visible or queries.leaves"
-    yield choose(near=-1), "near: given -1"
-    yield choose(refine=1.5), "refine: given 1.5"
-    yield choose(refine=4, beam=3), "beam: given 3, expected at least refine=4"
-    yield choose(refine=4, beam="wide"), "beam: given 'wide'"
-    yield attend(dropout_p=1.0), "dropout_p: given 1.0"
-    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"
-    yield attend(normalizer="entmax"), "normalizer 'entmax' is not 'softmax'"
-    yield attend(queries=Queries.windows(forest, 3), opened=found), "queries: given other queries"
-    yield attend(queries=Queries(torch.tensor([0, 12, 13]), torch.tensor([0]))), "queries.offsets"
-    yield choose(refine=1, queries=Queries(torch.tensor([0, 12]), torch.tensor([1]))), "queries.tree"
+    yield attend(opened=found, key_order=order, causal=True), r"key_order: given an order of whole trees"
+    yield attend(opened=plain, causal=True), r"opened: given a choice made with causal=False"
     yield (
-        choose(queries=Queries(torch.tensor([0, 12]), torch.tensor([0]), visible=torch.ones(3))),
-        r"queries.visible: given shape \(3,\)",
+        attend(opened=open_families(q, k, forest, refine=1, key_order=chunked), key_order=chunked, causal=True),
+        r"opened: given a choice made with causal=False",
     )
+    yield choose(refine=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
+    yield choose(causal=True, queries=elsewhere), r"queries.visible or queries.leaves"
+    # choices and orders for something else
+    other = Hierarchy.from_nested([[6, [4, 2]]])
+    yield attend(opened=open_families(q, k, other, refine=1)), r"opened: given a choice made for another hierarchy"
+    yield attend(opened=found), r"opened: given a choice made with another key_order"
+    yield attend(opened=open_families(q[:, :2], k, forest, refine=1)), r"opened: given a choice for 2 heads"
+    yield attend(opened=found, key_order=find_key_order(k, other)), r"key_order: given an order found for another hier"
+    shorter = Hierarchy.regular([9], (2, 2))
     yield (
-        attend(positions=positions, opened=open_families(q, k, forest, queries=Queries.windows(forest, 3))),
-        "groups that span several leaf families",
-    )
-    yield (
-        attend(opened=open_families(q, k, forest, queries=elsewhere, refine=1), include_self=False),
-        "neither a place in it nor a self",
-    )
-    other = Hierarchy.regular([9], (2, 2))
-    yield (
-        attend(key_order=find_key_order(k[:9], other), opened=found),
+        attend(key_order=find_key_order(k[:9], shorter), opened=found),
         r"key_order: given shape \(2, 9\), expected \[2 key/value heads, 12 leaves\]",
     )
-    yield lambda: multiscale_attention(q[:5], k, v, forest), "q: given 5 rows, expected 12"
-    yield lambda: find_key_order(k, forest, chunk=0), "chunk: given 0"
-    yield lambda: Queries.windows(forest, 0), "size: given 0"
+    # queries
+    yield attend(queries=elsewhere), r"opened: given None.*queries that are no leaves"
+    yield attend(queries=Queries.windows(forest, 3), opened=plain), r"queries: given other queries"
+    yield ask((0, 12, 13)), r"queries.offsets"
+    yield ask(tree=(1,)), r"queries.tree: given 1..1"
+    yield ask(visible=[1, 1, 1]), r"queries.visible: given shape \(3,\)"
+    yield ask(visible=[13] * 12), r"queries.visible\[0\]: given 13, expected 0..12, in tree 0"
+    yield ask(visible=[1.0] * 12), r"queries.visible: given torch.float32"
+    yield ask(leaves=[*range(11), 12]), r"queries.leaves\[11\]: given 12, expected 0..11"
+    yield ask(leaves=[*range(12)], visible=[1] * 12), r"queries: given visible and leaves, expected one of them"
+    yield choose(queries=Queries([0, 12], [0])), r"queries.offsets: given list"
+    yield choose(queries=torch.arange(3)), r"queries: given Tensor, expected an hsa.Queries"
+    windows_of_three = Queries.windows(forest, 3)
+    yield choose(positions=positions, queries=windows_of_three), r"groups that span several leaf families"
+    shared = open_families(q, k, forest, queries=windows_of_three)
+    yield attend(positions=positions, opened=shared), r"groups that span several leaf families"
+    from_outside = open_families(q, k, forest, queries=elsewhere, refine=1)
+    yield attend(opened=from_outside, include_self=False), r"include_self: .*no self"
+    yield attend(opened=from_outside, positions=positions), r"positions: .*no position in it"
+    # numbers
+    yield choose(near=-1), r"near: given -1"
+    yield choose(near=True), r"near: given True"
+    yield choose(refine=1.5), r"refine: given 1.5"
+    yield choose(refine=4, beam=3), r"beam: given 3.*at least 4"
+    yield choose(refine=1, beam=2.5), r"beam: given 2.5"
+    yield choose(refine=4, beam="wide"), r"beam: given 'wide'"
+    yield attend(dropout_p=1.0), r"dropout_p: given 1.0"
+    yield attend(dropout_p=None), r"dropout_p: given None"
+    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"
+    yield attend(pooled_bias=float("nan")), r"pooled_bias: given nan"
+    yield attend(pooled_bias=float("inf")), r"pooled_bias: given inf"
+    yield attend(pooled_bias=None), r"pooled_bias: given None"
+    yield attend(scale=float("nan")), r"scale: given nan, expected a finite number"
+    yield attend(scale=torch.tensor(1.0)), r"scale: given tensor.*multiply q"
+    yield lambda: find_key_order(k, forest, chunk=0), r"chunk: given 0"
+    yield lambda: Queries.windows(forest, 0), r"size: given 0"
+    # the rest
+    yield attend(normalizer="entmax"), r"normalizer 'entmax' is not 'softmax'"
+    yield attend(opened=torch.zeros(3)), r"opened: given Tensor, expected an hsa.Opened"
+    yield attend(key_order=order.order), r"key_order: given Tensor, expected an hsa.KeyOrder"
+    yield lambda: multiscale_attention(q[:5], k, v, forest), r"q: given 5 rows, expected 12"
+    yield lambda: find_key_order(k[:5], forest), r"k: given 5 rows, expected 12"
+    yield lambda: multiscale_attention(q, k, v, [12]), r"hierarchy: given list, expected an hsa.Hierarchy"
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))

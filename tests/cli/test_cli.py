@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +13,7 @@ from hsa.cli.main import run
 from hsa.signals.readers import from_nested, read_text, train_tokenizer
 
 TEXT = "Two cats sat. One slept!\n\nThen what? Nothing happened for a while."
+CONVERT = "if it is text in another encoding, convert it to utf-8"
 
 
 @pytest.fixture
@@ -20,7 +22,8 @@ def call(capsys, monkeypatch):
 
     def run_it(*arguments, columns=80, stdin=""):
         monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        data = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         with pytest.raises(SystemExit) as caught:
             run(list(arguments))
         return caught.value.code, *capsys.readouterr()
@@ -45,6 +48,31 @@ def test_runs_in_a_process_of_its_own():
     assert done.stderr == ""
     assert done.stdout.startswith("sample text\nSequence(12)")
     assert "times cheaper" in done.stdout
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_help_and_version_do_not_wait_for_torch(argument):
+    code = f"""if True:
+        import sys
+        from hsa.cli.main import run
+        try:
+            run(["{argument}"])
+        finally:
+            print({{"torch", "numpy", "sentencex", "tokenizers"}} & set(sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    assert done.stderr == ""
+    assert done.stdout.endswith("\nset()\n")
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["--help"]])
+def test_a_closed_pipe_is_no_problem(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from hsa.cli.main import run; run()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_json_facts_are_those_of_the_library(call, tmp_path):
@@ -100,6 +128,29 @@ def test_stdin_json_files_and_tokenizers(call, tmp_path):
     assert facts["leaves"] == read_text(TEXT, tokenizer).num_leaves
 
 
+def test_formats(call, tmp_path):
+    content = '{"title": "x", "rows": [[1, 2], [3.5]]}'
+    path = tmp_path / "A.JSON"
+    path.write_text(content)
+    facts = as_json(call("inspect", str(path), "--json"))
+    assert facts["modalities"] == {"text": 1, "number": 3}
+    piped = call("inspect", "-", "--format", "json", "--json", stdin="\ufeff" + content)
+    assert as_json(piped) == {**facts, "source": "<stdin>"}
+    as_text = as_json(call("inspect", str(path), "--format", "text", "--json"))
+    assert as_text["leaves"] == as_json(call("inspect", "-", "--json", stdin=content))["leaves"] > 4
+    path.rename(tmp_path / "a.data")
+    facts["source"] = str(tmp_path / "a.data")
+    assert as_json(call("inspect", facts["source"], "--format", "json", "--json")) == facts
+
+
+def test_languages_without_rules_are_named(call):
+    code, out, err = call("inspect", "-", "--language", "klingon", stdin=TEXT)
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("language: sentencex has no rules of its own for 'klingon' and takes those of a related")
+    assert ", de, el, en, " in err
+    assert call("inspect", "-", "--language", "de", stdin=TEXT) == (0, out, "")
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_output_fits_the_terminal(call, columns):
     code, out, err = call("inspect", columns=columns)
@@ -135,6 +186,9 @@ def test_a_lone_value(call, tmp_path):
         (None, [], "{path}: given no such file, expected a readable text file"),
         (b"\xff", [], "{path}: given the byte 0xff at offset 0, expected text in utf-8"),
         (b" ", [], "{path}: given a text without tokens, expected at least one word"),
+        (b"a\0b", [], "{path}: given binary data (it has NUL bytes), expected text in utf-8; if it is text in another"),
+        (b"Hi.", ["--rows", "0"], "rows: given 0, expected a positive integer"),
+        (b"Hi.", ["--rows=-2", "--json"], "rows: given -2, expected a positive integer"),
         (b"Hi.", ["--width", "0"], "width: given 0, expected a positive integer"),
         (b"Hi.", ["--heads=-3"], "heads: given -3, expected a positive integer"),
         (b"Hi.", ["--tokenizer", "none.json"], "none.json: given no such file, expected a tokenizer.json"),
@@ -159,11 +213,33 @@ def test_bad_json(call, tmp_path):
     ):
         path.write_text(content)
         assert call("inspect", str(path)) == (2, "", message)
+    message = "format: given json without a file, expected a file, or - for stdin\n"
+    assert call("inspect", "--format", "json") == (2, "", message)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1.5E+400", "9" * 400, "9" * 5000])
+def test_numbers_that_are_not_finite(call, number):
+    content = f'{{"NaN": ["1e999 \\" NaN", 1e-999, -2.5],\n "b": {number}, "c": NaN}}'
+    given = number if len(number) < 20 else f"a number of {len(number):,} characters"
+    message = f"<stdin>:2:7: given {given}, expected a finite number\n"
+    assert call("inspect", "-", "--format", "json", stdin=content) == (2, "", message)
+
+
+def test_bad_stdin(call):
+    for data, given in ((b"ab\xff", "the byte 0xff at offset 2"), (b"\x89PNG\0", "binary data (it has NUL bytes)")):
+        code, out, err = call("inspect", "-", stdin=data)
+        assert (code, out) == (2, "")
+        assert err == f"<stdin>: given {given}, expected text in utf-8; {CONVERT}\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
-    [(["inspect", "--widt", "3"], "--width"), (["inspct"], "inspect"), (["inspect", "--rows", "x"], "int")],
+    [
+        (["inspect", "--widt", "3"], "--width"),
+        (["inspct"], "inspect"),
+        (["inspect", "--rows", "x"], "int"),
+        (["inspect", "--format", "xml"], "json"),
+    ],
 )
 def test_usage_errors_exit_with_2(call, arguments, hint):
     code, out, err = call(*arguments)
@@ -197,9 +273,9 @@ def test_info(call):
 def test_help(call):
     code, out, _ = call("--help")
     assert code == 0
-    assert "inspect" in out
-    assert "info" in out
+    for command, description in (("inspect", "Show the tree of a text"), ("info", "Show versions, devices")):
+        assert any(command in line and description in line for line in out.splitlines())
     code, out, _ = call("inspect", "--help")
     assert code == 0
-    for word in ("FILE", "--tokenizer", "--width", "--heads", "--rows", "--json", "stdin"):
+    for word in ("FILE", "--format", "--tokenizer", "--width", "--heads", "--rows", "--json", "stdin"):
         assert word in out

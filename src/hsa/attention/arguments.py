@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +38,14 @@ def checking() -> Iterator[None]:
         _checking.reset(token)
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[str, int] | None = None) -> None:
-    """q, k and v fit the hierarchy and each other. `rows` overrides the rows of a tensor (other queries)."""
+    """q, k and v (or some of them) fit the hierarchy and each other. `rows`: of a tensor that has no row per leaf."""
+    if not isinstance(hierarchy, Hierarchy):
+        raise InvalidInput("hierarchy", given=type(hierarchy).__name__, expected="an hsa.Hierarchy")
+    rows = rows or {}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(name, given=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
@@ -48,22 +56,26 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
                 expected="[leaves, heads, head_dim]",
                 fix="for [batch, heads, seq, head_dim] use hsa.Padding(...).pack",
             )
-        expected = (rows or {}).get(name, hierarchy.num_leaves)
+        expected = rows.get(name, hierarchy.num_leaves)
         if len(x) != expected:
-            what = "queries" if rows and name in rows else f"leaves in {hierarchy}"
+            what = "queries" if name in rows else f"leaves in {hierarchy}"
             raise InvalidInput(
                 name,
                 given=f"{len(x)} rows",
                 expected=f"{expected}, the number of {what}",
                 fix="pass one row per leaf, trees one after another, without padding",
             )
-        if not x.is_floating_point():
-            raise InvalidInput(name, given=f"dtype {x.dtype}", expected="a floating-point dtype")
-    q, *others = tensors.values()
-    for name, x in tensors.items():
-        if x.dtype != q.dtype:
+        if x.shape[1] == 0 or (x.shape[2] == 0 and name != "v"):
+            raise InvalidInput(name, given=f"shape {tuple(x.shape)}", expected="at least one head and one dimension")
+        if x.dtype not in DTYPES:
             raise InvalidInput(
-                name, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q", fix="cast them to one dtype"
+                name, given=f"dtype {x.dtype}", expected="a floating-point dtype: float16, bfloat16, float32 or float64"
+            )
+    first, reference = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.dtype != reference.dtype:
+            raise InvalidInput(
+                name, given=f"dtype {x.dtype}", expected=f"{reference.dtype}, as {first}", fix="cast them to one dtype"
             )
         if x.device != hierarchy.device:
             raise InvalidInput(
@@ -72,27 +84,42 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
                 expected=f"{hierarchy.device}, as the hierarchy",
                 fix="move the hierarchy once with hierarchy.to(device)",
             )
-    k = tensors["k"]
+    if "q" in tensors:
+        _check_heads(**tensors)
+    if not torch.compiler.is_compiling() and _checking.get():
+        for name, x in tensors.items():
+            _check_finite(name, x, hierarchy, leaves=name not in rows)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     if k.shape[-1] != q.shape[-1]:
         raise InvalidInput("k", given=f"head_dim {k.shape[-1]}", expected=f"{q.shape[-1]}, as q")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] % k.shape[1]:
         raise InvalidInput(
             "k", given=f"{k.shape[1]} heads", expected=f"a divisor of the {q.shape[1]} heads of q (grouped heads)"
         )
-    for x in others[1:]:
-        if x.shape[1] != k.shape[1]:
-            raise InvalidInput("v", given=f"{x.shape[1]} heads", expected=f"{k.shape[1]}, as k")
-    if not torch.compiler.is_compiling() and _checking.get():
-        for name, x in tensors.items():
-            _check_finite(name, x, hierarchy, leaves=len(x) == hierarchy.num_leaves)
+    if v is not None and v.shape[1] != k.shape[1]:
+        raise InvalidInput("v", given=f"{v.shape[1]} heads", expected=f"{k.shape[1]}, as k")
+
+
+def check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
+    """An integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
+        raise InvalidInput(name, given=repr(value), expected=expected)
+    return int(value)
+
+
+def check_type(name: str, value: Any, wanted: type, fix: str) -> None:
+    if value is not None and not isinstance(value, wanted):
+        raise InvalidInput(name, given=type(value).__name__, expected=f"an hsa.{wanted.__name__}", fix=fix)
 
 
 def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -> Tensor | None:
     """Positions as `[nodes, 1 or heads, dim]`."""
     if positions is None:
         return None
-    if not isinstance(positions, Tensor) or not positions.is_floating_point():
-        raise InvalidInput("positions", given=type(positions).__name__, expected="a floating-point tensor")
+    if not isinstance(positions, Tensor):
+        raise InvalidInput("positions", given=type(positions).__name__, expected="a tensor")
     shape = tuple(positions.shape)
     if positions.ndim == 2:
         positions = positions[:, None]
@@ -108,11 +135,23 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
         raise InvalidInput("positions", given=f"device {positions.device}", expected=f"{q.device}, as q")
     if positions.dtype != q.dtype:
         raise InvalidInput("positions", given=f"dtype {positions.dtype}", expected=f"{q.dtype}, as q")
+    if not torch.compiler.is_compiling() and _checking.get() and not bool(torch.isfinite(positions).all()):
+        node = int((~torch.isfinite(positions)).flatten(1).any(-1).nonzero()[0])
+        raise NonFinite(f"positions: node {node} holds a value that is not finite")
     return positions
 
 
 def scale_or_default(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating)) or not math.isfinite(scale):
+        raise InvalidInput(
+            "scale",
+            given=repr(scale),
+            expected="a finite number",
+            fix="multiply q by a scale that is learned or per head",
+        )
+    return float(scale)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,7 @@ def flops(
     True
     """
     _check(width=width, heads=heads)
+    _check_structure(structure)
     if isinstance(structure, Hierarchy):
         sizes = structure.structure.num_children.astype(np.int64)
         return Flops(attention=_entry(width, heads) * int((sizes**2).sum()), pooling=3 * _pooling(structure, width))
@@ -91,6 +93,8 @@ def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> i
     >>> flops_regular(55, (2, 4, 8, 16), width=768, heads=12)
     848100
     """
+    if not isinstance(branching, Sequence):
+        raise InvalidInput("branching", given=repr(branching), expected="factors, such as (16, 8)")
     _check(n=n, width=width, heads=heads, **{f"branching[{i}]": b for i, b in enumerate(branching)})
     entries, nodes = 0, n
     for factor in branching:
@@ -107,6 +111,12 @@ def _entry(width: int, heads: int) -> int:
 def _pooling(hierarchy: Hierarchy, width: int) -> int:
     """One multiplication and one addition per member and channel, for one of q, k, v."""
     return 2 * width * (hierarchy.num_nodes - hierarchy.num_trees)
+
+
+def _check_structure(structure: Any) -> None:
+    if not isinstance(structure, (Hierarchy, Opened, Partition)):
+        expected = "a Hierarchy, a Partition or what open_families returned"
+        raise InvalidInput("structure", given=type(structure).__name__, expected=expected)
 
 
 def _check(**positive: int) -> None:

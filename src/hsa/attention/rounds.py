@@ -11,7 +11,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -48,23 +48,28 @@ class Bucket:
 
         Members see their siblings; with `include_self` leaves see themselves too; causal hides siblings to the right.
         """
-        key = (include_self, causal)
-        if key not in self._cache:
-            self._cache[key] = self._build_mask(*key)
-        return self._cache[key]
+        return self._cached(("mask", include_self, causal), lambda: self._build_mask(include_self, causal))
 
     def bias(self, include_self: bool, causal: bool, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Mask and log leaf counts as one tensor of logits, and who sees nobody."""
-        key = (include_self, causal, dtype)
-        if key not in self._cache:
+
+        def build() -> tuple[Tensor | None, Tensor | None]:
             mask, alone = self.mask(include_self, causal)
-            self._cache[key] = masked_bias(dtype, self.log_count, mask), alone
-        return self._cache[key]
+            return masked_bias(dtype, self.log_count, mask), alone
+
+        return self._cached(("bias", include_self, causal, dtype), build)
 
     def cast_share(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._cache:
-            self._cache[dtype] = self.share.to(dtype)
-        return self._cache[dtype]
+        return self._cached(("share", dtype), lambda: self.share.to(dtype))
+
+    def _cached(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+        return self._cache[key] if key in self._cache else self._build(key, build)
+
+    @torch.compiler.disable
+    def _build(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+        with torch.inference_mode(False):  # later calls may need gradients
+            self._cache[key] = value = build()
+        return value
 
     def leaf_share(self, dtype: torch.dtype) -> Tensor:
         """[families or 1, 1]: of one member, where all are leaves."""
@@ -76,7 +81,6 @@ class Bucket:
         share = (share if len(share) == 1 else share[part]).expand(len(members), 1, self.size)
         return (share @ members.to(share.dtype).flatten(2)).view(len(members), *members.shape[2:])
 
-    @torch.compiler.disable
     def _build_mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
         eye = torch.eye(self.size, dtype=torch.bool, device=self.share.device)
         mask = (torch.ones_like(eye).tril(-1) if causal else ~eye)[None]

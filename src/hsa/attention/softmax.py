@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK = 2**18
 """Numbers in flight on the CPU: beyond the caches, fresh memory costs more than the arithmetic."""
@@ -88,6 +89,7 @@ class _Exact(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, lse = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, metadata, version
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import hsa
-from hsa.attention.dispatch import Backend
-from hsa.attention.hierarchical.operator import ENERGY, HIERARCHICAL
-from hsa.attention.multiscale.operator import MULTISCALE
 from hsa.errors import Unsupported
+
+if TYPE_CHECKING:
+    from hsa.attention.dispatch import Backend
 
 
 def info() -> None:
@@ -21,6 +19,7 @@ def info() -> None:
 
     Every backend is tried on a small tree on every device. Include this output when you report a problem.
     """
+    import torch
     from rich.console import Console
     from rich.text import Text
 
@@ -38,6 +37,8 @@ def info() -> None:
 
 
 def _devices() -> list[tuple[str, str]]:
+    import torch
+
     found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
@@ -74,6 +75,11 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> list[tuple[str, str]]:
+    import torch
+
+    from hsa.attention.hierarchical.operator import ENERGY, HIERARCHICAL
+    from hsa.attention.multiscale.operator import MULTISCALE
+
     tables: list[tuple[Any, tuple[Backend, ...]]] = [
         (hsa.hierarchical_attention, HIERARCHICAL),
         (hsa.multiscale_attention, MULTISCALE),
@@ -90,6 +96,8 @@ def _backends() -> list[tuple[str, str]]:
 
 
 def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
+    import torch
+
     runs, refusals = [], []
     for device in devices:
         tree = hsa.Hierarchy.from_nested([[2, 3]]).to(device)

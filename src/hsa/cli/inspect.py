@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json as json_format
+import math
+import re
 import sys
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 import hsa
-from hsa.batch import Batch, collate
 from hsa.errors import InvalidInput
-from hsa.signals import Leaf, Signal
-from hsa.signals.readers.nested import from_nested
-from hsa.signals.readers.text import load_text, read_text
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from hsa.batch import Batch
+    from hsa.signals import Leaf, Signal
 
 WINDOWS = (16, 8, 8, 16)
 _LEVELS_OF_TEXT = ("text", "paragraphs", "sentences", "tokens")
 _SAMPLE = "sample.txt"
 STDIN = "<stdin>"
+_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity|-?\d[\d.eE+-]*)')  # of a JSON document
 
 
 def inspect(
     file: str | None = None,
     /,
     *,
+    format: Literal["text", "json"] | None = None,
     tokenizer: Path | None = None,
     language: str = "en",
     width: int = 768,
@@ -40,11 +41,12 @@ def inspect(
 ) -> None:
     """Show the tree of a text, the sizes of its families, and the cost of attention on it.
 
-    Plain text is split into paragraphs (at blank lines), sentences and tokens. In a .json file lists, objects and
-    values are the tree; null and empty lists are left out.
+    Plain text is split into paragraphs (at blank lines), sentences and tokens. In JSON lists, objects and values
+    are the tree; null and empty lists are left out.
 
     Args:
-        file: A text or .json file, or - for text from stdin. Without it, a text about rivers that comes with hsa.
+        file: A text or .json file, or - for stdin. Without it, a text about rivers that comes with hsa.
+        format: What the file holds. Without it, JSON if the name ends in .json, else text.
         tokenizer: A tokenizer.json; the tokens of text are then its ids. Without it, they are words and punctuation.
         language: The language of the text, for the sentence splitter: en, de, fr, …
         width: Hidden width of the attention layer, all heads together.
@@ -52,7 +54,11 @@ def inspect(
         rows: Rows of the tree to print.
         json: Print the numbers as JSON, for scripts.
     """
-    source, signal, names = _read(file, tokenizer, language)
+    from hsa.batch import collate
+
+    if rows < 1:
+        raise InvalidInput("rows", given=rows, expected="a positive integer")
+    source, signal, names = _read(file, format, tokenizer, language)
     report = _report(source, collate([signal]), width, heads)
     if json:
         print(json_format.dumps(asdict(report), indent=2, ensure_ascii=False))
@@ -99,32 +105,52 @@ class Report:
     attention: Cost
 
 
-def _read(file: str | None, tokenizer: Path | None, language: str) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
+def _read(
+    file: str | None, format: str | None, tokenizer: Path | None, language: str
+) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
     """The name of the source, the signal, and what the nodes of each depth are called, if they have names."""
-    if file is not None and file.endswith(".json"):
-        try:
-            content = json_format.loads(load_text(file))
-        except json_format.JSONDecodeError as error:
-            raise InvalidInput(
-                f"{file}:{error.lineno}:{error.colno}", given=f"no JSON ({error.msg})", expected="a JSON document"
-            ) from None
-        except RecursionError:
-            raise InvalidInput(file, given="JSON nested too deeply to parse", expected="fewer levels") from None
-        return file, from_nested(content, drop_empty=True, where=Path(file).name), ()
+    from hsa.signals.readers.nested import from_nested
+    from hsa.signals.readers.text import LANGUAGES, decode_text, load_text, read_text
+
     if file is None:
+        if format == "json":
+            raise InvalidInput("format", given="json without a file", expected="a file, or - for stdin")
         source, text = "sample text", (files("hsa.cli") / _SAMPLE).read_text(encoding="utf-8")
     elif file in ("-", STDIN):
-        source, text = STDIN, _stdin()
+        source, text = STDIN, decode_text(sys.stdin.buffer.read(), where=STDIN)
     else:
         source, text = file, load_text(file)
+        format = format or ("json" if file.lower().endswith(".json") else None)
+    if format == "json":
+        return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()
+    if language not in LANGUAGES:
+        print(
+            f"language: sentencex has no rules of its own for {language!r} and takes those of a related language or "
+            f"of English; it has rules for {', '.join(sorted(LANGUAGES))}",
+            file=sys.stderr,
+        )
     return source, read_text(text, tokenizer, language, where=source), _LEVELS_OF_TEXT
 
 
-def _stdin() -> str:
+def _parse(text: str, source: str) -> Any:
+    """The JSON document of a text, without the infinities and NaN that Python lets pass."""
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(STDIN, given=f"bytes that do not decode ({error.reason})", expected="text") from None
+        document = json_format.loads(text)
+    except json_format.JSONDecodeError as error:
+        raise InvalidInput(
+            f"{source}:{error.lineno}:{error.colno}", given=f"no JSON ({error.msg})", expected="a JSON document"
+        ) from None
+    except RecursionError:
+        raise InvalidInput(source, given="JSON nested too deeply to parse", expected="fewer levels") from None
+    except ValueError:  # an integer of thousands of digits, found below
+        document = None
+    for match in _STRING_OR_NUMBER.finditer(text):
+        number = match[1]
+        if number and not math.isfinite(float(number)):
+            line, column = text.count("\n", 0, match.start()) + 1, match.start() - text.rfind("\n", 0, match.start())
+            given = number if len(number) <= 20 else f"a number of {len(number):,} characters"
+            raise InvalidInput(f"{source}:{line}:{column}", given=given, expected="a finite number")
+    return document
 
 
 def _report(source: str, batch: Batch, width: int, heads: int) -> Report:
@@ -154,6 +180,8 @@ def _report(source: str, batch: Batch, width: int, heads: int) -> Report:
 
 
 def _levels(batch: Batch) -> tuple[Level, ...]:
+    import numpy as np
+
     s = batch.hierarchy.structure
     kinds = np.array([type(domain).__name__ for domain in batch.domains])
     depth_of_family = s.depth[s.num_children > 0]
@@ -180,12 +208,14 @@ def _print(report: Report, signal: Signal | Leaf, names: tuple[str, ...], rows: 
     from rich.console import Console
     from rich.text import Text
 
+    from hsa.signals import Signal
+
     console = Console()
-    tree = signal.show(max_rows=max(rows, 1), max_members=5) if isinstance(signal, Signal) else repr(signal)
+    tree = signal.show(max_rows=rows, max_members=5) if isinstance(signal, Signal) else repr(signal)
     console.print(Text(report.source, style="bold"))
     console.print(Text(tree), no_wrap=True, overflow="ellipsis")
     console.print()
-    console.print(_level_table(report, names, max(rows, 1)))
+    console.print(_level_table(report, names, rows))
     console.print()
     console.print(_cost_table(report))
 

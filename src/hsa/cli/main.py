@@ -1,7 +1,11 @@
-"""The command `hsa`: every command is a function in a file of its own; its signature and docstring are its help."""
+"""The command `hsa`: every command is a function in a file of its own; its signature and docstring are its help.
+
+These files import torch, and all that imports it, inside functions, so that help and version do without it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -29,6 +33,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         # cyclopts takes a lone hyphen, which people write for stdin, for an option.
         tokens = [STDIN if token == "-" else token for token in (sys.argv[1:] if arguments is None else arguments)]
         app(tokens, exit_on_error=False)
+        sys.stdout.flush()  # a closed pipe shows here, not after the last line of Python
     except CycloptsError:  # cyclopts has said what is wrong
         sys.exit(_PROBLEM)
     except HsaError as error:
@@ -38,8 +43,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
         _complain(f"this command needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
         sys.exit(_PROBLEM)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        sys.stderr.close()
-        sys.exit(0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # rich exits with 1 on a closed pipe
+            raise
     sys.exit(0)
 
 

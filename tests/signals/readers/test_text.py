@@ -100,6 +100,8 @@ def test_files(tmp_path, tokenizer):
     assert read_text_file(str(path), tokenizer) == read_text(TEXT, tokenizer)
     path.write_bytes("Grüße.".encode("latin-1"))
     assert read_text_file(path, language="de", encoding="latin-1") == read_text("Grüße.")
+    path.write_bytes("Grüße.".encode("utf-16"))  # its NUL bytes are no NUL characters
+    assert read_text_file(path, encoding="utf-16") == read_text("Grüße.")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,13 @@ def test_files(tmp_path, tokenizer):
         ("directory", "a directory, expected a readable text file"),
         (
             b"fine so far \xff",
-            "the byte 0xff at offset 12, expected text in utf-8; pass its encoding, or convert the file",
+            "the byte 0xff at offset 12, expected text in utf-8; "
+            "if it is text in another encoding, convert it to utf-8",
+        ),
+        (
+            b"\x89PNG\r\n\0\0",
+            "binary data (it has NUL bytes), expected text in utf-8; "
+            "if it is text in another encoding, convert it to utf-8",
         ),
         (b"", "a text without tokens, expected at least one word"),
         (b" \n\n\t\n", "a text without tokens, expected at least one word"),

@@ -5,7 +5,7 @@ The contract: `(q, k, v, bias, mask, *, scale) → (out, lse)` with
     q, k   [families, heads, size, dim]          v   [families, heads, size, value_dim]
     bias   [families or 1, 1, 1, size] log leaf_count of the keys, or None where all are leaves
     mask   [families or 1, 1, size, size] booleans: who may see whom
-    out    softmax(scale · q kᵀ + bias) v where the mask allows; 0 in rows that see nothing; the sweeps may overwrite it
+    out    softmax(scale · q kᵀ + bias) v where the mask allows; 0 in rows that see nothing
     lse    the log-sum-exp of the same logits, [families, heads, size]; −∞ in rows that see nothing
 
 `exact` is the default. A function of the same form can be passed to the operator; here are two worked examples.
@@ -50,7 +50,7 @@ def linear(
     """Positive random features (Choromanski et al. 2021, arXiv:2009.14794): linear in the size of a family, approximate.
 
     e^{q·k} ≈ φ(q)·φ(k), so that sums over keys are computed once and each member takes its own term out of them. The
-    estimate is unbiased; its error grows with |q| and |k|, so normalise both (the encoder's layers do).
+    estimate is unbiased; its error grows with |q| and |k|, so normalise both.
     """
     # The mask is "everyone present, with or without oneself": the only form a sum over keys can serve.
     size, dim = q.shape[-2:]
@@ -111,7 +111,7 @@ FAMILY_ATTENTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"exact": ex
 def family_attention_named(name: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if callable(name):
         return name
-    if name not in FAMILY_ATTENTION:
+    if not isinstance(name, str) or name not in FAMILY_ATTENTION:
         raise InvalidInput(
             "family_attention", given=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function"
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hsa.attention.rounds import Bucket, Round
 from hsa.attention.softmax import CHUNK, attend, gradients, part_of
@@ -27,9 +28,9 @@ def attend_leaves(
     return averages, inner, [pooled_q, pooled_k, pooled_v]
 
 
-def finish_leaves(families: Round, out: Tensor, weight: Tensor, averages: list[Tensor]) -> Tensor:
-    """out(P) + weight(P) · y for every leaf, `[members, heads, value_dim]`."""
-    return _FinishLeaves.apply(families, out, weight, *averages)
+def finish_leaves(families: Round, out: Tensor, weight: Tensor, averages: list[Tensor], overwrite: bool) -> Tensor:
+    """out(P) + weight(P) · y for every leaf, `[members, heads, value_dim]`; may `overwrite` y if no gradient needs it."""
+    return _FinishLeaves.apply(families, out, weight, overwrite, *averages)
 
 
 class _AttendLeaves(torch.autograd.Function):
@@ -64,6 +65,7 @@ class _AttendLeaves(torch.autograd.Function):
         return inner, *pooled, *averages
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_inner: Tensor, d_pq: Tensor, d_pk: Tensor, d_pv: Tensor, *d_averages: Tensor) -> Any:
         q, k, v, *masses = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
@@ -96,12 +98,11 @@ class _AttendLeaves(torch.autograd.Function):
 
 class _FinishLeaves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, families: Round, out: Tensor, weight: Tensor, *averages: Tensor) -> Tensor:
+    def forward(ctx: Any, families: Round, out: Tensor, weight: Tensor, overwrite: bool, *averages: Tensor) -> Tensor:
         ctx.families = families
         ctx.save_for_backward(weight, *averages)
         if families.buckets[0].rows is None:
-            # Without a gradient nobody needs the averages any more.
-            place = averages[0] if not any(ctx.needs_input_grad) else torch.empty_like(averages[0])
+            place = averages[0] if overwrite and not any(ctx.needs_input_grad) else torch.empty_like(averages[0])
             return torch.addcmul(out[:, None], averages[0], weight[:, None, :, None], out=place).flatten(0, 1)
         result = averages[0].new_empty(families.num_members, *out.shape[1:])
         for bucket, average in zip(families.buckets, averages, strict=True):
@@ -110,6 +111,7 @@ class _FinishLeaves(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, *averages = ctx.saved_tensors
         d_out = weight.new_empty(*weight.shape, grad.shape[-1])
@@ -126,7 +128,7 @@ class _FinishLeaves(torch.autograd.Function):
                 _put_parents(d_out, bucket, below.sum(1), part)
                 _put_parents(d_weight, bucket, (below * average[part]).sum((1, 3)), part)
             d_averages.append(d_average)
-        return None, d_out, d_weight, *d_averages
+        return None, d_out, d_weight, None, *d_averages
 
 
 def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
@@ -159,7 +161,8 @@ def _put(target: Tensor, bucket: Bucket, part: slice, x: Tensor) -> None:
         target.unflatten(0, (bucket.families, bucket.size))[part] = x
         return
     rows, flat = bucket.rows.view(bucket.families, bucket.size)[part].flatten(), x.flatten(0, 1)
-    if bucket.real is not None and bucket.present is not None:
+    if bucket.real is not None:
+        assert bucket.present is not None
         real = bucket.real if part == slice(None) else bucket.present[part].flatten().nonzero().squeeze(-1)
         rows, flat = rows.index_select(0, real), flat.index_select(0, real)
     target.index_copy_(0, rows, flat.to(target.dtype))

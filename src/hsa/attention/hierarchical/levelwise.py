@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from hsa.attention.hierarchical.leaf_round import attend_leaves, finish_leaves
 from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
 from hsa.attention.softmax import attend_with_gradient, exact
+from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
 FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
@@ -95,6 +96,7 @@ class UpSweep:
     side: list[list[Tensor | None]] = field(default_factory=list)  # the siblings' share of a member's row; None: all
     down: list[list[Tensor | None]] = field(default_factory=list)  # its own children's share; None: nothing
     inner: list[Tensor] = field(default_factory=list)  # per round: [parents, heads]
+    by_hand: bool = False  # the averages of the first round are ours to overwrite
 
 
 def up_sweep(
@@ -110,13 +112,14 @@ def up_sweep(
     scale: float,
 ) -> UpSweep:
     """Leaves → roots."""
-    up = UpSweep()
+    by_hand = bool(plan.rounds) and _by_hand(plan.rounds[0], positions, family_attention)
+    up = UpSweep(by_hand=by_hand)
     pooled: tuple[list[Tensor], ...] = ([], [], [])
     no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     no_inner = no_inner.expand(q.shape[:2])
     places = None if positions is None else _by_round(positions, plan)
     for r, families in enumerate(plan.rounds):
-        if r == 0 and _by_hand(families, positions, family_attention):
+        if r == 0 and by_hand:
             q0, k0, v0 = (families.source(x, []) for x in (q, k, v))
             averages, inner, means = attend_leaves(q0, k0, v0, families, include_self, causal, scale)
             up.average.append(averages)
@@ -138,7 +141,7 @@ def up_sweep(
                 bias, _ = bucket.bias(include_self, causal, qb.dtype)
                 y, outer = attend_with_gradient(*inputs, bias, factor)
             else:
-                y, outer = family_attention(*inputs, bucket.log_count, mask, scale=factor)
+                y, outer = _pair(family_attention(*inputs, bucket.log_count, mask, scale=factor))
             void = bucket.is_leaf if include_self else bucket.void
             mass, side, down = _shares(inner, outer.transpose(1, 2), void, alone)
             averages.append(y.transpose(1, 2))
@@ -159,6 +162,16 @@ def _by_hand(families: Round, positions: Tensor | None, family_attention: Family
     return (
         families.only_leaves and positions is None and family_attention is exact and not torch.compiler.is_compiling()
     )
+
+
+def _pair(result: Any) -> tuple[Tensor, Tensor]:
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)):
+        raise InvalidInput(
+            "family_attention",
+            given=f"a function that returned {type(result).__name__}",
+            expected="(out, lse), tensors",
+        )
+    return result
 
 
 def _by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
@@ -214,7 +227,7 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
             out = torch.cat([*(outs[s] for s in later), like.new_zeros(1, heads, width)]).index_select(0, rows)
             weight = torch.cat([*(weights[s] for s in later), like.new_ones(1, heads)]).index_select(0, rows)
         if families.only_leaves and not torch.compiler.is_compiling():
-            outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r])
+            outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r], up.by_hand)
             continue
         below = [
             _hand_down(bucket, out, weight, average, side, down)

@@ -20,7 +20,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default, without_autocast
+from hsa.attention.arguments import (
+    check_count,
+    check_inputs,
+    check_positions,
+    check_type,
+    repeat_heads,
+    scale_or_default,
+    without_autocast,
+)
 from hsa.attention.multiscale.find_keys import KeyOrder, chunk_of_leaf
 from hsa.attention.multiscale.leaf_families import LeafFamilies, leaf_families
 from hsa.attention.multiscale.partition import Opened, lower
@@ -73,17 +81,27 @@ def open_families(
     >>> opened.families.shape  # groups, heads, own + 2 near + 2 refined
     torch.Size([16, 2, 5])
     """
+    check_type("queries", queries, Queries, "see hsa.Queries")
+    check_type("key_order", key_order, KeyOrder, "use hsa.find_key_order(k, hierarchy)")
+    check_inputs({"k": k}, hierarchy)
+    near, refine, beam = _checked_counts(near, refine, beam)
+    scale = scale_or_default(scale, q)
+    others = queries is not None
     queries = _checked_queries(queries, hierarchy, refine, causal, key_order)
-    check_inputs({"q": q, "k": k}, hierarchy, rows={"q": queries.num_queries})
+    check_inputs({"q": q, "k": k}, hierarchy, rows={"q": queries.num_queries} if others else None)
     positions = check_positions(positions, q, hierarchy)
-    _check_choice(near, refine, beam, key_order, positions)
+    if positions is not None:
+        check_one_family(queries, hierarchy)
+    if key_order is not None:
+        check_key_order(key_order, k, hierarchy, near=near, positions=positions)
+    made_for = hierarchy.digest
     hierarchy, positions = rooted(hierarchy, positions)
     families = leaf_families(hierarchy)
     limit = key_limit(queries, hierarchy, causal)
     low, high = _open_from_the_start(queries, hierarchy, families, near, key_order, limit)
     start = _range_table(low, high, families)
     if refine == 0 or len(q) == 0 or len(families.nodes) == 0:
-        return Opened(start, queries, limit=limit)
+        return Opened(start, queries, 0, limit, key_order, made_for)
 
     with without_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -96,9 +114,10 @@ def open_families(
         if beam == "exact" or (beam is None and widest <= EXACT_FAMILIES):
             chosen = search.exact(low, high, refine)
         else:
-            width = max(32, 2 * refine) if beam is None else int(beam)
+            width = int(beam) if isinstance(beam, int) else max(32, 2 * refine)
             chosen = search.beam(Opened(start, queries), refine, width)
-    return Opened(torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1), queries, search.scored, limit)
+    both = torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1)
+    return Opened(both, queries, search.scored, limit, key_order, made_for)
 
 
 def _checked_queries(
@@ -117,22 +136,39 @@ def _checked_queries(
     return queries
 
 
-def _check_choice(
-    near: int, refine: int, beam: int | str | None, key_order: KeyOrder | None, positions: Tensor | None
+def _checked_counts(near: int, refine: int, beam: int | str | None) -> tuple[int, int, int | str | None]:
+    families = "0 or a positive number of leaf families"
+    near, refine = check_count("near", near, families), check_count("refine", refine, families)
+    if beam is None or (isinstance(beam, str) and beam == "exact"):
+        return near, refine, beam
+    least = max(refine, 1)
+    return near, refine, check_count("beam", beam, f"'exact', None, or a width of at least {least} (refine)", least)
+
+
+def check_key_order(
+    key_order: KeyOrder,
+    k: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    near: int = 0,
+    positions: Tensor | None = None,
+    include_self: bool = True,
 ) -> None:
-    for name, value in (("near", near), ("refine", refine)):
-        if not isinstance(value, int) or value < 0:
-            raise InvalidInput(name, given=value, expected="0 or a positive number of leaf families")
-    if isinstance(beam, str) and beam != "exact":
-        raise InvalidInput("beam", given=repr(beam), expected="a width, 'exact' or None")
-    if isinstance(beam, int) and beam < max(refine, 1):
-        raise InvalidInput("beam", given=beam, expected=f"at least refine={refine}", fix="widen the beam")
-    if key_order is not None:
-        check_key_order_options(near=near, positions=positions)
-
-
-def check_key_order_options(near: int = 0, positions: Tensor | None = None, include_self: bool = True) -> None:
-    """Options that have no meaning once keys have left their places."""
+    """The order fits keys and hierarchy, and no option asks for what keys lose with their places."""
+    if key_order.order.shape != (k.shape[1], len(k)):
+        raise InvalidInput(
+            "key_order",
+            given=f"shape {tuple(key_order.order.shape)}",
+            expected=f"[{k.shape[1]} key/value heads, {len(k)} leaves]",
+            fix="find it from the same keys with hsa.find_key_order(k, hierarchy)",
+        )
+    if key_order.made_for not in (None, hierarchy.digest):
+        raise InvalidInput(
+            "key_order",
+            given="an order found for another hierarchy",
+            expected="one for this",
+            fix="find it with hsa.find_key_order(k, hierarchy)",
+        )
     reasons = {
         "near": (near != 0, "neighbours", "near=0; open more with refine"),
         "positions": (positions is not None, "positions", "positions=None; put positions into q and k"),
@@ -148,6 +184,37 @@ def check_key_order_options(near: int = 0, positions: Tensor | None = None, incl
             )
 
 
+def check_chunked(key_order: KeyOrder | None, limit: Tensor | None) -> None:
+    if key_order is not None and limit is not None and key_order.chunk is None:
+        raise InvalidInput(
+            "key_order",
+            given="an order of whole trees, for queries that may see only some of the keys",
+            expected="an order inside complete chunks",
+            fix="use find_key_order(k, hierarchy, chunk=256)",
+        )
+
+
+def check_one_family(queries: Queries, hierarchy: Hierarchy) -> None:
+    """Positions are compared where paths part: a group must stand below one parent."""
+    if queries.leaves is None:
+        raise InvalidInput(
+            "positions",
+            given="positions with queries that are no leaves",
+            expected="positions=None",
+            fix="a query outside the tree has no position in it",
+        )
+    s = hierarchy.structure
+    parent = s.parent[s.leaf_nodes[queries.leaves.cpu().numpy()]]
+    starts = queries.host_offsets[:-1][np.diff(queries.host_offsets) > 0]
+    if len(starts) and (np.maximum.reduceat(parent, starts) != np.minimum.reduceat(parent, starts)).any():
+        raise InvalidInput(
+            "queries",
+            given="groups that span several leaf families, with positions",
+            expected="groups inside one leaf family",
+            fix="use Queries.families(hierarchy) or Queries.windows(hierarchy, 1)",
+        )
+
+
 def _open_from_the_start(
     queries: Queries,
     hierarchy: Hierarchy,
@@ -156,41 +223,44 @@ def _open_from_the_start(
     key_order: KeyOrder | None,
     limit: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Per group a range of family numbers. Cached: it depends on no values but the queries' places."""
-    empty = np.zeros(queries.num_groups, np.int64)
+    """Per group a range of family numbers, low to high − 1; (0, 0) for none."""
+    check_chunked(key_order, limit)
     where = anchors(queries, limit)
-    if where is None or (key_order is not None and limit is None) or len(families.nodes) == 0:
-        return empty, empty
+    low, high = np.zeros((2, queries.num_groups), np.int64)
+    sizes = np.diff(queries.host_offsets)
+    filled = np.flatnonzero(sizes > 0)
+    if where is None or (key_order is not None and limit is None) or len(families.nodes) == 0 or len(filled) == 0:
+        return low, high
     leaf = where.cpu().numpy()
-    tree = queries.host_tree[np.repeat(np.arange(queries.num_groups), np.diff(queries.host_offsets))]
+    tree = np.repeat(queries.host_tree, sizes)
     sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see nothing stands nowhere
     leaf = np.where(sees, leaf, 0)
-    own, before = families.own[leaf], families.before[leaf]
-    low = np.where(own < 0, before, own) - near
-    high = np.where(own < 0, before, own + 1) + near
-    if key_order is not None and key_order.chunk is not None:
-        number, complete = chunk_of_leaf(hierarchy, key_order.chunk)
-        listed = families.own >= 0
-        first = np.full(len(complete), np.iinfo(np.int64).max)
-        last = np.full(len(complete), -1)
-        np.minimum.at(first, number[listed], families.own[listed])
-        np.maximum.at(last, number[listed], families.own[listed] + 1)
-        low, high = np.minimum(first[number[leaf]], last[number[leaf]]), last[number[leaf]]
-    elif key_order is not None:
-        raise InvalidInput(
-            "key_order",
-            given="an order of whole trees, for queries that may see only some of the keys",
-            expected="an order inside complete chunks",
-            fix="use find_key_order(k, hierarchy, chunk=256)",
-        )
-    low = np.where(sees, np.maximum(low, families.tree_offsets[tree]), np.iinfo(np.int64).max)
-    high = np.where(sees, np.minimum(high, families.tree_offsets[tree + 1]), -1)
-    starts = np.minimum(queries.host_offsets[:-1], max(len(leaf) - 1, 0))
-    if len(leaf) == 0:
-        return empty, empty
-    low, high = np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-    filled = (np.diff(queries.host_offsets) > 0) & (high > low)
-    return np.where(filled, low, 0), np.where(filled, high, 0)
+    if key_order is None:
+        own, before = families.own[leaf], families.before[leaf]
+        first = np.where(own < 0, before, own) - near
+        last = np.where(own < 0, before, own + 1) + near
+    else:
+        first, last = _families_of_chunks(hierarchy, families, key_order, leaf)
+    first = np.where(sees, np.maximum(first, families.tree_offsets[tree]), len(families.nodes))
+    last = np.where(sees, np.minimum(last, families.tree_offsets[tree + 1]), 0)
+    starts = queries.host_offsets[filled]
+    low[filled], high[filled] = np.minimum.reduceat(first, starts), np.maximum.reduceat(last, starts)
+    nothing = high <= low
+    low[nothing], high[nothing] = 0, 0
+    return low, high
+
+
+def _families_of_chunks(
+    hierarchy: Hierarchy, families: LeafFamilies, key_order: KeyOrder, leaf: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The range of families that the chunk of each leaf reaches into."""
+    assert key_order.chunk is not None
+    number, complete = chunk_of_leaf(hierarchy, key_order.chunk)
+    listed = families.own >= 0
+    first, last = np.full(len(complete), len(families.nodes)), np.zeros(len(complete), np.int64)
+    np.minimum.at(first, number[listed], families.own[listed])
+    np.maximum.at(last, number[listed], families.own[listed] + 1)
+    return first[number[leaf]], last[number[leaf]]
 
 
 def _range_table(low: np.ndarray, high: np.ndarray, families: LeafFamilies) -> Tensor:
@@ -309,21 +379,12 @@ class _Search:
     def _positions(self, rows: slice, nodes: Tensor) -> Tensor:
         """[1 or heads, queries, candidates]: every query alone, so that groups need not be one family."""
         assert self.positions is not None
-        leaf = self._leaves()[rows]
+        assert self.queries.leaves is not None
+        leaf = self.queries.leaves[rows]
         node = self.hierarchy.tensor("leaf_nodes")[leaf]
         entries = nodes[None, None].expand(len(leaf), 1, -1)
         logits = position_logits(self.positions, self.hierarchy, self.hierarchy.parent[node], node[:, None], entries)
         return logits.squeeze(2).transpose(0, 1)
-
-    def _leaves(self) -> Tensor:
-        if self.queries.leaves is None:
-            raise InvalidInput(
-                "positions",
-                given="positions with queries that are no leaves",
-                expected="positions=None",
-                fix="a query outside the tree has no position in it",
-            )
-        return self.queries.leaves
 
     def beam(self, start: Opened, refine: int, width: int) -> Tensor:
         """[groups, heads, refine] by descending from the pooled nodes of the lists that `start` gives."""
@@ -397,7 +458,8 @@ class _Search:
         if self.limit is not None:
             allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
         if self.positions is not None:
-            leaf = self.hierarchy.tensor("leaf_nodes")[self._leaves()[rows]]
+            assert self.queries.leaves is not None
+            leaf = self.hierarchy.tensor("leaf_nodes")[self.queries.leaves[rows]]
             parent = self.hierarchy.parent[leaf[:, 0]]
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int(allowed.sum())

@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_inputs
-from hsa.errors import InvalidInput
+from hsa.attention.arguments import check_count, check_inputs
 from hsa.hierarchy import Hierarchy
 
 ITERATIONS = 12
@@ -38,6 +37,7 @@ class KeyOrder:
     order: Tensor  # [kv_heads, leaves]
     chunk: int | None = None
     operations: int = 0
+    made_for: str | None = None  # the fingerprint of the hierarchy
 
 
 @torch.no_grad()
@@ -58,9 +58,9 @@ def find_key_order(
     >>> find_key_order(k, Hierarchy.regular([6], (3,))).order.tolist()
     [[0, 2, 4, 1, 3, 5]]
     """
-    check_inputs({"q": k, "k": k}, hierarchy)
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise InvalidInput("chunk", given=chunk, expected="a positive number of keys, or None")
+    check_inputs({"k": k}, hierarchy)
+    if chunk is not None:
+        chunk = check_count("chunk", chunk, "a positive number of keys, or None", minimum=1)
     heads, dim = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
     keys = k.to(dtype).reshape(-1, dim)  # [leaves · heads, dim]
@@ -84,7 +84,7 @@ def find_key_order(
             order[:, slots[present]] = moved[:, present]
         operations += heads * nodes * _operations(size, dim)
     _sort_inside_leaf_families(order, hierarchy)
-    return KeyOrder(order, chunk, operations)
+    return KeyOrder(order, chunk, operations, hierarchy.digest)
 
 
 def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndarray]:

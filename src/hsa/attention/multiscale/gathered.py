@@ -6,6 +6,7 @@ chunk is computed again (checkpointing) instead of kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ def multiscale_attention(
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions)
     )
-    out = q.new_empty(len(q), q.shape[1], v.shape[-1])
+    out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
     pieces, places = [], []
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
@@ -117,11 +118,10 @@ def _attend(
     if dropout_p == 0:
         out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
     else:
-        _, lse = exact(queries, k, v, bias, chunk.mask, scale=scale)
-        weights = (queries @ k.transpose(-1, -2) * scale + bias - lse.unsqueeze(-1)).exp()
-        if chunk.mask is not None:
-            weights = weights.masked_fill(~chunk.mask, 0)
-        out = F.dropout(weights, dropout_p) @ v
+        hidden = bias == -math.inf
+        hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
+        logits = (queries @ k.transpose(-1, -2) * scale + bias).masked_fill(hidden, torch.finfo(keys.dtype).min)
+        out = F.dropout(logits.softmax(-1).masked_fill(hidden, 0), dropout_p) @ v
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_inputs, check_positions, scale_or_default, without_autocast
+from hsa.attention.arguments import check_inputs, check_positions, check_type, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose, only_softmax
 from hsa.attention.multiscale import gathered, reference
-from hsa.attention.multiscale.choice import check_key_order_options, open_families
+from hsa.attention.multiscale.choice import check_chunked, check_key_order, check_one_family, open_families
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
@@ -83,36 +83,51 @@ def multiscale_attention(
     >>> multiscale_attention(q, k, v, tree, opened=opened).shape
     torch.Size([64, 2, 8])
     """
+    check_type("queries", queries, Queries, "see hsa.Queries")
+    check_type("opened", opened, Opened, "use hsa.open_families(q, k, hierarchy, …)")
+    check_type("key_order", key_order, KeyOrder, "use hsa.find_key_order(k, hierarchy)")
     asked = opened.queries if opened is not None else queries
-    if queries is not None and opened is not None and queries is not opened.queries:
-        raise InvalidInput(
-            "queries", given="other queries than those of opened", expected="the same object", fix="leave queries out"
-        )
-    num_queries = hierarchy.num_leaves if asked is None else asked.checked(hierarchy).num_queries
-    check_inputs({"q": q, "k": k, "v": v}, hierarchy, rows={"q": num_queries})
+    check_inputs({"k": k, "v": v}, hierarchy)
+    rows = None if asked is None else {"q": asked.checked(hierarchy).num_queries}
+    check_inputs({"q": q, "k": k, "v": v}, hierarchy, rows)
     positions = check_positions(positions, q, hierarchy)
-    _check_options(hierarchy, asked, opened, key_order, positions, include_self, dropout_p, k)
+    if key_order is not None:
+        check_key_order(key_order, k, hierarchy, positions=positions, include_self=include_self)
+    _check_queries(hierarchy, queries, opened, key_order, positions, include_self)
     if opened is None and queries is None:
         opened = hierarchy.cached("own families", lambda: open_families(q, k, hierarchy))
     elif opened is None:
         opened = open_families(q, k, hierarchy, queries=queries, causal=causal)
+    limit = key_limit(opened.queries, hierarchy, causal)
+    _check_opened(hierarchy, opened, key_order, limit, q)
+    scale = scale_or_default(scale, q)
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
     chosen = choose("multiscale_attention", MULTISCALE, backend, {"normalizer": normalizer})
     hierarchy, positions = rooted(hierarchy, positions)
     options = {
         "opened": opened,
-        "limit": key_limit(opened.queries, hierarchy, causal),
+        "limit": limit,
         "key_order": key_order,
         "positions": positions,
         "include_self": include_self,
         "pooled_bias": _per_head(pooled_bias, q),
         "dropout_p": dropout_p,
-        "scale": scale_or_default(scale, q),
+        "scale": scale,
     }
     with without_autocast(q):
         return chosen.run(q, k, v, hierarchy, **options)
 
 
 def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor:
+    if not isinstance(pooled_bias, Tensor):
+        is_number = isinstance(pooled_bias, (int, float)) and not isinstance(pooled_bias, bool)
+        if not is_number or not pooled_bias < math.inf:
+            raise InvalidInput(
+                "pooled_bias",
+                given=repr(pooled_bias),
+                expected="a number below +∞ (−∞ drops pooled nodes), or a tensor",
+            )
     bias = torch.as_tensor(pooled_bias, device=q.device)
     bias = bias if bias.is_floating_point() else bias.to(torch.float32)
     if bias.ndim > 1 or (bias.ndim == 1 and len(bias) not in (1, q.shape[1])):
@@ -122,27 +137,20 @@ def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor:
     return bias.reshape(-1)
 
 
-def _check_options(
+def _check_queries(
     hierarchy: Hierarchy,
-    asked: Queries | None,
+    queries: Queries | None,
     opened: Opened | None,
     key_order: KeyOrder | None,
     positions: Tensor | None,
     include_self: bool,
-    dropout_p: float,
-    k: Tensor,
 ) -> None:
-    if not 0 <= dropout_p < 1:
-        raise InvalidInput("dropout_p", given=dropout_p, expected="0 or more and less than 1")
-    if key_order is not None:
-        check_key_order_options(positions=positions, include_self=include_self)
-        if key_order.order.shape != (k.shape[1], len(k)):
-            raise InvalidInput(
-                "key_order",
-                given=f"shape {tuple(key_order.order.shape)}",
-                expected=f"[{k.shape[1]} key/value heads, {len(k)} leaves]",
-                fix="find it from the same keys with hsa.find_key_order(k, hierarchy)",
-            )
+    """Queries and what is asked of them fit each other."""
+    if queries is not None and opened is not None and queries is not opened.queries:
+        raise InvalidInput(
+            "queries", given="other queries than those of opened", expected="the same object", fix="leave queries out"
+        )
+    asked = opened.queries if opened is not None else queries
     if opened is None and (key_order is not None or (asked is not None and asked.leaves is None)):
         raise InvalidInput(
             "opened",
@@ -150,23 +158,38 @@ def _check_options(
             expected="a choice: there is no own family",
             fix="pass opened=hsa.open_families(q, k, hierarchy, refine=…, …) with the same options",
         )
-    if asked is not None and asked.leaves is None and (positions is not None or not include_self):
+    if asked is not None and asked.leaves is None and not include_self:
         raise InvalidInput(
-            "queries",
-            given="queries that are no leaves, with positions or include_self=False",
-            expected="queries.leaves",
-            fix="a query outside the tree has neither a place in it nor a self",
+            "include_self",
+            given="False for queries that are no leaves",
+            expected="include_self=True",
+            fix="a query outside the tree has no self in it",
         )
-    if positions is not None and asked is not None and asked.leaves is not None:
-        parent = hierarchy.structure.parent[hierarchy.structure.leaf_nodes[asked.leaves.cpu().numpy()]]
-        starts = asked.host_offsets[:-1][np.diff(asked.host_offsets) > 0]
-        one_family = (
-            len(starts) == 0 or (np.maximum.reduceat(parent, starts) == np.minimum.reduceat(parent, starts)).all()
+    if asked is not None and positions is not None:
+        check_one_family(asked, hierarchy)
+
+
+def _check_opened(
+    hierarchy: Hierarchy, opened: Opened, key_order: KeyOrder | None, limit: Tensor | None, q: Tensor
+) -> None:
+    """The choice was made for this hierarchy, these heads, this order of the keys, and no more than may be seen."""
+    if opened.families.shape[1] not in (1, q.shape[1]):
+        raise InvalidInput(
+            "opened", given=f"a choice for {opened.families.shape[1]} heads", expected=f"1 or {q.shape[1]}, as q has"
         )
-        if not one_family:
-            raise InvalidInput(
-                "queries",
-                given="groups that span several leaf families, with positions",
-                expected="groups inside one leaf family",
-                fix="use Queries.families(hierarchy) or Queries.windows(hierarchy, 1)",
-            )
+    check_chunked(key_order, limit)
+    if opened.made_for is None:
+        return
+    same = "call hsa.open_families with the hierarchy, key_order and causal that attention gets"
+    if opened.made_for != hierarchy.digest:
+        raise InvalidInput("opened", given="a choice made for another hierarchy", expected="one for this", fix=same)
+    if opened.key_order is not key_order:
+        raise InvalidInput("opened", given="a choice made with another key_order", expected="the same object", fix=same)
+    depends_on_queries = opened.scored > 0 or key_order is not None
+    if limit is not None and opened.limit is None and depends_on_queries:
+        raise InvalidInput(
+            "opened",
+            given="a choice made with causal=False, for causal attention",
+            expected="one that looks at nothing later",
+            fix=same,
+        )

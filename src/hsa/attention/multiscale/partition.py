@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.leaf_families import ancestors
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted
@@ -29,19 +30,28 @@ class Opened:
     queries: the groups.
     scored: how many products of a query and a pooled key the choice took, all heads together.
     limit: `[queries]` keys before this leaf number may be seen; None: all.
+    key_order: that of the keys when the choice was made.
+    made_for: the fingerprint of the hierarchy; None for one made by hand, which is taken as it is.
     """
 
     families: Tensor
     queries: Queries
     scored: int = 0
     limit: Tensor | None = None
+    key_order: KeyOrder | None = None
+    made_for: str | None = None
     _lowered: list[tuple[Hierarchy, Partition]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        groups, heads, width = self.families.shape
+        return f"Opened({groups:,} groups, {heads} heads, up to {width} families)"
 
     def partition(self, hierarchy: Hierarchy) -> Partition:
         """The lists of nodes; made once, so that layers that share a choice share its lists."""
         forest, _ = rooted(hierarchy)
         if not self._lowered or self._lowered[0][0] is not forest:
-            self._lowered[:] = [(forest, lower(self, forest))]
+            with torch.inference_mode(False):  # later calls may need gradients
+                self._lowered[:] = [(forest, lower(self, forest))]
         return self._lowered[0][1]
 
 

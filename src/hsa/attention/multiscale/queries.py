@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -35,6 +36,11 @@ class Queries:
     tree: Tensor
     visible: Tensor | None = None
     leaves: Tensor | None = None
+    _checked_for: set[str] = field(default_factory=set)
+
+    def __repr__(self) -> str:
+        kind = "leaves" if self.leaves is not None else "queries"
+        return f"Queries({self.num_queries:,} {kind} in {self.num_groups:,} groups)"
 
     @property
     def num_groups(self) -> int:
@@ -72,8 +78,7 @@ class Queries:
     @staticmethod
     def windows(hierarchy: Hierarchy, size: int) -> Queries:
         """Every leaf asks; windows of `size` consecutive leaves of a tree form a group."""
-        if not isinstance(size, int) or size < 1:
-            raise InvalidInput("size", given=size, expected="a positive number of queries per group")
+        size = check_count("size", size, "a positive number of queries per group", minimum=1)
 
         def build() -> Queries:
             offsets = hierarchy.structure.leaf_offsets
@@ -85,9 +90,21 @@ class Queries:
         return hierarchy.cached(("queries", size), build)
 
     def checked(self, hierarchy: Hierarchy) -> Queries:
-        """These queries, or an error that says what does not fit the forest."""
+        """These queries, or an error that says what does not fit the forest. Looked at once per forest."""
+        if hierarchy.digest not in self._checked_for:
+            self._check(hierarchy)
+            self._checked_for.add(hierarchy.digest)
+        return self
+
+    def _check(self, hierarchy: Hierarchy) -> None:
+        for name in ("offsets", "tree", "visible", "leaves"):
+            x = getattr(self, name)
+            if not (x is None and name in ("visible", "leaves")) and (
+                not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.dtype == torch.bool
+            ):
+                raise InvalidInput(f"queries.{name}", given=_describe(x), expected="a vector of integers, as a tensor")
         offsets, tree = self.host_offsets, self.host_tree
-        if offsets.ndim != 1 or len(offsets) != len(tree) + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        if len(offsets) != len(tree) + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise InvalidInput(
                 "queries.offsets",
                 given=f"{offsets.tolist()[:5]}… for {len(tree)} groups",
@@ -100,7 +117,33 @@ class Queries:
                 raise InvalidInput(
                     f"queries.{name}", given=f"shape {tuple(x.shape)}", expected=f"({self.num_queries},), one per query"
                 )
-        return self
+        if self.visible is not None and self.leaves is not None:
+            raise InvalidInput(
+                "queries",
+                given="visible and leaves",
+                expected="one of them",
+                fix="a query that is a leaf sees what causal=True lets it see",
+            )
+        first, end = hierarchy.structure.leaf_offsets[:-1], hierarchy.structure.leaf_offsets[1:]
+        of_tree = np.repeat(tree, np.diff(offsets))
+        limits = {"visible": (0 * of_tree, (end - first)[of_tree]), "leaves": (first[of_tree], end[of_tree] - 1)}
+        for name, (low, high) in limits.items():
+            x = getattr(self, name)
+            if x is None:
+                continue
+            values = x.cpu().numpy()
+            bad = np.flatnonzero((values < low) | (values > high))
+            if len(bad):
+                i = int(bad[0])
+                raise InvalidInput(
+                    f"queries.{name}[{i}]",
+                    given=int(values[i]),
+                    expected=f"{low[i]}..{high[i]}, in tree {of_tree[i]}",
+                )
+
+
+def _describe(x: object) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _of_leaves(hierarchy: Hierarchy, starts: np.ndarray) -> Queries:

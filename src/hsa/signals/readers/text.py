@@ -19,6 +19,11 @@ from hsa.signals.signal import Signal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# The languages for which sentencex has rules of its own; for others it takes those of a related one or of English, and
+# does not say so. The package has no such list.
+_CODES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
+LANGUAGES = frozenset(_CODES.split())
+
 # All sentences in, the tokens of each out.
 _Split = Callable[[list[str]], list[list[Any]]]
 
@@ -33,7 +38,8 @@ def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: 
         tokenizer: makes token ids of a sentence, without special tokens: a `tokenizers.Tokenizer`, the path of a
             tokenizer.json, or an object with Hugging Face's `encode(text, add_special_tokens=False)`. Without one the
             leaves are words and punctuation marks, as strings.
-        language: a code such as "en" or "de", for the sentence splitter.
+        language: a code such as "en" or "de", for the sentence splitter. Those it has no rules for (see `LANGUAGES`)
+            are split as a related language, or as English.
         where: the name of the text in error messages.
 
     Sentences are tokenized one by one, stripped of the space around them.
@@ -84,14 +90,30 @@ def load_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
     except OSError as error:
         given = {FileNotFoundError: "no such file", IsADirectoryError: "a directory"}.get(type(error))
         raise InvalidInput(str(path), given=given or error.strerror or error, expected="a readable text file") from None
+    return decode_text(data, encoding=encoding, where=str(path))
+
+
+def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") -> str:
+    """Bytes as text; a byte order mark at their start is left out.
+
+    Raises:
+        InvalidInput: naming the text, when it is binary or is not in this encoding.
+    """
+    if b"\0" in data and "\0" in data.decode(encoding, errors="replace"):
+        raise InvalidInput(
+            where,
+            given="binary data (it has NUL bytes)",
+            expected=f"text in {encoding}",
+            fix=f"if it is text in another encoding, convert it to {encoding}",
+        )
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            str(path),
+            where,
             given=f"the byte 0x{data[error.start]:02x} at offset {error.start:,}",
             expected=f"text in {encoding}",
-            fix="pass its encoding, or convert the file",
+            fix=f"if it is text in another encoding, convert it to {encoding}",
         ) from None
 
 
