@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from hsa.attention.rounds import Bucket, Round
 from hsa.attention.softmax import CHUNK, attend, gradients, part_of
 
-FORWARD_CHUNK = 2**21
-"""Numbers of each of q, k and v in flight on the CPU: what is attended to is still at hand when it is pooled."""
+GATHERED = 2**20
+"""Numbers of each of q, k and v gathered at once."""
 
 
 def attend_leaves(
@@ -45,15 +45,17 @@ class _AttendLeaves(torch.autograd.Function):
         averages, masses = [], []
         for bucket in families.buckets:
             bias, alone = bucket.bias(include_self, causal, dtype)
-            average = v.new_empty(bucket.families, bucket.size, *v.shape[1:])
-            lse = q.new_empty(bucket.families, q.shape[1], bucket.size, dtype=dtype)
-            for part in _chunks(bucket, q[0].numel(), FORWARD_CHUNK):
+            results = []
+            # Rows in place are read where they are; rows that must be gathered are, piece by piece.
+            whole = [slice(None)]
+            for part in whole if bucket.rows is None else _chunks(bucket, q[0].numel(), GATHERED):
                 parts = [_take(x, bucket, part) for x in (q, k, v)]
                 qb, kb, vb = (x.transpose(1, 2) for x in parts)
-                out, lse[part] = attend(qb, kb, vb, part_of(bias, part), scale)
-                average[part] = out.transpose(1, 2)
+                results.append(attend(qb, kb, vb, part_of(bias, part), scale))
                 for target, x in zip(pooled, parts, strict=True):
                     _put_parents(target, bucket, bucket.mean(x, part), part)
+            average, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*results, strict=True))
+            average = average.transpose(1, 2)
             mass = lse.transpose(1, 2)
             if alone is not None:
                 mass = mass.masked_fill(alone, 0)
