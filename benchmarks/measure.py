@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import statistics
 import time
@@ -39,11 +40,12 @@ def extra_memory(run: Callable[[], Any]) -> float | None:
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
 
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken
         reset.write_text("5")  # the peak starts anew
         before = kib("VmRSS")
         run()
         return (kib("VmHWM") - before) / 1024
-    except (OSError, StopIteration):
+    except (OSError, AttributeError, StopIteration):
         return None
 
 

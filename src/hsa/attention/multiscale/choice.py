@@ -477,8 +477,8 @@ def _top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor
     The bits of a non-negative float32 order like the number, so that score and index fit one integer without ties.
     """
     size = scores.shape[-1]
-    bits = scores.to(torch.float32).contiguous().view(torch.int32).to(torch.int64)
-    key = (bits << 32) + (2**32 - 1 - torch.arange(size, device=scores.device))
-    key = key.masked_fill(~candidate, -1)
+    scores = scores.to(torch.float32).where(candidate, -1.0)  # the sign bit makes the integer negative too
+    key = scores.contiguous().view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    key.add_(2**32 - 1 - torch.arange(size, device=scores.device))
     best = key.topk(min(number, size), dim=-1)
     return best.indices, best.values >= 0

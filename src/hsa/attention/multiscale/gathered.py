@@ -39,7 +39,7 @@ def multiscale_attention(
     key_order: KeyOrder | None,
     positions: Tensor | None,
     include_self: bool,
-    pooled_bias: Tensor,
+    pooled_bias: Tensor | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -48,7 +48,9 @@ def multiscale_attention(
         k, v = in_order(k, key_order.order), in_order(v, key_order.order)
     plan = rounds(hierarchy)
     keys, values = pyramid(k, plan), pyramid(v, plan)
-    lists = _Lists(hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1])
+    lists = _Lists(
+        hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1], keys.dtype
+    )
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions)
     )
@@ -61,7 +63,7 @@ def multiscale_attention(
             q: Tensor,
             keys: Tensor,
             values: Tensor,
-            pooled_bias: Tensor,
+            pooled_bias: Tensor | None,
             positions: Tensor | None,
             chunk: _Chunk = chunk,
         ) -> Tensor:
@@ -94,7 +96,7 @@ def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    pooled_bias: Tensor,
+    pooled_bias: Tensor | None,
     positions: Tensor | None,
     hierarchy: Hierarchy,
     chunk: _Chunk,
@@ -108,8 +110,10 @@ def _attend(
         x.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
         for x in (keys, values)
     )
-    per_head = pooled_bias.to(keys.dtype)[:, None]
-    bias = chunk.log_count.to(keys.dtype) + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
+    bias = chunk.log_count
+    if pooled_bias is not None:
+        per_head = pooled_bias.to(keys.dtype)[:, None]
+        bias = bias + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
     bias = bias[:, :, None]
     if positions is not None:
         assert chunk.parent is not None
@@ -138,12 +142,14 @@ class _Lists:
         include_self: bool,
         heads: int,
         kv_heads: int,
+        dtype: torch.dtype = torch.float32,
     ):
         self.hierarchy, self.partition, self.slot, self.limit = hierarchy, partition, slot, limit
         self.key_order, self.include_self = key_order, include_self
         self.kv_heads = kv_heads
         self.kv_head = torch.arange(kv_heads, device=slot.device).repeat_interleave(heads // kv_heads)
         self.queries = partition.queries
+        self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
 
     def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> _Chunk:
         h, partition, device = self.hierarchy, self.partition, self.slot.device
@@ -177,7 +183,7 @@ class _Lists:
             nodes=nodes,
             key_rows=slots * self.kv_heads + self.kv_head[:, None],
             pooled=pooled,
-            log_count=h.leaf_count[nodes].double().log(),
+            log_count=self.log_count[nodes],
             mask=mask,
         )
 

@@ -119,7 +119,8 @@ def multiscale_attention(
         return chosen.run(q, k, v, hierarchy, **options)
 
 
-def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor:
+def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
+    """[1 or heads]; None for nothing to add."""
     if not isinstance(pooled_bias, Tensor):
         is_number = isinstance(pooled_bias, (int, float)) and not isinstance(pooled_bias, bool)
         if not is_number or not pooled_bias < math.inf:

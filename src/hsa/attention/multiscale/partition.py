@@ -101,8 +101,12 @@ def _frontiers(open_nodes: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple
     ends = counts.cumsum(0)
     within = torch.arange(int(ends[-1]) if len(ends) else 0, device=node.device)
     within = within - (ends - counts).repeat_interleave(counts)
-    child = hierarchy.tensor("first_child")[node].repeat_interleave(counts) + within
-    child_key = row.repeat_interleave(counts) * size + child
-    place = torch.searchsorted(expanded, child_key).clamp(max=max(len(expanded) - 1, 0))
-    frontier = child_key[expanded[place] != child_key] if len(expanded) else child_key
-    return torch.bincount(frontier // size, minlength=num_rows), frontier % size
+    first_child = hierarchy.tensor("first_child")
+    child = first_child[node].repeat_interleave(counts) + within
+    # An expanded node below a root is itself among these children: find its place through its parent's.
+    below = hierarchy.parent[node] >= 0
+    parent = hierarchy.parent[node[below]]
+    of_parent = torch.searchsorted(expanded, row[below] * size + parent)
+    frontier = torch.ones_like(child, dtype=torch.bool)
+    frontier[(ends - counts)[of_parent] + node[below] - first_child[parent]] = False
+    return torch.bincount(row.repeat_interleave(counts)[frontier], minlength=num_rows), child[frontier]

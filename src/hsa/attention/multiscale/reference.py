@@ -24,7 +24,7 @@ def multiscale_attention(
     key_order: KeyOrder | None,
     positions: Tensor | None,
     include_self: bool,
-    pooled_bias: Tensor,
+    pooled_bias: Tensor | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -56,7 +56,7 @@ def multiscale_attention(
                     own, other = _highest_distinct(hierarchy, int(hierarchy.structure.leaf_nodes[leaf]), node)
                     place = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
                     logit = logit + place[own] @ place[other]
-                if not is_leaf:
+                if not is_leaf and pooled_bias is not None:
                     logit = logit + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
                 logits.append(logit)
                 means.append(values[members].mean(0))
