@@ -44,6 +44,8 @@ EXACT_FAMILIES = 4096
 """Trees with more leaf families than this are searched by a beam unless the caller says otherwise."""
 TILE = 2**21
 """Scores held at once."""
+FEW_CANDIDATES = 512
+"""Small trees share a tile, and the masked products that brings, up to so many candidates."""
 
 
 @torch.no_grad()
@@ -347,19 +349,19 @@ class _Search:
         """Groups, and the candidates of their trees: consecutive small trees together, large ones in pieces."""
         offsets, tree = self.queries.host_offsets, self.queries.host_tree
         bounds = self.families.tree_offsets
-        heads = self.q.shape[1]
-        begin, num_groups = 0, self.queries.num_groups
-        while begin < num_groups:
-            first = last = tree[begin]
-            end = begin
-            while end < num_groups:
-                new_first, new_last = min(first, tree[end]), max(last, tree[end])
-                candidates = bounds[new_last + 1] - bounds[new_first]
-                queries = offsets[end + 1] - offsets[begin]
-                crowded = new_last > new_first and candidates > 512
-                if end > begin and (crowded or heads * queries * candidates > TILE):
-                    break
-                first, last, end = new_first, new_last, end + 1
+        in_order = bool((np.diff(tree) >= 0).all())
+        same_tree_until = np.append(np.flatnonzero(np.diff(tree)) + 1, len(tree))
+        begin = 0
+        while begin < len(tree):
+            first = tree[begin]
+            end = same_tree_until[np.searchsorted(same_tree_until, begin, side="right")]
+            if in_order:  # as many trees as keep the candidates few
+                last = np.searchsorted(bounds, bounds[first] + FEW_CANDIDATES, side="right") - 2
+                end = max(end, np.searchsorted(tree, last, side="right"))
+            candidates = bounds[tree[end - 1] + 1] - bounds[first]
+            fits = offsets[begin] + TILE // (self.q.shape[1] * max(candidates, 1))
+            end = int(min(end, max(begin + 1, np.searchsorted(offsets, fits, side="right") - 1)))
+            last = tree[end - 1]
             if bounds[last + 1] > bounds[first] and offsets[end] > offsets[begin]:
                 yield slice(begin, end), slice(int(bounds[first]), int(bounds[last + 1]))
             begin = end
