@@ -185,17 +185,21 @@ def test_causal_jacobian_is_exactly_zero(kind):
 
 @pytest.mark.parametrize("kind", ["windows", "found", "beam"])
 def test_step_by_step_equals_the_full_pass(kind):
-    """The tree of the first i tokens is not a part of the tree of all, yet with closed windows the numbers agree."""
+    """Token by token over the tree of what has come so far: the same numbers as all at once over the whole tree."""
     length, branching = 48, (4, 2)
     full = Hierarchy.regular([length], branching, repeat_last=True)
     q, k, v = random_inputs(full, 13)
-    options, choice = causal_options(full, k, kind)
-    opened = open_families(q, k, full, causal=True, **choice)
-    out = multiscale_attention(q, k, v, full, opened=opened, causal=True, **options)
+
+    def run(q, k, v, tree, queries=None):
+        options, choice = causal_options(tree, k, kind)
+        opened = open_families(q, k, tree, queries=queries, causal=True, **choice)
+        return multiscale_attention(q, k, v, tree, opened=opened, causal=True, **options)
+
+    out = run(q, k, v, full)
     for i in range(length):
+        so_far = Hierarchy.regular([i + 1], branching, repeat_last=True)
         step = Queries(torch.tensor([0, 1]), torch.tensor([0]), leaves=torch.tensor([i]))
-        opened = open_families(q[i : i + 1], k, full, queries=step, causal=True, **choice)
-        alone = multiscale_attention(q[i : i + 1], k, v, full, opened=opened, causal=True, **options)
+        alone = run(q[i : i + 1], k[: i + 1], v[: i + 1], so_far, step)
         torch.testing.assert_close(alone[0], out[i], rtol=1e-12, atol=1e-12)
 
 
