@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hsa.attention.arguments import check_count
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.gathered import entries_seen
 from hsa.attention.multiscale.partition import Opened, Partition
@@ -121,5 +122,4 @@ def _check_structure(structure: Any) -> None:
 
 def _check(**positive: int) -> None:
     for name, value in positive.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InvalidInput(name, given=repr(value), expected="a positive integer")
+        check_count(name, value, "a positive integer", minimum=1)

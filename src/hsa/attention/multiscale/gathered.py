@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,17 +59,7 @@ def multiscale_attention(
     pieces, places = [], []
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
-
-        def attend(
-            q: Tensor,
-            keys: Tensor,
-            values: Tensor,
-            pooled_bias: Tensor | None,
-            positions: Tensor | None,
-            chunk: _Chunk = chunk,
-        ) -> Tensor:
-            return _attend(q, keys, values, pooled_bias, positions, hierarchy, chunk, dropout_p, scale)
-
+        attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, dropout_p=dropout_p, scale=scale)
         arguments = q, keys, values, pooled_bias, positions
         if needs_grad:
             pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
