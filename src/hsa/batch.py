@@ -1,12 +1,14 @@
 """`collate` and `uncollate`: a list of signals ↔ their leaf values per modality and the hierarchy they hang in.
 
-Exact inverses: `uncollate(collate(signals)) == signals`, dtypes, domains and order included.
+Exact inverses: `uncollate(collate(signals)) == signals`, dtypes, domains and order included. A whole data set is one large
+batch, of which `select` takes the trees that a step wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy, Structure
+from hsa.hierarchy import Hierarchy, Structure, ranges
+from hsa.places import Places
+from hsa.signals.coordinates import coordinates
 from hsa.signals.domains import Domain, Grid
 from hsa.signals.signal import Leaf, Signal
 from hsa.signals.values import Kind, Value, as_value, kind_of, kind_of_stack, stack
@@ -41,13 +45,119 @@ class Batch:
             shape, else a list.
         leaves: modality → the leaf of `hierarchy` that each of these values is, rising.
         hierarchy: one tree per signal.
-        domains: of every internal node, in node order.
+        distinct_domains: those that occur.
+        domain_ids: for every internal node, in node order, which of them is its own.
     """
 
     values: dict[str, Tensor | list[Value]]
     leaves: dict[str, Tensor]
     hierarchy: Hierarchy
-    domains: tuple[Domain, ...]
+    distinct_domains: tuple[Domain, ...]
+    domain_ids: np.ndarray
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """Of every internal node, in node order."""
+        return tuple(self.distinct_domains[i] for i in self.domain_ids.tolist())
+
+    @cached_property
+    def places(self) -> Places:
+        """Where every node lies in its family: what position embeddings are made of."""
+        s = self.hierarchy.structure
+        domain = np.full(self.hierarchy.num_nodes, -1)
+        domain[s.num_children > 0] = self.domain_ids
+        above = s.parent[self.hierarchy.num_trees :]
+        member = np.arange(self.hierarchy.num_trees, self.hierarchy.num_nodes) - s.first_child[above]
+        parts = [coordinates(distinct) for distinct in self.distinct_domains]
+        return Places.merge(parts, domain[above], member, self.hierarchy)
+
+    def select(self, trees: Any) -> Batch:
+        """The batch of some of these trees, in this order; a tree may come twice.
+
+        >>> batch = collate([Signal.of([3, 1], "token"), Signal.of([4], "token"), Signal.of([1, 5], "token")])
+        >>> batch.select([2, 0]).values["token"]
+        tensor([1, 5, 3, 1])
+        """
+        chosen = np.asarray(trees, np.int64).reshape(-1)
+        outside = np.flatnonzero((chosen < 0) | (chosen >= self.hierarchy.num_trees))
+        if len(outside):
+            raise InvalidInput(
+                f"trees[{outside[0]}]", given=int(chosen[outside[0]]), expected=f"0..{self.hierarchy.num_trees - 1}"
+            )
+        s, (order, offsets, family) = self.hierarchy.structure, self._by_tree
+        nodes = order[ranges(offsets[chosen], offsets[chosen + 1] - offsets[chosen])]
+        rank = np.repeat(np.arange(len(chosen)), offsets[chosen + 1] - offsets[chosen])
+        nodes = nodes[np.lexsort((rank, s.depth[nodes]))]  # stable: inside a tree the order stays
+        hierarchy = Hierarchy(Structure.from_num_children(s.num_children[nodes]), device=self.hierarchy.device)
+        values: dict[str, Tensor | list[Value]] = {}
+        leaves: dict[str, Tensor] = {}
+        moved = hierarchy.structure.leaf_offsets[:-1] - s.leaf_offsets[chosen]
+        for name, bounds in self._value_bounds.items():
+            counts = bounds[chosen + 1] - bounds[chosen]
+            if not counts.any():
+                continue
+            rows = torch.from_numpy(ranges(bounds[chosen], counts))
+            held = self.values[name]
+            values[name] = held[rows.to(held.device)] if isinstance(held, Tensor) else [held[i] for i in rows.tolist()]
+            shift = torch.from_numpy(np.repeat(moved, counts)).to(self.leaves[name].device)
+            leaves[name] = self.leaves[name][rows.to(shift.device)] + shift
+        inner = nodes[s.num_children[nodes] > 0]
+        return Batch(values, leaves, hierarchy, *_compact(self.distinct_domains, self.domain_ids[family[inner]]))
+
+    @staticmethod
+    def join(batches: Iterable[Batch]) -> Batch:
+        """Many batches as one, their trees one after another.
+
+        >>> batch = collate([Signal.of([3, 1], "token"), Signal.of([4], "token")])
+        >>> Batch.join([batch, batch]).values["token"]
+        tensor([3, 1, 4, 3, 1, 4])
+        """
+        parts = list(batches)
+        structures = [part.hierarchy.structure for part in parts]
+        depth = np.concatenate([np.empty(0, np.int64), *(s.depth for s in structures)])
+        rank = np.repeat(np.arange(len(parts)), [len(s.depth) for s in structures])
+        order = np.lexsort((rank, depth))
+        num_children = np.concatenate([np.empty(0, np.int64), *(s.num_children for s in structures)])
+        numbers: dict[Domain, int] = {}
+        ids = np.full(len(num_children), -1)
+        ids[num_children > 0] = np.concatenate(
+            [np.empty(0, np.int64)]
+            + [
+                np.array([numbers.setdefault(domain, len(numbers)) for domain in part.distinct_domains], np.int64)[
+                    part.domain_ids
+                ]
+                for part in parts
+            ]
+        )
+        ids = ids[order]
+        shifts = np.cumsum([0, *(part.hierarchy.num_leaves for part in parts)])[:-1].tolist()
+        held: dict[str, list[_Part]] = {}
+        leaves: dict[str, list[Tensor]] = {}
+        for part, shift in zip(parts, shifts, strict=True):
+            for name, values in part.values.items():
+                stacks = [values] if isinstance(values, Tensor) else [[value] for value in values]
+                held.setdefault(name, []).extend(stacks)
+                leaves.setdefault(name, []).append(part.leaves[name] + shift)
+        return Batch(
+            values={name: _merge(stacks) for name, stacks in held.items()},
+            leaves={name: torch.cat(listed) for name, listed in leaves.items()},
+            hierarchy=Hierarchy(Structure.from_num_children(num_children[order])),
+            distinct_domains=tuple(numbers),
+            domain_ids=ids[ids >= 0],
+        )
+
+    @cached_property
+    def _by_tree(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Nodes tree after tree, where each tree begins, and the place of every internal node in `domain_ids`."""
+        s = self.hierarchy.structure
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(s.tree, minlength=self.hierarchy.num_trees))])
+        return np.argsort(s.tree, kind="stable"), offsets.astype(np.int64), np.cumsum(s.num_children > 0) - 1
+
+    @cached_property
+    def _value_bounds(self) -> dict[str, np.ndarray]:
+        """modality → where the values of each tree begin."""
+        offsets = self.hierarchy.structure.leaf_offsets
+        return {name: np.searchsorted(leaves.cpu().numpy(), offsets) for name, leaves in self.leaves.items()}
 
     def to(self, device: torch.device | str) -> Batch:
         """This batch with its tensors on another device."""
@@ -57,12 +167,14 @@ class Batch:
                 return values.to(device)
             return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
-        return replace(
+        moved = replace(
             self,
             values={name: move(values) for name, values in self.values.items()},
             leaves={name: leaves.to(device) for name, leaves in self.leaves.items()},
             hierarchy=self.hierarchy.to(device),
         )
+        moved.__dict__["places"] = self.places.to(device)
+        return moved
 
     def path(self, leaf: int) -> str:
         """Where a leaf lies in the list of signals."""
@@ -105,6 +217,8 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
         if not isinstance(root, (Signal, Leaf)):
             raise InvalidInput(f"signals[{i}]", given=type(root).__name__, expected="a Signal or a Leaf")
     num_children, domains, holders = _levels(roots)
+    distinct = dict.fromkeys(domains)
+    number = {domain: i for i, domain in enumerate(distinct)}
     structure = Structure.from_num_children(num_children)
     parts: dict[str, list[tuple[int, _Part]]] = {}  # modality → first leaf and values
     for node, modality, part in holders:
@@ -127,7 +241,8 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
         values={name: _merge([part for _, part in parts[name]]) for name in order},
         leaves={name: _leaf_numbers(parts[name]) for name in order},
         hierarchy=Hierarchy(structure),
-        domains=tuple(domains),
+        distinct_domains=tuple(distinct),
+        domain_ids=np.array([number[domain] for domain in domains], np.int64),
     )
 
 
@@ -161,6 +276,12 @@ def uncollate(batch: Batch) -> list[Signal | Leaf]:
         else:
             built[node] = Signal(domain, [built.pop(i) for i in range(child, child + size)])
     return [built[root] for root in range(batch.hierarchy.num_trees)]
+
+
+def _compact(domains: tuple[Domain, ...], ids: np.ndarray) -> tuple[tuple[Domain, ...], np.ndarray]:
+    """Only the domains that occur, and their new numbers."""
+    used, renumbered = np.unique(ids, return_inverse=True)
+    return tuple(domains[i] for i in used.tolist()), renumbered.astype(np.int64)
 
 
 def _levels(roots: list[Any]) -> tuple[np.ndarray, list[Domain], list[tuple[int, str, _Part]]]:

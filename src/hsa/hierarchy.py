@@ -172,7 +172,7 @@ class Hierarchy:
         levels = []
         while len(level):
             levels.append(level)
-            level = order[_ranges(begin_of_children[level], counts[level])]
+            level = order[ranges(begin_of_children[level], counts[level])]
         node_ids = np.concatenate(levels) if levels else np.empty(0, np.int64)
         if len(node_ids) < num_nodes:
             lost = np.setdiff1d(np.arange(num_nodes), node_ids)
@@ -508,7 +508,7 @@ def _windows(
     return np.concatenate([parent, np.full(rootless.sum(), -1)]), np.concatenate([first_leaf, tree_start[rootless]])
 
 
-def _ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
+def ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     """[begin₀, begin₀+1, …, begin₀+count₀−1, begin₁, …]"""
     return np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
 

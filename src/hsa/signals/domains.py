@@ -47,6 +47,23 @@ class Domain(ABC):
     def _step(self, member: int) -> str:
         return f"[{member}]"
 
+    def first(self, count: int) -> Domain:
+        """The domain of the first `count` members; of a graph, with the edges among them. A grid is whole or nothing.
+
+        >>> Sequence(5).first(2), Table(("title", "body")).first(1), Graph(3, [(0, 1), (1, 2)]).first(2)
+        (Sequence(2), Table('title'), Graph(2 nodes, 1 edge))
+
+        Raises:
+            InvalidInput: fewer than one member, more than there are, or a part of a grid.
+        """
+        count = _at_least_one("count", count)
+        if count > self.size:
+            raise InvalidInput("count", given=count, expected=f"at most {self.size}, the members of {self!r}")
+        return self if count == self.size else self._first(count)
+
+    @abstractmethod
+    def _first(self, count: int) -> Domain: ...
+
     @abstractmethod
     def __repr__(self) -> str: ...
 
@@ -63,6 +80,9 @@ class Sequence(Domain):
     def __init__(self, length: int):
         length = _at_least_one("Sequence.length", length)
         self._freeze(length=length, size=length)
+
+    def _first(self, count: int) -> Domain:
+        return Sequence(count)
 
     def __repr__(self) -> str:
         return f"Sequence({self.length})"
@@ -87,6 +107,14 @@ class Grid(Domain):
             raise InvalidInput("Grid.shape", given="()", expected="at least one axis")
         self._freeze(shape=lengths, size=math.prod(lengths))
 
+    def _first(self, count: int) -> Domain:
+        raise InvalidInput(
+            "count",
+            given=count,
+            expected=f"{self.size}, all members of {self!r}",
+            fix="keep a grid whole or leave it out",
+        )
+
     def _step(self, member: int) -> str:
         return f"[{', '.join(str(int(i)) for i in np.unravel_index(member, self.shape))}]"
 
@@ -108,6 +136,9 @@ class Graph(Domain):
         num_nodes = _at_least_one("Graph.num_nodes", num_nodes)
         self._freeze(num_nodes=num_nodes, edges=_edges(num_nodes, edges), size=num_nodes)
 
+    def _first(self, count: int) -> Domain:
+        return Graph(count, [edge for edge in self.edges if max(edge) < count])
+
     def __repr__(self) -> str:
         def count(n: int, thing: str) -> str:
             return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
@@ -124,6 +155,9 @@ class Set(Domain):
 
     def __init__(self, size: int):
         self._freeze(size=_at_least_one("Set.size", size))
+
+    def _first(self, count: int) -> Domain:
+        return Set(count)
 
     def __repr__(self) -> str:
         return f"Set({self.size})"
@@ -156,6 +190,9 @@ class Table(Domain):
                 )
             first[name] = i
         self._freeze(keys=names, size=len(names))
+
+    def _first(self, count: int) -> Domain:
+        return Table(self.keys[:count])
 
     def _step(self, member: int) -> str:
         key = self.keys[member]

@@ -172,6 +172,54 @@ class Signal:
         """
         return self._members if self.values is None else _StackedLeaves(self.values, self.modalities[0])
 
+    def first(self, leaves: int) -> Signal | None:
+        """The signal cut after its first `leaves` leaves; None when nothing is left.
+
+        Families that the cut empties vanish. A grid is whole or not there: one that the cut would go through is left
+        out with all that is in it, so there may be fewer leaves than asked for. What lies before the cut is shared.
+
+        >>> sentences = [Signal.of(["Two", "cats"], "text"), Signal.of(["They", "sat", "down"], "text")]
+        >>> print(Signal(Sequence(2), sentences).first(3).show())
+        Sequence(2) · 3 leaves · text
+        ├─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
+        └─ [1] Sequence(1) · 1 leaf · text · 'They'
+
+        Raises:
+            InvalidInput: a negative number of leaves.
+        """
+        if leaves < 0:
+            raise InvalidInput("leaves", given=leaves, expected="0 or more")
+        if leaves >= self.num_leaves:
+            return self
+        above: list[tuple[Signal, int]] = []  # signals the cut goes through, and how many of their members stay whole
+        inside: Signal | Leaf = self
+        while leaves and isinstance(inside, Signal) and not isinstance(inside.domain, Grid):
+            if inside.values is not None:
+                above.append((inside, leaves))
+                break
+            whole = 0
+            while (size := _num_leaves(inside._members[whole])) <= leaves:
+                leaves -= size
+                whole += 1
+            above.append((inside, whole))
+            inside = inside._members[whole]
+        cut: Signal | None = None
+        for signal, whole in reversed(above):
+            cut = signal._first_members(whole, cut)
+        return cut
+
+    def _first_members(self, whole: int, cut: Signal | None) -> Signal | None:
+        """The first members, and what is left of the one after them."""
+        count = whole + (cut is not None)
+        if not count:
+            return None
+        domain = self.domain.first(count)
+        if self.values is None:
+            return Signal(domain, self._members[:whole] if cut is None else (*self._members[:whole], cut))
+        signal = Signal.__new__(Signal)
+        signal._fill_stacked(domain, self.values[:whole], self.modalities[0])
+        return signal
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise _frozen(self, name)
 
@@ -292,6 +340,10 @@ def _modality(modality: Any, where: Where) -> str:
 
 def _frozen(thing: object, name: str) -> AttributeError:
     return AttributeError(f"{type(thing).__name__} is frozen: cannot set {name!r}; build a new one instead")
+
+
+def _num_leaves(member: Signal | Leaf) -> int:
+    return member.num_leaves if isinstance(member, Signal) else 1
 
 
 def _count(n: int, one: str, many: str) -> str:

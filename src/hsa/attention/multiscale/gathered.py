@@ -1,7 +1,7 @@
 """Backend "torch": pool keys and values into a pyramid, gather every group's list, and attend to it.
 
-Groups are worked on in chunks of similar list length, so that padding is small and memory bounded; for the gradient, each
-chunk is computed again (checkpointing) instead of kept.
+Groups of like size and list length are worked on together, in chunks that bound the memory: padded where that costs less
+than one more chunk. For the gradient, each chunk is computed again (checkpointing) instead of kept.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from hsa.hierarchy import Hierarchy
 
 CHUNK = 2**22
 """Numbers gathered at once."""
+WORTH_A_CHUNK = 2**24
+"""Products of padding that cost about as much as one more chunk."""
 
 
 def multiscale_attention(
@@ -56,24 +58,28 @@ def multiscale_attention(
         x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions)
     )
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
-    pieces, places = [], []
+    pieces: list[Tensor] = []
+    place = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
+    begin = 0
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
         attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, dropout_p=dropout_p, scale=scale)
         arguments = q, keys, values, pooled_bias, positions
+        rows = chunk.rows.flatten()
         if needs_grad:
             pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
-            places.append(chunk.rows.flatten())
+            place[rows] = torch.arange(begin, begin + len(rows), device=q.device)
+            begin += len(rows)
         else:
-            out.index_copy_(0, chunk.rows.flatten(), attend(*arguments).to(q.dtype))
-    return torch.cat(pieces).index_select(0, torch.argsort(torch.cat(places))) if pieces else out
+            out.index_copy_(0, rows, attend(*arguments).to(q.dtype))
+    return torch.cat(pieces).index_select(0, place) if pieces else out
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Groups of one size with their lists, padded. Lists have one head where all heads share them."""
+    """Groups of like size with their lists, padded. Lists have one head where all heads share them."""
 
-    rows: Tensor  # [groups, queries] rows of q
+    rows: Tensor  # [groups, queries] rows of q; padding repeats a group's last query, whose result comes out twice
     leaf: Tensor | None  # [groups, queries] leaf nodes of the queries
     parent: Tensor | None  # [groups] their parent
     nodes: Tensor  # [groups, 1 or heads, entries]
@@ -144,7 +150,8 @@ class _Lists:
 
     def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> _Chunk:
         h, partition, device = self.hierarchy, self.partition, self.slot.device
-        rows = self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)
+        end = self.queries.offsets[groups + 1][:, None]
+        rows = (self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)).minimum(end - 1)
 
         entry = torch.arange(longest_list, device=device)
         row = groups[:, None] * partition.heads + torch.arange(partition.heads, device=device)
@@ -184,15 +191,18 @@ def entries_seen(
 ) -> int:
     """Entries of the lists that queries attend to, all heads together: what lies beyond their limit is not counted."""
     kv_heads = 1 if key_order is None else len(key_order.order)
+    if limit is None:
+        sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
+        return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
     slot = rounds(hierarchy).slot_of_node
     lists = _Lists(hierarchy, partition, slot, limit, key_order, True, heads, kv_heads)
     total = 0
     for groups, num_queries, longest_list in _chunks(partition, heads):
         chunk = lists.chunk(groups, num_queries, longest_list)
-        shape = (len(groups), heads, num_queries, longest_list)
-        total += len(groups) * heads * num_queries * longest_list
-        if chunk.mask is not None:
-            total -= int((~chunk.mask.expand(shape)).sum())
+        repeated = torch.zeros_like(chunk.rows, dtype=torch.bool)
+        repeated[:, 1:] = chunk.rows[:, 1:] == chunk.rows[:, :-1]
+        seen = ~repeated[:, None, :, None] if chunk.mask is None else chunk.mask & ~repeated[:, None, :, None]
+        total += int(seen.expand(len(groups), heads, num_queries, longest_list).sum())
     return total
 
 
@@ -201,14 +211,35 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def _chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Groups of one size and similar lists together: (groups, their size, their longest list)."""
+    """Groups of like size and list length together: (groups, their size, their longest list)."""
     sizes = np.diff(partition.queries.host_offsets)
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
-    shape = np.stack([sizes, -(-lengths // 16)])
-    for kind in np.unique(shape[:, sizes > 0], axis=1).T:
-        alike = np.flatnonzero((shape == kind[:, None]).all(0))
-        longest = int(lengths[alike].max())
-        step = max(1, CHUNK // (numbers_per_entry * (longest + int(kind[0]))))
-        for begin in range(0, len(alike), step):
-            groups = alike[begin : begin + step]
-            yield torch.as_tensor(groups).to(partition.offsets.device), int(kind[0]), int(lengths[groups].max())
+    order = np.lexsort((lengths, sizes))[::-1]
+    order = order[sizes[order] > 0]
+    for begin, end in _alike(sizes[order], lengths[order], WORTH_A_CHUNK // numbers_per_entry):
+        size, longest = int(sizes[order[begin]]), int(lengths[order[begin:end]].max())
+        step = max(1, CHUNK // (numbers_per_entry * (longest + size)))
+        for first in range(begin, end, step):
+            groups = order[first : min(first + step, end)]
+            yield torch.as_tensor(groups.copy()).to(partition.offsets.device), size, int(lengths[groups].max())
+
+
+def _alike(sizes: np.ndarray, lengths: np.ndarray, worth: int) -> list[tuple[int, int]]:
+    """Cut groups, sorted by falling size, where padding them to a common shape would take more than `worth` entries.
+
+    >>> _alike(np.array([9, 9, 8, 2]), np.array([20, 10, 10, 10]), worth=200)
+    [(0, 3), (3, 4)]
+    """
+    if len(sizes) == 0:
+        return []
+    # Runs of one size and like lengths are looked at once each.
+    classes = np.flatnonzero(np.diff(sizes * 2**32 + lengths // 16, prepend=-1))
+    cuts, count, entries, size, longest = [0], 0, 0, int(sizes[0]), 0
+    for begin, end in zip(classes, [*classes[1:], len(sizes)], strict=True):
+        more, top = int((sizes[begin:end] * lengths[begin:end]).sum()), int(lengths[begin:end].max())
+        padded = (count + end - begin) * size * max(longest, top)
+        if count and padded - entries - more > worth:
+            cuts.append(int(begin))
+            count, entries, size, longest = 0, 0, int(sizes[begin]), 0
+        count, entries, longest = count + int(end - begin), entries + more, max(longest, top)
+    return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from itertools import accumulate, pairwise
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
+from typing import Any
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.signals.domains import Sequence
+from hsa.signals.readers.outline import grow
+from hsa.signals.readers.tokens import encodable, train_tokenizer
 from hsa.signals.signal import Signal
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+__all__ = ["LANGUAGES", "decode_text", "load_text", "read_text", "read_text_file", "train_tokenizer"]
 
 # The languages for which sentencex has rules of its own; for others it takes those of a related one or of English, and
 # does not say so. The package has no such list.
 _CODES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 LANGUAGES = frozenset(_CODES.split())
-
-# All sentences in, the tokens of each out.
-_Split = Callable[[list[str]], list[list[Any]]]
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _LINE_END = re.compile(r"\s*\n\s*")
@@ -56,20 +48,7 @@ def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: 
         InvalidInput: nothing to read in the text; an object that is no tokenizer.
         MissingExtra: `sentencex` or `tokenizers` is not installed.
     """
-    if not isinstance(text, str):
-        raise InvalidInput(where, given=type(text).__name__, expected="a string")
-    split = _tokenizing(tokenizer)
-    paragraphs = [_sentences(paragraph, language) for paragraph in _paragraphs(text)]
-    tokens = split([sentence for paragraph in paragraphs for sentence in paragraph])
-    families = iter(_families(tokens))
-    members = []
-    for paragraph in paragraphs:
-        sentences = [family for _ in paragraph if (family := next(families)) is not None]
-        if sentences:
-            members.append(Signal(Sequence(len(sentences)), sentences))
-    if not members:
-        raise InvalidInput(where, given="a text without tokens", expected="at least one word")
-    return Signal(Sequence(len(members)), members)
+    return grow(paragraphs(text, language, where=where), tokenizer, where=where)
 
 
 def read_text_file(
@@ -85,12 +64,22 @@ def read_text_file(
 
 def load_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
     """The text of a file; a byte order mark at its start is left out. Raises as `read_text_file` does."""
+    return decode_text(load_bytes(path), encoding=encoding, where=str(path))
+
+
+def load_bytes(path: str | PathLike[str], *, expected: str = "a readable text file", where: str | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        InvalidInput: naming the file, when it cannot be read.
+    """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         given = {FileNotFoundError: "no such file", IsADirectoryError: "a directory"}.get(type(error))
-        raise InvalidInput(str(path), given=given or error.strerror or error, expected="a readable text file") from None
-    return decode_text(data, encoding=encoding, where=str(path))
+        raise InvalidInput(
+            where or str(path), given=given or getattr(error, "strerror", None) or error, expected=expected
+        ) from None
 
 
 def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") -> str:
@@ -117,105 +106,49 @@ def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") ->
         ) from None
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: Iterable[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer made from these texts: every text can be encoded, and decoding gives it back.
+def paragraphs(text: str, language: str, *, where: str) -> list[list[str]]:
+    """The sentences of each paragraph. Lines may be wrapped anywhere in a paragraph.
 
-    Args:
-        vocab_size: at most so many tokens, 256 of them the bytes.
+    >>> paragraphs("It rained.  It\\nsnowed.\\n\\nThen what?", "en", where="text")
+    [['It rained.', 'It snowed.'], ['Then what?']]
 
-    >>> tokenizer = train_tokenizer(["the cat and the hat"], 260)
-    >>> tokenizer.decode(tokenizer.encode("the cät").ids)
-    'the cät'
+    Raises:
+        InvalidInput: no string.
+        MissingExtra: `sentencex` is not installed.
     """
-    special = list(special_tokens)
-    if isinstance(texts, str):
-        raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
-    if vocab_size < 256 + len(special):
-        raise InvalidInput(
-            "vocab_size", given=vocab_size, expected=f"{256 + len(special)} or more: 256 bytes and the special tokens"
-        )
-    library = _import_tokenizers()
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    parts = _BLANK_LINES.split(one_line_end(check_text(text, where)))
+    return [sentences(stripped, language) for part in parts if (stripped := part.strip())]
 
 
-def _paragraphs(text: str) -> list[str]:
-    """Stripped, not empty, each on one line, so that a text gives the same tokens wherever its lines were wrapped."""
-    parts = _BLANK_LINES.split(text.replace("\r\n", "\n").replace("\r", "\n"))
-    return [_LINE_END.sub(" ", stripped) for part in parts if (stripped := part.strip())]
+def sentences(paragraph: str, language: str) -> list[str]:
+    """The sentences of one paragraph, each on one line, so that wrapping the lines elsewhere changes no token.
 
-
-def _sentences(paragraph: str, language: str) -> list[str]:
+    >>> sentences("It rained\\n all day. Dr. Ito stayed in.", "en")
+    ['It rained all day.', 'Dr. Ito stayed in.']
+    """
     try:
         from sentencex import segment  # type: ignore[import-untyped]
     except ImportError:
         raise MissingExtra("sentencex", "text", "splitting text into sentences") from None
-    return [stripped for sentence in segment(language, paragraph) if (stripped := sentence.strip())]
+    line = encodable(_LINE_END.sub(" ", paragraph))
+    return [stripped for sentence in segment(language, line) if (stripped := sentence.strip())]
 
 
-def _families(sentences: list[list[Any]]) -> list[Signal | None]:
-    """A simple signal per sentence, None for one without tokens."""
-    if all(isinstance(tokens[0], str) for tokens in sentences if tokens):
-        return [Signal.of(tokens, "text") if tokens else None for tokens in sentences]
-    # One conversion and many views: a tensor made per sentence costs more than all the rest.
-    ids = torch.from_numpy(np.fromiter((i for tokens in sentences for i in tokens), np.int64))
-    bounds = pairwise(accumulate((len(tokens) for tokens in sentences), initial=0))
-    return [Signal.of(ids[begin:end], "text") if begin < end else None for begin, end in bounds]
+def lines(text: str) -> list[str]:
+    """The lines of a text whose lines mean something, such as code; they keep their indent.
+
+    >>> lines("if cat:\\n    feed(cat)  \\n")
+    ['if cat:', '    feed(cat)', '']
+    """
+    return [line.rstrip() for line in one_line_end(text).split("\n")]
 
 
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise MissingExtra("tokenizers", "text", "splitting text into tokens") from None
-    return tokenizers
+def one_line_end(text: str) -> str:
+    """The text with one character at the end of each line, whatever system it was written on."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _tokenizing(tokenizer: Any) -> _Split:
-    if tokenizer is None:
-        pre_tokenizer = _import_tokenizers().pre_tokenizers.BertPreTokenizer()
-        return lambda sentences: [[word for word, _ in pre_tokenizer.pre_tokenize_str(s)] for s in sentences]
-    if isinstance(tokenizer, (str, PathLike)):
-        tokenizer = _load_tokenizer(tokenizer)
-    if hasattr(tokenizer, "encode_batch_fast"):
-        return lambda sentences: [
-            encoding.ids for encoding in _whole(tokenizer).encode_batch_fast(sentences, add_special_tokens=False)
-        ]
-    if callable(getattr(tokenizer, "encode", None)):
-        return lambda sentences: [list(tokenizer.encode(s, add_special_tokens=False)) for s in sentences]
-    raise InvalidInput(
-        "tokenizer",
-        given=f"a {type(tokenizer).__name__}",
-        expected="a tokenizers.Tokenizer, the path of a tokenizer.json, or an object with encode()",
-    )
-
-
-def _whole(tokenizer: Any) -> Any:
-    """The tokenizer without padding and truncation, which a tokenizer.json may ask for; the given one stays."""
-    if tokenizer.padding is None and tokenizer.truncation is None:
-        return tokenizer
-    copy = type(tokenizer).from_str(tokenizer.to_str())
-    copy.no_padding()
-    copy.no_truncation()
-    return copy
-
-
-def _load_tokenizer(path: str | PathLike[str]) -> Any:
-    library = _import_tokenizers()
-    if not Path(path).is_file():
-        raise InvalidInput(str(path), given="no such file", expected="a tokenizer.json")
-    try:
-        return library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception for every fault in the file
-        raise InvalidInput(
-            str(path), given=f"a file that does not load ({error})", expected="a tokenizer.json"
-        ) from None
+def check_text(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidInput(where, given=type(text).__name__, expected="a string")
+    return text

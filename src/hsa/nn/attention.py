@@ -1,0 +1,207 @@
+"""The attentions a layer can be given. Each maps packed q, k, v `[leaves, heads, dim]` to `[leaves, heads, dim]`.
+
+All take `(q, k, v, hierarchy, positions)`; `uses_positions` says whether position logits have a meaning for it, and
+`counting_operations` collects what each call costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hsa.attention.flops import Flops, flops
+from hsa.attention.hierarchical.operator import hierarchical_attention
+from hsa.attention.multiscale.choice import open_families
+from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.multiscale.queries import Queries
+from hsa.hierarchy import Hierarchy
+
+_COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
+
+
+@contextmanager
+def counting_operations() -> Iterator[list[Flops]]:
+    """Inside it, every attention appends what its call cost: one entry per layer.
+
+    >>> tree = Hierarchy.flat([5])
+    >>> with counting_operations() as counts:
+    ...     _ = Flat()(*torch.randn(3, 5, 2, 8).unbind(0), tree, None)
+    >>> counts[0].attention  # (4·width + heads)·5²
+    1650
+    """
+    counts: list[Flops] = []
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)
+
+
+def _counted(q: Tensor, *structure: object, **more: object) -> None:
+    counts = _COUNTS.get()
+    if counts is not None:
+        counts.append(flops(*structure, q.shape[1] * q.shape[2], q.shape[1], **more))  # type: ignore[arg-type]
+
+
+class Hierarchical(nn.Module):
+    """The paper's operator: rows and columns tied over pairs of siblings."""
+
+    uses_positions = True
+
+    def __init__(self, *, include_self: bool = False):
+        super().__init__()
+        self.include_self = include_self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        _counted(q, hierarchy)
+        return hierarchical_attention(q, k, v, hierarchy, positions=positions, include_self=self.include_self)
+
+
+class Multiscale(nn.Module):
+    """Every query keeps its row: the own leaf family, `near` neighbours and the `refine` best exactly, the rest pooled.
+
+    A learned bias per head weighs pooled against exact.
+    """
+
+    uses_positions = True
+
+    def __init__(self, heads: int, *, near: int = 0, refine: int = 0):
+        super().__init__()
+        self.near, self.refine = near, refine
+        self.pooled_bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        def choose() -> object:
+            return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
+
+        # Without refinement the choice depends on the tree alone, and all layers and heads share it.
+        opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
+        _counted(q, opened, hierarchy=hierarchy)
+        return multiscale_attention(
+            q,
+            k,
+            v,
+            hierarchy,
+            opened=opened,  # type: ignore[arg-type]
+            positions=positions,
+            pooled_bias=self.pooled_bias,
+        )
+
+
+class Found(nn.Module):
+    """Multiscale attention over trees found from the keys of each head: groups of `group`, the `refine` best opened."""
+
+    uses_positions = False
+
+    def __init__(self, heads: int, *, group: int = 8, refine: int = 8, window: int = 16):
+        super().__init__()
+        self.group, self.refine, self.window = group, refine, window
+        self.pooled_bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        tree = hierarchy.cached(
+            ("binary", self.group),
+            lambda: Hierarchy.regular(hierarchy.lengths, (self.group, 2), repeat_last=True).to(hierarchy.device),
+        )
+        queries = Queries.windows(tree, self.window)
+        order = find_key_order(k, tree)
+        opened = open_families(q, k, tree, queries=queries, refine=self.refine, key_order=order)
+        _counted(q, opened, hierarchy=tree, key_order=order)
+        return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=self.pooled_bias)
+
+
+class Alone(nn.Module):
+    """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
+
+    needs_queries = False
+
+    uses_positions = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        return v
+
+
+class Flat(nn.Module):
+    """Softmax attention over all leaves of a tree, by PyTorch's fused kernels.
+
+    Trees of like length share a call. Position logits, and the mask of the padding, travel as further channels of q and k,
+    which keeps the fastest kernels available. The hierarchy must be flat for positions to be those of siblings.
+    """
+
+    uses_positions = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        _counted(q, hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths)))
+        if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
+            half = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(half), k.to(half), v.to(half)
+        heads, dim = q.shape[1:]
+        q_parts, k_parts = [q * dim**-0.5], [k]
+        if positions is not None:
+            ε = positions.index_select(0, hierarchy.tensor("leaf_nodes")).to(q.dtype).expand(-1, heads, -1)
+            q_parts, k_parts = [*q_parts, ε], [*k_parts, ε]
+        q, k = torch.cat(q_parts, -1), torch.cat(k_parts, -1)
+        parts = []
+        buckets = hierarchy.cached("lengths", lambda: _by_length(hierarchy))
+        for bucket in buckets:
+            rows = [t.index_select(0, bucket.rows).unflatten(0, bucket.shape).transpose(1, 2) for t in (q, k, v)]
+            if bucket.absent is not None:
+                rows[0] = F.pad(rows[0], (0, 1), value=1.0)
+                rows[1] = torch.cat([rows[1], bucket.absent[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
+            whole = -(-rows[0].shape[-1] // 8) * 8  # fused kernels want channels in eights, and as many in v
+            rows = [F.pad(t, (0, whole - t.shape[-1])) for t in rows]
+            attended = F.scaled_dot_product_attention(*rows, scale=1.0)[..., : v.shape[-1]]
+            parts.append(attended.transpose(1, 2).flatten(0, 1))
+        back = hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
+        return torch.cat(parts).index_select(0, back)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    rows: Tensor  # [trees · longest] leaf of every place; padding repeats a tree's last leaf
+    shape: tuple[int, int]  # trees, longest
+    absent: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None: no padding
+
+
+def _by_length(hierarchy: Hierarchy, step: int = 64) -> list[_Bucket]:
+    offsets = hierarchy.structure.leaf_offsets
+    lengths = np.diff(offsets)
+    kind = -(-lengths // step) if hierarchy.num_trees > 8 else lengths
+    buckets = []
+    for same in np.unique(kind):
+        trees = np.flatnonzero(kind == same)
+        longest = int(lengths[trees].max())
+        place = np.arange(longest)[None]
+        rows = offsets[trees][:, None] + np.minimum(place, lengths[trees][:, None] - 1)
+        absent = np.where(place < lengths[trees][:, None], 0.0, -3e4).astype(np.float32)
+        buckets.append(
+            _Bucket(
+                torch.from_numpy(rows.reshape(-1)).to(hierarchy.device),
+                (len(trees), longest),
+                torch.from_numpy(absent).to(hierarchy.device) if absent.any() else None,
+            )
+        )
+    return buckets
+
+
+def _back(buckets: list[_Bucket], hierarchy: Hierarchy) -> Tensor:
+    """For every leaf, its row among the rows of all buckets."""
+    back = torch.empty(hierarchy.num_leaves, dtype=torch.int64, device=hierarchy.device)
+    first = 0
+    for bucket in buckets:
+        places = torch.arange(first, first + len(bucket.rows), device=hierarchy.device)
+        first += len(bucket.rows)
+        if bucket.absent is None:
+            back[bucket.rows] = places
+        else:
+            real = (bucket.absent == 0).flatten()
+            back[bucket.rows[real]] = places[real]
+    return back

@@ -1,0 +1,185 @@
+"""`HierarchicalEncoder`: leaf values of a forest → a vector per leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale
+from hsa.nn.embedding import Embedding, Modality
+from hsa.nn.grouped_linear import Groups
+from hsa.nn.inputs import Inputs
+from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.pooling import pool_families
+from hsa.nn.positions import PositionFeatures, PositionProjection
+from hsa.places import Places
+
+Operator = Literal["hierarchical", "multiscale", "found", "flat", "none"]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The sizes of an encoder.
+
+    Args:
+        width: of the leaf vectors.
+        heads: of attention.
+        layers: how many.
+        feed_forward: inner width of the feed-forward networks; 2·width by default.
+        dropout: on embeddings and residual branches.
+        operator: "hierarchical" (the paper's), "multiscale" (own rows), "found" (own rows over trees found from the
+            keys), "flat" (softmax attention over all leaves), "none" (no attention: DeepSets).
+        include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
+        near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
+        group, window: for "found": keys per group, queries that share a choice.
+        windows: fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
+        position_width: of the position features; 0 for no positions.
+        position_dim: channels of ε per head.
+        position_input: also add a projection of every leaf's place to its vector.
+        pool: "families": after every layer but the last, leaf families are pooled into their parents, so that the
+            signal coarsens by a level; "none": the tree stays.
+        shared: all layers have the same weights.
+    """
+
+    width: int = 128
+    heads: int = 4
+    layers: int = 2
+    feed_forward: int | None = None
+    dropout: float = 0.1
+    operator: Operator = "hierarchical"
+    include_self: bool = False
+    near: int = 0
+    refine: int = 0
+    group: int = 8
+    window: int = 16
+    windows: tuple[int, ...] = ()
+    position_width: int = 64
+    position_dim: int = 16
+    position_input: bool = False
+    pool: Literal["none", "families"] = "none"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.operator not in get_args(Operator):
+            raise InvalidInput(
+                "operator", given=repr(self.operator), expected=f"one of {', '.join(get_args(Operator))}"
+            )
+        for name in ("width", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
+        if self.width % self.heads:
+            raise InvalidInput(
+                "heads", given=f"{self.heads} heads of a width of {self.width}", expected="heads that divide the width"
+            )
+        if self.position_width % 2:
+            raise InvalidInput("position_width", given=self.position_width, expected="an even number: sines and cosines")
+        if not 0 <= self.dropout < 1:
+            raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
+
+
+class HierarchicalEncoder(nn.Module):
+    """Embeddings per modality, positions per domain, and layers of attention on the tree.
+
+    Args:
+        config: the sizes.
+        modalities: what the leaves hold.
+        kinds: the kinds of domains in the data: some of "sequence", "grid", "graph", "table".
+        keys: the keys of its tables.
+
+    >>> import torch
+    >>> from hsa import Signal, collate
+    >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
+    >>> encoder = HierarchicalEncoder(EncoderConfig(width=16), {"text": Modality(tokens=10)}, kinds=("sequence",))
+    >>> x, forest = encoder(batch)
+    >>> x.shape
+    torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        modalities: Mapping[str, Modality],
+        kinds: Sequence[str] = ("sequence",),
+        keys: Sequence[str] = (),
+    ):
+        super().__init__()
+        self.config = config
+        self.names = tuple(modalities)
+        # Pooled leaves mix modalities: they get projections of their own.
+        self.num_groups = len(modalities) + (len(modalities) > 1 and config.pool != "none")
+        self.embedding = Embedding(modalities, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        attentions = [_attention(config) for _ in range(1 if config.shared else config.layers)]
+        self.layers = nn.ModuleList(
+            HierarchicalEncoderLayer(
+                config.width,
+                config.heads,
+                attention,
+                modalities=self.num_groups,
+                feed_forward=config.feed_forward,
+                dropout=config.dropout,
+            )
+            for attention in attentions
+        )
+        self.features: PositionFeatures | None = None
+        self.positions = nn.ModuleList()
+        kinds = ("sequence",) if config.operator == "flat" or config.windows else kinds
+        uses = config.position_width > 0 and bool(kinds)
+        if uses and (attentions[0].uses_positions or config.position_input):
+            self.features = PositionFeatures(config.position_width, kinds, keys)
+        if self.features is not None and attentions[0].uses_positions:
+            self.positions = nn.ModuleList(
+                PositionProjection(self.features.widths, config.heads, config.position_dim) for _ in attentions
+            )
+        self.place = (
+            PositionProjection(self.features.widths, 1, config.width)
+            if self.features is not None and config.position_input
+            else None
+        )
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
+        """A vector per leaf, and the forest these leaves hang in: that of the inputs unless the encoder pools."""
+        hierarchy, places = self._tree(inputs)
+        groups = Groups.of(inputs.leaves, self.names, self.num_groups)
+        x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)
+        features = None if self.features is None else self.features(places)
+        if self.place is not None and features is not None:
+            x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
+        x = self.dropout(x)
+        for i in range(self.config.layers):
+            own = 0 if self.config.shared else i
+            if i and self.config.pool == "families" and hierarchy.depth > 0:
+                x, hierarchy, places = pool_families(x, hierarchy, places)
+                groups = Groups((0,) * (self.num_groups - 1) + (len(x),), None, None)
+            positions = self.positions[own](features, places.row) if len(self.positions) else None
+            x = self.layers[own](x, hierarchy, groups, positions)
+        return x, hierarchy
+
+    def _tree(self, inputs: Inputs) -> tuple[Hierarchy, Places]:
+        """The forest attention runs on."""
+        config, hierarchy = self.config, inputs.hierarchy
+        if config.operator == "flat":
+            flat = hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths).to(hierarchy.device))
+            return flat, Places.of_sequences(flat)
+        if config.windows:
+            regular = hierarchy.cached(
+                ("windows", config.windows),
+                lambda: Hierarchy.regular(hierarchy.lengths, config.windows).to(hierarchy.device),
+            )
+            return regular, Places.of_sequences(regular)
+        return hierarchy, inputs.places
+
+
+def _attention(config: EncoderConfig) -> Any:
+    if config.operator == "hierarchical":
+        return Hierarchical(include_self=config.include_self)
+    if config.operator == "multiscale":
+        return Multiscale(config.heads, near=config.near, refine=config.refine)
+    if config.operator == "found":
+        return Found(config.heads, group=config.group, refine=config.refine, window=config.window)
+    return Flat() if config.operator == "flat" else Alone()

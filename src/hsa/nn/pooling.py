@@ -1,0 +1,124 @@
+"""Coarser signals: leaves merged, a level pooled into its parents, a whole tree pooled into one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.attention.arguments import check_count
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy, Structure
+from hsa.places import Places
+
+Pooled = tuple[Tensor, Hierarchy, Places]
+GlobalPooling = Literal["mean", "max", "attention", "first", "last"]
+
+
+def pool_families(x: Tensor, hierarchy: Hierarchy, places: Places) -> Pooled:
+    """Every family of leaves becomes one leaf in its parent's place, with the mean of their vectors.
+
+    A forest of height h is down to its roots after h calls. Trees of one leaf stay.
+
+    >>> tree = Hierarchy.from_nested([[3, [2, 1]]])
+    >>> x, coarser, _ = pool_families(torch.arange(6.0)[:, None], tree, Places.of_sequences(tree))
+    >>> x.flatten().tolist()
+    [1.0, 3.5, 5.0]
+    >>> print(coarser.show())
+    tree 0 · 3 leaves
+    ├─ leaf 0
+    └─ 2 leaves
+    """
+
+
+    def no_members_of_leaf_families() -> np.ndarray:
+        s = hierarchy.structure
+        return ~np.append(s.height == 1, False)[s.parent]  # −1, a root's parent, is the entry appended
+
+    return _keep(x, hierarchy, places, "families pooled", no_members_of_leaf_families)
+
+
+def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: Places, size: int = 2) -> Pooled:
+    """Runs of `size` neighbouring leaves of a family become one leaf, with their mean and the first one's place.
+
+    >>> tree = Hierarchy.from_nested([[3, 2]])
+    >>> x, coarser, _ = merge_leaves(torch.arange(5.0)[:, None], tree, Places.of_sequences(tree))
+    >>> x.flatten().tolist(), coarser == Hierarchy.from_nested([[2, 1]])
+    ([0.5, 2.0, 3.5], True)
+    """
+    size = check_count("size", size, "leaves to merge into one, 1 or more", minimum=1)
+
+    def heads_of_runs() -> np.ndarray:
+        s = hierarchy.structure
+        nodes = np.arange(hierarchy.num_nodes)
+        # A run begins at the first member of a family, and after a subtree; every root is a family of its own.
+        first_member = nodes == np.append(s.first_child, -1)[s.parent]
+        begins = first_member | (s.parent < 0) | ~np.append(s.is_leaf, False)[nodes - 1]
+        place = nodes - np.maximum.accumulate(np.where(begins, nodes, 0))
+        return ~s.is_leaf | (place % size == 0)
+
+    return _keep(x, hierarchy, places, ("leaves merged", size), heads_of_runs)
+
+
+def _keep(
+    x: Tensor, hierarchy: Hierarchy, places: Places, name: Hashable, kept: Callable[[], np.ndarray]
+) -> Pooled:
+    """The forest of the kept nodes. A leaf's vector is the mean of the leaves from its first up to the next one's."""
+
+    def build() -> tuple[Hierarchy, Tensor, Tensor]:
+        s = hierarchy.structure
+        nodes = np.flatnonzero(kept())
+        parent = s.parent[nodes]
+        num_children = np.bincount(parent[parent >= 0], minlength=hierarchy.num_nodes)[nodes]
+        coarser = Hierarchy(Structure.from_num_children(num_children), device=hierarchy.device)
+        first = s.first_leaf[nodes[coarser.structure.leaf_nodes]]
+        lengths = np.diff(np.append(first, hierarchy.num_leaves))
+        return coarser, *(torch.from_numpy(array).to(hierarchy.device) for array in (nodes, lengths))
+
+    coarser, nodes, lengths = hierarchy.cached(name, build)
+    return segment_mean(x, lengths), coarser, places.keep(nodes)
+
+
+def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
+    """Means of consecutive runs of rows, `[rows, …]` → `[runs, …]`; sums in float32 or better."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True).to(x.dtype)
+
+
+def segment_max(x: Tensor, lengths: Tensor) -> Tensor:
+    """Maxima of consecutive runs of rows."""
+    return torch.segment_reduce(x, "max", lengths=lengths, unsafe=True)
+
+
+class GlobalPool(nn.Module):
+    """A tree → one vector: the mean or the maximum of its leaves, a learned weighing of them, its first or last leaf.
+
+    >>> tree = Hierarchy.flat([2, 3])
+    >>> GlobalPool("max", 1)(torch.arange(5.0)[:, None], tree).flatten().tolist()
+    [1.0, 4.0]
+    """
+
+    def __init__(self, kind: GlobalPooling, width: int):
+        super().__init__()
+        kinds = ("mean", "max", "attention", "first", "last")
+        if kind not in kinds:
+            raise InvalidInput("pooling", given=repr(kind), expected=f"one of {', '.join(kinds)}")
+        self.kind = kind
+        self.score = nn.Linear(width, 1) if kind == "attention" else None
+
+    def forward(self, x: Tensor, hierarchy: Hierarchy) -> Tensor:
+        lengths = hierarchy.cached("lengths of trees", lambda: hierarchy.tensor("leaf_offsets").diff())
+        if self.kind == "mean":
+            return segment_mean(x, lengths)
+        if self.kind == "max":
+            return segment_max(x, lengths)
+        if self.score is not None:
+            logits = self.score(x).to(torch.promote_types(x.dtype, torch.float32))
+            top = segment_max(logits.detach(), lengths).repeat_interleave(lengths, 0, output_size=len(x))
+            weights = (logits - top).exp()
+            return (segment_mean(weights * x, lengths) / segment_mean(weights, lengths)).to(x.dtype)
+        offsets = hierarchy.tensor("leaf_offsets")
+        return x[offsets[:-1] if self.kind == "first" else offsets[1:] - 1]

@@ -1,0 +1,112 @@
+"""A file → the reader for its kind, by the suffix of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from hsa.errors import InvalidInput
+from hsa.signals.readers.html import load_html, read_html, visible_text
+from hsa.signals.readers.image import read_image
+from hsa.signals.readers.json_document import read_json
+from hsa.signals.readers.markdown import read_markdown
+from hsa.signals.readers.python_source import load_python, read_python
+from hsa.signals.readers.text import load_text, read_text
+from hsa.signals.signal import Signal
+
+KINDS = {
+    "text": (".txt",),
+    "markdown": (".md", ".markdown"),
+    "html": (".html", ".htm"),
+    "python": (".py",),
+    "json": (".json",),
+    "image": (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp"),
+}
+SUFFIXES = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
+
+_LOADERS: dict[str, Callable[[Path], str]] = {"html": load_html, "python": load_python}
+
+
+def read_file(
+    path: str | PathLike[str],
+    tokenizer: Any = None,
+    language: str = "en",
+    *,
+    image_reader: Callable[[Path], Signal] = read_image,
+    on_bad: Literal["raise", "skip"] = "raise",
+) -> Signal:
+    """The signal of a file, read by the reader for its suffix (see `SUFFIXES`).
+
+    The pictures of a web page are looked for in the folder of the page. For a whole site see `read_site`, for the rows
+    of a table `load_rows`.
+
+    Args:
+        tokenizer, language: as in `read_text`.
+        image_reader: makes the signal of a picture, such as `functools.partial(read_image, patch=8)`.
+        on_bad: what to do about a bad picture in a web page, as in `read_html`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "double.py")
+    ...     _ = path.write_text("def double(x):\\n    return 2 * x\\n")
+    ...     read_file(path)
+    Signal(Sequence(1), 10 leaves, 4 families, depth 3, text)
+
+    Raises:
+        InvalidInput: naming the file: a suffix it does not know, and what the readers raise.
+    """
+    path = Path(path)
+    kind = _kind(path)
+    where = str(path)
+    if kind == "image":
+        return image_reader(path)
+    text = _load(path, kind)
+    if kind == "html":
+        return read_html(
+            text,
+            tokenizer,
+            language,
+            folder=path.parent,
+            page=path.name,
+            image_reader=image_reader,
+            on_bad=on_bad,
+            where=where,
+        )
+    if kind == "python":
+        return read_python(text, tokenizer, where=where)
+    read = {"text": read_text, "markdown": read_markdown, "json": read_json}[kind]
+    return read(text, tokenizer, language, where=where)
+
+
+def text_of(path: str | PathLike[str]) -> str | None:
+    """The text of a file, to train a tokenizer on: of a web page what is shown, of other files all; None for a picture.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "page.html")
+    ...     _ = path.write_text("<title>Rivers</title>")
+    ...     text_of(path)
+    'Rivers'
+
+    Raises:
+        InvalidInput: naming the file: a suffix that is not known, a file that cannot be read.
+    """
+    path = Path(path)
+    kind = _kind(path)
+    if kind == "image":
+        return None
+    text = _load(path, kind)
+    return visible_text(text) if kind == "html" else text
+
+
+def _kind(path: Path) -> str:
+    kind = SUFFIXES.get(path.suffix.lower())
+    if kind is None:
+        raise InvalidInput(str(path), given=f"the suffix {path.suffix!r}", expected=f"one of {', '.join(SUFFIXES)}")
+    return kind
+
+
+def _load(path: Path, kind: str) -> str:
+    return _LOADERS.get(kind, load_text)(path)

@@ -1,0 +1,317 @@
+"""A web page → a set of blocks; a folder of pages → a graph along their links."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from hsa.errors import InvalidInput, MissingExtra
+from hsa.signals.domains import Graph
+from hsa.signals.readers.image import read_image
+from hsa.signals.readers.outline import Unordered, grow
+from hsa.signals.readers.text import check_text, decode_text, lines, load_bytes, sentences
+from hsa.signals.readers.tokens import encodable, load_tokenizer
+from hsa.signals.signal import Signal
+
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborNode
+
+_NEVER_SHOWN = frozenset({"script", "style", "noscript", "template", "iframe", "noembed", "noframes"})
+_BLOCK_TAGS = (
+    "address article aside blockquote body button caption center dd details dialog dir div dl dt fieldset figcaption "
+    "figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav ol optgroup option p pre "
+    "search section select summary table tbody td textarea tfoot th thead title tr ul"
+)
+_BLOCKS = frozenset(_BLOCK_TAGS.split())
+_CHARSET = re.compile(rb"<meta[^>]*?charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
+_BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+
+# What a page holds, in order: a run of text, preformatted text, the source of a picture, the target of a link.
+_Piece = tuple[Literal["text", "lines", "picture", "link"], str]
+
+
+def read_html(
+    text: str,
+    tokenizer: Any = None,
+    language: str = "en",
+    *,
+    folder: str | PathLike[str] | None = None,
+    page: str = "index.html",
+    image_reader: Callable[[Path], Signal] = read_image,
+    on_bad: Literal["raise", "skip"] = "raise",
+    left_out: list[str] | None = None,
+    where: str = "html",
+) -> Signal:
+    """A web page as a `Set` of blocks: paragraphs, headings, list items, table cells, pictures and the like.
+
+    A block is what stands together between the tags that begin a new line; preformatted text is lines → tokens, other
+    text sentences → tokens. Broken HTML is read as browsers read it. Scripts, style sheets, templates and frames are
+    left out; CSS is not applied, so what it hides is read.
+
+    Args:
+        tokenizer, language: as in `read_text`.
+        folder: where pictures are looked for; nothing outside it is opened. Without it pictures are left out. Pictures
+            on other sites and in `data:` addresses are always left out.
+        page: the path of this page in the folder, which addresses of pictures are relative to.
+        image_reader: makes the signal of a picture, such as `functools.partial(read_image, patch=8)`.
+        on_bad: what to do about a picture that is not in the folder or cannot be read: raise, or leave it out.
+        left_out: the names of pictures left out so are added to this list.
+        where: the name of the page in error messages.
+
+    >>> print(read_html("<title>Rivers</title><h1>The Rhine</h1><p>It is <b>long</b>.<p>And wide.").show())
+    Set(4) · 10 leaves · text
+    ├─ [0] Sequence(1) · 1 leaf · text
+    │  └─ [0] Sequence(1) · 1 leaf · text · 'Rivers'
+    ├─ [1] Sequence(1) · 2 leaves · text
+    │  └─ [0] Sequence(2) · 2 leaves · text · 'The' 'Rhine'
+    ...
+
+    Raises:
+        InvalidInput: no text and no picture in the page; a bad picture; an object that is no tokenizer.
+        MissingExtra: `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
+    """
+    pictures = _Pictures(None if folder is None else Path(folder), image_reader, on_bad, left_out)
+    return _page(_pieces(check_text(text, where)), tokenizer, language, pictures, page, where)
+
+
+def read_site(
+    folder: str | PathLike[str],
+    tokenizer: Any = None,
+    language: str = "en",
+    *,
+    image_reader: Callable[[Path], Signal] = read_image,
+    on_bad: Literal["raise", "skip"] = "raise",
+    left_out: list[str] | None = None,
+) -> Signal:
+    """A folder of web pages as a `Graph`: its members are the pages, in the order of their paths, its edges the links.
+
+    Pages are the files named .html and .htm, in the folder and those below. A link to a folder leads to its index
+    page, and one without a suffix to the page of that name, as on web servers. Nothing outside the folder is opened,
+    also where symbolic links lead there.
+
+    Args:
+        tokenizer, language: as in `read_text`.
+        image_reader, on_bad, left_out: as in `read_html`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "index.html").write_text("See the <a href=rhine>Rhine</a>.")
+    ...     _ = Path(folder, "rhine.html").write_text("It is long. <a href='/'>Home</a>")
+    ...     read_site(folder)
+    Signal(Graph(2 nodes, 2 edges), 9 leaves, 8 families, depth 4, text)
+
+    Raises:
+        InvalidInput: no pages in the folder; naming the file: a page without text and pictures, a bad picture.
+    """
+    root = Path(folder)
+    pages = {name: place for place, name in enumerate(_pages(root))}
+    if not pages:
+        given = "no .html files" if root.is_dir() else "no such folder"
+        raise InvalidInput(str(folder), given=given, expected="a folder of web pages")
+    tokenizer = load_tokenizer(tokenizer)
+    pictures = _Pictures(root, image_reader, on_bad, left_out)
+    members = []
+    edges: dict[tuple[int, int], None] = {}  # in order, each once
+    for name, place in pages.items():
+        pieces = list(_pieces(load_html(root / name)))
+        members.append(_page(pieces, tokenizer, language, pictures, name, str(root / name)))
+        targets = [_target(reference, name, pages) for kind, reference in pieces if kind == "link"]
+        edges.update({(place, target): None for target in targets if target is not None and target != place})
+    return Signal(Graph(len(pages), list(edges)), members)
+
+
+def text_blocks(text: str, language: str) -> list[list[str]]:
+    """The sentences, or lines, of each block of text in a page or a part of one.
+
+    >>> text_blocks("<p>It rained. It snowed.<pre>a = 1", "en")
+    [['It rained.', 'It snowed.'], ['a = 1']]
+    """
+    return [block for kind, content in _pieces(text) if (block := _text_block(kind, content, language)) is not None]
+
+
+def visible_text(text: str) -> str:
+    """The text of a page, with a blank line between blocks.
+
+    >>> print(visible_text("<title>Rivers</title><script>let x</script><p>They <b>flow</b>."))
+    Rivers
+    <BLANKLINE>
+    They flow.
+    """
+    return "\n\n".join(content for kind, content in _pieces(text) if kind in ("text", "lines"))
+
+
+def load_html(path: str | PathLike[str]) -> str:
+    """The text of a page in the encoding that it names; without a name UTF-8 if it is that, else Windows-1252.
+
+    Raises:
+        InvalidInput: naming the file, when it cannot be read or is binary.
+    """
+    data = load_bytes(path)
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding, "replace")
+    if b"\0" in data:
+        return decode_text(data, where=str(path))
+    named = _CHARSET.search(data, 0, 1024)  # browsers look no further
+    label = named[1].decode("ascii", "replace").lower() if named else "utf-8"
+    if label in ("iso-8859-1", "latin1", "us-ascii", "ascii"):  # browsers take these for Windows-1252
+        label = "windows-1252"
+    try:
+        return data.decode("utf-8" if label.startswith("utf") else label)
+    except (UnicodeError, LookupError):
+        return data.decode("windows-1252", "replace")
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """How the pictures of a page are read."""
+
+    folder: Path | None
+    reader: Callable[[Path], Signal]
+    on_bad: str
+    left_out: list[str] | None
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ("raise", "skip"):
+            raise InvalidInput("on_bad", given=repr(self.on_bad), expected="'raise' or 'skip'")
+
+    def read(self, source: str, page: str, where: str) -> Signal | None:
+        address = _address(source, page)
+        if self.folder is None or address is None:
+            return None
+        path = self.folder / address
+        try:
+            if not _is_inside(path, self.folder):
+                raise InvalidInput(
+                    str(path),
+                    given="no such file in the folder",
+                    expected=f"the picture that {where} shows",
+                    fix="pass on_bad='skip' to leave such pictures out",
+                )
+            return self.reader(path)
+        except InvalidInput:
+            if self.on_bad == "raise":
+                raise
+            if self.left_out is not None:
+                self.left_out.append(str(path))
+            return None
+
+
+def _page(
+    pieces: Iterable[_Piece], tokenizer: Any, language: str, pictures: _Pictures, page: str, where: str
+) -> Signal:
+    blocks: Unordered = Unordered()
+    for kind, content in pieces:
+        picture = kind == "picture"
+        block = pictures.read(content, page, where) if picture else _text_block(kind, content, language)
+        if block is not None:
+            blocks.append(block)
+    return grow(blocks, tokenizer, where=where, expected="at least one word or picture in the page")
+
+
+def _text_block(kind: str, content: str, language: str) -> list[str] | None:
+    if kind == "text":
+        return sentences(content, language)
+    return lines(content) if kind == "lines" else None
+
+
+def _pieces(text: str) -> Iterator[_Piece]:
+    """Text is gathered until a tag that begins or ends a block, so that tags may be nested in any way."""
+    try:
+        from selectolax.lexbor import LexborHTMLParser
+    except ImportError:
+        raise MissingExtra("selectolax", "readers", "reading HTML") from None
+
+    gathered: list[str] = []
+    preformatted = 0  # how many <pre> are open
+    for node, opens in _tags(LexborHTMLParser(encodable(text)).root):
+        tag = node.tag
+        if tag == "-text":
+            if opens:
+                gathered.append(node.text_content or "")
+        elif tag == "br":
+            gathered.append("\n" if opens else "")
+        elif tag in _BLOCKS or tag == "img":
+            yield from _flush(gathered, preformatted > 0)
+            if tag == "pre":
+                preformatted += 1 if opens else -1
+        if opens and tag in ("a", "img"):
+            reference = node.attributes.get("href" if tag == "a" else "src")
+            if reference:
+                yield ("link" if tag == "a" else "picture"), reference
+
+
+def _flush(gathered: list[str], preformatted: bool) -> Iterator[_Piece]:
+    text = "".join(gathered)
+    gathered.clear()
+    if preformatted and text.strip():
+        yield "lines", text
+    elif words := text.split():
+        yield "text", " ".join(words)
+
+
+def _tags(root: LexborNode | None) -> Iterator[tuple[LexborNode, bool]]:
+    """Every node as it opens and as it closes; a loop, because pages may be nested deeper than Python's own stack."""
+    node = root
+    while node is not None:
+        yield node, True
+        below = None if node.tag in _NEVER_SHOWN else node.child
+        if below is not None:
+            node = below
+            continue
+        while node is not None:
+            yield node, False
+            beside = None if node.mem_id == root.mem_id else node.next  # type: ignore[union-attr]
+            if beside is not None:
+                node = beside
+                break
+            node = None if node.mem_id == root.mem_id else node.parent  # type: ignore[union-attr]
+
+
+def _pages(root: Path) -> list[str]:
+    found = []
+    for folder, _, files in os.walk(root):
+        for file in files:
+            path = Path(folder, file)
+            if path.suffix.lower() in (".html", ".htm") and _is_inside(path, root):
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether it is a file in the folder, also after symbolic links are followed."""
+    return os.path.isfile(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _address(reference: str, page: str) -> str | None:
+    """The path in the folder that a page refers to; None when it is elsewhere.
+
+    >>> _address("../b.html#top", "blog/a.html"), _address("/b.html?x", "blog/a.html"), _address("../../b", "blog/a")
+    ('b.html', 'b.html', 'b')
+    >>> _address("https://example.org/", "a.html"), _address("data:,x", "a.html"), _address("#top", "a.html")
+    (None, None, None)
+    """
+    try:
+        parts = urlsplit(reference.strip())
+    except ValueError:
+        return None
+    if parts.scheme or parts.netloc or not parts.path:
+        return None
+    # Under "/" a path cannot climb above the folder: browsers ignore steps above the root of a site, too.
+    return posixpath.normpath(posixpath.join("/", posixpath.dirname(page), unquote(parts.path))).lstrip("/")
+
+
+def _target(reference: str, page: str, pages: dict[str, int]) -> int | None:
+    address = _address(reference, page)
+    if address is None:
+        return None
+    names = (address, posixpath.join(address, "index.html"), posixpath.join(address, "index.htm"), f"{address}.html")
+    return next((pages[name] for name in names if name in pages), None)

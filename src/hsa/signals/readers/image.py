@@ -1,0 +1,137 @@
+"""A picture → a grid of patches, or a grid of blocks of patches."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hsa.errors import InvalidInput, MissingExtra
+from hsa.signals.domains import Grid
+from hsa.signals.readers.text import load_bytes
+from hsa.signals.signal import Signal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_EXPECTED = "a picture that Pillow reads"
+
+
+def read_image(
+    picture: Any, *, patch: int = 16, largest: int = 224, block: int | None = None, where: str | None = None
+) -> Signal:
+    """A picture as a `Grid` of square patches: leaves of modality "patch", uint8 of shape [patch, patch, 3] in RGB.
+
+    Args:
+        picture: the path of a file, its bytes, a Pillow image, or uint8 pixels of shape [height, width] or
+            [height, width, channels]. Of an animation the first frame is read. It is turned as its EXIF data says, and
+            shown on white where it is transparent.
+        patch: side of a patch in pixels.
+        largest: the longer side in pixels is at most this. Pictures are made smaller where they must be and keep their
+            aspect ratio, up to the rounding of both sides to whole patches.
+        block: makes a `Grid` of blocks, each a `Grid` of at most block × block patches.
+        where: the name of the picture in error messages; the path unless given.
+
+    >>> read_image(np.zeros((480, 640), np.uint8))
+    Signal(Grid((10, 14)), 140 leaves, 1 family, depth 1, patch)
+    >>> read_image(np.zeros((480, 640), np.uint8), block=4).domain
+    Grid((3, 4))
+
+    Raises:
+        InvalidInput: naming the picture: no such file, no picture, damaged, or too many pixels to be one.
+        MissingExtra: `pillow` is not installed.
+    """
+    for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block or 1, 1)):
+        if value < least:
+            raise InvalidInput(
+                name, given=value, expected=f"{least} or more pixels" if name != "block" else "1 or more"
+            )
+    where = where or (str(picture) if isinstance(picture, (str, PathLike)) else "picture")
+    pixels = torch.from_numpy(_pixels(picture, patch, largest, where))
+    patches = pixels.unflatten(0, (-1, patch)).unflatten(2, (-1, patch)).transpose(1, 2).contiguous()
+    if block is None:
+        return _grid(patches)
+    rows = [band.split(block, dim=1) for band in patches.split(block)]
+    return Signal(Grid((len(rows), len(rows[0]))), [_grid(part.contiguous()) for row in rows for part in row])
+
+
+def _grid(patches: Tensor) -> Signal:
+    return Signal.of(patches, "patch", Grid(patches.shape[:2]))
+
+
+def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.uint8]:
+    """The picture at the size it is read in, [height, width, 3]."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise MissingExtra("pillow", "readers", "reading pictures") from None
+
+    if isinstance(picture, (str, PathLike)):
+        picture = load_bytes(picture, expected=_EXPECTED, where=where)
+    try:
+        image = _open(picture)
+        _check_pixels(image, where)
+        # JPEG can be decoded at an eighth, a quarter or half of its size, which takes most of the time of large photos.
+        full = image.size
+        image.draft("RGB", (largest, largest))
+        is_turned = image.getexif().get(0x0112, 1) >= 5  # the orientations that swap the sides
+        size = _whole_patches(full[::-1] if is_turned else full, patch, largest)
+        image = _on_white(ImageOps.exif_transpose(image))
+        return np.array(image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0), np.uint8)
+    except InvalidInput:
+        raise
+    except Exception as error:  # the decoders raise a dozen types for what they find in damaged files
+        raise InvalidInput(where, given=f"no readable picture ({error})", expected=_EXPECTED) from None
+
+
+def _open(picture: Any) -> Image:
+    from PIL import Image
+
+    if isinstance(picture, Image.Image):
+        return picture.copy()  # the caller's stays as it is
+    if isinstance(picture, (bytes, bytearray)):
+        return Image.open(BytesIO(picture))
+    if isinstance(picture, (np.ndarray, Tensor)):
+        array = np.asarray(picture)
+        return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+    raise TypeError(f"a {type(picture).__name__}")
+
+
+def _check_pixels(image: Image, where: str) -> None:
+    from PIL import Image
+
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and image.width * image.height > most:
+        raise InvalidInput(
+            where,
+            given=f"{image.width:,} × {image.height:,} pixels",
+            expected=f"at most {most:,}",
+            fix="if the file is to be trusted, raise PIL.Image.MAX_IMAGE_PIXELS",
+        )
+
+
+def _whole_patches(size: tuple[int, int], patch: int, largest: int) -> tuple[int, int]:
+    """A size of at most `largest`, rounded to patches.
+
+    >>> _whole_patches((640, 480), 16, 224), _whole_patches((1, 1000), 16, 224), _whole_patches((30, 20), 16, 224)
+    ((224, 160), (16, 224), (32, 16))
+    """
+    scale = min(1.0, largest / max(size))
+    width, height = (patch * min(max(round(side * scale / patch), 1), largest // patch) for side in size)
+    return width, height
+
+
+def _on_white(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # Pillow would clip all but the darkest of the 16-bit greys
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -1,0 +1,90 @@
+"""A JSON document → the same nesting, with its strings split into sentences and tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from hsa.errors import InvalidInput
+from hsa.signals.readers.outline import grow
+from hsa.signals.readers.text import check_text, sentences
+from hsa.signals.signal import Leaf, Signal
+
+
+def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "json") -> Signal:
+    """A JSON document as a signal: lists are `Sequence`s, objects `Table`s, strings sentences → tokens.
+
+    Numbers, true and false are leaves of modality "number", as floats. Null and empty lists, objects and strings are
+    left out. `from_nested` keeps each string whole instead.
+
+    Args:
+        tokenizer, language: as in `read_text`.
+        where: the name of the document in error messages.
+
+    >>> print(read_json('{"name": "Ada Lovelace", "years": [1815, 1852], "tags": []}').show())
+    Table('name', 'years') · 4 leaves · text, number
+    ├─ .name Sequence(1) · 2 leaves · text
+    │  └─ [0] Sequence(2) · 2 leaves · text · 'Ada' 'Lovelace'
+    └─ .years Sequence(2) · 2 leaves · number · 1815.0 1852.0
+
+    Raises:
+        InvalidInput: no JSON, with line and column; a number that is not finite; nothing but empty lists and objects.
+    """
+    document = parse_json(check_text(text, where), where)
+    try:
+        outline = _outline(document, language, where)
+        # A number alone is no signal; a list around it makes it one.
+        return grow([outline] if isinstance(outline, Leaf) else outline, tokenizer, where=where, expected="a value")
+    except RecursionError:
+        raise _too_deep(where) from None
+
+
+def parse_json(text: str, where: str, line: int = 1) -> Any:
+    """The Python object of a JSON text, which begins in this line of its file.
+
+    Raises:
+        InvalidInput: no JSON, with line and column.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{where}: line {line + error.lineno - 1}, column {error.colno}"
+        raise InvalidInput(place, given=f"no JSON ({error.msg})", expected="JSON") from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError:  # an integer of thousands of digits
+        raise InvalidInput(f"{where}: line {line}", given="a number too long to read", expected="JSON") from None
+
+
+def _outline(value: Any, language: str, where: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _outline(part, language, where) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_outline(part, language, where) for part in value]
+    if isinstance(value, str):
+        return sentences(value, language)
+    if value is None:
+        return []
+    return Leaf(finite(value, where), "number")
+
+
+def finite(value: Any, where: str) -> float:
+    """The number as a float.
+
+    Raises:
+        InvalidInput: no number, or one that is infinite or too large for a float.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        shown = repr(value)
+        given = shown if len(shown) <= 60 else f"{shown[:59]}…"
+        raise InvalidInput(where, given=given, expected="a finite number")
+    return number
+
+
+def _too_deep(where: str) -> InvalidInput:
+    return InvalidInput(where, given="JSON nested too deeply to read", expected="fewer levels")

@@ -1,0 +1,117 @@
+"""Markdown → sections by heading level → blocks → sentences or lines → tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hsa.errors import MissingExtra
+from hsa.signals.readers.html import text_blocks
+from hsa.signals.readers.outline import grow
+from hsa.signals.readers.text import check_text, lines, one_line_end, sentences
+from hsa.signals.signal import Signal
+
+if TYPE_CHECKING:
+    from markdown_it.tree import SyntaxTreeNode
+
+# A first line of dashes with text right under it opens front matter; with a blank line under it, it is a rule.
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\n]*\S).*?^(?:---|\.\.\.)[ \t]*$", re.DOTALL | re.MULTILINE)
+_DEEPEST = 100  # levels of quotes and lists; the parser leaves out what is deeper
+
+
+def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "markdown") -> Signal:
+    """A Markdown text as a signal: a `Sequence` of blocks and sections, whose sections nest as their headings do.
+
+    | Markdown               | becomes                                                                            |
+    |------------------------|------------------------------------------------------------------------------------|
+    | heading and what follows | a section, `Table("heading", "body")`: sentences → tokens; blocks and subsections |
+    | paragraph              | sentences → tokens; of a picture its description, of a link its text               |
+    | list                   | items → blocks                                                                     |
+    | quote                  | blocks                                                                             |
+    | code block             | lines → tokens                                                                     |
+    | table                  | rows → cells → sentences → tokens                                                  |
+    | HTML block             | its blocks, as `read_html` finds them                                              |
+
+    A heading with nothing under it is a `Table("heading")`. Front matter, rules and comments are left out.
+
+    Args:
+        tokenizer, language: as in `read_text`.
+        where: the name of the text in error messages.
+
+    >>> print(read_markdown("# Rivers\\n\\nThey flow.\\n\\n## The Rhine\\n\\n- long\\n- wide").show())
+    Sequence(1) · 8 leaves · text
+    └─ [0] Table('heading', 'body') · 8 leaves · text
+       ├─ .heading Sequence(1) · 1 leaf · text
+       │  └─ [0] Sequence(1) · 1 leaf · text · 'Rivers'
+       └─ .body Sequence(2) · 7 leaves · text
+          ├─ [0] Sequence(1) · 3 leaves · text
+          │  └─ [0] Sequence(3) · 3 leaves · text · 'They' 'flow' '.'
+          └─ [1] Table('heading', 'body') · 4 leaves · text
+             ├─ .heading Sequence(1) · 2 leaves · text
+             │  └─ [0] Sequence(2) · 2 leaves · text · 'The' 'Rhine'
+             └─ .body Sequence(1) · 2 leaves · text
+                └─ [0] Sequence(2) · 2 leaves · text
+    ...
+
+    Raises:
+        InvalidInput: nothing to read in the text; an object that is no tokenizer.
+        MissingExtra: `markdown-it-py`, `selectolax`, `sentencex` or `tokenizers` is not installed.
+    """
+    try:
+        from markdown_it import MarkdownIt
+        from markdown_it.tree import SyntaxTreeNode
+    except ImportError:
+        raise MissingExtra("markdown-it-py", "readers", "reading Markdown") from None
+
+    body = _FRONT_MATTER.sub("", one_line_end(check_text(text, where)))
+    parser = MarkdownIt("commonmark", {"maxNesting": _DEEPEST}).enable(["table", "strikethrough"])
+    return grow(_blocks(SyntaxTreeNode(parser.parse(body)).children, language), tokenizer, where=where)
+
+
+def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
+    """The outline of blocks, with the blocks under each heading in its section."""
+    outline: list[Any] = []
+    open_sections = [(0, outline)]  # level of the heading, body
+    for node in nodes:
+        if node.type == "heading":
+            level = int(node.tag.removeprefix("h"))
+            while open_sections[-1][0] >= level:
+                open_sections.pop()
+            body: list[Any] = []
+            open_sections[-1][1].append({"heading": _sentences(node, language), "body": body})
+            open_sections.append((level, body))
+        else:
+            open_sections[-1][1].extend(_block(node, language))
+    return outline
+
+
+def _block(node: SyntaxTreeNode, language: str) -> list[Any]:
+    """The outline of one block that is no heading: one entry, or for HTML as many as it has blocks."""
+    if node.type in ("fence", "code_block"):
+        return [lines(node.content)]
+    if node.type == "html_block":
+        return text_blocks(node.content, language)
+    if node.type == "table":
+        rows = [row for part in node.children for row in part.children]
+        return [[[_sentences(cell, language) for cell in row.children] for row in rows]]
+    if node.type in ("bullet_list", "ordered_list"):
+        return [[_blocks(item.children, language) for item in node.children]]
+    if node.type == "blockquote":
+        return [_blocks(node.children, language)]
+    return [_sentences(node, language)]
+
+
+def _sentences(node: SyntaxTreeNode, language: str) -> list[str]:
+    pieces = [piece for child in node.children if child.type == "inline" for piece in _pieces(child)]
+    return sentences("".join(pieces), language)
+
+
+def _pieces(node: SyntaxTreeNode) -> Iterable[str]:
+    if node.type in ("text", "code_inline", "image"):  # the content of a picture is its description
+        yield node.content
+    elif node.type in ("softbreak", "hardbreak"):
+        yield " "
+    elif node.type != "html_inline":
+        for child in node.children:
+            yield from _pieces(child)

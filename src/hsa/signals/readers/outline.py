@@ -1,0 +1,76 @@
+"""`grow`: a nested outline of texts → a signal. Readers make outlines; all texts of one are tokenized together.
+
+An outline is one of
+
+- a string: a sentence, a line or a statement, which becomes a family of tokens;
+- a list of outlines: a `Sequence`, or a `Set` if the list is `Unordered`;
+- a dictionary of outlines: a `Table`;
+- a `Signal` or a `Leaf`: itself.
+
+Outlines are a few levels deep, so they are walked by plain recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hsa.errors import InvalidInput
+from hsa.signals.domains import Domain, Sequence, Set, Table
+from hsa.signals.readers.tokens import token_families
+from hsa.signals.signal import Leaf, Signal
+
+
+class Unordered(list):
+    """Members whose order means nothing."""
+
+
+def grow(outline: Any, tokenizer: Any, *, where: str, expected: str = "at least one word") -> Signal:
+    """The signal of an outline, without texts that have no tokens and without families in which nothing is left.
+
+    >>> print(grow({"title": ["Two cats"], "body": [["They sat."], [""]]}, None, where="page").show())
+    Table('title', 'body') · 5 leaves · text
+    ├─ .title Sequence(1) · 2 leaves · text
+    │  └─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
+    └─ .body Sequence(1) · 3 leaves · text
+       └─ [0] Sequence(1) · 3 leaves · text
+          └─ [0] Sequence(3) · 3 leaves · text · 'They' 'sat' '.'
+
+    Raises:
+        InvalidInput: nothing is left; an object that is no tokenizer.
+    """
+    texts = list(_texts(outline))
+    families = token_families(texts, tokenizer) if texts else []
+    signal: Any = _grow(outline, iter(families))
+    if signal is None:
+        raise InvalidInput(where, given="a text without tokens", expected=expected)
+    return signal
+
+
+def _parts(outline: Any) -> Any:
+    return outline.values() if isinstance(outline, dict) else outline
+
+
+def _texts(outline: Any) -> Iterator[str]:
+    if isinstance(outline, str):
+        yield outline
+    elif not isinstance(outline, (Signal, Leaf)):
+        for part in _parts(outline):
+            yield from _texts(part)
+
+
+def _grow(outline: Any, families: Iterator[Signal | None]) -> Signal | Leaf | None:
+    if isinstance(outline, str):
+        return next(families)
+    if isinstance(outline, (Signal, Leaf)):
+        return outline
+    grown = [_grow(part, families) for part in _parts(outline)]
+    members = [member for member in grown if member is not None]
+    if not members:
+        return None
+    domain: Domain
+    if isinstance(outline, dict):
+        domain = Table([key for key, member in zip(outline, grown, strict=True) if member is not None])
+    else:
+        domain = (Set if isinstance(outline, Unordered) else Sequence)(len(members))
+    return Signal(domain, members)

@@ -1,0 +1,353 @@
+"""Tables in files → rows; a row → a signal of some of its columns."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from hsa.errors import InvalidInput, MissingExtra
+from hsa.signals.readers.image import read_image
+from hsa.signals.readers.json_document import finite, parse_json
+from hsa.signals.readers.outline import grow
+from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
+from hsa.signals.signal import Leaf, Signal
+
+_LONGEST_FIELD = 2**31 - 1  # what csv can be told on every system
+_NAME_COLUMNS = "name the columns in the first line, each once"
+
+
+class Rows:
+    """The rows of a file, by place from 0, and their columns, by name. Values of text files are as they stand there.
+
+    Args:
+        file: the name of the file, for messages.
+        columns: the values of each column, all of one length.
+        lines: where each row begins in the file, counted from 1, if that is known.
+
+    Raises:
+        InvalidInput: no rows.
+
+    >>> rows = Rows("cats.csv", {"name": ["Tom", "Kit"], "age": ["3", "5"]}, lines=[2, 3])
+    >>> rows.columns, len(rows), rows.row(1), rows.column("age"), rows.where(1)
+    (('name', 'age'), 2, {'name': 'Kit', 'age': '5'}, ['3', '5'], 'cats.csv: row 2 (line 3)')
+    """
+
+    def __init__(self, file: str, columns: Mapping[str, Sequence[Any]], lines: Sequence[int] | None = None):
+        self.file = file
+        self.columns = tuple(columns)
+        self._columns = dict(columns)
+        self._lines = lines
+        self._length = len(next(iter(columns.values()), ()))
+        if not self._length:
+            raise InvalidInput(file, given="no rows", expected="at least one")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def column(self, name: str) -> list[Any]:
+        """All values of a column; None where a row has none.
+
+        Raises:
+            InvalidInput: no column of this name, listing those there are.
+        """
+        _check_column(name, self.columns, self.file)
+        return list(self._columns[name])
+
+    def row(self, place: int) -> dict[str, Any]:
+        """The values of a row by column."""
+        return {name: values[place] for name, values in self._columns.items()}
+
+    def where(self, place: int) -> str:
+        """The name of a row in messages, counted from 1 as people do."""
+        line = "" if self._lines is None else f" (line {self._lines[place]})"
+        return f"{self.file}: row {place + 1}{line}"
+
+
+def load_rows(path: str | PathLike[str]) -> Rows:
+    """The rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; the text formats may be compressed as .gz.
+
+    CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. Columns that
+    a row does not have are None there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "cats.csv")
+    ...     _ = path.write_text('name,likes\\nTom,"fish,\\nmice"\\nKit,milk\\n')
+    ...     rows = load_rows(path)
+    >>> rows.row(1), rows.where(1).removeprefix(folder)
+    ({'name': 'Kit', 'likes': 'milk'}, '/cats.csv: row 2 (line 4)')
+
+    Raises:
+        InvalidInput: naming file and line: a format it does not know, damage, another encoding than UTF-8, no rows, no
+            names or the same name twice in the first line, more fields than names, JSON that is none.
+        MissingExtra: `pyarrow` is not installed, for .parquet.
+    """
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    compressed = suffixes[-1:] == [".gz"]
+    suffix = "".join((suffixes[:-1] if compressed else suffixes)[-1:])
+    if suffix == ".parquet" and not compressed:
+        return _parquet_rows(path)
+    if suffix not in _READERS:
+        known = ", ".join([*_READERS, ".parquet"])
+        raise InvalidInput(
+            str(path), given=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format"
+        )
+    return _READERS[suffix](_load(path, compressed), str(path))
+
+
+def read_row(
+    row: Mapping[str, Any],
+    *,
+    text: Iterable[str] = (),
+    number: Iterable[str] = (),
+    image: Iterable[str] = (),
+    tokenizer: Any = None,
+    language: str = "en",
+    folder: str | PathLike[str] | None = None,
+    image_reader: Callable[..., Signal] = read_image,
+    where: str = "row",
+) -> Signal:
+    """Some columns of a row as a `Table`: texts as `read_text` reads them, numbers as floats, pictures as patches.
+
+    Missing values (None, NaN, empty) are left out. A single column of text, and no other, is the text's own signal.
+
+    Args:
+        text, number, image: names of columns; this is also their order in the table.
+        tokenizer, language: as in `read_text`.
+        folder: what the paths of pictures are relative to. A picture may also be its bytes, or a dictionary with
+            "bytes" and "path", as in the data sets of Hugging Face.
+        image_reader: makes the signal of a picture, given it and `where`, as `functools.partial(read_image, patch=8)`.
+        where: the name of the row in error messages, such as `rows.where(i)`.
+
+    >>> row = {"title": "Two cats", "price": "3.50", "stars": None}
+    >>> print(read_row(row, text=["title"], number=["price", "stars"]).show())
+    Table('title', 'price') · 3 leaves · text, number
+    ├─ .title Sequence(1) · 2 leaves · text
+    │  └─ [0] Sequence(1) · 2 leaves · text
+    │     └─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
+    └─ .price number · 3.5
+
+    Raises:
+        InvalidInput: naming row and column: a column that is not there, a value of the wrong kind, a picture that cannot
+            be read; no column has a value.
+    """
+
+    def read_picture(value: Any, place: str) -> Signal:
+        picture = _picture(value, folder)
+        return image_reader(picture, where=f"{place} ({picture})" if isinstance(picture, Path) else place)
+
+    kinds: tuple[tuple[str, Iterable[str], Callable[[Any, str], Any]], ...] = (
+        ("text", text, lambda value, place: paragraphs(_as_text(value, place), language, where=place)),
+        ("number", number, lambda value, place: Leaf(finite(value, place), "number")),
+        ("image", image, read_picture),
+    )
+    outline: dict[str, Any] = {}
+    kind_of: list[str] = []
+    for kind, names, read in kinds:
+        if isinstance(names, str):
+            raise InvalidInput(kind, given=repr(names), expected="a list of columns", fix=f"write {kind}=[{names!r}]")
+        for name in names:
+            _check_column(name, row, where)
+            if name in outline:
+                raise InvalidInput(where, given=f"the column {name!r} twice", expected="each column once")
+            kind_of.append(kind)
+            outline[name] = [] if _is_missing(row[name]) else read(row[name], f"{where}, column {name!r}")
+    if not outline:
+        raise InvalidInput("columns", given="none", expected="at least one of text, number or image")
+    only_text = kind_of == ["text"]
+    return grow(
+        next(iter(outline.values())) if only_text else outline,
+        tokenizer,
+        where=where,
+        expected=f"a value in {_listed(outline)}",
+    )
+
+
+def _load(path: str | PathLike[str], compressed: bool) -> str:
+    data = load_bytes(path, expected="a readable file")
+    if compressed:
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InvalidInput(str(path), given=f"damaged data ({error})", expected="a gzip file") from None
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return decode_text(data, where=f"{path}: line {line}")
+    text = decode_text(data, where=str(path))
+    if not text.strip():
+        raise InvalidInput(str(path), given="an empty file", expected="rows")
+    return text
+
+
+def _separated_rows(delimiter: str) -> Callable[[str, str], Rows]:
+    def read(text: str, file: str) -> Rows:
+        records = _records(text, delimiter, file)
+        _, header = next(records)
+        names = _column_names(header, file)
+        columns: list[list[str | None]] = [[] for _ in names]
+        lines: list[int] = []
+        for line, fields in records:
+            if len(fields) > len(names):
+                raise InvalidInput(
+                    f"{file}: row {len(lines) + 1} (line {line})",
+                    given=f"{len(fields)} fields",
+                    expected=f"at most {len(names)}, one for each of {_listed(names)}",
+                    fix="put quotes around a field with a delimiter in it",
+                )
+            lines.append(line)
+            for column, field in zip(columns, [*fields, *[None] * (len(names) - len(fields))], strict=True):
+                column.append(field)
+        return Rows(file, dict(zip(names, columns, strict=True)), lines)
+
+    return read
+
+
+def _records(text: str, delimiter: str, file: str) -> Iterator[tuple[int, list[str]]]:
+    """The records that are not blank, with the lines they begin in."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    limit = csv.field_size_limit(_LONGEST_FIELD)
+    line = 1
+    try:
+        for fields in reader:
+            if fields:
+                yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise InvalidInput(
+            f"{file}: line {line}",
+            given=f"a row that cannot be read ({error})",
+            expected="fields in quotes that are closed",
+            fix="double the quotes inside a quoted field",
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _column_names(header: list[str], file: str) -> list[str]:
+    """The header, with names for columns without one, such as the row numbers that pandas writes."""
+    where = f"{file}: line 1"
+    decimal = next((name for name in header if _is_decimal(name)), None)
+    if decimal is not None or not any(name.strip() for name in header):
+        given = "no names of columns" if decimal is None else f"the name {decimal!r}, a number"
+        raise InvalidInput(where, given=given, expected="the names of the columns", fix=_NAME_COLUMNS)
+    names = [name.strip() or f"column {place}" for place, name in enumerate(header, 1)]
+    _check_distinct(names, where, _NAME_COLUMNS)
+    return names
+
+
+def _is_decimal(name: str) -> bool:
+    """A number that is no integer: integers are names in many tables, such as years."""
+    try:
+        return not float(name).is_integer() and math.isfinite(float(name))
+    except ValueError:
+        return False
+
+
+def _json_rows(text: str, file: str) -> Rows:
+    document = parse_json(text, file)
+    if not isinstance(document, list):
+        raise InvalidInput(file, given=f"a JSON {type(document).__name__}", expected="a list of objects")
+    return _object_rows(document, file, None)
+
+
+def _json_lines_rows(text: str, file: str) -> Rows:
+    numbered = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return _object_rows([parse_json(line, file, i) for i, line in numbered], file, [i for i, _ in numbered])
+
+
+def _object_rows(objects: list[Any], file: str, lines: list[int] | None) -> Rows:
+    for place, value in enumerate(objects):
+        if not isinstance(value, dict):
+            line = "" if lines is None else f" (line {lines[place]})"
+            given = f"a JSON {type(value).__name__}"
+            raise InvalidInput(f"{file}: row {place + 1}{line}", given=given, expected="an object")
+    names = dict.fromkeys(name for value in objects for name in value)
+    return Rows(file, {name: [value.get(name) for value in objects] for name in names}, lines)
+
+
+def _parquet_rows(path: str | PathLike[str]) -> Rows:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingExtra("pyarrow", "readers", "reading Parquet") from None
+
+    data = load_bytes(path, expected="a readable file")
+    try:
+        table = parquet.ParquetFile(pyarrow.BufferReader(data)).read()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InvalidInput(str(path), given=f"damaged data ({error})", expected="a Parquet file") from None
+    _check_distinct(table.column_names, str(path), "rename one of them")
+    return Rows(str(path), {name: _ArrowColumn(table[name]) for name in table.column_names})
+
+
+class _ArrowColumn(Sequence):
+    """A column as Arrow keeps it; values become Python objects when asked for."""
+
+    def __init__(self, values: Any):
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place].as_py()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.to_pylist())
+
+
+_READERS: dict[str, Callable[[str, str], Rows]] = {
+    ".csv": _separated_rows(","),
+    ".tsv": _separated_rows("\t"),
+    ".json": _json_rows,
+    ".jsonl": _json_lines_rows,
+    ".ndjson": _json_lines_rows,
+}
+
+
+def _check_column(name: str, columns: Iterable[str], where: str) -> None:
+    if name not in columns:
+        close = difflib.get_close_matches(name, columns, 1, cutoff=0.5)
+        fix = f"did you mean {close[0]!r}?" if close else None
+        raise InvalidInput(where, given=f"the column {name!r}", expected=f"one of {_listed(columns)}", fix=fix)
+
+
+def _check_distinct(names: list[str], where: str, fix: str) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidInput(where, given=f"the column {twice!r} twice", expected="distinct names", fix=fix)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("bytes") is None and value.get("path") is None
+    return (
+        value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and value != value)
+    )
+
+
+def _as_text(value: Any, where: str) -> str:
+    if not isinstance(value, (str, bool, int, float)):
+        raise InvalidInput(where, given=f"a {type(value).__name__}", expected="text")
+    return str(value)
+
+
+def _picture(value: Any, folder: str | PathLike[str] | None) -> Any:
+    if isinstance(value, dict):
+        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    return Path(folder or "", value) if isinstance(value, (str, PathLike)) else value

@@ -1,0 +1,132 @@
+"""Sentences, lines or statements → families of tokens: words, or the ids of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hsa.errors import InvalidInput, MissingExtra
+from hsa.signals.signal import Signal
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# All texts in, the tokens of each out.
+_Split = Callable[[list[str]], list[list[Any]]]
+
+
+def token_families(texts: list[str], tokenizer: Any) -> list[Signal | None]:
+    """A family of tokens per text, None for one without tokens. All texts go to the tokenizer in one call.
+
+    >>> token_families(["It rained.", " "], None)
+    [Signal(Sequence(3), 3 leaves, 1 family, depth 1, text), None]
+
+    Raises:
+        InvalidInput: an object that is no tokenizer.
+        MissingExtra: `tokenizers` is not installed.
+    """
+    tokens = _splitting(tokenizer)([encodable(text) for text in texts])
+    if all(isinstance(of_text[0], str) for of_text in tokens if of_text):
+        return [Signal.of(of_text, "text") if of_text else None for of_text in tokens]
+    # One conversion and many views: a tensor made per text costs more than all the rest.
+    ids = torch.from_numpy(np.fromiter((i for of_text in tokens for i in of_text), np.int64))
+    bounds = pairwise(accumulate((len(of_text) for of_text in tokens), initial=0))
+    return [Signal.of(ids[begin:end], "text") if begin < end else None for begin, end in bounds]
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def load_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of a file, when given the path of a tokenizer.json; else what was given.
+
+    Raises:
+        InvalidInput: naming the file, when it is not there or holds no tokenizer.
+        MissingExtra: `tokenizers` is not installed.
+    """
+    if not isinstance(tokenizer, (str, PathLike)):
+        return tokenizer
+    library = _import_tokenizers()
+    if not Path(tokenizer).is_file():
+        raise InvalidInput(str(tokenizer), given="no such file", expected="a tokenizer.json")
+    try:
+        return library.Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the package raises plain Exception for every fault in the file
+        raise InvalidInput(
+            str(tokenizer), given=f"a file that does not load ({error})", expected="a tokenizer.json"
+        ) from None
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: Iterable[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer made from these texts: every text can be encoded, and decoding gives it back.
+
+    Args:
+        vocab_size: at most so many tokens, 256 of them the bytes.
+
+    >>> tokenizer = train_tokenizer(["the cat and the hat"], 260)
+    >>> tokenizer.decode(tokenizer.encode("the cät").ids)
+    'the cät'
+    """
+    special = list(special_tokens)
+    if isinstance(texts, str):
+        raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
+    if vocab_size < 256 + len(special):
+        raise InvalidInput(
+            "vocab_size", given=vocab_size, expected=f"{256 + len(special)} or more: 256 bytes and the special tokens"
+        )
+    library = _import_tokenizers()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise MissingExtra("tokenizers", "text", "splitting text into tokens") from None
+    return tokenizers
+
+
+def _splitting(tokenizer: Any) -> _Split:
+    if tokenizer is None:
+        pre_tokenizer = _import_tokenizers().pre_tokenizers.BertPreTokenizer()
+        return lambda texts: [[word for word, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
+    tokenizer = load_tokenizer(tokenizer)
+    if hasattr(tokenizer, "encode_batch_fast"):
+        return lambda texts: [
+            encoding.ids for encoding in _whole(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+        ]
+    if callable(getattr(tokenizer, "encode", None)):
+        return lambda texts: [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    raise InvalidInput(
+        "tokenizer",
+        given=f"a {type(tokenizer).__name__}",
+        expected="a tokenizers.Tokenizer, the path of a tokenizer.json, or an object with encode()",
+    )
+
+
+def _whole(tokenizer: Any) -> Any:
+    """The tokenizer without padding and truncation, which a tokenizer.json may ask for; the given one stays."""
+    if tokenizer.padding is None and tokenizer.truncation is None:
+        return tokenizer
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return copy

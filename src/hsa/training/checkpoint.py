@@ -1,0 +1,101 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hsa.errors import InvalidInput
+from hsa.training.files import write_then_rename
+
+FORMAT = 1
+
+
+def full_weights(model: nn.Module) -> dict[str, Any]:
+    """The whole state on the host, whether the model is plain, replicated or sharded over processes."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
+    """The content of a checkpoint. All processes call this; one writes it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return {
+        "format": FORMAT,
+        "model": full_weights(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "random": {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(i) for i in devices]},
+        "progress": progress,
+    }
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Written beside and renamed: a checkpoint that was there survives a full disk."""
+    write_then_rename(path, lambda beside: torch.save(content, beside))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint; tensors and plain values only, so that a file can do no harm.
+
+    Raises:
+        InvalidInput: no file, a damaged one, or no checkpoint of hsa.
+    """
+    if not path.is_file():
+        raise InvalidInput(
+            str(path), given="no such file", expected="a checkpoint", fix="start without --resume; there is nothing to resume"
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise InvalidInput(
+            str(path), given=f"a file that does not load ({type(error).__name__})", expected="a checkpoint of hsa"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InvalidInput(str(path), given="something else", expected=f"a checkpoint of hsa, format {FORMAT}")
+    return content
+
+
+def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put a checkpoint into a model and its optimizer; returns the progress.
+
+    Raises:
+        InvalidInput: it is one of another model; the message names the first tensor that does not fit.
+    """
+    check_fits(str(path), content["model"], full_weights(model))
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, content["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+    torch.set_rng_state(content["random"]["cpu"])
+    for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, i)
+    return content["progress"]
+
+
+def check_fits(where: str, given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Same names, same shapes."""
+    for name, tensor in wanted.items():
+        if name not in given:
+            raise InvalidInput(where, given=f"weights without {name!r}", expected="those of this model", fix=_OTHER)
+        if given[name].shape != tensor.shape:
+            raise InvalidInput(
+                where,
+                given=f"{name!r} of shape {tuple(given[name].shape)}",
+                expected=f"shape {tuple(tensor.shape)}",
+                fix=_OTHER,
+            )
+    extra = sorted(set(given) - set(wanted))
+    if extra:
+        raise InvalidInput(where, given=f"weights with {extra[0]!r}", expected="those of this model", fix=_OTHER)
+
+
+_OTHER = "they belong to another model: use the options it was trained with, or another folder"

@@ -1,0 +1,195 @@
+"""`DataSet`: examples as one large batch with a target for each, kept in one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.batch import Batch, collate
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy, Structure
+from hsa.signals import Leaf, Signal
+from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
+from hsa.training.files import load_tensors, save_tensors
+
+CHUNK = 1024
+"""Signals collated at once: they take far more memory than the arrays they become."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A signal, what is to be told of it (a class name, a number, or a class name per leaf), and where it came from."""
+
+    signal: Signal | Leaf
+    target: str | float | tuple[str, ...]
+    where: str
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """Examples in a row.
+
+    Attributes:
+        batch: a tree per example.
+        targets: `[examples]` class numbers, or numbers to predict; `[leaves]` class numbers for the task "tokens".
+        classes: their names; none for regression.
+        names: where each example came from.
+    """
+
+    batch: Batch
+    targets: Tensor
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    per_leaf: bool = False
+
+    def __len__(self) -> int:
+        return self.batch.hierarchy.num_trees
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Leaves per example."""
+        return np.diff(self.batch.hierarchy.structure.leaf_offsets)
+
+    def select(self, examples: Any) -> DataSet:
+        """Some examples, in this order."""
+        chosen = np.asarray(examples, np.int64).reshape(-1)
+        targets = self.targets[torch.from_numpy(chosen)] if not self.per_leaf else self._leaf_targets(chosen)
+        names = tuple(self.names[i] for i in chosen.tolist())
+        return replace(self, batch=self.batch.select(chosen), targets=targets, names=names)
+
+    def _leaf_targets(self, chosen: np.ndarray) -> Tensor:
+        offsets = self.batch.hierarchy.structure.leaf_offsets
+        return torch.cat([self.targets[offsets[i] : offsets[i + 1]] for i in chosen.tolist()])
+
+    def save(self, path: Path) -> None:
+        """One safetensors file; the old one stays whole until the new one is."""
+        batch, s = self.batch, self.batch.hierarchy.structure
+        tensors = {"num_children": torch.from_numpy(s.num_children), "domain_ids": torch.from_numpy(batch.domain_ids)}
+        tensors["targets"] = self.targets
+        for name, values in batch.values.items():
+            if not isinstance(values, Tensor):
+                raise InvalidInput(
+                    f"values[{name!r}]", given="leaves of several kinds, or strings", expected="one tensor per modality"
+                )
+            tensors[f"values/{name}"], tensors[f"leaves/{name}"] = values, batch.leaves[name]
+        header = {
+            "classes": self.classes,
+            "names": self.names,
+            "per_leaf": self.per_leaf,
+            "modalities": list(batch.values),
+            "domains": [_describe(domain) for domain in batch.distinct_domains],
+        }
+        save_tensors(path, tensors, {"hsa": json.dumps(header)})
+
+    @staticmethod
+    def load(path: Path) -> DataSet:
+        """A data set that `save` wrote."""
+        tensors, metadata = load_tensors(path, "a data set")
+        if "hsa" not in metadata or "num_children" not in tensors:
+            raise InvalidInput(str(path), given="a safetensors file of something else", expected="a data set of hsa")
+        header = json.loads(metadata["hsa"])
+        batch = Batch(
+            values={name: tensors[f"values/{name}"] for name in header["modalities"]},
+            leaves={name: tensors[f"leaves/{name}"] for name in header["modalities"]},
+            hierarchy=Hierarchy(Structure.from_num_children(tensors["num_children"].numpy())),
+            distinct_domains=tuple(_domain(*description) for description in header["domains"]),
+            domain_ids=tensors["domain_ids"].numpy(),
+        )
+        return DataSet(
+            batch, tensors["targets"], tuple(header["classes"]), tuple(header["names"]), header["per_leaf"]
+        )
+
+
+def build(
+    examples: Iterable[Example],
+    task: Literal["classification", "regression", "tokens"],
+    classes: tuple[str, ...] | None = None,
+) -> DataSet:
+    """Examples as a data set, collated a chunk at a time.
+
+    Args:
+        classes: the known ones, in order; without them, those that occur, sorted. Another one raises, naming its example.
+    """
+    batches, targets, names = [], [], []
+    stream = iter(examples)
+    while chunk := list(islice(stream, CHUNK)):
+        batches.append(collate([example.signal for example in chunk]))
+        targets.extend(example.target for example in chunk)
+        names.extend(example.where for example in chunk)
+    if not batches:
+        raise InvalidInput("data", given="no examples", expected="at least one")
+    batch = Batch.join(batches)
+    if task == "regression":
+        return DataSet(batch, torch.tensor(targets, dtype=torch.float32), (), tuple(names))
+    per_leaf = task == "tokens"
+    flat: list[Any] = [label for labels in targets for label in labels] if per_leaf else targets  # type: ignore[union-attr]
+    known = tuple(sorted(set(flat))) if classes is None else classes
+    number = {name: i for i, name in enumerate(known)}
+    for i, target in enumerate(targets):
+        for label in target if per_leaf else (target,):  # type: ignore[union-attr]
+            if label not in number:
+                raise InvalidInput(names[i], given=f"the class {label!r}", expected=f"one of {_some(known)}")
+    return DataSet(batch, torch.tensor([number[label] for label in flat]), known, tuple(names), per_leaf)
+
+
+def _some(names: tuple[str, ...], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f", … {len(names) - most} more" if len(names) > most else "")
+
+
+def batches_by_tokens(
+    lengths: np.ndarray, budget: int, most: int, order: np.ndarray
+) -> list[np.ndarray]:
+    """Examples in this order, cut into batches of at most `budget` leaves and `most` examples; a longer example is alone.
+
+    >>> [b.tolist() for b in batches_by_tokens(np.array([3, 3, 3, 9, 1]), 6, 2, np.arange(5))]
+    [[0, 1], [2], [3], [4]]
+    """
+    cuts, held, count = [0], 0, 0
+    for place, length in enumerate(lengths[order].tolist()):
+        if count and (held + length > budget or count == most):
+            cuts.append(place)
+            held = count = 0
+        held += length
+        count += 1
+    cuts.append(len(order))
+    return [order[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False) if begin < end]
+
+
+def split_at_random(data: DataSet, shares: tuple[float, ...], seed: int) -> Iterator[DataSet]:
+    """Parts of these shares of every class (of all examples for regression), shuffled."""
+    generator = np.random.default_rng(seed)
+    by_class = data.targets.numpy() if data.classes and not data.per_leaf else np.zeros(len(data), np.int64)
+    parts: list[list[np.ndarray]] = [[] for _ in shares]
+    for label in np.unique(by_class):
+        members = generator.permutation(np.flatnonzero(by_class == label))
+        bounds = np.round(np.cumsum(shares)[:-1] * len(members)).astype(int)
+        for part, chosen in zip(parts, np.split(members, bounds), strict=True):
+            part.append(chosen)
+    for part in parts:
+        yield data.select(generator.permutation(np.concatenate(part)))
+
+
+_DOMAINS: dict[str, Any] = {domain.__name__: domain for domain in (Sequence, Grid, Graph, Set, Table)}
+
+
+def _describe(domain: Domain) -> tuple[str, list[Any]]:
+    arguments = {
+        Sequence: lambda d: [d.length],
+        Grid: lambda d: [d.shape],
+        Graph: lambda d: [d.num_nodes, d.edges],
+        Set: lambda d: [d.size],
+        Table: lambda d: [d.keys],
+    }[type(domain)](domain)
+    return type(domain).__name__, arguments
+
+
+def _domain(name: str, arguments: list[Any]) -> Domain:
+    return _DOMAINS[name](*arguments)

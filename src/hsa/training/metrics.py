@@ -1,0 +1,54 @@
+"""How good predictions are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of classes: accuracy and macro F1. Of numbers: R² and the mean absolute error. `main` is what is selected by."""
+
+    accuracy: float | None = None
+    f1: float | None = None
+    r2: float | None = None
+    mean_absolute_error: float | None = None
+
+    @property
+    def main(self) -> float:
+        return float(self.accuracy if self.accuracy is not None else self.r2 or 0.0)
+
+
+def confusion(predicted: np.ndarray, true: np.ndarray, classes: int) -> np.ndarray:
+    """`[true class, predicted class]` counts.
+
+    >>> confusion(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
+    [[1, 1], [0, 1]]
+    """
+    return np.bincount(true * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+def class_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> Scores:
+    """Accuracy, and the mean F1 of the classes that occur or are predicted.
+
+    >>> class_scores(np.array([0, 1, 1]), np.array([0, 0, 1]), 3)
+    Scores(accuracy=0.6666666666666666, f1=0.6666666666666666, r2=None, mean_absolute_error=None)
+    """
+    table = confusion(predicted, true, classes)
+    right, given, there = np.diag(table), table.sum(0), table.sum(1)
+    seen = (given + there) > 0
+    f1 = 2 * right[seen] / (given + there)[seen]
+    return Scores(accuracy=float(right.sum() / len(true)), f1=float(f1.mean()))
+
+
+def number_scores(predicted: np.ndarray, true: np.ndarray) -> Scores:
+    """R² (1 − squared error over variance; 0 where the true numbers are all equal) and the mean absolute error.
+
+    >>> number_scores(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
+    Scores(accuracy=None, f1=None, r2=0.5, mean_absolute_error=0.5)
+    """
+    variance = float(((true - true.mean()) ** 2).mean())
+    error = float(((predicted - true) ** 2).mean())
+    return Scores(r2=1 - error / variance if variance else 0.0, mean_absolute_error=float(np.abs(predicted - true).mean()))
