@@ -84,10 +84,9 @@ class Batch:
             raise InvalidInput(
                 f"trees[{outside[0]}]", given=int(chosen[outside[0]]), expected=f"0..{self.hierarchy.num_trees - 1}"
             )
-        s, (order, offsets, family) = self.hierarchy.structure, self._by_tree
-        nodes = order[ranges(offsets[chosen], offsets[chosen + 1] - offsets[chosen])]
-        rank = np.repeat(np.arange(len(chosen)), offsets[chosen + 1] - offsets[chosen])
-        nodes = nodes[np.lexsort((rank, s.depth[nodes]))]  # stable: inside a tree the order stays
+        s = self.hierarchy.structure
+        begin, count = self._slices
+        nodes = ranges(begin[:, chosen].ravel(), count[:, chosen].ravel())
         hierarchy = Hierarchy(Structure.from_num_children(s.num_children[nodes]), device=self.hierarchy.device)
         values: dict[str, Tensor | list[Value]] = {}
         leaves: dict[str, Tensor] = {}
@@ -102,7 +101,8 @@ class Batch:
             shift = torch.from_numpy(np.repeat(moved, counts)).to(self.leaves[name].device)
             leaves[name] = self.leaves[name][rows.to(shift.device)] + shift
         inner = nodes[s.num_children[nodes] > 0]
-        return Batch(values, leaves, hierarchy, *_compact(self.distinct_domains, self.domain_ids[family[inner]]))
+        ids = self.domain_ids[self._family_of_node[inner]]
+        return Batch(values, leaves, hierarchy, *_compact(self.distinct_domains, ids))
 
     @staticmethod
     def join(batches: Iterable[Batch]) -> Batch:
@@ -147,11 +147,17 @@ class Batch:
         )
 
     @cached_property
-    def _by_tree(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Nodes tree after tree, where each tree begins, and the place of every internal node in `domain_ids`."""
-        s = self.hierarchy.structure
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(s.tree, minlength=self.hierarchy.num_trees))])
-        return np.argsort(s.tree, kind="stable"), offsets.astype(np.int64), np.cumsum(s.num_children > 0) - 1
+    def _slices(self) -> tuple[np.ndarray, np.ndarray]:
+        """[depths, trees] first node and number of nodes: those of one tree at one depth are a slice."""
+        s, trees = self.hierarchy.structure, self.hierarchy.num_trees
+        depths = len(s.depth_offsets) - 1
+        count = np.bincount(s.depth * trees + s.tree, minlength=depths * trees)
+        return (np.cumsum(count) - count).reshape(depths, trees), count.reshape(depths, trees)
+
+    @cached_property
+    def _family_of_node(self) -> np.ndarray:
+        """The place of every internal node in `domain_ids`."""
+        return np.cumsum(self.hierarchy.structure.num_children > 0) - 1
 
     @cached_property
     def _value_bounds(self) -> dict[str, np.ndarray]:

@@ -70,9 +70,11 @@ class Structure:
         depth = np.repeat(np.arange(len(levels)), np.diff(offsets))
         leaf_count = (num_children == 0).astype(np.int64)
         height = np.zeros(num_nodes, np.int64)
-        for begin, end in reversed(levels[1:]):  # children to parents
-            np.add.at(leaf_count, parent[begin:end], leaf_count[begin:end])
-            np.maximum.at(height, parent[begin:end], height[begin:end] + 1)
+        for begin, end in reversed(levels[1:]):  # children to parents; every family is a slice
+            first = np.flatnonzero(np.diff(parent[begin:end], prepend=-2))
+            above = parent[begin:end][first]
+            leaf_count[above] = np.add.reduceat(leaf_count[begin:end], first)
+            height[above] = np.maximum.reduceat(height[begin:end], first) + 1
 
         tree = np.arange(num_nodes)
         first_leaf = np.zeros(num_nodes, np.int64)

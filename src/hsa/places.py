@@ -71,9 +71,7 @@ class Places:
         return hierarchy.cached("sequence places", build)
 
     @staticmethod
-    def merge(
-        domains: Sequence[Coordinates], domain: np.ndarray, member: np.ndarray, hierarchy: Hierarchy
-    ) -> Places:
+    def merge(domains: Sequence[Coordinates], domain: np.ndarray, member: np.ndarray, hierarchy: Hierarchy) -> Places:
         """The places of a forest, from those of its domains.
 
         Args:

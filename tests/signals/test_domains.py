@@ -75,3 +75,25 @@ def test_errors_say_where_what_and_what_was_expected(make, where, given, expecte
     with pytest.raises(InvalidInput) as caught:
         make()
     assert (caught.value.where, caught.value.given, caught.value.expected) == (where, given, expected)
+
+
+def test_first_members():
+    assert Sequence(5).first(3) == Sequence(3)
+    assert Set(5).first(1) == Set(1)
+    assert Table(["a", "b", "c"]).first(2) == Table(["a", "b"])
+    assert Graph(3, [(0, 1), (2, 0), (1, 0)]).first(2) == Graph(2, [(0, 1), (1, 0)])
+    for whole in (Sequence(5), Set(2), Grid((2, 3)), Graph(2, [(0, 1)]), Table(["a", "b"])):
+        assert whole.first(whole.size) is whole
+
+
+@pytest.mark.parametrize(
+    ("domain", "count", "message"),
+    [
+        (Sequence(3), 0, "count: given 0, expected 1 or more: a family has at least one member"),
+        (Sequence(3), 4, r"count: given 4, expected at most 3, the members of Sequence\(3\)"),
+        (Grid((2, 3)), 3, r"count: given 3, expected 6, all members of Grid\(\(2, 3\)\); keep a grid whole or leave"),
+    ],
+)
+def test_parts_that_are_none(domain, count, message):
+    with pytest.raises(InvalidInput, match=message):
+        domain.first(count)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
@@ -256,3 +257,69 @@ def test_importing_signals_loads_no_heavy_package():
         "print(sorted({'sentencex', 'tokenizers', 'rich', 'cyclopts'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def leaves_of(signal):
+    return [leaf for m in signal.members for leaf in ([m] if isinstance(m, Leaf) else leaves_of(m))]
+
+
+def has_grid(signal):
+    return isinstance(signal.domain, Grid) or any(has_grid(m) for m in signal.members if isinstance(m, Signal))
+
+
+def is_cut_of(part, signal):
+    """Whether members are the same, but for the last, which may itself be cut."""
+    *before, last = part.members
+    same = all(a == b for a, b in zip(before, signal.members, strict=False))
+    whole = signal.members[len(before)]
+    return same and (last == whole or is_cut_of(last, whole)) and part.domain == signal.domain.first(part.domain.size)
+
+
+@given(signals, st.integers(0, 30))
+def test_first_is_a_prefix(signal, count):
+    part = signal.first(count)
+    if count >= signal.num_leaves:
+        assert part is signal
+        return
+    kept = leaves_of(part) if part else []
+    assert kept == leaves_of(signal)[: len(kept)]
+    assert len(kept) <= count
+    if part:
+        assert part.num_leaves == len(kept)
+        assert is_cut_of(part, signal)
+        assert part == Signal(part.domain, part.members)  # in the one form that signals have
+        assert part.first(count) is part
+    if not has_grid(signal):
+        assert len(kept) == count
+
+
+def test_first_leaves_grids_whole():
+    site = website()  # 3 words, a grid of 6, a title and a number, a word
+    kept = {count: site.first(count) for count in range(13)}
+    assert kept[0] is None
+    assert [part.num_leaves for part in list(kept.values())[1:]] == [1, 2, 3, 3, 3, 3, 3, 3, 9, 10, 11, 12]
+    assert kept[3].members[0].domain == Set(1)
+    assert kept[9].domain == Graph(1, [])
+    assert kept[10].domain == Graph(2, [(0, 1)])
+    assert kept[10].members[0] is site.members[0]
+    assert kept[10].members[1].domain == Table(["title"])
+    assert Signal.of(torch.zeros(2, 3), "patch", Grid((2,))).first(1) is None
+    inside = Signal(Grid((1, 2)), [Signal.of([1, 2], "x"), Signal.of([3], "x")])
+    assert inside.first(2) is None
+    assert Signal(Sequence(2), [Leaf(0, "x"), inside]).first(3) == Signal.of([0], "x")
+
+
+def test_first_shares_what_it_keeps():
+    tokens = Signal.of(range(100), "token")
+    assert tokens.first(30).values.data_ptr() == tokens.values.data_ptr()
+    with pytest.raises(InvalidInput, match="leaves: given -1, expected 0 or more"):
+        tokens.first(-1)
+
+
+def test_first_of_deep_chains():
+    deep = Signal(Sequence(2), [chain(3001), chain(3001)])
+    assert deep.first(1).depth == 3002
+    two = Signal.of([1, 2], "x")
+    for _ in range(3000):
+        two = Signal(Sequence(1), [two])
+    assert two.first(1).depth == 3001

@@ -23,8 +23,10 @@ from torch import Tensor
 from hsa.attention.softmax import masked_bias
 from hsa.hierarchy import Hierarchy
 
-WORTH_A_BUCKET = 128
-"""Rows of padding that cost about as much as one more bucket."""
+WORTH_A_BUCKET = {"cpu": 128, "cuda": 2**15}
+"""Rows of padding that cost about as much as one more bucket: many on a GPU, where a bucket is a row of small launches."""
+ROW = 128
+"""Entries of padding that count as much as a row of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +202,7 @@ def _build(hierarchy: Hierarchy) -> Rounds:
     slot_of_node[node_of_slot] = np.arange(len(node_of_slot))
 
     void = s.is_leaf.copy()
+    worth = WORTH_A_BUCKET.get(device.type, WORTH_A_BUCKET["cuda"])
     plans, members = [], []
     for begin, end in pairwise(bounds):
         above = node_of_slot[begin:end]
@@ -207,7 +210,7 @@ def _build(hierarchy: Hierarchy) -> Rounds:
         starts = np.cumsum(sizes) - sizes
         nodes = np.repeat(s.first_child[above] - starts, sizes) + np.arange(int(sizes.sum()))
         void[above] = (sizes == 1) & void[s.first_child[above]]
-        plans.append(_build_round(s.leaf_count, void, nodes, slot_of_node[nodes], above, sizes, bounds, tensor))
+        plans.append(_build_round(s.leaf_count, void, nodes, slot_of_node[nodes], above, sizes, bounds, tensor, worth))
         members.append(nodes)
 
     # Downwards: every node below a root is a member of one round.
@@ -256,6 +259,7 @@ def _build_round(
     sizes: np.ndarray,
     bounds: np.ndarray,
     tensor: Any,
+    worth: int,
 ) -> Round:
     num_leaves = int(bounds[0])
     is_leaf = slots < num_leaves
@@ -271,7 +275,7 @@ def _build_round(
     in_order = total == len(nodes) and (rows == np.arange(total)).all()
 
     starts = np.cumsum(sizes) - sizes
-    padded = _padded_sizes(sizes)
+    padded = _padded_sizes(sizes, worth)
     buckets, parent_order, member_order = [], [], []
     for size in np.unique(padded):
         chosen = np.flatnonzero(padded == size)
@@ -325,19 +329,20 @@ def _once(rows: np.ndarray) -> np.ndarray:
     return rows[:1] if (rows == rows[:1]).all() else rows
 
 
-def _padded_sizes(sizes: np.ndarray) -> np.ndarray:
+def _padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
     """The size of the bucket of every family: its own, or a little more where that saves a bucket.
 
-    From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or few enough
-    rows that another bucket would cost more than they do.
+    From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or no more
+    rows than another bucket is `worth`; and few entries, size² of them per family, for these fill the memory.
     """
     kinds, counts = np.unique(sizes, return_counts=True)
     bucket_of_kind = kinds.copy()
-    rows = padding = top = 0
+    rows = padding = entries = padding_entries = top = 0
     for i in reversed(range(len(kinds))):
-        rows += int(kinds[i] * counts[i])
-        padding += int((top - kinds[i]) * counts[i])
-        if top == 0 or padding > WORTH_A_BUCKET + rows // 16:
-            top, rows, padding = int(kinds[i]), int(kinds[i] * counts[i]), 0
+        size, count = int(kinds[i]), int(counts[i])
+        rows, entries = rows + size * count, entries + size**2 * count
+        padding, padding_entries = padding + (top - size) * count, padding_entries + (top**2 - size**2) * count
+        if top == 0 or padding > worth + rows // 16 or padding_entries > ROW * worth + entries // 4:
+            top, rows, entries, padding, padding_entries = size, size * count, size**2 * count, 0, 0
         bucket_of_kind[i] = top
     return bucket_of_kind[np.searchsorted(kinds, sizes)]

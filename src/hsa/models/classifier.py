@@ -45,9 +45,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.task not in get_args(Task):
             raise InvalidInput("task", given=repr(self.task), expected=f"one of {', '.join(get_args(Task))}")
-        if self.task == "tokens" and self.encoder.pool != "none":
+        if self.task == "tokens" and (self.encoder.pool != "none" or self.encoder.operator == "bottom-up"):
             raise InvalidInput(
-                "pool", given=repr(self.encoder.pool), expected="'none' for a class per leaf: pooled leaves are gone"
+                "task", given="a class per leaf from an encoder that pools", expected="leaves that are still there"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,6 @@ def equal_parameters(config: ModelConfig, **changes: Any) -> ModelConfig:
         wanted = count_parameters(HierarchicalClassifier(config))
         changed = replace(config, encoder=replace(config.encoder, **changes))
         found = count_parameters(HierarchicalClassifier(changed))
-    layers = 1 if changed.encoder.shared else changed.encoder.layers
-    width = changed.encoder.width
+    layers, width = changed.encoder.layers, changed.encoder.width
     inner = (changed.encoder.feed_forward or 2 * width) + round((wanted - found) / (layers * (2 * width + 1)))
     return replace(changed, encoder=replace(changed.encoder, feed_forward=max(8, inner)))

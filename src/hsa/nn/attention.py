@@ -1,7 +1,6 @@
 """The attentions a layer can be given. Each maps packed q, k, v `[leaves, heads, dim]` to `[leaves, heads, dim]`.
 
-All take `(q, k, v, hierarchy, positions)`; `uses_positions` says whether position logits have a meaning for it, and
-`counting_operations` collects what each call costs.
+All take `(q, k, v, hierarchy, positions)`; `counting_operations` collects what each call costs.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.queries import Queries
+from hsa.attention.rounds import rooted, rounds
 from hsa.hierarchy import Hierarchy
 
 _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
@@ -51,32 +51,45 @@ def _counted(q: Tensor, *structure: object, **more: object) -> None:
         counts.append(flops(*structure, q.shape[1] * q.shape[2], q.shape[1], **more))  # type: ignore[arg-type]
 
 
-class Hierarchical(nn.Module):
-    """The paper's operator: rows and columns tied over pairs of siblings."""
+class Attention(nn.Module):
+    """What all of them share."""
 
     uses_positions = True
+    """Whether position logits have a meaning for it."""
+    needs_queries = True
+
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        """Build what depends on the forest alone, ahead of the first call."""
+
+
+class Hierarchical(Attention):
+    """The paper's operator: rows and columns tied over pairs of siblings."""
 
     def __init__(self, *, include_self: bool = False):
         super().__init__()
         self.include_self = include_self
+
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        rounds(rooted(hierarchy)[0])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
         _counted(q, hierarchy)
         return hierarchical_attention(q, k, v, hierarchy, positions=positions, include_self=self.include_self)
 
 
-class Multiscale(nn.Module):
+class Multiscale(Attention):
     """Every query keeps its row: the own leaf family, `near` neighbours and the `refine` best exactly, the rest pooled.
 
     A learned bias per head weighs pooled against exact.
     """
 
-    uses_positions = True
-
     def __init__(self, heads: int, *, near: int = 0, refine: int = 0):
         super().__init__()
         self.near, self.refine = near, refine
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
+
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        rounds(rooted(hierarchy)[0])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
         def choose() -> object:
@@ -96,7 +109,7 @@ class Multiscale(nn.Module):
         )
 
 
-class Found(nn.Module):
+class Found(Attention):
     """Multiscale attention over trees found from the keys of each head: groups of `group`, the `refine` best opened."""
 
     uses_positions = False
@@ -118,7 +131,7 @@ class Found(nn.Module):
         return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=self.pooled_bias)
 
 
-class Alone(nn.Module):
+class Alone(Attention):
     """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
 
     needs_queries = False
@@ -129,14 +142,16 @@ class Alone(nn.Module):
         return v
 
 
-class Flat(nn.Module):
+class Flat(Attention):
     """Softmax attention over all leaves of a tree, by PyTorch's fused kernels.
 
     Trees of like length share a call. Position logits, and the mask of the padding, travel as further channels of q and k,
     which keeps the fastest kernels available. The hierarchy must be flat for positions to be those of siblings.
     """
 
-    uses_positions = True
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        buckets = hierarchy.cached("lengths", lambda: _by_length(hierarchy))
+        hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
         _counted(q, hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths)))

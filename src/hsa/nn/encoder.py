@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
-from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale
+from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale
+from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.inputs import Inputs
@@ -19,7 +20,7 @@ from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.places import Places
 
-Operator = Literal["hierarchical", "multiscale", "found", "flat", "none"]
+Operator = Literal["hierarchical", "multiscale", "found", "bottom-up", "flat", "none"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ class EncoderConfig:
     Args:
         width: of the leaf vectors.
         heads: of attention.
+        head_dim: channels per head; width / heads by default.
         layers: how many.
         feed_forward: inner width of the feed-forward networks; 2·width by default.
         dropout: on embeddings and residual branches.
         operator: "hierarchical" (the paper's), "multiscale" (own rows), "found" (own rows over trees found from the
-            keys), "flat" (softmax attention over all leaves), "none" (no attention: DeepSets).
+            keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over all leaves), "none" (no attention: DeepSets).
         include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
         near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
         group, window: for "found": keys per group, queries that share a choice.
@@ -43,11 +45,11 @@ class EncoderConfig:
         position_input: also add a projection of every leaf's place to its vector.
         pool: "families": after every layer but the last, leaf families are pooled into their parents, so that the
             signal coarsens by a level; "none": the tree stays.
-        shared: all layers have the same weights.
     """
 
     width: int = 128
     heads: int = 4
+    head_dim: int | None = None
     layers: int = 2
     feed_forward: int | None = None
     dropout: float = 0.1
@@ -62,7 +64,6 @@ class EncoderConfig:
     position_dim: int = 16
     position_input: bool = False
     pool: Literal["none", "families"] = "none"
-    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.operator not in get_args(Operator):
@@ -72,12 +73,17 @@ class EncoderConfig:
         for name in ("width", "heads", "layers"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise InvalidInput(
-                "heads", given=f"{self.heads} heads of a width of {self.width}", expected="heads that divide the width"
+                "heads",
+                given=f"{self.heads} heads of a width of {self.width}",
+                expected="heads that divide the width",
+                fix="or say how many channels a head has: head_dim",
             )
         if self.position_width % 2:
-            raise InvalidInput("position_width", given=self.position_width, expected="an even number: sines and cosines")
+            raise InvalidInput(
+                "position_width", given=self.position_width, expected="an even number: sines and cosines"
+            )
         if not 0 <= self.dropout < 1:
             raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
 
@@ -111,10 +117,11 @@ class HierarchicalEncoder(nn.Module):
         self.config = config
         self.names = tuple(modalities)
         # Pooled leaves mix modalities: they get projections of their own.
-        self.num_groups = len(modalities) + (len(modalities) > 1 and config.pool != "none")
+        pools = config.pool != "none" or config.operator == "bottom-up"
+        self.num_groups = len(modalities) + (len(modalities) > 1 and pools)
         self.embedding = Embedding(modalities, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        attentions = [_attention(config) for _ in range(1 if config.shared else config.layers)]
+        attentions = [_attention(config) for _ in range(config.layers)]
         self.layers = nn.ModuleList(
             HierarchicalEncoderLayer(
                 config.width,
@@ -122,6 +129,7 @@ class HierarchicalEncoder(nn.Module):
                 attention,
                 modalities=self.num_groups,
                 feed_forward=config.feed_forward,
+                head_dim=config.head_dim,
                 dropout=config.dropout,
             )
             for attention in attentions
@@ -151,14 +159,24 @@ class HierarchicalEncoder(nn.Module):
         if self.place is not None and features is not None:
             x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
         x = self.dropout(x)
-        for i in range(self.config.layers):
-            own = 0 if self.config.shared else i
+        if self.config.operator == "bottom-up":
+            return bottom_up(x, hierarchy, self.layers, self.positions, features, places, self.num_groups)
+        for i, layer in enumerate(self.layers):
             if i and self.config.pool == "families" and hierarchy.depth > 0:
                 x, hierarchy, places = pool_families(x, hierarchy, places)
                 groups = Groups((0,) * (self.num_groups - 1) + (len(x),), None, None)
-            positions = self.positions[own](features, places.row) if len(self.positions) else None
-            x = self.layers[own](x, hierarchy, groups, positions)
+            positions = self.positions[i](features, places.row) if len(self.positions) else None
+            x = layer(x, hierarchy, groups, positions)
         return x, hierarchy
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
+        hierarchy, _ = self._tree(inputs)
+        if self.config.operator == "bottom-up":
+            for step in steps(hierarchy)[0]:
+                self.layers[0].attention.prepare(step.families)  # type: ignore[union-attr, operator]
+            return
+        self.layers[0].attention.prepare(hierarchy)  # type: ignore[union-attr, operator]
 
     def _tree(self, inputs: Inputs) -> tuple[Hierarchy, Places]:
         """The forest attention runs on."""
@@ -175,11 +193,11 @@ class HierarchicalEncoder(nn.Module):
         return hierarchy, inputs.places
 
 
-def _attention(config: EncoderConfig) -> Any:
+def _attention(config: EncoderConfig) -> Attention:
     if config.operator == "hierarchical":
         return Hierarchical(include_self=config.include_self)
     if config.operator == "multiscale":
         return Multiscale(config.heads, near=config.near, refine=config.refine)
     if config.operator == "found":
         return Found(config.heads, group=config.group, refine=config.refine, window=config.window)
-    return Flat() if config.operator == "flat" else Alone()
+    return Alone() if config.operator == "none" else Flat()  # bottom-up, a family is a flat tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hsa.hierarchy import Hierarchy
+from hsa.nn.attention import Attention
 from hsa.nn.grouped_linear import GroupedLinear, Groups
 
 
@@ -20,10 +21,11 @@ class HierarchicalEncoderLayer(nn.Module):
 
     Args:
         width: of the leaf vectors.
-        heads: that share the width.
-        attention: one of `hsa.nn.attention`, or any module with that signature.
+        heads: of attention.
+        attention: one of `hsa.nn.attention`, or your own.
         modalities: how many.
         feed_forward: inner width of the feed-forward network.
+        head_dim: channels per head; width / heads by default.
         dropout: on both residual branches.
 
     >>> import torch
@@ -38,21 +40,23 @@ class HierarchicalEncoderLayer(nn.Module):
         self,
         width: int,
         heads: int,
-        attention: nn.Module,
+        attention: Attention,
         *,
         modalities: int = 1,
         feed_forward: int | None = None,
+        head_dim: int | None = None,
         dropout: float = 0.0,
     ):
         super().__init__()
         inner = feed_forward or 2 * width
-        self.heads, self.head_dim = heads, width // heads
+        self.heads, self.head_dim = heads, head_dim or width // heads
+        attended = self.heads * self.head_dim
         self.attention = attention
-        self.needs_queries = getattr(attention, "needs_queries", True)
-        self.project = GroupedLinear(modalities, width, (3 if self.needs_queries else 1) * width)
+        self.needs_queries = attention.needs_queries
+        self.project = GroupedLinear(modalities, width, (3 if self.needs_queries else 1) * attended)
         if self.needs_queries:
             self.norm_q, self.norm_k = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
-        self.output = GroupedLinear(modalities, width, width)
+        self.output = GroupedLinear(modalities, attended, width)
         self.activation = nn.GELU()
         self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, width)

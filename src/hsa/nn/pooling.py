@@ -33,7 +33,6 @@ def pool_families(x: Tensor, hierarchy: Hierarchy, places: Places) -> Pooled:
     └─ 2 leaves
     """
 
-
     def no_members_of_leaf_families() -> np.ndarray:
         s = hierarchy.structure
         return ~np.append(s.height == 1, False)[s.parent]  # −1, a root's parent, is the entry appended
@@ -63,9 +62,7 @@ def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: Places, size: int = 2)
     return _keep(x, hierarchy, places, ("leaves merged", size), heads_of_runs)
 
 
-def _keep(
-    x: Tensor, hierarchy: Hierarchy, places: Places, name: Hashable, kept: Callable[[], np.ndarray]
-) -> Pooled:
+def _keep(x: Tensor, hierarchy: Hierarchy, places: Places, name: Hashable, kept: Callable[[], np.ndarray]) -> Pooled:
     """The forest of the kept nodes. A leaf's vector is the mean of the leaves from its first up to the next one's."""
 
     def build() -> tuple[Hierarchy, Tensor, Tensor]:

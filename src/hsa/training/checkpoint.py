@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hsa.errors import InvalidInput
-from hsa.training.files import write_then_rename
+from hsa.files import write_then_rename
+from hsa.models.saved import check_fits
 
 FORMAT = 1
 
@@ -52,7 +53,10 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise InvalidInput(
-            str(path), given="no such file", expected="a checkpoint", fix="start without --resume; there is nothing to resume"
+            str(path),
+            given="no such file",
+            expected="a checkpoint",
+            fix="start without --resume; there is nothing to resume",
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -79,23 +83,3 @@ def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: to
     for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, i)
     return content["progress"]
-
-
-def check_fits(where: str, given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Same names, same shapes."""
-    for name, tensor in wanted.items():
-        if name not in given:
-            raise InvalidInput(where, given=f"weights without {name!r}", expected="those of this model", fix=_OTHER)
-        if given[name].shape != tensor.shape:
-            raise InvalidInput(
-                where,
-                given=f"{name!r} of shape {tuple(given[name].shape)}",
-                expected=f"shape {tuple(tensor.shape)}",
-                fix=_OTHER,
-            )
-    extra = sorted(set(given) - set(wanted))
-    if extra:
-        raise InvalidInput(where, given=f"weights with {extra[0]!r}", expected="those of this model", fix=_OTHER)
-
-
-_OTHER = "they belong to another model: use the options it was trained with, or another folder"

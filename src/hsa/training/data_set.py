@@ -18,7 +18,7 @@ from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy, Structure
 from hsa.signals import Leaf, Signal
 from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
-from hsa.training.files import load_tensors, save_tensors
+from hsa.files import load_tensors, save_tensors
 
 CHUNK = 1024
 """Signals collated at once: they take far more memory than the arrays they become."""
@@ -79,15 +79,19 @@ class DataSet:
                 raise InvalidInput(
                     f"values[{name!r}]", given="leaves of several kinds, or strings", expected="one tensor per modality"
                 )
-            tensors[f"values/{name}"], tensors[f"leaves/{name}"] = values, batch.leaves[name]
+            tensors[f"values/{name}"] = values
+            if len(values) < batch.hierarchy.num_leaves:
+                tensors[f"leaves/{name}"] = batch.leaves[name]
         header = {
             "classes": self.classes,
             "names": self.names,
             "per_leaf": self.per_leaf,
             "modalities": list(batch.values),
             "domains": [_describe(domain) for domain in batch.distinct_domains],
+            "wide": [name for name, tensor in tensors.items() if tensor.dtype == torch.int64],
         }
-        save_tensors(path, tensors, {"hsa": json.dumps(header)})
+        small = {name: _smallest(tensor) for name, tensor in tensors.items()}
+        save_tensors(path, small, {"hsa": json.dumps(header)})
 
     @staticmethod
     def load(path: Path) -> DataSet:
@@ -96,16 +100,18 @@ class DataSet:
         if "hsa" not in metadata or "num_children" not in tensors:
             raise InvalidInput(str(path), given="a safetensors file of something else", expected="a data set of hsa")
         header = json.loads(metadata["hsa"])
+        for name in header["wide"]:
+            tensors[name] = tensors[name].to(torch.int64)
+        hierarchy = Hierarchy(Structure.from_num_children(tensors["num_children"].numpy()))
+        every = torch.arange(hierarchy.num_leaves)
         batch = Batch(
             values={name: tensors[f"values/{name}"] for name in header["modalities"]},
-            leaves={name: tensors[f"leaves/{name}"] for name in header["modalities"]},
-            hierarchy=Hierarchy(Structure.from_num_children(tensors["num_children"].numpy())),
+            leaves={name: tensors.get(f"leaves/{name}", every) for name in header["modalities"]},
+            hierarchy=hierarchy,
             distinct_domains=tuple(_domain(*description) for description in header["domains"]),
             domain_ids=tensors["domain_ids"].numpy(),
         )
-        return DataSet(
-            batch, tensors["targets"], tuple(header["classes"]), tuple(header["names"]), header["per_leaf"]
-        )
+        return DataSet(batch, tensors["targets"], tuple(header["classes"]), tuple(header["names"]), header["per_leaf"])
 
 
 def build(
@@ -144,9 +150,7 @@ def _some(names: tuple[str, ...], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f", … {len(names) - most} more" if len(names) > most else "")
 
 
-def batches_by_tokens(
-    lengths: np.ndarray, budget: int, most: int, order: np.ndarray
-) -> list[np.ndarray]:
+def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.ndarray) -> list[np.ndarray]:
     """Examples in this order, cut into batches of at most `budget` leaves and `most` examples; a longer example is alone.
 
     >>> [b.tolist() for b in batches_by_tokens(np.array([3, 3, 3, 9, 1]), 6, 2, np.arange(5))]
@@ -175,6 +179,17 @@ def split_at_random(data: DataSet, shares: tuple[float, ...], seed: int) -> Iter
             part.append(chosen)
     for part in parts:
         yield data.select(generator.permutation(np.concatenate(part)))
+
+
+def _smallest(tensor: Tensor) -> Tensor:
+    """Integers in the smallest type that holds them: ids and counts shrink to a quarter."""
+    if tensor.dtype != torch.int64 or tensor.numel() == 0:
+        return tensor
+    low, high = (int(bound) for bound in tensor.aminmax())
+    for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32):
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return tensor.to(dtype)
+    return tensor
 
 
 _DOMAINS: dict[str, Any] = {domain.__name__: domain for domain in (Sequence, Grid, Graph, Set, Table)}

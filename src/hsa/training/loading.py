@@ -24,7 +24,8 @@ def prefetched(items: Iterable[T], ahead: int = 2) -> Iterator[T]:
     def put(entry: tuple[bool, T | BaseException | None]) -> None:
         while not stopped.is_set():
             try:
-                return line.put(entry, timeout=0.1)
+                line.put(entry, timeout=0.1)
+                return
             except queue.Full:
                 continue
 

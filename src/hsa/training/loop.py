@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hsa.batch import Batch
 from hsa.errors import HsaError, InvalidInput, MissingExtra
 from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
 from hsa.training import checkpoint
 from hsa.training.data_set import DataSet, batches_by_tokens
@@ -137,7 +138,7 @@ class Trainer:
         transform: Transform | None = None,
         watcher: Watcher | None = None,
     ):
-        self.config = model.config
+        self.config, self.encoder = model.config, model.encoder
         self.train, self.validation, self.options = train, validation, options
         self.path = None if folder is None else folder / CHECKPOINT
         self.accelerator = accelerator or make_accelerator(options)
@@ -299,9 +300,17 @@ class Trainer:
             "data": self.train.batch.hierarchy.digest,
         }
 
+    def save_model(self, folder: Path, classes: tuple[str, ...]) -> None:
+        """The weights as they are now, gathered from all processes."""
+        weights = checkpoint.full_weights(self.model)
+        if self.accelerator.is_main_process:
+            whole = HierarchicalClassifier(self.config)
+            whole.load_state_dict(weights)
+            save_model(folder, whole, classes)
+
     @torch.no_grad()
-    def evaluate(self, data: DataSet, *, count: bool = False) -> Evaluation:
-        """Predictions and scores; with `count`, attention operations too."""
+    def evaluate(self, data: DataSet) -> Evaluation:
+        """Predictions, scores, and the attention operations they took."""
         self.model.eval()
         order = np.argsort(-data.lengths, kind="stable")  # the longest first: memory runs out now or never
         outputs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -332,9 +341,7 @@ class Trainer:
         if data.per_leaf and len(found) != offsets[-1]:
             raise AssertionError("a prediction is missing")
         true = data.targets.numpy()
-        scores = (
-            class_scores(found.argmax(-1), true, found.shape[-1]) if data.classes else number_scores(found, true)
-        )
+        scores = class_scores(found.argmax(-1), true, found.shape[-1]) if data.classes else number_scores(found, true)
         operations = sum(entry[1] for entry in gathered)
         loss = sum(entry[2] for entry in gathered) / len(data) / len(gathered)
         return Evaluation(scores, loss, found, seconds, operations)
@@ -391,6 +398,7 @@ class Trainer:
             weights = (weights / lengths).repeat_interleave(lengths)
         device = self.accelerator.device
         batch = part.batch.to(device)
+        self.encoder.prepare(batch)
         if self.transform is not None:
             batch = self.transform(batch)
         return batch, part.targets.to(device), weights.to(device)

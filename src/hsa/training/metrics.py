@@ -51,4 +51,6 @@ def number_scores(predicted: np.ndarray, true: np.ndarray) -> Scores:
     """
     variance = float(((true - true.mean()) ** 2).mean())
     error = float(((predicted - true) ** 2).mean())
-    return Scores(r2=1 - error / variance if variance else 0.0, mean_absolute_error=float(np.abs(predicted - true).mean()))
+    return Scores(
+        r2=1 - error / variance if variance else 0.0, mean_absolute_error=float(np.abs(predicted - true).mean())
+    )

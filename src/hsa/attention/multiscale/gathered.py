@@ -25,9 +25,9 @@ from hsa.attention.rounds import rounds
 from hsa.attention.softmax import exact
 from hsa.hierarchy import Hierarchy
 
-CHUNK = 2**22
+CHUNK = {"cpu": 2**22, "cuda": 2**26}
 """Numbers gathered at once."""
-WORTH_A_CHUNK = 2**24
+WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**28}
 """Products of padding that cost about as much as one more chunk."""
 
 
@@ -216,9 +216,10 @@ def _chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tens
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
     order = np.lexsort((lengths, sizes))[::-1]
     order = order[sizes[order] > 0]
-    for begin, end in _alike(sizes[order], lengths[order], WORTH_A_CHUNK // numbers_per_entry):
+    kind = "cpu" if partition.offsets.device.type == "cpu" else "cuda"
+    for begin, end in _alike(sizes[order], lengths[order], WORTH_A_CHUNK[kind] // numbers_per_entry):
         size, longest = int(sizes[order[begin]]), int(lengths[order[begin:end]].max())
-        step = max(1, CHUNK // (numbers_per_entry * (longest + size)))
+        step = max(1, CHUNK[kind] // (numbers_per_entry * (longest + size)))
         for first in range(begin, end, step):
             groups = order[first : min(first + step, end)]
             yield torch.as_tensor(groups.copy()).to(partition.offsets.device), size, int(lengths[groups].max())

@@ -232,7 +232,8 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
     gathered: list[str] = []
     preformatted = 0  # how many <pre> are open
-    for node, opens in _tags(LexborHTMLParser(encodable(text)).root):
+    parser = LexborHTMLParser(encodable(text), scripting=True)  # else the content of <noscript> may end up outside it
+    for node, opens in _tags(parser.root):
         tag = node.tag
         if tag == "-text":
             if opens:

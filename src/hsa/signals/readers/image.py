@@ -46,11 +46,9 @@ def read_image(
         InvalidInput: naming the picture: no such file, no picture, damaged, or too many pixels to be one.
         MissingExtra: `pillow` is not installed.
     """
-    for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block or 1, 1)):
-        if value < least:
-            raise InvalidInput(
-                name, given=value, expected=f"{least} or more pixels" if name != "block" else "1 or more"
-            )
+    for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block, 1)):
+        if value is not None and value < least:
+            raise InvalidInput(name, given=value, expected=f"{least} or more")
     where = where or (str(picture) if isinstance(picture, (str, PathLike)) else "picture")
     pixels = torch.from_numpy(_pixels(picture, patch, largest, where))
     patches = pixels.unflatten(0, (-1, patch)).unflatten(2, (-1, patch)).transpose(1, 2).contiguous()

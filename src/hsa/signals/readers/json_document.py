@@ -34,8 +34,8 @@ def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: 
     document = parse_json(check_text(text, where), where)
     try:
         outline = _outline(document, language, where)
-        # A number alone is no signal; a list around it makes it one.
-        return grow([outline] if isinstance(outline, Leaf) else outline, tokenizer, where=where, expected="a value")
+        whole = [outline] if isinstance(outline, Leaf) else outline  # a number alone is no signal
+        return grow(whole, tokenizer, where=where, given="no values", expected="at least one")
     except RecursionError:
         raise _too_deep(where) from None
 

@@ -25,8 +25,18 @@ class Unordered(list):
     """Members whose order means nothing."""
 
 
-def grow(outline: Any, tokenizer: Any, *, where: str, expected: str = "at least one word") -> Signal:
+def grow(
+    outline: Any,
+    tokenizer: Any,
+    *,
+    where: str,
+    given: str = "a text without tokens",
+    expected: str = "at least one word",
+) -> Signal:
     """The signal of an outline, without texts that have no tokens and without families in which nothing is left.
+
+    Args:
+        where, given, expected: what the error says when nothing is left.
 
     >>> print(grow({"title": ["Two cats"], "body": [["They sat."], [""]]}, None, where="page").show())
     Table('title', 'body') · 5 leaves · text
@@ -43,7 +53,7 @@ def grow(outline: Any, tokenizer: Any, *, where: str, expected: str = "at least 
     families = token_families(texts, tokenizer) if texts else []
     signal: Any = _grow(outline, iter(families))
     if signal is None:
-        raise InvalidInput(where, given="a text without tokens", expected=expected)
+        raise InvalidInput(where, given=given, expected=expected)
     return signal
 
 

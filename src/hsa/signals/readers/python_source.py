@@ -45,7 +45,7 @@ def read_python(source: str, tokenizer: Any = None, *, where: str = "python") ->
     module = _parse(source, where)
     units = _Units(source, whole=tokenizer is not None, where=where)
     outline = [_statement(statement, units) for statement in module.body]
-    return grow(outline, tokenizer, where=where, expected="at least one statement")
+    return grow(outline, tokenizer, where=where, given="no statements", expected="at least one")
 
 
 def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Literal["class", "function"], str]]:

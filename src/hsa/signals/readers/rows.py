@@ -8,6 +8,7 @@ import gzip
 import io
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -167,7 +168,8 @@ def read_row(
         next(iter(outline.values())) if only_text else outline,
         tokenizer,
         where=where,
-        expected=f"a value in {_listed(outline)}",
+        given="no values",
+        expected=f"at least one in {_listed(outline)}",
     )
 
 
@@ -324,9 +326,9 @@ def _check_column(name: str, columns: Iterable[str], where: str) -> None:
 
 
 def _check_distinct(names: list[str], where: str, fix: str) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidInput(where, given=f"the column {twice!r} twice", expected="distinct names", fix=fix)
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InvalidInput(where, given=f"the column {name!r} {count} times", expected="distinct names", fix=fix)
 
 
 def _listed(names: Iterable[str]) -> str:

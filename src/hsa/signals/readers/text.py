@@ -76,10 +76,9 @@ def load_bytes(path: str | PathLike[str], *, expected: str = "a readable text fi
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        given = {FileNotFoundError: "no such file", IsADirectoryError: "a directory"}.get(type(error))
-        raise InvalidInput(
-            where or str(path), given=given or getattr(error, "strerror", None) or error, expected=expected
-        ) from None
+        named: dict[type, str] = {FileNotFoundError: "no such file", IsADirectoryError: "a directory"}
+        given = named.get(type(error)) or getattr(error, "strerror", None) or error
+        raise InvalidInput(where or str(path), given=given, expected=expected) from None
 
 
 def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") -> str:

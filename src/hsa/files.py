@@ -23,8 +23,9 @@ def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(beside)
-        with beside.open("rb") as file:
+        with beside.open("r+b") as file:
             os.fsync(file.fileno())
+        beside.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner may read
         beside.replace(path)
     except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError when a write fails
         kept = "the file that was there is unharmed" if path.exists() else "nothing was there before"
@@ -33,6 +34,12 @@ def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
         ) from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_text(path: Path, text: str) -> None:

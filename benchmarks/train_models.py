@@ -1,0 +1,270 @@
+"""Train the encoder and its baselines on one data set: a learning-rate sweep per model, then seeds, equal parameters.
+
+    python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models hsa,flat] [--epochs 8]
+
+FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
+validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
+their times are of a busy machine; `--times` measures each model alone for one epoch instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task: the reference model, and how the others differ from it."""
+
+    encoder: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    rates: tuple[float, ...]
+    epochs: int
+    batch_size: int
+    batch_tokens: int
+    cut: dict[str, int]  # models that read only so many leaves
+
+
+IMDB = Experiment(
+    encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
+    models={
+        "flat": {"operator": "flat"},
+        "hsa": {"operator": "hierarchical"},
+        "hsa with self": {"operator": "hierarchical", "include_self": True},
+        "multiscale": {"operator": "multiscale"},
+        "multiscale near 1": {"operator": "multiscale", "near": 1},
+        "deepsets": {"operator": "none"},
+    },
+    rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    epochs=6,
+    batch_size=64,
+    batch_tokens=2**20,
+    cut={},
+)
+PEER = Experiment(
+    encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
+    models={
+        "hsa, whole": {"operator": "hierarchical"},
+        "flat, first 512": {"operator": "flat"},
+        "flat, whole": {"operator": "flat"},
+        "multiscale, whole": {"operator": "multiscale"},
+        "deepsets, whole": {"operator": "none"},
+    },
+    rates=(1e-3, 3e-3, 1e-2),
+    epochs=8,
+    batch_size=32,
+    batch_tokens=2**18,
+    cut={"flat, first 512": 512},
+)
+LISTOPS = Experiment(
+    encoder={"width": 128, "heads": 4, "layers": 4, "dropout": 0.0},
+    models={
+        "flat": {"operator": "flat", "position_input": True},
+        "windows": {"operator": "hierarchical", "windows": (16, 8, 8), "position_input": True},
+        "hsa, expression tree": {"operator": "hierarchical"},
+        "multiscale, expression tree": {"operator": "multiscale"},
+        "bottom-up, expression tree": {"operator": "bottom-up", "layers": 1},
+    },
+    rates=(3e-4, 1e-3, 3e-3),
+    epochs=6,
+    batch_size=64,
+    batch_tokens=2**17,
+    cut={},
+)
+EXPERIMENTS = {"imdb": IMDB, "peer": PEER, "listops": LISTOPS}
+
+
+def train_one(job: dict[str, Any]) -> dict[str, Any]:
+    """One model, learning rate and seed; the scores of the epoch that validation chose."""
+    import torch
+
+    from hsa.models.classifier import (
+        EncoderConfig,
+        HierarchicalClassifier,
+        ModelConfig,
+        Modality,
+        count_parameters,
+        equal_parameters,
+    )
+    from hsa.training.loop import Trainer, make_accelerator
+    from hsa.training.options import TrainingOptions
+
+    torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
+    experiment = EXPERIMENTS[job["task"]]
+    train, validation, test, vectors = _data(job["task"], job["folder"], experiment.cut.get(job["model"]))
+    tokens = int(max(d.batch.values["text"].max() for d in (train, validation, test))) + 1
+    text = (
+        Modality(tokens=max(tokens, 2))
+        if vectors is None
+        else Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
+    )
+    reference = ModelConfig(EncoderConfig(**experiment.encoder), {"text": text}, outputs=len(train.classes))
+    config = equal_parameters(reference, **experiment.models[job["model"]])
+    torch.manual_seed(job["seed"])
+    model = HierarchicalClassifier(config)
+    if vectors is not None:
+        model.encoder.embedding.tables["text"].weight.data.copy_(torch.from_numpy(vectors))
+    options = TrainingOptions(
+        epochs=job["epochs"],
+        learning_rate=job["rate"],
+        batch_size=experiment.batch_size,
+        batch_tokens=experiment.batch_tokens,
+        seed=job["seed"],
+        patience=0,
+        mixed_precision=job["precision"],
+    )
+    trainer = Trainer(model, train, validation, options, accelerator=make_accelerator(options))
+    began = time.monotonic()
+    history = trainer.fit()
+    found = trainer.evaluate(test)
+    return {
+        **{key: job[key] for key in ("task", "model", "rate", "seed", "epochs")},
+        "parameters": count_parameters(model),
+        "validation": max(record.validation for record in history),
+        "history": [round(record.validation, 4) for record in history],
+        "loss": [round(record.loss, 4) for record in history],
+        "accuracy": found.scores.accuracy,
+        "f1": found.scores.f1,
+        "operations": found.operations / len(test),
+        "seconds": sum(record.seconds for record in history),
+        "wall": time.monotonic() - began,
+    }
+
+
+def _data(task: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
+    from hsa.training.data_set import DataSet, split_at_random
+
+    def load(part: str) -> DataSet:
+        whole = DataSet.load(Path(folder) / f"{task}_{part}.safetensors")
+        return whole if cut is None else first_leaves(whole, cut)
+
+    train, test = load("train"), load("test")
+    dev = Path(folder) / f"{task}_dev.safetensors"
+    if dev.exists():
+        validation = load("dev")
+    else:
+        train, validation = split_at_random(train, (0.9, 0.1), seed=0)
+    vectors = Path(folder) / f"{task}_glove.npy"
+    return train, validation, test, np.load(vectors).astype(np.float32) if vectors.exists() else None
+
+
+def first_leaves(data: Any, most: int) -> Any:
+    """Every text cut after its first leaves; all families are sequences."""
+    from hsa.batch import Batch
+    from hsa.hierarchy import Hierarchy, Structure
+    from hsa.signals import Sequence
+
+    batch, s = data.batch, data.batch.hierarchy.structure
+    nodes = np.flatnonzero(s.first_leaf - s.leaf_offsets[s.tree] < most)
+    parent = s.parent[nodes]
+    num_children = np.bincount(parent[parent >= 0], minlength=len(s.parent))[nodes]
+    sizes, ids = np.unique(num_children[num_children > 0], return_inverse=True)
+    kept = np.flatnonzero(np.arange(len(s.leaf_nodes)) - np.repeat(s.leaf_offsets[:-1], np.diff(s.leaf_offsets)) < most)
+    cut = Batch(
+        values={"text": batch.values["text"][kept]},
+        leaves={"text": batch.leaves["text"][: len(kept)]},
+        hierarchy=Hierarchy(Structure.from_num_children(num_children)),
+        distinct_domains=tuple(Sequence(n) for n in sizes.tolist()),
+        domain_ids=ids,
+    )
+    return replace(data, batch=cut)
+
+
+def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every rate with the first seed, then the best rate with the other seeds; results as they come."""
+    experiment = EXPERIMENTS[arguments.task]
+    names = list(experiment.models) if arguments.models is None else arguments.models.split(";")
+    shared = {
+        "task": arguments.task,
+        "folder": arguments.folder,
+        "epochs": arguments.epochs or experiment.epochs,
+        "precision": arguments.precision,
+    }
+    rates = experiment.rates if arguments.rates is None else tuple(float(r) for r in arguments.rates.split(","))
+    # Slow models first, so that the last ones to run are short.
+    first = [{**shared, "model": name, "rate": rate, "seed": SEEDS[0]} for name in names for rate in rates]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        waiting = []
+        for result in pool.imap_unordered(train_one, first):
+            yield result
+            listed = found[result["model"]]
+            listed.append(result)
+            if len(listed) == len(rates):
+                best = max(listed, key=lambda r: r["validation"])["rate"]
+                more = [{**shared, "model": result["model"], "rate": best, "seed": seed} for seed in SEEDS[1:]]
+                waiting += [pool.apply_async(train_one, (job,)) for job in (more if arguments.seeds else [])]
+        for pending in waiting:
+            yield pending.get()
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Mean ± standard deviation over seeds, at the rate that validation chose."""
+    rows = [
+        "| model | parameters | learning rate | accuracy | macro F1 | attention operations | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(r["model"] for r in results):
+        own = [r for r in results if r["model"] == name]
+        rate = max((r for r in own if r["seed"] == SEEDS[0]), key=lambda r: r["validation"])["rate"]
+        chosen = [r for r in own if r["rate"] == rate]
+        accuracy, f1 = np.array([r["accuracy"] for r in chosen]), np.array([r["f1"] for r in chosen])
+        rows.append(
+            f"| {name} | {chosen[0]['parameters']:,} | {rate:g} | {accuracy.mean():.4f} ± {accuracy.std():.4f} | "
+            f"{f1.mean():.4f} ± {f1.std():.4f} | {chosen[0]['operations'] / 1e6:.2f} M | {len(chosen)} |"
+        )
+    return "\n".join(rows)
+
+
+def times(arguments: argparse.Namespace) -> None:
+    """Seconds of one epoch, every model alone on the machine; the second epoch, when everything is warm."""
+    experiment = EXPERIMENTS[arguments.task]
+    for name in list(experiment.models) if arguments.models is None else arguments.models.split(";"):
+        job = {"task": arguments.task, "folder": arguments.folder, "model": name, "rate": 1e-3, "seed": 0}
+        result = train_one({**job, "epochs": 2, "precision": arguments.precision})
+        print(
+            json.dumps({"model": name, "seconds for 2 epochs": round(result["seconds"], 2), "wall": result["wall"]}),
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(EXPERIMENTS))
+    parser.add_argument("folder")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--models", help="some of them, separated by semicolons")
+    parser.add_argument("--rates")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--precision", default="no")
+    parser.add_argument("--seeds", action="store_true", help="also the other seeds")
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--out", default="results.jsonl")
+    arguments = parser.parse_args()
+    if arguments.times:
+        times(arguments)
+        return
+    results = []
+    with Path(arguments.out).open("a") as file:
+        for result in sweep(arguments):
+            results.append(result)
+            file.write(json.dumps(result) + "\n")
+            file.flush()
+            print(json.dumps({k: v for k, v in result.items() if k not in ("task", "f1", "loss")}), flush=True)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Frozen pre-trained encoders as embeddings: tokens, texts and pictures → vectors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hsa.batch import Batch
+from hsa.errors import InvalidInput, MissingExtra
+from hsa.signals import Grid, Leaf, Signal
+from hsa.signals.readers import read_image
+
+_T5 = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+# Their first token is the picture's, their last are its patches, row by row.
+_VISION = ("vit", "deit", "vit_msn", "dinov2", "dinov2_with_registers")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_USUAL_LENGTH = 512  # of T5, which has no limit of its own
+
+
+class _Encoder:
+    """A model in evaluation mode, whose weights need no gradients."""
+
+    model: Any
+    width: int
+
+    def _hold(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.width = model.config.hidden_size
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same encoder, moved to a device."""
+        self.model.to(device)
+        return self
+
+
+class TextEncoder(_Encoder):
+    """A pre-trained encoder of text: BERT and its kin, or the encoder of a T5.
+
+    Args:
+        path: a folder with config.json, weights and tokenizer, or a name on the hub, such as "intfloat/e5-base-v2".
+        longest: tokens that the model sees at once, special ones included; as many as it can, unless given.
+        batch_tokens: tokens that run through the model together, padding included.
+        dtype: of the weights, such as `torch.bfloat16`; vectors are float32.
+
+    Attributes:
+        tokenizer: that of the model, for `read_text` and other readers.
+        width: of the vectors.
+
+    Raises:
+        InvalidInput: naming the path: no model there and no network, weights that are missing, no encoder of text.
+        MissingExtra: `transformers` is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        longest: int | None = None,
+        batch_tokens: int = 16_384,
+        dtype: torch.dtype = torch.float32,
+    ):
+        library, name = _transformers(), str(path)
+        with _loading(name):
+            config = library.AutoConfig.from_pretrained(name)
+            _check_text_type(config, name)
+            self.tokenizer = library.AutoTokenizer.from_pretrained(name)
+            if set(self.tokenizer.get_vocab()) <= set(
+                self.tokenizer.all_special_tokens
+            ):  # made up where files are missing
+                raise OSError("no vocabulary of a tokenizer")
+            self._hold(_weights(getattr(library, _T5.get(config.model_type, "AutoModel")), name, dtype))
+        self._before, self._after = _special_tokens(self.tokenizer)
+        most = _most_tokens(self.model, self.tokenizer)
+        least = len(self._before) + len(self._after) + 1
+        if longest is not None and not least <= longest <= most:
+            raise InvalidInput("longest", given=longest, expected=f"{least}..{most}")
+        self.longest = longest or most
+        self.batch_tokens = batch_tokens
+
+    def token_vectors(self, batch: Batch, modality: str = "text") -> Batch:
+        """The batch with a vector in the place of every token id, in the context of its tree: a `transform` for training.
+
+        The ids of a tree are one text, in their order. One too long for the model is cut into windows of like length.
+        A batch without such leaves stays as it is.
+
+        Raises:
+            InvalidInput: leaves that are no ids of this tokenizer.
+        """
+        if modality not in batch.values:
+            return batch
+        ids = self._check_ids(batch.values[modality], modality)
+        self.to(ids.device)
+        bounds = np.searchsorted(batch.leaves[modality].cpu().numpy(), batch.hierarchy.structure.leaf_offsets)
+        windows = [w for begin, end in pairwise(bounds.tolist()) if begin < end for w in self._windows(begin, end)]
+        rows = ids.tolist()
+        vectors = torch.empty(len(rows), self.width, device=ids.device)
+        for window, states in self._states([rows[begin:end] for begin, end in windows]):
+            begin, end = windows[window]
+            vectors[begin:end] = states[len(self._before) : len(states) - len(self._after)]
+        encoded = replace(batch, values={**batch.values, modality: vectors})
+        encoded.__dict__["places"] = batch.places
+        return encoded
+
+    def text_vectors(self, texts: Sequence[str], *, prefix: str = "", normalize: bool = True) -> Tensor:
+        """A vector per text, `[texts, width]`: the mean over its tokens, special ones included.
+
+        Args:
+            prefix: put before each text, such as "passage: " for e5.
+            normalize: to length 1.
+
+        Raises:
+            InvalidInput: one string in the place of a list; a text without tokens, for a model without special ones.
+        """
+        if isinstance(texts, str):
+            raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
+        rows: list[list[int]] = []
+        text_of: list[int] = []
+        for i, text in enumerate(texts):
+            ids = self.tokenizer.encode(prefix + text, add_special_tokens=False, verbose=False)
+            if not (ids or self._before or self._after):
+                raise InvalidInput(f"texts[{i}]", given="a text without tokens", expected="at least one")
+            for begin, end in self._windows(0, len(ids)):
+                rows.append(ids[begin:end])
+                text_of.append(i)
+        device = next(self.model.parameters()).device
+        sums = torch.zeros(len(texts), self.width, device=device)
+        counts = torch.zeros(len(texts), 1, device=device)
+        for window, states in self._states(rows):
+            sums[text_of[window]] += states.sum(0)
+            counts[text_of[window]] += len(states)
+        means = sums / counts
+        return F.normalize(means, dim=-1) if normalize else means
+
+    def _windows(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Runs of like length that the model can see at once; one empty run of nothing."""
+        room = self.longest - len(self._before) - len(self._after)
+        count = max(1, -(-(end - begin) // room))
+        cuts = [begin + (end - begin) * i // count for i in range(count + 1)]
+        return list(pairwise(cuts))
+
+    @torch.no_grad()
+    def _states(self, rows: list[list[int]]) -> Iterator[tuple[int, Tensor]]:
+        """The last hidden states of each row between special tokens, in any order, rows of like length together."""
+        device = next(self.model.parameters()).device
+        whole = [[*self._before, *row, *self._after] for row in rows]
+        lengths = np.array([len(row) for row in whole], np.int64)
+        pad = self.tokenizer.pad_token_id or 0
+        for chosen in _alike(lengths, self.batch_tokens):
+            longest = int(lengths[chosen[0]])
+            ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in chosen.tolist()], device=device)
+            size = torch.from_numpy(lengths[chosen]).to(device)
+            mask = (torch.arange(longest, device=device) < size[:, None]).long()
+            states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+            yield from ((i, states[place, : int(lengths[i])]) for place, i in enumerate(chosen.tolist()))
+
+    def _check_ids(self, values: Any, modality: str) -> Tensor:
+        where, fix = f"values[{modality!r}]", "read the text with tokenizer=encoder.tokenizer"
+        if not isinstance(values, Tensor) or values.ndim != 1 or values.is_floating_point():
+            raise InvalidInput(where, given="leaves that are no ids", expected="one token id per leaf", fix=fix)
+        size = self.model.get_input_embeddings().num_embeddings
+        low, high = (int(bound) for bound in values.aminmax())
+        if low < 0 or high >= size:
+            raise InvalidInput(where, given=f"ids {low}..{high}", expected=f"0..{size - 1}", fix=fix)
+        return values
+
+
+class ImageEncoder(_Encoder):
+    """A pre-trained vision transformer: ViT, DeiT, DINOv2.
+
+    Args:
+        path: a folder with config.json, preprocessor_config.json and weights, or a name on the hub, such as
+            "google/vit-base-patch16-224-in21k".
+        batch_size: pictures that run through the model together.
+        dtype: of the weights; vectors are float32.
+
+    Pictures are given as to `read_image`: paths, bytes, Pillow images or pixels.
+
+    Raises:
+        InvalidInput: naming the path: no model there and no network, weights that are missing, no vision transformer.
+        MissingExtra: `transformers` is not installed.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, batch_size: int = 32, dtype: torch.dtype = torch.float32):
+        library, name = _transformers(), str(path)
+        with _loading(name):
+            config = library.AutoConfig.from_pretrained(name)
+            if config.model_type not in _VISION:
+                raise InvalidInput(
+                    name, given=f"a model of type {config.model_type!r}", expected=f"one of {', '.join(_VISION)}"
+                )
+            self.processor = library.AutoImageProcessor.from_pretrained(name)
+            self._hold(_weights(library.AutoModel, name, dtype))
+        self.batch_size = batch_size
+
+    def image_vectors(self, images: Sequence[Any]) -> Tensor:
+        """A vector per picture, `[images, width]`: that of the class token.
+
+        Raises:
+            InvalidInput: naming a picture that cannot be read.
+        """
+        return self._vectors(images, grid=False)
+
+    def patch_vectors(self, images: Sequence[Any]) -> Tensor:
+        """A vector per patch, `[images, rows, columns, width]`. Raises as `image_vectors` does."""
+        return self._vectors(images, grid=True)
+
+    def read_image(self, picture: Any, *, grid: bool = False, where: str | None = None) -> Signal | Leaf:
+        """A picture as a leaf of modality "image", or as a `Grid` of them: an `image_reader` for other readers.
+
+        Args:
+            grid: a vector per patch in the place of one for the picture.
+            where: the name of the picture in error messages.
+
+        Raises:
+            InvalidInput: a picture that cannot be read.
+        """
+        vectors = self._vectors([picture], grid, where)[0].cpu()
+        return Signal.of(vectors, "image", Grid(vectors.shape[:2])) if grid else Leaf(vectors, "image")
+
+    @torch.no_grad()
+    def _vectors(self, images: Sequence[Any], grid: bool, where: str | None = None) -> Tensor:
+        if isinstance(images, (str, bytes, PathLike)):
+            raise InvalidInput("images", given="one picture", expected="a list of pictures", fix="wrap it: [image]")
+        weight = next(self.model.parameters())
+        parts = [torch.empty(0, *((0, 0) if grid else ()), self.width, device=weight.device)] if not images else []
+        for begin in range(0, len(images), self.batch_size):
+            pixels = [_pixels(image, where) for image in images[begin : begin + self.batch_size]]
+            given = self.processor(pixels, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+            states = self.model(pixel_values=given.to(weight.device, weight.dtype)).last_hidden_state.float()
+            rows, columns = (side // self.model.config.patch_size for side in given.shape[-2:])
+            parts.append(states[:, -rows * columns :].unflatten(1, (rows, columns)) if grid else states[:, 0])
+        return torch.cat(parts)
+
+
+def _pixels(picture: Any, where: str | None) -> np.ndarray:
+    """A picture in RGB, uint8 `[height, width, 3]`: a grid of patches of one pixel."""
+    signal = read_image(picture, patch=1, largest=1 << 20, where=where)
+    assert isinstance(signal.domain, Grid)
+    assert isinstance(signal.values, Tensor)
+    return signal.values.reshape(*signal.domain.shape, 3).numpy()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", "hf", "a pre-trained encoder") from None
+    return transformers
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Says how to get a model that cannot be loaded. Reports of weights are `_weights`' own affair, so they are silenced."""
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        if not Path(name).is_dir() and not _HUB_NAME.fullmatch(name):
+            raise OSError("no such folder")
+        yield
+    except InvalidInput:
+        raise
+    except (OSError, ValueError) as error:
+        hub = name if _HUB_NAME.fullmatch(name) and not Path(name).is_dir() else "OWNER/MODEL"
+        folder = name if hub != name else f"models/{name.rpartition('/')[2]}"
+        raise InvalidInput(
+            name,
+            given=f"no model that loads ({str(error).strip().partition(chr(10))[0]})",
+            expected="a folder with config.json, weights and tokenizer or preprocessor, or a name on the hub",
+            fix=f"where there is a network, run: hf download {hub} --local-dir {folder}, then give that folder",
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _weights(kind: Any, name: str, dtype: torch.dtype) -> Any:
+    """The model with all its weights from the checkpoint, but for the pooler, which nothing here uses."""
+    model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    missing = sorted(key for key in {*report["missing_keys"], *report["mismatched_keys"]} if "pooler." not in str(key))
+    if missing:
+        raise InvalidInput(
+            name,
+            given=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
+            expected=f"all of a {type(model).__name__}",
+        )
+    return model
+
+
+def _check_text_type(config: Any, name: str) -> None:
+    """Models trained to fill in masked tokens see both sides of a token; so does the encoder of a T5."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    sees_both_sides = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+        config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    )
+    if not sees_both_sides and config.model_type not in _T5:
+        raise InvalidInput(
+            name,
+            given=f"a model of type {config.model_type!r}, which is no encoder of text",
+            expected="an encoder such as BERT, RoBERTa, MPNet, E5 or T5",
+        )
+
+
+def _alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Batches of rows, the longest first: at most `budget` tokens with the padding, and at most half of each row padding.
+
+    >>> [batch.tolist() for batch in _alike(np.array([1, 9, 5, 2, 4, 8]), 20)]
+    [[1, 5], [2, 4], [3, 0]]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order]
+    begin = 0
+    while begin < len(order):
+        longest = int(falling[begin])
+        alike = int(np.searchsorted(-falling, -longest / 2, side="right"))
+        end = max(begin + 1, min(alike, begin + budget // longest))
+        yield order[begin:end]
+        begin = end
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that the model expects before and after a text."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:begin], whole[begin + len(bare) :]
+
+
+def _most_tokens(model: nn.Module, tokenizer: Any) -> int:
+    """The longest input: what the table of positions holds, if there is one, and what the tokenizer knows of it."""
+    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    table = next((m for m in tables if isinstance(m, nn.Embedding)), None)
+    if table is not None:  # RoBERTa counts from beyond the padding
+        positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    else:
+        positions = getattr(model.config, "max_position_embeddings", None) or _USUAL_LENGTH
+    return min(positions, tokenizer.model_max_length)

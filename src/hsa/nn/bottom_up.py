@@ -1,0 +1,90 @@
+"""Bottom up: every family attends among its members and becomes one vector, up to the roots.
+
+This is attention alternating with local pooling, a level at a time, with the same weights on every level: a recursive network
+over the tree, for data whose meaning is composed step by step (expressions, parse trees). A node is worked on once, when
+all its members are ready, so the cost is that of the families alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.hierarchy import Hierarchy, Structure, ranges
+from hsa.nn.grouped_linear import Groups
+from hsa.nn.pooling import segment_mean
+from hsa.nn.positions import PositionProjection
+from hsa.places import Places
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The families of one height, each a tree of its own."""
+
+    rows: Tensor  # [members] among the leaves and the parents of earlier steps
+    nodes: Tensor  # [members]
+    families: Hierarchy
+    sizes: Tensor
+
+
+def steps(hierarchy: Hierarchy) -> tuple[list[Step], Tensor]:
+    """The order of the work, and the row of every root when it is done. Built once per hierarchy."""
+
+    def build() -> tuple[list[Step], Tensor]:
+        s, device = hierarchy.structure, hierarchy.device
+        row = np.zeros(hierarchy.num_nodes, np.int64)
+        row[s.leaf_nodes] = np.arange(hierarchy.num_leaves)
+        done = hierarchy.num_leaves
+        found = []
+        for height in range(1, int(s.height.max(initial=0)) + 1):
+            parents = np.flatnonzero(s.height == height)
+            sizes = s.num_children[parents]
+            members = ranges(s.first_child[parents], sizes)
+            found.append(
+                Step(
+                    torch.from_numpy(row[members]).to(device),
+                    torch.from_numpy(members).to(device),
+                    Hierarchy.flat(sizes).to(device),
+                    torch.from_numpy(sizes).to(device),
+                )
+            )
+            row[parents] = done + np.arange(len(parents))
+            done += len(parents)
+        return found, torch.from_numpy(row[: hierarchy.num_trees]).to(device)
+
+    return hierarchy.cached("bottom up", build)
+
+
+def bottom_up(
+    x: Tensor,
+    hierarchy: Hierarchy,
+    layers: Iterable[nn.Module],
+    projections: Iterable[PositionProjection],
+    features: dict[str, Tensor] | None,
+    places: Places,
+    num_groups: int = 1,
+) -> tuple[Tensor, Hierarchy]:
+    """A vector per root, and the forest of these roots alone."""
+    plan, roots = steps(hierarchy)
+    pairs = list(zip(layers, projections, strict=True)) if features is not None else [(layer, None) for layer in layers]
+    ready = x
+    for step in plan:
+        members = ready.index_select(0, step.rows)
+        groups = Groups((0,) * (num_groups - 1) + (len(members),), None, None)
+        for layer, project in pairs:
+            positions = None
+            if project is not None and features is not None:
+                row = places.row.index_select(0, step.nodes)
+                # The forest of families has its roots in front, which lie nowhere.
+                positions = project(features, torch.cat([row.new_zeros(step.families.num_trees), row]))
+            members = layer(members, step.families, groups, positions)
+        ready = torch.cat([ready, segment_mean(members, step.sizes)])
+    bare = hierarchy.cached(
+        "roots alone",
+        lambda: Hierarchy(Structure.from_num_children(np.zeros(hierarchy.num_trees, np.int64)), device=hierarchy.device),
+    )
+    return ready.index_select(0, roots), bare

@@ -1,0 +1,180 @@
+"""Train a model and its baselines on the same data, and say which was best, at which cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.files import read_json, write_json
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.saved import load_model, save_model
+from hsa.nn.encoder import EncoderConfig
+from hsa.nn.pooling import GlobalPooling
+from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
+from hsa.training.metrics import Scores, confusion
+from hsa.training.options import TrainingOptions
+from hsa.training.prepare import Prepared, save_reading
+
+MODELS: dict[str, dict[str, Any]] = {
+    "hsa": {},
+    "multiscale": {"operator": "multiscale", "near": 1},
+    "found": {"operator": "found", "refine": 8},
+    "flat": {"operator": "flat"},
+    "deepsets": {"operator": "none"},
+}
+"""How each model differs from the one the options describe. All have as many parameters."""
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one model."""
+
+    model: str
+    parameters: int
+    scores: Scores
+    operations: float  # of attention per example, all layers
+    training_seconds: float
+    test_seconds: float
+    epochs: int
+    history: tuple[EpochRecord, ...]
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+    @staticmethod
+    def load(folder: Path) -> Result:
+        data = read_json(folder / RESULT, "the result of a finished model")
+        data["scores"] = Scores(**data["scores"])
+        data["history"] = tuple(EpochRecord(**record) for record in data["history"])
+        data["confusion"] = tuple(map(tuple, data["confusion"]))
+        return Result(**data)
+
+
+def model_config(
+    prepared: Prepared, encoder: EncoderConfig, name: str, pooling: GlobalPooling = "mean"
+) -> ModelConfig:
+    """The configuration of one of `MODELS` for these data."""
+    if name not in MODELS:
+        raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+    targets = prepared.train.targets
+    regression = prepared.task == "regression"
+    spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
+    reference = ModelConfig(
+        encoder,
+        prepared.modalities,
+        outputs=1 if regression else len(prepared.train.classes),
+        kinds=prepared.kinds,
+        keys=prepared.keys,
+        task=prepared.task,
+        pooling=pooling,
+        center=float(targets.float().mean()) if regression else 0.0,
+        scale=spread or 1.0,
+    )
+    return equal_parameters(reference, **MODELS[name]) if MODELS[name] else reference
+
+
+def train_model(
+    name: str,
+    config: ModelConfig,
+    prepared: Prepared,
+    options: TrainingOptions,
+    folder: Path,
+    accelerator: Any,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on."""
+    if resume and (folder / RESULT).is_file():
+        finished = Result.load(folder)
+        saved, _ = load_model(folder)
+        if saved.config != _through_json(config):
+            raise InvalidInput(
+                str(folder), given="a model of another configuration", expected="the one of the first start",
+                fix="resume with the same options, or train into another folder",
+            )
+        return finished
+    torch.manual_seed(options.seed)
+    model = HierarchicalClassifier(config)
+    if prepared.vectors is not None:
+        model.encoder.embedding.tables["text"].weight.data.copy_(prepared.vectors)  # type: ignore[union-attr, operator]
+    trainer = Trainer(
+        model,
+        prepared.train,
+        prepared.validation,
+        options,
+        folder=folder,
+        accelerator=accelerator,
+        transform=prepared.transform,
+        watcher=watcher,
+    )
+    if resume and (folder / CHECKPOINT).is_file():
+        trainer.resume()
+    history = trainer.fit()
+    found = trainer.evaluate(prepared.test)
+    result = Result(
+        model=name,
+        parameters=count_parameters(model),
+        scores=found.scores,
+        operations=found.operations / len(prepared.test),
+        training_seconds=sum(record.seconds for record in history),
+        test_seconds=found.seconds,
+        epochs=len(history),
+        history=tuple(history),
+        confusion=_confusion(found, prepared),
+    )
+    trainer.save_model(folder, prepared.test.classes)
+    if accelerator.is_main_process:
+        save_reading(folder, prepared.reading)
+        write_json(folder / RESULT, asdict(result))
+    accelerator.wait_for_everyone()
+    return result
+
+
+def _through_json(config: ModelConfig) -> ModelConfig:
+    return ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+
+
+def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], ...]:
+    if not prepared.test.classes:
+        return ()
+    table = confusion(found.predicted, prepared.test.targets.numpy(), len(prepared.test.classes))
+    return tuple(tuple(row) for row in table.tolist())
+
+
+def compare(
+    names: Sequence[str],
+    encoder: EncoderConfig,
+    prepared: Prepared,
+    options: TrainingOptions,
+    folder: Path,
+    accelerator: Any,
+    *,
+    pooling: GlobalPooling = "mean",
+    resume: bool = False,
+    watch: Callable[[str], Watcher] | None = None,
+) -> list[Result]:
+    """Every model in a folder of its own; the results in `results.json`."""
+    configs = {name: model_config(prepared, encoder, name, pooling) for name in names}
+    results = []
+    for name, config in configs.items():
+        results.append(
+            train_model(
+                name,
+                config,
+                prepared,
+                options,
+                folder / name,
+                accelerator,
+                resume=resume,
+                watcher=watch(name) if watch else None,
+            )
+        )
+    if accelerator.is_main_process:
+        write_json(folder / "results.json", [asdict(result) for result in results])
+    return results

@@ -1,0 +1,96 @@
+"""ListOps: nested operations on digits, whose tree is known. A test of whether a model can use structure.
+
+The task is that of Nangia and Bowman (2018), with the sizes of the Long Range Arena (Tay et al., 2020): expressions such as
+`[MAX 2 9 [MIN 4 7 ] 0 ]` of 500 to 2,000 tokens, ten operands and ten levels at most; the answer is a digit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hsa.errors import InvalidInput
+from hsa.signals import Leaf, Sequence, Signal
+
+OPERATORS = ("MIN", "MAX", "MED", "SM")
+END = 10 + len(OPERATORS)
+"""Token ids: digits are themselves, then come the operators, then the closing bracket."""
+VOCABULARY = END + 1
+_OPERATION_CHANCE = 0.25
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An operator and its operands: digits and expressions."""
+
+    operator: int
+    operands: tuple[int | Expression, ...]
+
+    @property
+    def value(self) -> int:
+        """What it comes to; the median of an even number of operands is rounded down.
+
+        >>> Expression(1, (2, 9, Expression(0, (4, 7)), 0)).value
+        9
+        """
+        values = sorted(o if isinstance(o, int) else o.value for o in self.operands)
+        name = OPERATORS[self.operator]
+        if name == "SM":
+            return sum(values) % 10
+        return {"MIN": values[0], "MAX": values[-1], "MED": int(np.median(values))}[name]
+
+    @property
+    def length(self) -> int:
+        """Tokens: operator, operands, closing bracket."""
+        return 2 + sum(1 if isinstance(o, int) else o.length for o in self.operands)
+
+    def signal(self) -> Signal:
+        """The expression tree: a family is an operator, its operands and the closing bracket.
+
+        >>> print(Expression(1, (2, Expression(0, (4, 7)))).signal().show())
+        Sequence(4) · 7 leaves · text
+        ├─ [0] text · 11
+        ├─ [1] text · 2
+        ├─ [2] Sequence(4) · 4 leaves · text · 10 4 7 14
+        └─ [3] text · 14
+        """
+        members: list[Signal | Leaf] = [Leaf(10 + self.operator, "text")]
+        members += [Leaf(o, "text") if isinstance(o, int) else o.signal() for o in self.operands]
+        members.append(Leaf(END, "text"))
+        return Signal(Sequence(len(members)), members)
+
+
+def expressions(
+    count: int, seed: int, *, shortest: int = 500, longest: int = 2000, operands: int = 10, depth: int = 10
+) -> Iterator[Expression]:
+    """Random expressions with more than `shortest` and fewer than `longest` tokens, as in the Long Range Arena."""
+    if shortest >= longest or operands < 2 or depth < 2:
+        raise InvalidInput(
+            "listops",
+            given=f"lengths {shortest} to {longest}, {operands} operands, depth {depth}",
+            expected="rising lengths, two operands and two levels or more",
+        )
+    generator = random.Random(seed)
+
+    def grow(level: int, room: int) -> tuple[int | Expression, int]:
+        """An operand and its length; gives up, at any length beyond it, when there is no more room."""
+        if level >= depth or generator.random() > _OPERATION_CHANCE:
+            return generator.randrange(10), 1
+        length, members = 2, []
+        for _ in range(generator.randint(2, operands)):
+            member, size = grow(level + 1, room - length)
+            members.append(member)
+            length += size
+            if length > room:
+                return 0, length
+        return Expression(generator.randrange(len(OPERATORS)), tuple(members)), length
+
+    made = 0
+    while made < count:
+        found, length = grow(1, longest)
+        if isinstance(found, Expression) and shortest < length < longest:
+            made += 1
+            yield found

@@ -1,0 +1,336 @@
+"""From a source to data a model can train on: a tokenizer, three data sets, and what a model must know about them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.models.classifier import Task
+from hsa.nn.embedding import Modality
+from hsa.signals.domains import Graph, Grid, Sequence, Table
+from hsa.training.data_set import DataSet, Example, build, split_at_random
+from hsa.files import write_then_rename
+from hsa.training.sources import Columns, Folders, Rows, Source, StandardLibrary, cut
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
+ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data, and how they are read.
+
+    Args:
+        text: Columns that hold text.
+        label: The column to predict.
+        number: Columns that hold numbers.
+        image: Columns that hold images: paths, relative to the file, or their bytes.
+        task: classification (the label names a class) or regression (it is a number).
+        validation: A file or folder for validation; without it, a tenth of the data.
+        test: A file or folder for the test; without it, a tenth of the data.
+        max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
+        vocabulary: Size of the tokenizer that is trained on the training texts.
+        word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
+        encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a name on the hub; its vectors are the leaves.
+        language: Of the text, for the sentence splitter.
+        skip_bad: Leave out rows and files that cannot be read, and count them, instead of stopping.
+    """
+
+    text: tuple[str, ...] = ()
+    label: str | None = None
+    number: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    task: Literal["classification", "regression"] = "classification"
+    validation: Path | None = None
+    test: Path | None = None
+    max_tokens: int = 512
+    vocabulary: int = 8192
+    word_vectors: Path | None = None
+    encoder: str | None = None
+    language: str = "en"
+    skip_bad: bool = False
+
+    def columns(self) -> Columns:
+        return Columns(self.text, self.number, self.image, self.label, self.task == "regression", self.language)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How signals were made of the data, kept with a model so that it can read more of them.
+
+    Attributes:
+        kind: "rows", "folders" or "python".
+        columns: of rows.
+        max_tokens: leaves that are read.
+        tokenizer: made the ids of text; None where there is none.
+        encoder: the frozen encoder whose vectors are the leaves, a folder or a name.
+    """
+
+    kind: Literal["rows", "folders", "python"]
+    columns: Columns
+    max_tokens: int
+    tokenizer: Any = None
+    encoder: str | None = None
+
+    def source(self, path: Path, *, labelled: bool) -> Source:
+        """New data of the same kind."""
+        columns = self.columns if labelled else replace(self.columns, label=None)
+        return open_source(path, columns)
+
+    def examples(self, source: Source, on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
+        return cut(source.examples(self.tokenizer, on_bad), self.max_tokens or None)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All that training needs."""
+
+    train: DataSet
+    validation: DataSet
+    test: DataSet
+    reading: Reading
+    modalities: Mapping[str, Modality]
+    kinds: tuple[str, ...]
+    keys: tuple[str, ...]
+    task: Task
+    vectors: Tensor | None = None  # for the token table, where word vectors were given
+    skipped: tuple[str, ...] = ()  # one message per row or file left out
+    name: str = "data"
+    transform: Any = field(default=None)
+
+
+def open_source(data: Path, columns: Columns) -> Source:
+    """A file of rows, or a folder per class."""
+    if data.is_dir():
+        return Folders(data, columns.language)
+    if not data.exists():
+        raise InvalidInput(str(data), given="no such file or folder", expected="rows, or a folder per class")
+    if data.suffix.lower() in ROW_SUFFIXES:
+        return Rows(data, columns)
+    raise InvalidInput(
+        str(data),
+        given=f"a {data.suffix or 'nameless'} file",
+        expected=f"one of {', '.join(ROW_SUFFIXES)}, a recipe (.yaml), or a folder per class",
+    )
+
+
+def prepare(
+    data: Path | None,
+    options: DataOptions,
+    *,
+    seed: int = 0,
+    small: bool = False,
+    say: Callable[[str], None] = lambda message: None,
+) -> Prepared:
+    """Read the data, train a tokenizer on the training part, and split. What was read once is kept in the cache.
+
+    Args:
+        data: a file of rows, a folder per class, or None for the Python standard library.
+        small: a fraction of the standard library, for a quick look.
+        say: is told what is going on.
+    """
+    skipped: list[str] = []
+
+    def on_bad(error: InvalidInput) -> None:
+        if not options.skip_bad:
+            error.add_note("pass --skip-bad to leave such rows out")
+            raise error
+        skipped.append(str(error))
+
+    source = StandardLibrary(most=60, packages=6) if small and data is None else None
+    source = source or (StandardLibrary() if data is None else open_source(data, options.columns()))
+    kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python"}[type(source)]
+    others = {
+        name: open_source(path, options.columns())
+        for name, path in (("validation", options.validation), ("test", options.test))
+        if path is not None
+    }
+    tokenizer, vectors, transform = _tokenizer(source, options, say)
+    reading = Reading(kind, options.columns(), options.max_tokens, tokenizer, options.encoder)
+    key = json.dumps(
+        [source.fingerprint(), *(s.fingerprint() for s in others.values()), _plain(asdict(options)), seed], default=str
+    )
+    folder = cache_folder() / _digest(key)
+    sets = {} if skipped or options.skip_bad else _load_cached(folder)
+    if not sets:
+        say("reading")
+        whole = build(reading.examples(source, on_bad), options.task)
+        for name, other in others.items():
+            sets[name] = build(reading.examples(other, on_bad), options.task, whole.classes or None)
+        missing = [name for name in ("validation", "test") if name not in sets]
+        parts = split_at_random(whole, (1 - 0.1 * len(missing), *(0.1 for _ in missing)), seed)
+        sets = dict(zip(["train", *missing], parts, strict=True)) | sets
+        if not skipped:
+            for name, part in sets.items():
+                part.save(folder / f"{name}.safetensors")
+    _check(sets, options)
+    return Prepared(
+        **sets,
+        reading=reading,
+        modalities=_modalities(sets["train"], tokenizer, vectors, options),
+        **_domains(sets.values()),
+        task=options.task,
+        vectors=vectors,
+        skipped=tuple(skipped),
+        name="Python standard library" if data is None else data.name,
+        transform=transform,
+    )
+
+
+def cache_folder() -> Path:
+    """Where data sets are kept: $HSA_CACHE, or hsa in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
+
+
+def _load_cached(folder: Path) -> dict[str, DataSet]:
+    files = {name: folder / f"{name}.safetensors" for name in ("train", "validation", "test")}
+    if not all(file.is_file() for file in files.values()):
+        return {}
+    try:
+        return {name: DataSet.load(file) for name, file in files.items()}
+    except InvalidInput:  # damaged or of another version: read the data again
+        return {}
+
+
+def _tokenizer(
+    source: Source, options: DataOptions, say: Callable[[str], None]
+) -> tuple[Tokenizer | None, Tensor | None, Any]:
+    """What makes tokens of text; the vectors of its tokens; the frozen encoder as a map of batches."""
+    if options.encoder is not None:
+        from hsa.huggingface.encoders import TextEncoder
+
+        say(f"loading {options.encoder}")
+        encoder = TextEncoder(options.encoder)
+        return encoder.tokenizer, None, encoder.token_vectors
+    if options.word_vectors is not None:
+        from hsa.training.word_vectors import load_word_vectors, vectors_for, word_tokenizer
+
+        say(f"loading {options.word_vectors}")
+        found = load_word_vectors(options.word_vectors, words=_words(source.texts()))
+        tokenizer = word_tokenizer(found.words)
+        return tokenizer, vectors_for(tokenizer, found), None
+    from hsa.signals.readers.text import train_tokenizer
+
+    texts = list(source.texts())
+    if not texts:
+        return None, None, None
+    say("training a tokenizer")
+    return train_tokenizer(texts, options.vocabulary), None, None
+
+
+def _words(texts: Iterable[str]) -> set[str]:
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+
+    split = BertPreTokenizer().pre_tokenize_str
+    return {word for text in texts for word, _ in split(text.lower())}
+
+
+def _modalities(
+    train: DataSet, tokenizer: Tokenizer | None, vectors: Tensor | None, options: DataOptions
+) -> dict[str, Modality]:
+    found: dict[str, Modality] = {}
+    for name, values in train.batch.values.items():
+        if not isinstance(values, Tensor):
+            raise InvalidInput(
+                f"modality {name!r}", given="leaves of several shapes or kinds", expected="one shape for all of them"
+            )
+        if name == "text" and options.encoder is not None:
+            from hsa.huggingface.encoders import TextEncoder
+
+            found[name] = Modality(numbers=TextEncoder(options.encoder).width)
+        elif name == "text" and vectors is not None:
+            found[name] = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
+        elif name == "text" and tokenizer is not None:
+            found[name] = Modality(tokens=tokenizer.get_vocab_size())
+        else:
+            wide = values.to(torch.float32)
+            spread = float(wide.std()) if wide.numel() > 1 else 1.0
+            found[name] = Modality(numbers=max(1, values[0].numel()), center=float(wide.mean()), scale=spread or 1.0)
+    return found
+
+
+def _domains(sets: Iterable[DataSet]) -> dict[str, tuple[str, ...]]:
+    kinds: dict[str, None] = {}
+    keys: dict[str, None] = {}
+    for part in sets:
+        for domain in part.batch.distinct_domains:
+            if type(domain) in _KINDS:
+                kinds[_KINDS[type(domain)]] = None
+            if isinstance(domain, Table):
+                keys.update(dict.fromkeys(domain.keys))
+    return {"kinds": tuple(kinds), "keys": tuple(keys)}
+
+
+def _check(sets: dict[str, DataSet], options: DataOptions) -> None:
+    train = sets["train"]
+    for name, part in sets.items():
+        if len(part) == 0:
+            raise InvalidInput(
+                "data", given=f"no examples for {name}", expected="at least one", fix="give more data, or a file for it"
+            )
+    if options.task == "regression":
+        return
+    present = int(train.targets.unique().numel())
+    if present < 2:
+        raise InvalidInput(
+            options.label or "classes",
+            given=f"{present} class in the training data ({train.classes[0] if train.classes else 'none'})",
+            expected="two or more",
+            fix="is --label the right column?",
+        )
+    if len(train.classes) > max(20, len(train) // 2):
+        raise InvalidInput(
+            options.label or "classes",
+            given=f"{len(train.classes)} classes for {len(train)} examples",
+            expected="several examples of each",
+            fix="to predict a number, pass --task regression; else choose another --label",
+        )
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("skip_bad",)}
+
+
+def save_reading(folder: Path, reading: Reading) -> None:
+    """`reading.json`, and `tokenizer.json` where there is one."""
+    from hsa.files import write_json
+
+    about = {"kind": reading.kind, "columns": asdict(reading.columns), "max_tokens": reading.max_tokens}
+    write_json(folder / "reading.json", {**about, "encoder": reading.encoder})
+    if reading.encoder is None and reading.tokenizer is not None:
+        write_then_rename(folder / "tokenizer.json", lambda beside: reading.tokenizer.save(str(beside)))
+
+
+def load_reading(folder: Path) -> Reading:
+    from hsa.files import read_json
+
+    about = read_json(folder / "reading.json", "how the model reads data")
+    columns = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
+    tokenizer = None
+    if about["encoder"] is not None:
+        from hsa.huggingface.encoders import TextEncoder
+
+        tokenizer = TextEncoder(about["encoder"]).tokenizer
+    elif (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Reading(about["kind"], Columns(**columns), about["max_tokens"], tokenizer, about["encoder"])

@@ -1,0 +1,245 @@
+"""Where examples come from: rows of a file, a folder per class, or the Python installation itself.
+
+A source yields its examples twice: as texts, from which a tokenizer is trained, and as signals read with that tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hsa.errors import InvalidInput
+from hsa.signals import Leaf, Signal
+from hsa.signals.readers.files import SUFFIXES, read_file, text_of
+from hsa.signals.readers.python_source import definitions, read_python
+from hsa.signals.readers.rows import load_rows, read_row
+from hsa.signals.readers.text import load_text
+from hsa.training.data_set import Example
+
+OnBad = Callable[[InvalidInput], None]
+"""What to do with a row or file that cannot be read: raise, or count it and go on."""
+
+
+class Source(Protocol):
+    """Examples that can be read again and again."""
+
+    def texts(self) -> Iterator[str]:
+        """What a tokenizer learns from."""
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]: ...
+
+    def fingerprint(self) -> str:
+        """Changes when the data change: the name of the cached data set."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a row mean what; several of them make a table signal.
+
+    Args:
+        text, number, image: columns to read.
+        label: the column to predict; None when there is nothing to compare with.
+        numeric: the label is a number.
+        folder: where image paths start; the file's own folder by default.
+        language: of the text.
+    """
+
+    text: tuple[str, ...] = ()
+    number: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    label: str | None = None
+    numeric: bool = False
+    language: str = "en"
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        return (*self.text, *self.number, *self.image)
+
+
+class Rows:
+    """Rows of a CSV, TSV, JSON, JSON-lines or Parquet file."""
+
+    def __init__(self, path: Path, columns: Columns):
+        self.path, self.columns = path, columns
+        self.rows = load_rows(path)
+        for name in (*columns.read, *((columns.label,) if columns.label else ())):
+            self.rows.column(name)  # raises, naming the columns there are
+        if not columns.read:
+            raise InvalidInput(
+                "columns", given="nothing to read", expected=f"--text, --number or --image, from {self.rows.columns}"
+            )
+        if columns.label in columns.read:
+            raise InvalidInput("label", given=f"{columns.label!r}, which is also read", expected="another column")
+
+    def texts(self) -> Iterator[str]:
+        for name in self.columns.text:
+            yield from (str(value) for value in self.rows.column(name) if value is not None)
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        columns = self.columns
+        for i in range(len(self.rows)):
+            try:
+                row, where = self.rows.row(i), self.rows.where(i)
+                target = _target(row[columns.label], columns.numeric, where) if columns.label else ""
+                signal = read_row(
+                    row,
+                    text=columns.text,
+                    number=columns.number,
+                    image=columns.image,
+                    tokenizer=tokenizer,
+                    language=columns.language,
+                    folder=self.path.parent,
+                    where=where,
+                )
+            except InvalidInput as error:
+                on_bad(error)
+                continue
+            yield Example(signal, target, where)
+
+    def fingerprint(self) -> str:
+        return _digest([repr(self.columns), _stamp(self.path)])
+
+
+def _target(value: Any, numeric: bool, where: str) -> str | float:
+    """A class name or a number. Numbers that name classes lose a trailing .0, which files add and drop."""
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        raise InvalidInput(where, given="no label", expected="one", fix="leave such rows out, or pass --skip-bad")
+    if numeric:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise InvalidInput(where, given=f"the label {value!r}", expected="a number") from None
+        if number - number != 0:
+            raise InvalidInput(where, given=f"the label {value!r}", expected="a finite number")
+        return number
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, (dict, list)):
+        raise InvalidInput(where, given=f"a label of type {type(value).__name__}", expected="a name or a number")
+    return str(value).strip()
+
+
+class Folders:
+    """A folder per class; every file in it, at any depth, is an example."""
+
+    def __init__(self, path: Path, language: str = "en"):
+        self.path, self.language = path, language
+        classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        self.files = [
+            (folder.name, file)
+            for folder in classes
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and file.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise InvalidInput(
+                str(path),
+                given="no files in folders that name a class",
+                expected=f"{path}/CLASS/FILE, with files of the kinds {', '.join(sorted(SUFFIXES))}",
+            )
+
+    def texts(self) -> Iterator[str]:
+        for _, file in self.files:
+            try:
+                text = text_of(file)
+            except InvalidInput:
+                continue  # `examples` meets the same file and says so
+            if text:
+                yield text
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        for name, file in self.files:
+            try:
+                signal = read_file(file, tokenizer, self.language)
+            except InvalidInput as error:
+                on_bad(error)
+                continue
+            yield Example(signal, name, str(file))
+
+    def fingerprint(self) -> str:
+        return _digest([self.language, *(_stamp(file) for _, file in self.files)])
+
+
+class StandardLibrary:
+    """Classes and functions of the Python installation: which package do they come from?
+
+    The source files lie on every machine that runs Python, so this needs no download. Packages with few definitions are
+    left out; of those with many, `most` are taken, spread evenly.
+    """
+
+    FEWEST = 60
+
+    def __init__(self, most: int = 200, packages: int | None = 12):
+        self.most = most
+        self.folder = Path(sysconfig.get_path("stdlib"))
+        found: dict[str, list[tuple[str, str]]] = {}
+        for folder in sorted(p for p in self.folder.iterdir() if (p / "__init__.py").is_file()):
+            if folder.name in ("test", "idlelib", "turtledemo", "lib2to3", "site-packages", "ensurepip", "pydoc_data"):
+                continue
+            found[folder.name] = [
+                (f"{file.relative_to(self.folder)}: {name}", source)
+                for file in sorted(folder.rglob("*.py"))
+                if not {"test", "tests"} & set(file.relative_to(self.folder).parts)
+                for name, source in _definitions(file)
+            ]
+        large = [name for name in found if len(found[name]) >= self.FEWEST]
+        chosen = sorted(sorted(large, key=lambda name: -len(found[name]))[:packages])
+        self.definitions = [
+            (package, name, source)
+            for package in chosen
+            for name, source in found[package][:: max(1, len(found[package]) // most)][:most]
+        ]
+        if len(chosen) < 2:
+            raise InvalidInput(
+                str(self.folder),
+                given="no source files of the standard library",
+                expected="a Python installation with its .py files",
+                fix="pass DATA of your own",
+            )
+
+    def texts(self) -> Iterator[str]:
+        return (source for _, _, source in self.definitions)
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        for package, where, source in self.definitions:
+            try:
+                yield Example(read_python(source, tokenizer, where=where), package, where)
+            except InvalidInput as error:
+                on_bad(error)
+
+    def fingerprint(self) -> str:
+        return _digest([sys.version, str(self.folder), str(self.most), str(len(self.definitions))])
+
+
+def _definitions(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        source = load_text(file)
+        for name, _, text in definitions(source, where=str(file)):
+            if len(text) > 80:  # a stub says little about where it comes from
+                yield name, text
+    except InvalidInput:  # files of other encodings, or broken on purpose
+        return
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _stamp(path: Path) -> str:
+    about = path.stat()
+    return f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
+
+
+def cut(examples: Iterable[Example], most: int | None) -> Iterator[Example]:
+    """Every signal cut after its first `most` leaves."""
+    for example in examples:
+        signal: Signal | Leaf | None = example.signal
+        if most is not None and isinstance(signal, Signal) and signal.num_leaves > most:
+            signal = signal.first(most)
+        if signal is not None:
+            yield Example(signal, example.target, example.where)

@@ -1,0 +1,326 @@
+"""Pre-trained word vectors: GloVe, word2vec and fastText files → a tokenizer and the table of an embedding."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from os import PathLike
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hsa.errors import InvalidInput, MissingExtra
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNKNOWN = "<unk>"
+_CHUNK = 1 << 20  # bytes of a binary file read at once
+_LONGEST_WORD = 1 << 12  # bytes: binary data without a space for so long is no list of words
+
+_File = IO[bytes] | gzip.GzipFile
+# A word's place in the file counted from 1, the word, and whatever its vector is made of.
+_Entry = tuple[int, bytes, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class WordVectors:
+    """Words and a vector for each.
+
+    Attributes:
+        words: distinct, in the order of the file: that of their frequency, in the files that people publish.
+        vectors: float32, `[words, dim]`.
+        skipped: entries left out because they were malformed.
+    """
+
+    words: tuple[str, ...]
+    vectors: NDArray[np.float32]
+    skipped: int = 0
+
+
+def load_word_vectors(
+    path: str | PathLike[str],
+    *,
+    words: Iterable[str] | None = None,
+    most: int | None = None,
+    on_bad: Literal["raise", "skip"] = "raise",
+) -> WordVectors:
+    """The vectors of a file, read as a stream: only what is kept takes memory (an .npz is read whole).
+
+    The format follows from the name. An .npz has the arrays `words` and `vectors`; a .bin is word2vec's binary format; all
+    else is text with a word and its numbers per line, as GloVe writes it, or with a first line "count dim" above, as
+    word2vec and fastText do. Each may be compressed as .gz, or be the only member of a .zip. Of a word that comes twice
+    the first vector counts.
+
+    Args:
+        words: keep only these. Vectors of other words are not looked at, however malformed.
+        most: keep at most so many words, the first.
+        on_bad: what to do about a malformed entry, such as the words with spaces in glove.840B: raise, or leave it out.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "tiny.txt")
+    ...     _ = path.write_text("the 0.5 -1\\ncat 2 0.25\\nsat 1 1\\n")
+    ...     load_word_vectors(path, words={"cat", "dog"})
+    WordVectors(words=('cat',), vectors=array([[2.  , 0.25]], dtype=float32), skipped=0)
+
+    Raises:
+        InvalidInput: naming file and line: no such file, damage, a word with spaces, another number of numbers than in the
+            first line, something that is no finite number, fewer words than the file announces; nothing to keep.
+    """
+    if most is not None and most < 1:
+        raise InvalidInput("most", given=most, expected="1 or more")
+    if isinstance(words, str):
+        raise InvalidInput("words", given="one string", expected="a list of strings", fix="wrap it: [word]")
+    wanted = None if words is None else set(words)
+    limit = min((n for n in (most, None if wanted is None else len(wanted)) if n is not None), default=None)
+    kept: dict[str, None] = {}
+    numbers = bytearray()
+    skipped, dim = 0, 0
+    with _opened(Path(path)) as (file, suffix):
+        stream = {".npz": _npz, ".bin": _binary}.get(suffix, _text)(file, str(path))
+        dim = stream.dim
+        for place, raw, vector in stream.entries if limit != 0 else ():
+            where = f"{path}: {stream.unit} {place}"
+            try:
+                word = _word(raw, where)
+                if word in kept or (wanted is not None and word not in wanted):
+                    continue
+                numbers += _finite(stream.vector(vector, where), where).tobytes()
+            except InvalidInput:
+                if on_bad == "raise":
+                    raise
+                skipped += 1
+                continue
+            kept[word] = None
+            if len(kept) == limit:
+                break
+    if not kept:
+        given = "no words" if wanted is None else "none of the words asked for"
+        raise InvalidInput(str(path), given=given, expected="at least one")
+    return WordVectors(tuple(kept), np.frombuffer(numbers, np.float32).reshape(len(kept), dim), skipped)
+
+
+def word_tokenizer(words: Iterable[str]) -> Tokenizer:
+    """A tokenizer of words: id 0 is "<unk>", then come these words in their order.
+
+    Texts are lower-cased and split at spaces and punctuation marks, so that words with capitals or marks in them are
+    never met.
+
+    >>> word_tokenizer(["the", "cat"]).encode("The cat purrs").ids
+    [1, 2, 0]
+
+    Raises:
+        InvalidInput: the same word twice.
+        MissingExtra: `tokenizers` is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    except ImportError:
+        raise MissingExtra("tokenizers", "text", "splitting text into words") from None
+    listed = [UNKNOWN, *(word for word in words if word != UNKNOWN)]
+    vocabulary = {word: i for i, word in enumerate(listed)}
+    if len(vocabulary) < len(listed):
+        twice = next(word for i, word in enumerate(listed) if vocabulary[word] != i)
+        raise InvalidInput("words", given=f"{twice!r} twice", expected="distinct words")
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
+    """The table of an embedding, `[ids, dim]`: every token's vector, and the mean of all for tokens without one.
+
+    >>> known = WordVectors(("the", "cat"), np.array([[1, 0], [0, 1]], np.float32))
+    >>> vectors_for(word_tokenizer(known.words), known).tolist()
+    [[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]]
+
+    Raises:
+        InvalidInput: no token has a vector.
+    """
+    vocabulary = tokenizer.get_vocab()
+    row = {word: i for i, word in enumerate(word_vectors.words)}
+    found = [(i, row[token]) for token, i in vocabulary.items() if token in row]
+    if not found:
+        raise InvalidInput(
+            "word_vectors",
+            given="a vector for no token of the tokenizer",
+            expected="words of this tokenizer",
+            fix="make the tokenizer of the words: word_tokenizer(word_vectors.words)",
+        )
+    mean = word_vectors.vectors.mean(0, dtype=np.float64).astype(np.float32)
+    table = np.tile(mean, (max(vocabulary.values()) + 1, 1))
+    ids, rows = np.array(found).T
+    table[ids] = word_vectors.vectors[rows]
+    return torch.from_numpy(table)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The entries of a file, and how a vector is made of what stands in one."""
+
+    unit: str  # what places count
+    dim: int
+    entries: Iterator[_Entry]
+    vector: Callable[[Any, str], NDArray[np.float32]]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[_File, str]]:
+    """The file without its compression, and the suffix of what is inside; faults found while reading are raised too."""
+    try:
+        suffix = path.suffix.lower()
+        if suffix == ".gz":
+            with gzip.open(path) as unpacked:
+                yield unpacked, PurePath(path.stem).suffix.lower()
+        elif suffix == ".zip":
+            with zipfile.ZipFile(path) as archive, archive.open(member := _only_member(archive, path)) as file:
+                yield file, PurePath(member).suffix.lower()
+        else:
+            with path.open("rb") as file:
+                yield file, suffix
+    except FileNotFoundError:
+        raise InvalidInput(str(path), given="no such file", expected="word vectors") from None
+    except IsADirectoryError:
+        raise InvalidInput(str(path), given="a directory", expected="a file of word vectors") from None
+    except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:  # RuntimeError: a password
+        raise InvalidInput(str(path), given=f"a file that cannot be read ({error})", expected="word vectors") from None
+
+
+def _only_member(archive: zipfile.ZipFile, path: Path) -> str:
+    members = [name for name in archive.namelist() if not name.endswith("/")]
+    if len(members) != 1:
+        raise InvalidInput(
+            str(path),
+            given=f"{len(members)} files: {', '.join(members[:8])}",
+            expected="an archive of one file",
+            fix="unpack it and give the file you want",
+        )
+    return members[0]
+
+
+def _header(line: bytes) -> tuple[int, int] | None:
+    """The "count dim" of a first line, if that is what it says."""
+    fields = line.split()
+    return (int(fields[0]), int(fields[1])) if len(fields) == 2 and all(f.isdigit() for f in fields) else None
+
+
+def _text(file: _File, name: str) -> _Stream:
+    first = file.readline()
+    header = _header(first)
+    dim = len(first.split()) - 1 if header is None else header[1]
+    if dim < 1:
+        raise InvalidInput(
+            f"{name}: line 1",
+            given="an empty file" if not first else f"{first[:40]!r}",
+            expected='a word and its numbers, or a first line "count dim"',
+        )
+
+    def entries() -> Iterator[_Entry]:
+        found = 0
+        for place, line in enumerate(file if header else chain([first], file), 2 if header else 1):
+            if parts := line.split(None, 1):
+                found += 1
+                yield place, parts[0], b"".join(parts[1:])
+        if header is not None:
+            _check_count(found, header[0], f"{name}: line 1")
+
+    def vector(rest: bytes, where: str) -> NDArray[np.float32]:
+        fields = rest.split()
+        try:
+            values = np.array([float(field) for field in fields], np.float64)
+        except ValueError:
+            wrong = next(field for field in fields if not _is_number(field))
+            given = f"{wrong[:40].decode(errors='replace')!r} after the word"
+            fix = "words must have no spaces inside" if len(fields) > dim else None
+            raise InvalidInput(where, given=given, expected=f"{dim} numbers", fix=fix) from None
+        if len(values) != dim:
+            raise InvalidInput(where, given=f"{len(values)} numbers", expected=f"{dim}, as line 1 says")
+        with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is found later
+            return values.astype(np.float32)
+
+    return _Stream("line", dim, entries(), vector)
+
+
+def _is_number(field: bytes) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+def _binary(file: _File, name: str) -> _Stream:
+    header = _header(file.readline(100))
+    if header is None or header[1] < 1:
+        raise InvalidInput(
+            f"{name}: line 1",
+            given="something else",
+            expected='the "count dim" of a word2vec file',
+            fix="of fastText take the .vec file: its .bin holds a whole model",
+        )
+    count, dim = header
+
+    def entries() -> Iterator[_Entry]:
+        held, at = b"", 0
+        for place in range(1, count + 1):
+            while (space := held.find(b" ", at)) < 0 or len(held) - space <= 4 * dim:
+                more = file.read(_CHUNK) if space >= 0 or len(held) - at < _LONGEST_WORD else b""
+                if not more:
+                    _check_count(place - 1, count, f"{name}: line 1")
+                held, at = held[at:] + more, 0
+            end = space + 1 + 4 * dim
+            yield place, held[at:space].lstrip(b"\n"), held[space + 1 : end]
+            at = end
+
+    return _Stream("word", dim, entries(), lambda data, where: np.frombuffer(data, "<f4"))
+
+
+def _npz(file: _File, name: str) -> _Stream:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            words, vectors = arrays["words"], arrays["vectors"]
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise InvalidInput(
+            name, given=f"something else ({error})", expected="the arrays `words` and `vectors`, without Python objects"
+        ) from None
+    if words.dtype.kind not in "US" or vectors.dtype.kind != "f" or words.ndim != 1 or vectors.ndim != 2:
+        given = f"words {words.dtype}{list(words.shape)}, vectors {vectors.dtype}{list(vectors.shape)}"
+        raise InvalidInput(name, given=given, expected="strings [words] and floats [words, dim]")
+    if len(words) != len(vectors):
+        raise InvalidInput(name, given=f"{len(words)} words and {len(vectors)} vectors", expected="as many")
+    coded = (word.encode() if isinstance(word, str) else word for word in words.tolist())
+    entries = ((place, word, row) for place, (word, row) in enumerate(zip(coded, vectors, strict=True), 1))
+    return _Stream("word", vectors.shape[1], entries, lambda row, where: row.astype(np.float32))
+
+
+def _check_count(found: int, announced: int, where: str) -> None:
+    if found != announced:
+        raise InvalidInput(where, given=f"{announced} words, and {found} follow", expected="a whole file")
+
+
+def _word(raw: bytes, where: str) -> str:
+    try:
+        word = raw.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput(where, given=f"the word {raw[:40]!r}", expected="UTF-8") from None
+    if not word or " " in word:
+        raise InvalidInput(where, given=f"the word {word!r}", expected="a word without spaces")
+    return word
+
+
+def _finite(vector: NDArray[np.float32], where: str) -> NDArray[np.float32]:
+    if not np.isfinite(vector).all():
+        wrong = vector[~np.isfinite(vector)][0]
+        raise InvalidInput(where, given=f"the number {wrong}", expected="finite numbers")
+    return vector

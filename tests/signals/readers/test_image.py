@@ -1,0 +1,152 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from hsa.errors import InvalidInput
+from hsa.signals import Grid
+from hsa.signals.readers import read_image
+
+
+def noise(height, width, channels=3):
+    return np.random.default_rng(0).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def whole(signal):
+    """The pixels of a grid of patches."""
+    rows, columns = signal.domain.shape
+    patches = signal.values.unflatten(0, (rows, columns)).transpose(1, 2)
+    return patches.flatten(2, 3).flatten(0, 1).numpy()
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def test_patches_are_the_picture_row_by_row(tmp_path):
+    pixels = noise(48, 80)
+    signal = read_image(pixels)
+    assert signal.domain == Grid((3, 5))
+    assert signal.modalities == ("patch",)
+    assert signal.values.dtype == torch.uint8
+    assert np.array_equal(whole(signal), pixels)
+    assert np.array_equal(signal.members[6].value, pixels[16:32, 16:32])
+    path = tmp_path / "a.png"
+    Image.fromarray(pixels).save(path)
+    for form in (path, str(path), path.read_bytes(), Image.fromarray(pixels), torch.from_numpy(pixels)):
+        assert read_image(form) == signal
+
+
+def test_blocks():
+    flat = read_image(noise(7 * 8, 10 * 8), patch=8)
+    blocked = read_image(noise(7 * 8, 10 * 8), patch=8, block=4)
+    assert blocked.domain == Grid((2, 3))
+    assert [block.domain.shape for block in blocked.members] == [(4, 4), (4, 4), (4, 2), (3, 4), (3, 4), (3, 2)]
+    assert blocked.members[5].members[3].value.equal(flat.members[5 * 10 + 9].value)
+    assert blocked.num_leaves == flat.num_leaves
+
+
+@given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 20), st.integers(20, 300))
+def test_sizes(height, width, patch, largest):
+    rows, columns = read_image(np.zeros((height, width), np.uint8), patch=patch, largest=largest).domain.shape
+    assert patch <= max(rows, columns) * patch <= largest
+    scale = min(1, largest / max(height, width))
+    for patches, side in ((rows, height), (columns, width)):
+        assert patches == 1 or abs(patches * patch - side * scale) < patch
+
+
+def test_exif_orientation():
+    picture = Image.fromarray(noise(32, 64))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    turned = read_image(encoded(picture, exif=exif))
+    assert turned.domain == Grid((4, 2))
+    assert turned == read_image(np.rot90(np.asarray(picture), -1).copy())
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
+def test_modes(mode):
+    grey = Image.fromarray(np.full((16, 16), 128, np.uint8))
+    if mode == "I;16":
+        picture = Image.fromarray(np.full((16, 16), 128 * 257, np.uint16))
+    else:
+        picture = grey.quantize() if mode == "P" else grey.convert(mode)
+    signal = read_image(encoded(picture, "TIFF" if mode == "CMYK" else "PNG"))
+    assert signal.values.shape == (1, 16, 16, 3)
+    if mode != "1":
+        assert (signal.values.int() - 128).abs().max() <= 1
+
+
+def test_transparent_pixels_are_white():
+    clear = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    palette = Image.new("P", (16, 16))
+    for data in (encoded(clear), encoded(palette, transparency=0), encoded(clear, "WEBP", lossless=True)):
+        assert read_image(data).values.min() == 255
+
+
+def test_one_pixel_and_one_frame():
+    assert read_image(noise(1, 1)).domain == Grid((1, 1))
+    assert read_image(noise(1, 1000)).domain == Grid((1, 14))
+    frames = [Image.new("L", (16, 16), value) for value in (0, 255)]
+    assert read_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])).values.max() == 0
+
+
+def test_large_photos_keep_their_content():
+    ramp = np.broadcast_to(np.linspace(0, 255, 2000).astype(np.uint8)[None, :, None], (1501, 2000, 3))
+    signal = read_image(encoded(Image.fromarray(np.ascontiguousarray(ramp)), "JPEG"))
+    assert signal.domain == Grid((11, 14))
+    assert np.abs(whole(signal)[80, :, 0].astype(int) - np.linspace(0, 255, 224)).max() < 6
+
+
+PNG = encoded(Image.fromarray(noise(64, 64)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no picture",
+        PNG[:40],
+        PNG[:5000],
+        PNG[:60] + b"\0" * 9 + PNG[69:],
+        encoded(Image.new("L", (9, 9)), "GIF")[:30],
+    ],
+)
+def test_damaged_files_are_named(tmp_path, data):
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    with pytest.raises(InvalidInput, match=r"a.png: given no readable picture \(.*\), expected a picture that Pillow"):
+        read_image(path)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [10_000, 20_000])
+def test_bombs(tmp_path, side):
+    path = tmp_path / "a.png"
+    Image.new("1", (side, side)).save(path)
+    with pytest.raises(InvalidInput, match=r"a.png: given (10,000 × 10,000 pixels|no readable .* bomb)"):
+        read_image(path)
+
+
+def test_errors(tmp_path):
+    with pytest.raises(InvalidInput, match=r"none.png: given no such file, expected a picture that Pillow reads"):
+        read_image(tmp_path / "none.png")
+    with pytest.raises(InvalidInput, match=r"page\[2\]: given no readable picture"):
+        read_image(b"x", where="page[2]")
+    with pytest.raises(InvalidInput, match=r"picture: given no readable picture \(a dict\)"):
+        read_image({})
+    with pytest.raises(InvalidInput, match="given no readable picture"):
+        read_image(np.zeros((3, 5, 7, 2)))
+    for arguments, message in (
+        ({"patch": 0}, "patch: given 0, expected 1 or more"),
+        ({"largest": 15}, "largest: given 15, expected 16 or more"),
+        ({"block": 0}, "block: given 0, expected 1 or more"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            read_image(noise(5, 5), **arguments)

@@ -1,0 +1,222 @@
+import csv
+import gzip
+import io
+import json
+import math
+import time
+from decimal import Decimal
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pyarrow import parquet
+
+from hsa.errors import InvalidInput
+from hsa.signals import Leaf, Table
+from hsa.signals.readers import load_rows, read_image, read_row, read_text, train_tokenizer
+
+ROWS = [{"text": "Two cats.", "label": "a,b"}, {"text": 'Lines\nand "quotes"', "label": ""}]
+
+
+def write(path, rows):
+    suffix = path.name.removesuffix(".gz").rpartition(".")[2]
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return
+    buffer = io.StringIO(newline="")
+    if suffix in ("csv", "tsv"):
+        writer = csv.DictWriter(buffer, rows[0], delimiter="," if suffix == "csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif suffix == "json":
+        json.dump(rows, buffer)
+    else:
+        buffer.write("\n".join(map(json.dumps, rows)))
+    data = buffer.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+
+
+FORMATS = ["csv", "tsv", "json", "jsonl", "ndjson", "parquet", "csv.gz", "jsonl.gz", "CSV"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_round_trips(tmp_path, suffix):
+    path = tmp_path / f"data.v2.{suffix}"
+    write(path.with_name(path.name.lower()), ROWS)
+    path.with_name(path.name.lower()).rename(path)
+    rows = load_rows(path)
+    assert rows.columns == ("text", "label")
+    assert len(rows) == 2
+    assert [rows.row(i) for i in range(2)] == ROWS
+    assert rows.column("text") == [row["text"] for row in ROWS]
+    assert rows.where(1).startswith(f"{path}: row 2")
+
+
+values = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9)
+
+
+@given(st.lists(st.tuples(values, values.filter(str.strip)), min_size=1, max_size=5), st.sampled_from(FORMATS[:5]))
+def test_any_text_survives(tmp_path_factory, pairs, suffix):
+    path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
+    rows = [{"a": a, "b": b} for a, b in pairs]
+    write(path, rows)
+    loaded = load_rows(path)
+    assert [loaded.row(i) for i in range(len(loaded))] == rows
+
+
+def test_lines_are_those_where_rows_begin(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('a,b\n1,"x\ny\nz"\n\n2,w\n3\n')
+    rows = load_rows(path)
+    assert [rows.where(i).partition(": ")[2] for i in range(3)] == [
+        "row 1 (line 2)",
+        "row 2 (line 6)",
+        "row 3 (line 7)",
+    ]
+    assert rows.row(2) == {"a": "3", "b": None}
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n\n{"b": 2}\r\n')
+    rows = load_rows(path)
+    assert rows.where(1).endswith("row 2 (line 3)")
+    assert [rows.row(i) for i in range(2)] == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+
+
+def test_long_fields_and_the_limit_of_others(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a\n" + "x" * 300_000)
+    before = csv.field_size_limit()
+    assert len(load_rows(path).row(0)["a"]) == 300_000
+    assert csv.field_size_limit() == before
+
+
+def test_columns_without_a_name_and_byte_order_marks(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\xef\xbb\xbf,text, 2020\n0,x,y\n")
+    assert load_rows(path).columns == ("column 1", "text", "2020")
+
+
+def test_types_of_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"n": 1, "x": 0.5, "d": Decimal("1.50"), "image": {"bytes": b"ab", "path": None}}, {"n": None}]
+    write(path, rows)
+    loaded = load_rows(path)
+    assert loaded.row(0) == rows[0]
+    assert loaded.column("n") == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "a.csv: given an empty file, expected rows"),
+        ("a.csv", b"\n \n", "a.csv: given an empty file, expected rows"),
+        ("a.csv", b"a,b\n", "a.csv: given no rows, expected at least one"),
+        (
+            "a.csv",
+            b"a,b,a\n1,2,3",
+            "a.csv: line 1: given the column 'a' 2 times, expected distinct names; name the col",
+        ),
+        (
+            "a.csv",
+            b"5.1,3,x\n1,2,3",
+            "a.csv: line 1: given the name '5.1', a number, expected the names of the columns",
+        ),
+        ("a.csv", b",\n1,2", "a.csv: line 1: given no names of columns"),
+        ("a.csv", b'a\n"x\ny"\n1,2', "a.csv: row 2 (line 4): given 2 fields, expected at most 1, one for each of 'a'"),
+        ("a.csv", b'a\nb\n"x\ny\n', "a.csv: line 3: given a row that cannot be read (unexpected end of data)"),
+        ("a.csv", b"a\nb\n\xff", "a.csv: line 3: given the byte 0xff at offset 4, expected text in utf-8"),
+        ("a.csv", b"a\n\0", "a.csv: given binary data"),
+        ("a.jsonl", b'{"a": 1}\n{"a": }', "a.jsonl: line 2, column 7: given no JSON (Expecting value), expected JSON"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]', "a.jsonl: row 2 (line 3): given a JSON list, expected an object"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl: given JSON nested too deeply"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json: line 2, column 7: given no JSON"),
+        ("a.json", b'{"a": 1}', "a.json: given a JSON dict, expected a list of objects"),
+        ("a.json", b"[{}, 3]", "a.json: row 2: given a JSON int, expected an object"),
+        ("a.json", b"[]", "a.json: given no rows, expected at least one"),
+        ("a.csv.gz", b"a\n1", "a.csv.gz: given damaged data (Not a gzipped file"),
+        ("a.csv.gz", gzip.compress(b"a\n1" * 99, mtime=0)[:20], "a.csv.gz: given damaged data"),
+        ("a.parquet", b"PAR1", "a.parquet: given damaged data ("),
+        (
+            "a.xlsx",
+            b"",
+            "a.xlsx: given the suffix '.xlsx', expected one of .csv, .tsv, .json, .jsonl, .ndjson, .parquet",
+        ),
+        ("csv", b"", "csv: given the suffix ''"),
+        ("a.csv", None, "a.csv: given no such file"),
+        ("a.parquet", None, "a.parquet: given no such file"),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidInput) as caught:
+        load_rows(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path}/{message}")
+
+
+def test_missing_columns_name_the_closest(tmp_path):
+    write(tmp_path / "a.csv", ROWS)
+    with pytest.raises(
+        InvalidInput, match=r"a.csv: given the column 'lable', expected one of 'text', 'label'; did you m"
+    ):
+        load_rows(tmp_path / "a.csv").column("lable")
+    with pytest.raises(InvalidInput, match=r"row: given the column 'tex', expected one of .*; did you mean 'text'\?"):
+        read_row(ROWS[0], text=["tex"])
+
+
+def test_a_row_is_a_table_of_its_columns(tmp_path):
+    Image.new("RGB", (20, 30)).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    picture = read_image(tmp_path / "a.png")
+    row = {"n": "3.5", "t": "Two cats.", "p": "a.png", "q": data, "r": {"bytes": data}, "s": {"path": "a.png"}, "u": 7}
+    signal = read_row(row, text=["t", "u"], number=["n"], image=["p", "q", "r", "s"], folder=tmp_path)
+    assert signal.domain == Table(["t", "u", "n", "p", "q", "r", "s"])
+    assert list(signal.members) == [read_text("Two cats."), read_text("7"), Leaf(3.5, "number"), *[picture] * 4]
+    tokenizer = train_tokenizer(["a"], 256)
+    assert read_row(row, text=["t"], number=["n"], tokenizer=tokenizer).members[0] == read_text("Two cats.", tokenizer)
+
+
+def test_missing_values_are_left_out():
+    row = {"a": "x", "b": None, "c": math.nan, "d": " ", "e": {"bytes": None, "path": None}, "f": 0}
+    assert read_row(row, text=["a", "b", "d"], number=["c", "f"], image=["e"]).domain == Table(["a", "f"])
+    with pytest.raises(InvalidInput, match=r"a.csv: row 3: given no values, expected at least one in 'b', 'c'"):
+        read_row(row, text=["b"], number=["c"], where="a.csv: row 3")
+
+
+def test_a_single_text_is_itself():
+    assert read_row({"t": "Two cats."}, text=["t"]) == read_text("Two cats.")
+    assert read_row({"t": "a", "n": None}, text=["t"], number=["n"]).domain == Table(["t"])
+    assert read_row({"n": 1}, number=(name for name in ["n"])).domain == Table(["n"])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"n": "many"}, {"number": ["n"]}, "row, column 'n': given 'many', expected a finite number"),
+        ({"n": math.inf}, {"number": ["n"]}, "row, column 'n': given inf, expected a finite number"),
+        ({"n": [1]}, {"number": ["n"]}, "row, column 'n': given [1], expected a finite number"),
+        ({"n": 10**400}, {"number": ["n"]}, "row, column 'n': given 1000"),
+        ({"t": ["a"]}, {"text": ["t"]}, "row, column 't': given a list, expected text"),
+        ({"p": "none.png"}, {"image": ["p"]}, "row, column 'p' (none.png): given no such file"),
+        ({"p": b"x"}, {"image": ["p"]}, "row, column 'p': given no readable picture"),
+        ({"t": "a"}, {"text": "t"}, "text: given 't', expected a list of columns; write text=['t']"),
+        ({"t": "1"}, {"text": ["t"], "number": ["t"]}, "row: given the column 't' twice, expected each column once"),
+        ({"t": "a"}, {}, "columns: given none, expected at least one of text, number or image"),
+    ],
+)
+def test_bad_rows(row, columns, message):
+    with pytest.raises(InvalidInput) as caught:
+        read_row(row, **columns)
+    assert str(caught.value).startswith(message)
+
+
+def test_halves_of_surrogate_pairs():
+    assert read_row({"t": json.loads('"a \\ud800 b"')}, text=["t"]).num_leaves == 3
+
+
+def test_many_rows_are_quick(tmp_path):
+    write(tmp_path / "a.csv", ROWS * 25_000)
+    began = time.perf_counter()
+    assert len(load_rows(tmp_path / "a.csv")) == 50_000
+    assert time.perf_counter() - began < 10  # a tenth of a second; a quadratic reader takes minutes
