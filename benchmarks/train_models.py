@@ -89,14 +89,9 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     """One model, learning rate and seed; the scores of the epoch that validation chose."""
     import torch
 
-    from hsa.models.classifier import (
-        EncoderConfig,
-        HierarchicalClassifier,
-        ModelConfig,
-        Modality,
-        count_parameters,
-        equal_parameters,
-    )
+    from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+    from hsa.nn.embedding import Modality
+    from hsa.nn.encoder import EncoderConfig
     from hsa.training.loop import Trainer, make_accelerator
     from hsa.training.options import TrainingOptions
 
@@ -114,7 +109,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(job["seed"])
     model = HierarchicalClassifier(config)
     if vectors is not None:
-        model.encoder.embedding.tables["text"].weight.data.copy_(torch.from_numpy(vectors))
+        model.encoder.embedding.set_vectors("text", torch.from_numpy(vectors))
     options = TrainingOptions(
         epochs=job["epochs"],
         learning_rate=job["rate"],

@@ -1,14 +1,16 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa import Hierarchy
-from hsa.batch import collate, uncollate
+from hsa.batch import Batch, collate, uncollate
 from hsa.errors import InvalidInput
 from hsa.signals import Grid, Leaf, Sequence, Set, Signal, Table
+from tests.model_inputs import place_of_nodes, readable
 from tests.signals.random_signals import leaves, signals
 
 batches = st.lists(signals | leaves, max_size=4)
@@ -162,3 +164,77 @@ def test_to_moves_every_tensor():
 @pytest.mark.gpu
 def test_uncollate_from_another_device():
     assert uncollate(collate(website()).to("cuda")) == website()
+
+
+def assert_same_batch(given, wanted):
+    """All but the order of the modalities, and lists that could be tensors now."""
+    assert given.hierarchy == wanted.hierarchy
+    assert given.domains == wanted.domains
+    assert set(given.distinct_domains) == set(wanted.domains)
+    assert given.leaves.keys() == given.values.keys() == wanted.values.keys()
+    for name, numbers in wanted.leaves.items():
+        assert torch.equal(given.leaves[name], numbers)
+    assert place_of_nodes(given.places) == place_of_nodes(wanted.places)
+
+
+@given(batches, st.data())
+def test_a_selection_is_the_batch_of_the_chosen_signals(listed, data):
+    """In any order, with repeats, and of nothing at all."""
+    numbers = st.integers(0, len(listed) - 1) if listed else st.nothing()
+    chosen = data.draw(st.lists(numbers, max_size=5))
+    whole = collate(listed)
+    selected = whole.select(chosen)
+    assert uncollate(selected) == [listed[i] for i in chosen]
+    assert_same_batch(selected, collate([listed[i] for i in chosen]))
+    assert uncollate(whole) == listed
+
+
+@given(batches, st.data())
+def test_selections_of_selections(listed, data):
+    numbers = data.draw(st.permutations(range(len(listed))))
+    back = [numbers.index(i) for i in range(len(listed))]
+    assert uncollate(collate(listed).select(numbers).select(back)) == listed
+
+
+@given(readable(trees=(0, 4)), st.data())
+def test_a_selection_of_uniform_values_has_the_tensors_of_the_chosen(listed, data):
+    numbers = st.integers(0, len(listed) - 1) if listed else st.nothing()
+    chosen = data.draw(st.lists(numbers, max_size=5))
+    selected, wanted = collate(listed).select(chosen), collate([listed[i] for i in chosen])
+    assert selected.values.keys() == wanted.values.keys()
+    for name, values in wanted.values.items():
+        assert torch.equal(selected.values[name], values)
+
+
+@pytest.mark.parametrize("trees", [np.array([1, 0]), torch.tensor([1, 0]), (1, 0), range(1, -1, -1), np.uint8([1, 0])])
+def test_a_selection_takes_any_integers(trees):
+    assert uncollate(collate(website()).select(trees)) == website()[::-1]
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        ([0, 2], r"trees\[1\]: given 2, expected 0\.\.1"),
+        ([-1], r"trees\[0\]: given -1, expected 0\.\.1"),
+        ([True, False], r"trees: given bool values, expected integers"),
+        ([0.5], r"trees: given float64 values, expected integers"),
+    ],
+)
+def test_a_selection_that_is_not_there(trees, message):
+    with pytest.raises(InvalidInput, match=message):
+        collate(website()).select(trees)
+
+
+@given(st.lists(batches, max_size=3))
+def test_joined_batches_are_the_batch_of_all_their_signals(lists):
+    together = [signal for listed in lists for signal in listed]
+    joined = Batch.join(collate(listed) for listed in lists)
+    assert uncollate(joined) == together
+    assert_same_batch(joined, collate(together))
+    wanted = collate(together).values
+    assert all(isinstance(joined.values[name], list) == isinstance(values, list) for name, values in wanted.items())
+
+
+def test_joined_batches_stay_on_their_device():
+    joined = Batch.join([collate(website()).to("meta")] * 2)
+    assert joined.hierarchy.device.type == joined.leaves["text"].device.type == "meta"

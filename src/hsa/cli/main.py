@@ -54,16 +54,23 @@ def build_app() -> App:
     """All commands."""
     from cyclopts import App, Parameter
 
+    from hsa.cli.evaluate import evaluate
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
+    from hsa.cli.predict import predict
+    from hsa.cli.train import train
 
     app = App(
         name="hsa",
         help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
-        "Start with `hsa inspect`, which shows the tree of a text and what attention on it costs.",
+        "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
+        "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
         default_parameter=Parameter(negative=()),
     )
+    app.command(train)
+    app.command(evaluate)
+    app.command(predict)
     app.command(inspect)
     app.command(info)
     return app
@@ -78,3 +85,7 @@ def _version() -> str:
 def _complain(message: str) -> None:
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}{' '.join(message.splitlines())}{plain}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run()

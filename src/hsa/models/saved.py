@@ -21,7 +21,9 @@ def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[st
         classes: the names of the outputs.
     """
     save_tensors(folder / WEIGHTS, model.state_dict())
-    write_json(folder / CONFIG, {"model": "hierarchical classifier", "classes": list(classes), **model.config.to_dict()})
+    write_json(
+        folder / CONFIG, {"model": "hierarchical classifier", "classes": list(classes), **model.config.to_dict()}
+    )
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[HierarchicalClassifier, tuple[str, ...]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
 from hsa.hierarchy import Hierarchy
@@ -45,10 +47,10 @@ def counting_operations() -> Iterator[list[Flops]]:
         _COUNTS.reset(token)
 
 
-def _counted(q: Tensor, *structure: object, **more: object) -> None:
+def _counted(q: Tensor, structure: Hierarchy | Opened, **more: Any) -> None:
     counts = _COUNTS.get()
     if counts is not None:
-        counts.append(flops(*structure, q.shape[1] * q.shape[2], q.shape[1], **more))  # type: ignore[arg-type]
+        counts.append(flops(structure, q.shape[1] * q.shape[2], q.shape[1], **more))
 
 
 class Attention(nn.Module):
@@ -92,7 +94,7 @@ class Multiscale(Attention):
         rounds(rooted(hierarchy)[0])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
-        def choose() -> object:
+        def choose() -> Opened:
             return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
 
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
@@ -103,7 +105,7 @@ class Multiscale(Attention):
             k,
             v,
             hierarchy,
-            opened=opened,  # type: ignore[arg-type]
+            opened=opened,
             positions=positions,
             pooled_bias=self.pooled_bias,
         )
@@ -171,9 +173,11 @@ class Flat(Attention):
             if bucket.absent is not None:
                 rows[0] = F.pad(rows[0], (0, 1), value=1.0)
                 rows[1] = torch.cat([rows[1], bucket.absent[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
-            whole = -(-rows[0].shape[-1] // 8) * 8  # fused kernels want channels in eights, and as many in v
+            whole = (
+                -(-max(rows[0].shape[-1], v.shape[-1]) // 8) * 8
+            )  # fused kernels want channels in eights, and as many in v
             rows = [F.pad(t, (0, whole - t.shape[-1])) for t in rows]
-            attended = F.scaled_dot_product_attention(*rows, scale=1.0)[..., : v.shape[-1]]
+            attended = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], scale=1.0)[..., : v.shape[-1]]
             parts.append(attended.transpose(1, 2).flatten(0, 1))
         back = hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
         return torch.cat(parts).index_select(0, back)

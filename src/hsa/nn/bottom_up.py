@@ -1,7 +1,7 @@
 """Bottom up: every family attends among its members and becomes one vector, up to the roots.
 
-This is attention alternating with local pooling, a level at a time, with the same weights on every level: a recursive network
-over the tree, for data whose meaning is composed step by step (expressions, parse trees). A node is worked on once, when
+Attention alternates with local pooling, a level at a time, with the same weights on every level: a recursive network over
+the tree, for data whose meaning is composed step by step (expressions, parse trees). A node is worked on once, when
 all its members are ready, so the cost is that of the families alone.
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hsa.hierarchy import Hierarchy, Structure, ranges
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.pooling import segment_mean
-from hsa.nn.positions import PositionProjection
 from hsa.places import Places
 
 
@@ -63,21 +62,22 @@ def bottom_up(
     x: Tensor,
     hierarchy: Hierarchy,
     layers: Iterable[nn.Module],
-    projections: Iterable[PositionProjection],
+    projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
     places: Places,
     num_groups: int = 1,
 ) -> tuple[Tensor, Hierarchy]:
     """A vector per root, and the forest of these roots alone."""
     plan, roots = steps(hierarchy)
-    pairs = list(zip(layers, projections, strict=True)) if features is not None else [(layer, None) for layer in layers]
+    layers = list(layers)
+    projected: list[nn.Module | None] = list(projections) or [None] * len(layers)
     ready = x
     for step in plan:
         members = ready.index_select(0, step.rows)
         groups = Groups((0,) * (num_groups - 1) + (len(members),), None, None)
-        for layer, project in pairs:
+        for layer, project in zip(layers, projected, strict=True):
             positions = None
-            if project is not None and features is not None:
+            if project is not None:
                 row = places.row.index_select(0, step.nodes)
                 # The forest of families has its roots in front, which lie nowhere.
                 positions = project(features, torch.cat([row.new_zeros(step.families.num_trees), row]))
@@ -85,6 +85,8 @@ def bottom_up(
         ready = torch.cat([ready, segment_mean(members, step.sizes)])
     bare = hierarchy.cached(
         "roots alone",
-        lambda: Hierarchy(Structure.from_num_children(np.zeros(hierarchy.num_trees, np.int64)), device=hierarchy.device),
+        lambda: Hierarchy(
+            Structure.from_num_children(np.zeros(hierarchy.num_trees, np.int64)), device=hierarchy.device
+        ),
     )
     return ready.index_select(0, roots), bare

@@ -65,6 +65,18 @@ class Embedding(nn.Module):
             if modality.numbers or inner != width:
                 self.maps[name] = nn.Linear(modality.numbers or inner, width)
 
+    def set_vectors(self, name: str, vectors: Tensor) -> None:
+        """Pre-trained vectors for the tokens of a modality."""
+        table = self.tables[name]
+        if not isinstance(table, nn.Embedding) or table.weight.shape != vectors.shape:
+            raise InvalidInput(
+                f"vectors[{name!r}]",
+                given=f"shape {tuple(vectors.shape)}",
+                expected="a row per token of the vocabulary",
+            )
+        with torch.no_grad():
+            table.weight.copy_(vectors)
+
     def forward(self, values: Mapping[str, Any], leaves: Mapping[str, Tensor], num_leaves: int) -> Tensor:
         vectors = {name: self._vectors(name, given) for name, given in values.items()}
         if len(vectors) == 1:

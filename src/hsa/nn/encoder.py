@@ -35,7 +35,8 @@ class EncoderConfig:
         feed_forward: inner width of the feed-forward networks; 2·width by default.
         dropout: on embeddings and residual branches.
         operator: "hierarchical" (the paper's), "multiscale" (own rows), "found" (own rows over trees found from the
-            keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over all leaves), "none" (no attention: DeepSets).
+            keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over
+            all leaves), "none" (no attention: DeepSets).
         include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
         near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
         group, window: for "found": keys per group, queries that share a choice.

@@ -73,7 +73,8 @@ def _keep(x: Tensor, hierarchy: Hierarchy, places: Places, name: Hashable, kept:
         coarser = Hierarchy(Structure.from_num_children(num_children), device=hierarchy.device)
         first = s.first_leaf[nodes[coarser.structure.leaf_nodes]]
         lengths = np.diff(np.append(first, hierarchy.num_leaves))
-        return coarser, *(torch.from_numpy(array).to(hierarchy.device) for array in (nodes, lengths))
+        device = hierarchy.device
+        return coarser, torch.from_numpy(nodes).to(device), torch.from_numpy(lengths).to(device)
 
     coarser, nodes, lengths = hierarchy.cached(name, build)
     return segment_mean(x, lengths), coarser, places.keep(nodes)

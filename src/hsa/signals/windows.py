@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hsa.signals.domains import Sequence
 from hsa.signals.signal import Leaf, Signal
 
@@ -33,9 +35,6 @@ def _cut(signal: Signal, most: int) -> list[Signal]:
     size, windows = signal.domain.size, -(-signal.domain.size // most)
     bounds = [(size * i + windows - 1) // windows for i in range(windows + 1)]
     if signal.values is not None:
-        return [
-            Signal.of(signal.values[begin:end], signal.modalities[0])
-            for begin, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        return [Signal.of(signal.values[begin:end], signal.modalities[0]) for begin, end in pairwise(bounds)]
     members = signal.members
-    return [Signal(Sequence(end - begin), members[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [Signal(Sequence(end - begin), members[begin:end]) for begin, end in pairwise(bounds)]

@@ -27,6 +27,11 @@ def full_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
+def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """The inverse of `full_weights`."""
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+
+
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
     """The content of a checkpoint. All processes call this; one writes it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -76,8 +81,8 @@ def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: to
         InvalidInput: it is one of another model; the message names the first tensor that does not fit.
     """
     check_fits(str(path), content["model"], full_weights(model))
+    set_weights(model, content["model"])
     options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, content["model"], options=options)
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
     torch.set_rng_state(content["random"]["cpu"])
     for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hsa.batch import Batch, collate
 from hsa.errors import InvalidInput
+from hsa.files import load_tensors, save_tensors
 from hsa.hierarchy import Hierarchy, Structure
 from hsa.signals import Leaf, Signal
 from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
-from hsa.files import load_tensors, save_tensors
 
 CHUNK = 1024
 """Signals collated at once: they take far more memory than the arrays they become."""
@@ -124,7 +124,9 @@ def build(
     Args:
         classes: the known ones, in order; without them, those that occur, sorted. Another one raises, naming its example.
     """
-    batches, targets, names = [], [], []
+    batches: list[Batch] = []
+    targets: list[Any] = []
+    names: list[str] = []
     stream = iter(examples)
     while chunk := list(islice(stream, CHUNK)):
         batches.append(collate([example.signal for example in chunk]))
@@ -136,11 +138,11 @@ def build(
     if task == "regression":
         return DataSet(batch, torch.tensor(targets, dtype=torch.float32), (), tuple(names))
     per_leaf = task == "tokens"
-    flat: list[Any] = [label for labels in targets for label in labels] if per_leaf else targets  # type: ignore[union-attr]
+    flat: list[Any] = [label for labels in targets for label in labels] if per_leaf else targets
     known = tuple(sorted(set(flat))) if classes is None else classes
     number = {name: i for i, name in enumerate(known)}
     for i, target in enumerate(targets):
-        for label in target if per_leaf else (target,):  # type: ignore[union-attr]
+        for label in target if per_leaf else (target,):
             if label not in number:
                 raise InvalidInput(names[i], given=f"the class {label!r}", expected=f"one of {_some(known)}")
     return DataSet(batch, torch.tensor([number[label] for label in flat]), known, tuple(names), per_leaf)
@@ -164,7 +166,7 @@ def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.nda
         held += length
         count += 1
     cuts.append(len(order))
-    return [order[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False) if begin < end]
+    return [order[begin:end] for begin, end in pairwise(cuts) if begin < end]
 
 
 def split_at_random(data: DataSet, shares: tuple[float, ...], seed: int) -> Iterator[DataSet]:

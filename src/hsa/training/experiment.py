@@ -13,18 +13,18 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.saved import load_model, save_model
+from hsa.models.saved import load_model
 from hsa.nn.encoder import EncoderConfig
-from hsa.nn.pooling import GlobalPooling
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
-from hsa.training.options import TrainingOptions
+from hsa.training.options import ModelOptions, TrainingOptions
 from hsa.training.prepare import Prepared, save_reading
 
 MODELS: dict[str, dict[str, Any]] = {
     "hsa": {},
-    "multiscale": {"operator": "multiscale", "near": 1},
-    "found": {"operator": "found", "refine": 8},
+    "multiscale": {"operator": "multiscale"},
+    "found": {"operator": "found"},
+    "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},
     "deepsets": {"operator": "none"},
 }
@@ -55,17 +55,17 @@ class Result:
         return Result(**data)
 
 
-def model_config(
-    prepared: Prepared, encoder: EncoderConfig, name: str, pooling: GlobalPooling = "mean"
-) -> ModelConfig:
+def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelConfig:
     """The configuration of one of `MODELS` for these data."""
     if name not in MODELS:
         raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
+    sizes = asdict(model)
+    pooling = sizes.pop("pooling")
     reference = ModelConfig(
-        encoder,
+        EncoderConfig(**sizes),
         prepared.modalities,
         outputs=1 if regression else len(prepared.train.classes),
         kinds=prepared.kinds,
@@ -95,14 +95,16 @@ def train_model(
         saved, _ = load_model(folder)
         if saved.config != _through_json(config):
             raise InvalidInput(
-                str(folder), given="a model of another configuration", expected="the one of the first start",
+                str(folder),
+                given="a model of another configuration",
+                expected="the one of the first start",
                 fix="resume with the same options, or train into another folder",
             )
         return finished
     torch.manual_seed(options.seed)
     model = HierarchicalClassifier(config)
     if prepared.vectors is not None:
-        model.encoder.embedding.tables["text"].weight.data.copy_(prepared.vectors)  # type: ignore[union-attr, operator]
+        model.encoder.embedding.set_vectors("text", prepared.vectors)
     trainer = Trainer(
         model,
         prepared.train,
@@ -149,18 +151,17 @@ def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], 
 
 def compare(
     names: Sequence[str],
-    encoder: EncoderConfig,
+    model: ModelOptions,
     prepared: Prepared,
     options: TrainingOptions,
     folder: Path,
     accelerator: Any,
     *,
-    pooling: GlobalPooling = "mean",
     resume: bool = False,
     watch: Callable[[str], Watcher] | None = None,
 ) -> list[Result]:
     """Every model in a folder of its own; the results in `results.json`."""
-    configs = {name: model_config(prepared, encoder, name, pooling) for name in names}
+    configs = {name: model_config(prepared, model, name) for name in names}
     results = []
     for name, config in configs.items():
         results.append(

@@ -47,6 +47,8 @@ class Watcher(Protocol):
 
     def epoch(self, record: EpochRecord) -> None: ...
 
+    def done(self) -> None: ...
+
 
 class Silent:
     """A watcher that says nothing."""
@@ -54,6 +56,8 @@ class Silent:
     def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
 
     def epoch(self, record: EpochRecord) -> None: ...
+
+    def done(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,11 @@ class Evaluation:
 def make_accelerator(options: TrainingOptions, *, fsdp: bool = False, cpu: bool = False) -> Any:
     """accelerate's handle on devices and processes; started by `accelerate launch` or `torchrun`, there are several."""
     try:
-        from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+        from accelerate import (  # type: ignore[import-untyped]
+            Accelerator,
+            DistributedDataParallelKwargs,
+            FullyShardedDataParallelPlugin,
+        )
     except ImportError:
         raise MissingExtra("accelerate", "train", "training") from None
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True) if fsdp else None
@@ -180,18 +188,19 @@ class Trainer:
             Diverged: the loss is not a number; the last checkpoint is from before.
         """
         state, options = self.progress, self.options
-        with _stop_politely() as stop:
-            while state.epoch < options.epochs and not self._has_stopped():
-                self._train_epoch(stop)
-                if stop():
+        try:
+            with _stop_politely() as stop:
+                while state.epoch < options.epochs and not self._has_stopped():
+                    self._train_epoch(stop)
+                    if self._agree(stop()):
+                        self._save()
+                        raise Interrupted(self._how_to_resume("stopped"))
+                    self._finish_epoch()
                     self._save()
-                    raise Interrupted(self._how_to_resume("stopped"))
-                self._finish_epoch()
-                self._save()
+        finally:
+            self.watcher.done()
         if self.best_weights is not None:
-            checkpoint.set_model_state_dict(
-                self.model, self.best_weights, options=checkpoint.StateDictOptions(full_state_dict=True)
-            )
+            checkpoint.set_weights(self.model, self.best_weights)
         return [EpochRecord(**record) for record in state.history]
 
     def _has_stopped(self) -> bool:
@@ -349,7 +358,7 @@ class Trainer:
     def _gather(self, entries: list[Any]) -> list[Any]:
         if self.accelerator.num_processes == 1:
             return entries
-        from accelerate.utils import gather_object
+        from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
         return gather_object(entries)
 

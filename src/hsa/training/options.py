@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
 from hsa.errors import InvalidInput
 
@@ -57,10 +58,71 @@ class TrainingOptions:
                 raise InvalidInput(name, given=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
 
 
-def differing(before: Any, now: Any) -> list[str]:
-    """The fields in which two options differ, for a message."""
-    return [
-        f"{f.name} {getattr(before, f.name)} → {getattr(now, f.name)}"
-        for f in fields(before)
-        if getattr(before, f.name) != getattr(now, f.name)
-    ]
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model; its baselines have as many parameters.
+
+    Args:
+        width: Of the leaf vectors.
+        heads: Of attention.
+        head_dim: Channels per head; width / heads by default.
+        layers: Of the encoder.
+        dropout: On embeddings and residual branches.
+        include_self: Leaves attend to themselves; in the paper they do not.
+        near: For multiscale: neighbouring leaf families that are read leaf by leaf, on each side.
+        refine: For multiscale and found: how many more, the best ones.
+        windows: Fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
+        position_width: Of the position features; 0 for no positions.
+        position_input: Also add positions to the leaf vectors.
+        pooling: Of a tree's leaves into one vector: mean, max, attention, first or last.
+    """
+
+    width: int = 128
+    heads: int = 4
+    head_dim: int | None = None
+    layers: int = 1
+    dropout: float = 0.1
+    include_self: bool = False
+    near: int = 1
+    refine: int = 0
+    windows: tuple[int, ...] = ()
+    position_width: int = 64
+    position_input: bool = False
+    pooling: Literal["mean", "max", "attention", "first", "last"] = "mean"
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data, and how they are read.
+
+    Args:
+        text: Columns that hold text.
+        label: The column to predict.
+        number: Columns that hold numbers.
+        image: Columns that hold images: paths, relative to the file, or their bytes.
+        task: classification (the label names a class) or regression (it is a number).
+        validation: A file or folder for validation; without it, a tenth of the data.
+        test: A file or folder for the test; without it, a tenth of the data.
+        max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
+        max_family: Sequences of more members than this become windows: a family costs the square of its size. 0 for none.
+        vocabulary: Size of the tokenizer that is trained on the training texts.
+        word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
+        encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a hub name; its vectors are the leaves.
+        language: Of the text, for the sentence splitter.
+        skip_bad: Leave out rows and files that cannot be read, and count them, instead of stopping.
+    """
+
+    text: tuple[str, ...] = ()
+    label: str | None = None
+    number: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    task: Literal["classification", "regression"] = "classification"
+    validation: Path | None = None
+    test: Path | None = None
+    max_tokens: int = 512
+    max_family: int = 256
+    vocabulary: int = 8192
+    word_vectors: Path | None = None
+    encoder: str | None = None
+    language: str = "en"
+    skip_bad: bool = False

@@ -13,56 +13,21 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
+from hsa.files import write_then_rename
 from hsa.models.classifier import Task
 from hsa.nn.embedding import Modality
+from hsa.signals import Leaf, Signal
 from hsa.signals.domains import Graph, Grid, Sequence, Table
+from hsa.signals.windows import in_windows
 from hsa.training.data_set import DataSet, Example, build, split_at_random
-from hsa.files import write_then_rename
-from hsa.training.sources import Columns, Folders, Rows, Source, StandardLibrary, cut
+from hsa.training.options import DataOptions
+from hsa.training.sources import Columns, Folders, Rows, Source, StandardLibrary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
 ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Which data, and how they are read.
-
-    Args:
-        text: Columns that hold text.
-        label: The column to predict.
-        number: Columns that hold numbers.
-        image: Columns that hold images: paths, relative to the file, or their bytes.
-        task: classification (the label names a class) or regression (it is a number).
-        validation: A file or folder for validation; without it, a tenth of the data.
-        test: A file or folder for the test; without it, a tenth of the data.
-        max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
-        vocabulary: Size of the tokenizer that is trained on the training texts.
-        word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
-        encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a name on the hub; its vectors are the leaves.
-        language: Of the text, for the sentence splitter.
-        skip_bad: Leave out rows and files that cannot be read, and count them, instead of stopping.
-    """
-
-    text: tuple[str, ...] = ()
-    label: str | None = None
-    number: tuple[str, ...] = ()
-    image: tuple[str, ...] = ()
-    task: Literal["classification", "regression"] = "classification"
-    validation: Path | None = None
-    test: Path | None = None
-    max_tokens: int = 512
-    vocabulary: int = 8192
-    word_vectors: Path | None = None
-    encoder: str | None = None
-    language: str = "en"
-    skip_bad: bool = False
-
-    def columns(self) -> Columns:
-        return Columns(self.text, self.number, self.image, self.label, self.task == "regression", self.language)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +37,7 @@ class Reading:
     Attributes:
         kind: "rows", "folders" or "python".
         columns: of rows.
-        max_tokens: leaves that are read.
+        max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
         tokenizer: made the ids of text; None where there is none.
         encoder: the frozen encoder whose vectors are the leaves, a folder or a name.
     """
@@ -80,6 +45,7 @@ class Reading:
     kind: Literal["rows", "folders", "python"]
     columns: Columns
     max_tokens: int
+    max_family: int
     tokenizer: Any = None
     encoder: str | None = None
 
@@ -89,7 +55,14 @@ class Reading:
         return open_source(path, columns)
 
     def examples(self, source: Source, on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
-        return cut(source.examples(self.tokenizer, on_bad), self.max_tokens or None)
+        for example in source.examples(self.tokenizer, on_bad):
+            signal: Signal | Leaf | None = example.signal
+            if self.max_tokens and isinstance(signal, Signal) and signal.num_leaves > self.max_tokens:
+                signal = signal.first(self.max_tokens)
+            if signal is None:
+                on_bad(InvalidInput(example.where, given="a grid larger than max_tokens", expected="room for it"))
+                continue
+            yield replace(example, signal=in_windows(signal, self.max_family) if self.max_family else signal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +81,18 @@ class Prepared:
     skipped: tuple[str, ...] = ()  # one message per row or file left out
     name: str = "data"
     transform: Any = field(default=None)
+
+
+def _source(data: Path | None, options: DataOptions, small: bool) -> Source:
+    if data is not None:
+        return open_source(data, columns_of(options))
+    return StandardLibrary(most=60, packages=6) if small else StandardLibrary()
+
+
+def columns_of(options: DataOptions) -> Columns:
+    """What the columns of a row mean."""
+    numeric = options.task == "regression"
+    return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
 
 
 def open_source(data: Path, columns: Columns) -> Source:
@@ -148,16 +133,15 @@ def prepare(
             raise error
         skipped.append(str(error))
 
-    source = StandardLibrary(most=60, packages=6) if small and data is None else None
-    source = source or (StandardLibrary() if data is None else open_source(data, options.columns()))
+    source = _source(data, options, small)
     kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python"}[type(source)]
     others = {
-        name: open_source(path, options.columns())
+        name: open_source(path, columns_of(options))
         for name, path in (("validation", options.validation), ("test", options.test))
         if path is not None
     }
     tokenizer, vectors, transform = _tokenizer(source, options, say)
-    reading = Reading(kind, options.columns(), options.max_tokens, tokenizer, options.encoder)
+    reading = Reading(kind, columns_of(options), options.max_tokens, options.max_family, tokenizer, options.encoder)
     key = json.dumps(
         [source.fingerprint(), *(s.fingerprint() for s in others.values()), _plain(asdict(options)), seed], default=str
     )
@@ -175,11 +159,15 @@ def prepare(
             for name, part in sets.items():
                 part.save(folder / f"{name}.safetensors")
     _check(sets, options)
+    kinds, keys = _domains(sets.values())
     return Prepared(
-        **sets,
+        train=sets["train"],
+        validation=sets["validation"],
+        test=sets["test"],
         reading=reading,
         modalities=_modalities(sets["train"], tokenizer, vectors, options),
-        **_domains(sets.values()),
+        kinds=kinds,
+        keys=keys,
         task=options.task,
         vectors=vectors,
         skipped=tuple(skipped),
@@ -261,7 +249,8 @@ def _modalities(
     return found
 
 
-def _domains(sets: Iterable[DataSet]) -> dict[str, tuple[str, ...]]:
+def _domains(sets: Iterable[DataSet]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kinds of domains that occur, and the keys of tables."""
     kinds: dict[str, None] = {}
     keys: dict[str, None] = {}
     for part in sets:
@@ -270,7 +259,7 @@ def _domains(sets: Iterable[DataSet]) -> dict[str, tuple[str, ...]]:
                 kinds[_KINDS[type(domain)]] = None
             if isinstance(domain, Table):
                 keys.update(dict.fromkeys(domain.keys))
-    return {"kinds": tuple(kinds), "keys": tuple(keys)}
+    return tuple(kinds), tuple(keys)
 
 
 def _check(sets: dict[str, DataSet], options: DataOptions) -> None:
@@ -313,8 +302,8 @@ def save_reading(folder: Path, reading: Reading) -> None:
     """`reading.json`, and `tokenizer.json` where there is one."""
     from hsa.files import write_json
 
-    about = {"kind": reading.kind, "columns": asdict(reading.columns), "max_tokens": reading.max_tokens}
-    write_json(folder / "reading.json", {**about, "encoder": reading.encoder})
+    about = {name: getattr(reading, name) for name in ("kind", "max_tokens", "max_family", "encoder")}
+    write_json(folder / "reading.json", {**about, "columns": asdict(reading.columns)})
     if reading.encoder is None and reading.tokenizer is not None:
         write_then_rename(folder / "tokenizer.json", lambda beside: reading.tokenizer.save(str(beside)))
 
@@ -323,7 +312,7 @@ def load_reading(folder: Path) -> Reading:
     from hsa.files import read_json
 
     about = read_json(folder / "reading.json", "how the model reads data")
-    columns = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
+    columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
     tokenizer = None
     if about["encoder"] is not None:
         from hsa.huggingface.encoders import TextEncoder
@@ -333,4 +322,4 @@ def load_reading(folder: Path) -> Reading:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Reading(about["kind"], Columns(**columns), about["max_tokens"], tokenizer, about["encoder"])
+    return Reading(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hsa.errors import InvalidInput
-from hsa.signals import Leaf, Signal
 from hsa.signals.readers.files import SUFFIXES, read_file, text_of
 from hsa.signals.readers.python_source import definitions, read_python
 from hsa.signals.readers.rows import load_rows, read_row
@@ -233,13 +232,3 @@ def _digest(parts: Iterable[str]) -> str:
 def _stamp(path: Path) -> str:
     about = path.stat()
     return f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
-
-
-def cut(examples: Iterable[Example], most: int | None) -> Iterator[Example]:
-    """Every signal cut after its first `most` leaves."""
-    for example in examples:
-        signal: Signal | Leaf | None = example.signal
-        if most is not None and isinstance(signal, Signal) and signal.num_leaves > most:
-            signal = signal.first(most)
-        if signal is not None:
-            yield Example(signal, example.target, example.where)

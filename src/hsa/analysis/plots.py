@@ -1,0 +1,135 @@
+"""Pictures of a training run: curves, confusion, and what one example attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.attention.dense import dense_weights
+from hsa.batch import Batch
+from hsa.errors import MissingExtra
+from hsa.files import write_then_rename
+from hsa.models.classifier import HierarchicalClassifier
+
+_COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#00798c", "#66a182")
+
+
+def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> None:
+    """Training loss and validation score by epoch, a line per model.
+
+    Args:
+        histories: model → epoch records.
+        score: the name of the validation score.
+    """
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for color, (name, history) in zip(_COLORS * 3, histories.items(), strict=False):
+        epochs = [record.epoch for record in history]
+        left.plot(epochs, [record.loss for record in history], color=color, marker="o", ms=3, label=name)
+        left.plot(epochs, [record.validation_loss for record in history], color=color, ls=":", lw=1)
+        right.plot(epochs, [record.validation for record in history], color=color, marker="o", ms=3, label=name)
+    left.set(xlabel="epoch", ylabel="loss", title="Loss (dotted: validation)")
+    right.set(xlabel="epoch", ylabel=score, title=f"Validation {score}")
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    right.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence[str], title: str) -> None:
+    """Which classes are taken for which: a row per true class, shares of the row as colour, counts as text."""
+    counts = np.array(table)
+    size = min(12.0, 2.6 + 0.42 * len(classes))
+    figure, axes = _pyplot().subplots(figsize=(size + 0.8, size), layout="constrained")
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if len(classes) <= 24:
+        for i, j in np.argwhere(counts > 0):
+            shade = "white" if shares[i, j] > 0.55 else "#333333"
+            axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color=shade)
+    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set(xlabel="predicted", ylabel="true", title=title)
+    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
+    _save(figure, path)
+
+
+def plot_attention(
+    path: Path, model: HierarchicalClassifier, example: Batch, labels: Sequence[str] | None, title: str
+) -> None:
+    """The attention matrix of one example, first layer, mean over heads; lines where its families begin.
+
+    Args:
+        example: a batch of one tree.
+        labels: of its leaves.
+    """
+    weights, families = attention_matrix(model, example)
+    leaves = len(weights)
+    size = min(11.0, 3.0 + 0.13 * leaves)
+    figure, axes = _pyplot().subplots(figsize=(size + 1, size), layout="constrained")
+    # A matrix of attention spans orders of magnitude: a root shows the small weights too.
+    image = axes.imshow(np.sqrt(weights), cmap="magma_r", vmin=0)
+    for place, depth in families:
+        width = max(0.3, 1.4 - 0.35 * depth)
+        axes.axhline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
+        axes.axvline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
+    if labels is not None and leaves <= 90:
+        font = max(4.0, min(8.0, 480 / leaves))
+        shown = [label if len(label) <= 12 else f"{label[:11]}…" for label in labels]
+        axes.set_xticks(range(leaves), shown, rotation=90, fontsize=font, fontfamily="monospace")
+        axes.set_yticks(range(leaves), shown, fontsize=font, fontfamily="monospace")
+    axes.set(xlabel="attended to", ylabel="attends", title=title)
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
+    top = float(np.sqrt(weights.max())) or 1.0
+    ticks = np.linspace(0, top, 5)
+    bar.set_ticks(ticks.tolist(), labels=[f"{tick**2:.2g}" for tick in ticks])
+    _save(figure, path)
+
+
+@torch.no_grad()
+def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family."""
+    caught: list[Any] = []
+    attention = model.encoder.layers[0].attention
+    if not isinstance(attention, nn.Module):
+        raise TypeError("a layer without attention")
+    hook = attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs))
+    was_training = model.training
+    try:
+        model.eval()(example)
+    finally:
+        hook.remove()
+        model.train(was_training)
+    q, k, _, hierarchy, positions = caught[0]
+
+    def operator(q: Tensor, k: Tensor, v: Tensor, hierarchy: Any) -> Tensor:
+        return attention(q, k, v, hierarchy, positions)
+
+    weights = dense_weights(operator, q, k, hierarchy).mean(0)
+    s = hierarchy.structure
+    inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
+    deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
+    return weights.float().cpu().numpy(), list({place: (place, depth) for place, depth in deepest_first}.values())
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtra("matplotlib", "train", "plots") from None
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, path: Path) -> None:
+    kind = path.suffix.removeprefix(".")
+    write_then_rename(path, lambda beside: figure.savefig(beside, dpi=140, format=kind))
+    _pyplot().close(figure)

@@ -1,0 +1,35 @@
+"""`hsa predict`: what a saved model says about new data."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from hsa.cli.evaluate import skipping
+from hsa.errors import InvalidInput
+
+
+def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = False) -> None:
+    """Predict the class (or number) of every row of a file, or of files.
+
+    Args:
+        model: The folder of the model, such as runs/reviews/hsa.
+        data: Rows with the columns the model reads; or, for a model trained on folders or on the standard library, a file
+            or a folder of files.
+        skip_bad: Leave out rows and files that cannot be read, and count them.
+        json: One JSON object per line, for scripts.
+    """
+    from hsa.training.inference import Saved
+
+    skipped: list[InvalidInput] = []
+    for found in Saved.load(model).predict(data, skipping(skipped, skip_bad)):
+        if json:
+            print(json_format.dumps(asdict(found), ensure_ascii=False))
+        elif found.probability is None:
+            print(f"{found.label:<14.6g}  {found.where}")
+        else:
+            print(f"{found.label:<24}  {found.probability:.2f}  {found.where}")
+    if skipped:
+        print(f"left out: {len(skipped)}, the first: {skipped[0]}", file=sys.stderr)

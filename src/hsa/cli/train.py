@@ -1,0 +1,205 @@
+"""`hsa train`: a model and its baselines on the user's data, and an honest table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from hsa.errors import InvalidInput
+from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.recipe import Recipe, load_recipe, overridden
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hsa.training.experiment import Result
+    from hsa.training.prepare import Prepared
+
+
+def train(
+    data: Path | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    models: tuple[str, ...] = Recipe.models,
+    resume: bool = False,
+    quick: bool = False,
+    cpu: bool = False,
+    fsdp: bool = False,
+    read: Annotated[DataOptions, Parameter(name="*", group="Data")] = DataOptions(),  # noqa: B008
+    model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
+    training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
+) -> None:
+    """Train a classifier (or regressor) that uses the structure of your data, and see whether it helped.
+
+    Trains the hierarchical encoder and baselines with as many parameters (softmax attention over all leaves; no attention),
+    tests them on held-out data, and writes the models, a report and pictures to a folder.
+
+    Without DATA: which package of the Python standard library does a class or function come from? The examples are
+    made from the Python installation, nothing is downloaded.
+
+    Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
+
+    Args:
+        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
+        out: Folder for the results; runs/NAME by default.
+        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets. The first is the one that is meant.
+        resume: Go on where a run in the same folder stopped.
+        quick: Few examples and epochs: a look at how it works, in half a minute.
+        cpu: Do not use a GPU.
+        fsdp: Shard the model over processes (FSDP2).
+    """
+    from rich.console import Console
+
+    recipe = _recipe(data, models, read, model, training, quick)
+    console = Console(stderr=False)
+    _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+
+
+def _recipe(
+    data: Path | None,
+    models: tuple[str, ...],
+    read: DataOptions,
+    model: ModelOptions,
+    training: TrainingOptions,
+    quick: bool,
+) -> Recipe:
+    given = Recipe(data, models, read, model, training)
+    if data is not None and data.suffix.lower() in (".yaml", ".yml"):
+        given = overridden(load_recipe(data), given)
+    elif data is None:
+        # Sizes that suit some two thousand short programs and two cores.
+        default = Recipe(
+            read=DataOptions(vocabulary=4096, max_tokens=384),
+            model=ModelOptions(width=96),
+            training=TrainingOptions(epochs=8, learning_rate=3e-3, batch_tokens=8192),
+        )
+        given = overridden(default, given)
+    if quick:
+        training = replace(given.training, epochs=min(given.training.epochs, 4))
+        given = replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
+    return given
+
+
+def _run(
+    recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
+) -> None:
+    from hsa.training.experiment import MODELS, compare
+    from hsa.training.loop import make_accelerator
+    from hsa.training.prepare import prepare
+
+    for name in recipe.models:
+        if name not in MODELS:
+            raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+    accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
+    main = accelerator.is_main_process
+    folder = _folder(recipe, out, resume)
+
+    def say(message: str) -> None:
+        if main:
+            console.print(f"[dim]{message} …[/dim]")
+
+    with accelerator.main_process_first():  # the others find the data in the cache
+        prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
+    if main:
+        _announce(console, prepared, folder)
+    results = compare(
+        recipe.models,
+        recipe.model,
+        prepared,
+        recipe.training,
+        folder,
+        accelerator,
+        resume=resume,
+        watch=(lambda name: _Bar(name, recipe, console)) if main else None,
+    )
+    if main:
+        _report(console, recipe, prepared, results, folder)
+
+
+def _folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
+    """Results are never written over: a new folder, or the one to resume."""
+    if out is not None:
+        if (out / "results.json").exists() and not resume:
+            raise InvalidInput(
+                str(out), given="a folder with the results of a run", expected="a new one", fix="or pass --resume"
+            )
+        return out
+    name = "python-standard-library" if recipe.data is None else recipe.data.stem
+    taken = sorted(Path("runs").glob(f"{name}*"), key=lambda p: p.stat().st_mtime)
+    if resume:
+        if not taken:
+            raise InvalidInput(
+                "resume", given=f"no run runs/{name}*", expected="one to resume", fix="pass --out FOLDER"
+            )
+        return taken[-1]
+    numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
+    return next(path for path in numbered if not path.exists())
+
+
+def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
+    from rich.text import Text
+
+    sizes = (
+        f"{len(prepared.train):,} to train, {len(prepared.validation):,} to validate, {len(prepared.test):,} to test"
+    )
+    what = f"{len(prepared.train.classes)} classes" if prepared.train.classes else "numbers"
+    leaves = prepared.train.lengths
+    console.print(
+        Text(f"{prepared.name}: {sizes}; {what}; {leaves.mean():,.0f} leaves each (at most {leaves.max():,})")
+    )
+    if prepared.skipped:
+        console.print(Text(f"left out: {len(prepared.skipped):,}, the first: {prepared.skipped[0]}", style="yellow"))
+    console.print(Text(f"results go to {folder}", style="dim"))
+
+
+class _Bar:
+    """A progress bar for one model."""
+
+    def __init__(self, name: str, recipe: Recipe, console: Console):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.name, self.score = name, "accuracy" if recipe.read.task == "classification" else "R²"
+        self.progress = Progress(
+            TextColumn("{task.description:<11}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self.console, self.task, self.loss, self.validation = console, None, "", ""
+
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        if self.task is None:
+            self.progress.start()
+            self.task = self.progress.add_task(self.name, total=total, note="")  # type: ignore[assignment]
+        if loss is not None:
+            self.loss = f"loss {loss:.3f}"
+        note = "  ".join(filter(None, [self.loss, self.validation]))
+        self.progress.update(self.task, completed=done, note=note)  # type: ignore[arg-type]
+
+    def epoch(self, record: Any) -> None:
+        self.validation = f"epoch {record.epoch}: {self.score} {record.validation:.3f}"
+        if not self.console.is_terminal:  # a log, not a screen
+            self.console.print(f"{self.name}  loss {record.loss:.3f}  {self.validation}  {record.seconds:.1f} s")
+
+    def done(self) -> None:
+        self.progress.stop()
+
+
+def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:
+    from hsa.training.report import report_lines, result_table, write_report
+
+    pictures = write_report(folder, recipe, prepared, results)
+    console.print()
+    console.print(result_table(results))
+    for line in report_lines(prepared, results):
+        console.print(line)
+    console.print(f"\nmodel     {folder / results[0].model}", highlight=False)
+    console.print(f"report    {folder / 'report.md'}", highlight=False)
+    console.print(f"pictures  {', '.join(str(picture) for picture in pictures)}", highlight=False)
+    console.print(f"\nnext: hsa predict {folder / results[0].model} FILE", highlight=False)

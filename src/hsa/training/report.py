@@ -1,0 +1,139 @@
+"""The report of a comparison: a table, what it means, pictures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsa.files import write_text
+from hsa.models.saved import load_model
+from hsa.training.experiment import Result
+from hsa.training.prepare import Prepared
+from hsa.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PICTURE_LEAVES = 80
+
+
+def columns(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+    """The header and rows of the table."""
+    classes = results[0].scores.accuracy is not None
+    scores = ["accuracy", "F1"] if classes else ["R²", "error"]
+    header = ["model", "parameters", *scores, "operations", "train s", "test s", "epochs"]
+    rows = []
+    for r in results:
+        numbers = (r.scores.accuracy, r.scores.f1) if classes else (r.scores.r2, r.scores.mean_absolute_error)
+        rows.append(
+            [
+                r.model,
+                f"{r.parameters:,}",
+                *(f"{number:.4f}" for number in numbers),
+                f"{r.operations / 1e6:.2f} M" if r.operations else "0",
+                f"{r.training_seconds:.1f}",
+                f"{r.test_seconds:.1f}",
+                str(r.epochs),
+            ]
+        )
+    return header, rows
+
+
+def result_table(results: list[Result]) -> Table:
+    """For the terminal."""
+    from rich import box
+    from rich.table import Table
+
+    header, rows = columns(results)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption="operations: of attention, per test example, all layers; F1: mean over classes",
+        caption_justify="left",
+    )
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def report_lines(prepared: Prepared, results: list[Result]) -> list[str]:
+    """What the first model gained or lost against each of the others, and how sure that is."""
+    first, lines = results[0], []
+    for other in results[1:]:
+        if first.scores.accuracy is None or other.scores.accuracy is None:
+            better = first.scores.main - other.scores.main
+            lines.append(f"{first.model} against {other.model}: R² {better:+.3f}{_cheaper(first, other)}")
+            continue
+        a, b, n = first.scores.accuracy, other.scores.accuracy, len(prepared.test)
+        margin = 1.96 * math.sqrt((a * (1 - a) + b * (1 - b)) / n)
+        sure = "more than chance" if abs(a - b) > margin else "within chance"
+        lines.append(
+            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points ({sure}: ± {100 * margin:.1f} for "
+            f"{n:,} test examples and one seed){_cheaper(first, other)}"
+        )
+    return lines
+
+
+def _cheaper(first: Result, other: Result) -> str:
+    if not first.operations or not other.operations:
+        return ""
+    ratio = other.operations / first.operations
+    return (
+        f", {ratio:.1f} × fewer attention operations"
+        if ratio >= 1
+        else f", {1 / ratio:.1f} × more attention operations"
+    )
+
+
+def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result]) -> list[Path]:
+    """`report.md` and its pictures; returns the pictures."""
+    from hsa.analysis.plots import plot_attention, plot_confusion, plot_curves
+
+    first = results[0]
+    score = "accuracy" if prepared.test.classes else "R²"
+    pictures = [folder / "curves.png"]
+    plot_curves(pictures[0], {r.model: r.history for r in results}, score)
+    if first.confusion:
+        pictures.append(folder / "confusion.png")
+        plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
+    chosen = _example_for_a_picture(prepared)
+    if chosen is not None and first.operations and prepared.transform is None:
+        model, _ = load_model(folder / first.model)
+        example = prepared.test.select([chosen])
+        pictures.append(folder / "attention.png")
+        plot_attention(
+            pictures[-1], model, example.batch, _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
+        )
+    header, rows = columns(results)
+    lines = [f"# {prepared.name}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += [
+        "",
+        "Operations: of attention, per test example, all layers. F1: mean over classes. Error: mean absolute.",
+    ]
+    lines += ["", *(f"- {line}" for line in report_lines(prepared, results)), ""]
+    lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    lines += ["", "## Options", "", "```"]
+    for part in (recipe.read, recipe.model, recipe.training):
+        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    return pictures
+
+
+def _example_for_a_picture(prepared: Prepared) -> int | None:
+    """The longest test example that still can be read in a picture."""
+    lengths = prepared.test.lengths
+    fitting = np.flatnonzero(lengths <= _PICTURE_LEAVES)
+    return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
+
+
+def _labels(example: Any, prepared: Prepared) -> list[str] | None:
+    tokenizer = prepared.reading.tokenizer
+    if tokenizer is None or list(example.values) != ["text"]:
+        return None
+    return [tokenizer.decode([i]).strip() or "·" for i in example.values["text"].tolist()]

@@ -1,0 +1,114 @@
+"""Random signals that a model can read, and small models to read them."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.places import KINDS, Places
+from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
+
+TOKENS = 499
+PATCH = (2, 3, 3)
+MODALITIES = {
+    "text": Modality(tokens=TOKENS, width=7),
+    "number": Modality(numbers=1, center=0.3, scale=1.7),
+    "patch": Modality(numbers=prod(PATCH), center=127.0, scale=64.0),
+}
+KEYS = ("title", "body", "price", "a b")
+DOMAINS = ("sequence", "set", "grid", "graph", "table")
+
+
+@st.composite
+def domains(draw, size: int, kinds: tuple[str, ...] = DOMAINS):
+    kind = draw(st.sampled_from(kinds))
+    if kind == "sequence":
+        return Sequence(size)
+    if kind == "set":
+        return Set(size)
+    if kind == "grid":
+        return Grid(draw(st.sampled_from([(size,), (1, size), (size, 1), (1, size, 1)])))
+    if kind == "graph":
+        nodes = st.integers(0, size - 1)
+        return Graph(size, draw(st.lists(st.tuples(nodes, nodes), max_size=5)))
+    return Table(draw(st.permutations(KEYS))[:size])
+
+
+@st.composite
+def readable(draw, names=tuple(MODALITIES), kinds=DOMAINS, trees: tuple[int, int] = (1, 4), depth: int = 3):
+    """Signals of known modalities. No two leaves are alike, so that no choice among them is a tie."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tokens = iter(torch.randperm(TOKENS, generator=generator).tolist())
+
+    def leaf(name):
+        if name == "text":
+            return Leaf(next(tokens), name)
+        if name == "number":
+            return Leaf(torch.randn((), generator=generator, dtype=torch.float64).item(), name)
+        return Leaf(torch.randint(0, 256, PATCH, generator=generator, dtype=torch.uint8), name)
+
+    def signal(below):
+        if below == 0 or draw(st.integers(0, 3)) == 0:
+            return leaf(draw(st.sampled_from(names)))
+        members = [signal(below - 1) for _ in range(draw(st.integers(1, 4)))]
+        return Signal(draw(domains(len(members), kinds)), members)
+
+    return [signal(depth) for _ in range(draw(st.integers(*trees)))]
+
+
+def exact(module: nn.Module, seed: int = 3) -> nn.Module:
+    """In float64, without dropout, and with parameters that are all at work."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.double().parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return module.eval()
+
+
+def encoder(operator: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
+    """Small, with dimensions that are different primes (twice a prime for sines and cosines)."""
+    sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 22, "position_dim": 2}
+    config = EncoderConfig(operator=operator, **{**sizes, **changes})
+    return exact(HierarchicalEncoder(config, modalities, kinds, keys))
+
+
+ENCODERS = {
+    "hierarchical": {},
+    "hierarchical with self": {"operator": "hierarchical", "include_self": True},
+    "hierarchical in windows": {"operator": "hierarchical", "windows": (3, 2)},
+    "hierarchical pooled": {"operator": "hierarchical", "pool": "families", "layers": 3},
+    "multiscale": {},
+    "multiscale refined": {"operator": "multiscale", "near": 1, "refine": 1},
+    "found": {"group": 2, "refine": 1, "window": 3},
+    "bottom-up": {},
+    "flat": {},
+    "flat pooled": {"operator": "flat", "pool": "families", "position_input": True},
+    "none": {},
+    "none with places": {"operator": "none", "position_input": True},
+}
+"""Names of the cases, and what each changes."""
+
+
+def encoder_named(name: str, **more):
+    options = {"operator": name, **ENCODERS[name], **more}
+    return encoder(**options)
+
+
+def place_of_nodes(places: Places) -> list[tuple | None]:
+    """What is known of every node: None, (kind, numbers) or ("table", key)."""
+    known: list[tuple | None] = [None]
+    for kind in KINDS:
+        if kind == "table":
+            known += [(kind, key) for key in places.keys]
+        elif kind in places.numbers:
+            known += [(kind, tuple(row)) for row in places.numbers[kind].tolist()]
+    return [known[row] for row in places.row.tolist()]
+
+
+def num_leaves(signal: Signal | Leaf) -> int:
+    return signal.num_leaves if isinstance(signal, Signal) else 1
