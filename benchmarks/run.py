@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu_attention, structures
+from benchmarks import cpu_attention, data_pipeline, structures
 
-BENCHMARKS = {"cpu_attention": cpu_attention.run, "structures": structures.run}
+BENCHMARKS = {"cpu_attention": cpu_attention.run, "data_pipeline": data_pipeline.run, "structures": structures.run}
 
 
 def main(names: list[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy, Structure, ranges
+from hsa.hierarchy import Hierarchy, Structure, integers, ranges
 from hsa.places import Places
 from hsa.signals.coordinates import coordinates
 from hsa.signals.domains import Domain, Grid
@@ -78,7 +78,7 @@ class Batch:
         >>> batch.select([2, 0]).values["token"]
         tensor([1, 5, 3, 1])
         """
-        chosen = np.asarray(trees, np.int64).reshape(-1)
+        chosen = integers("trees", trees).reshape(-1)
         outside = np.flatnonzero((chosen < 0) | (chosen >= self.hierarchy.num_trees))
         if len(outside):
             raise InvalidInput(
@@ -130,6 +130,7 @@ class Batch:
             ]
         )
         ids = ids[order]
+        device = parts[0].hierarchy.device if parts else "cpu"
         shifts = np.cumsum([0, *(part.hierarchy.num_leaves for part in parts)])[:-1].tolist()
         held: dict[str, list[_Part]] = {}
         leaves: dict[str, list[Tensor]] = {}
@@ -141,7 +142,7 @@ class Batch:
         return Batch(
             values={name: _merge(stacks) for name, stacks in held.items()},
             leaves={name: torch.cat(listed) for name, listed in leaves.items()},
-            hierarchy=Hierarchy(Structure.from_num_children(num_children[order])),
+            hierarchy=Hierarchy(Structure.from_num_children(num_children[order]), device=device),
             distinct_domains=tuple(numbers),
             domain_ids=ids[ids >= 0],
         )

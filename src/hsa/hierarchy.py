@@ -144,7 +144,7 @@ class Hierarchy:
         Raises:
             InvalidInput: not a vector of integers, a parent out of range, a cycle.
         """
-        array = _integers("parent", parent)
+        array = integers("parent", parent)
         if array.ndim != 1:
             raise InvalidInput(
                 "parent",
@@ -515,7 +515,8 @@ def ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
 
 
-def _integers(where: str, values: Any) -> np.ndarray:
+def integers(where: str, values: Any) -> np.ndarray:
+    """As an int64 array, from wherever they are; anything else raises, naming `where`."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise InvalidInput(where, given=f"{array.dtype} values", expected="integers")
@@ -529,7 +530,7 @@ def _positive(where: str, value: Any) -> int:
 
 
 def _lengths(where: str, lengths: Any) -> np.ndarray:
-    array = _integers(where, lengths)
+    array = integers(where, lengths)
     if array.ndim != 1:
         raise InvalidInput(where, given=f"shape {array.shape}", expected="a vector: the leaves of every tree")
     bad = np.flatnonzero(array < 1)
@@ -544,7 +545,7 @@ def _lengths(where: str, lengths: Any) -> np.ndarray:
 
 
 def _offsets(where: str, offsets: Any) -> np.ndarray:
-    array = _integers(where, offsets)
+    array = integers(where, offsets)
     if array.ndim != 1 or len(array) == 0 or array[0] != 0:
         raise InvalidInput(where, given=f"{array.tolist()[:4]}…", expected="a vector that starts with 0")
     bad = np.flatnonzero(np.diff(array) < 1)

@@ -450,3 +450,11 @@ def test_unknown_family_attention():
         hierarchical_attention(*random_inputs(forest, 0), forest, family_attention=lambda q, *_, scale: q)
     with pytest.raises(HsaError, match="family_attention: given 'fast', expected one of"):
         hierarchical_attention(*random_inputs(forest, 0), forest, family_attention="fast")
+
+
+def test_buckets_that_happen_to_lie_in_the_order_of_the_members():
+    """A small family of subtrees before a large one: two buckets, whose entries together are the members in order."""
+    tree = Hierarchy.from_nested([[[1, 1], [1] * 200]])
+    q, k, v = torch.randn(3, tree.num_leaves, 2, 3, dtype=torch.float64).unbind(0)
+    expected = hierarchical_attention(q, k, v, tree, backend="reference", include_self=True)
+    torch.testing.assert_close(hierarchical_attention(q, k, v, tree, include_self=True), expected)

@@ -104,7 +104,9 @@ class Round:
     has_leaves: bool
     earlier: tuple[int, ...]  # rounds whose parents are among the members
     buckets: tuple[Bucket, ...]
-    member_order: Tensor | None  # [members] among the buckets' entries, concatenated; None: they are in order
+    member_order: (
+        Tensor | None
+    )  # [members] among the buckets' entries, concatenated; None: those of one bucket, in order
     parent_order: Tensor | None  # [parents] among the buckets' parents, concatenated; None: they are in order
 
     @property
@@ -313,7 +315,7 @@ def _build_round(
         has_leaves=len(leaf_members) > 0,
         earlier=earlier,
         buckets=tuple(buckets),
-        member_order=None if np.array_equal(entries, np.arange(len(nodes))) else tensor(entry_of_member),
+        member_order=None if len(buckets) == 1 and not (entries < 0).any() else tensor(entry_of_member),
         parent_order=tensor(np.argsort(np.concatenate(parent_order))) if len(buckets) > 1 else None,
     )
 

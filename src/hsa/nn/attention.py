@@ -45,6 +45,9 @@ def counting_operations() -> Iterator[list[Flops]]:
         yield counts
     finally:
         _COUNTS.reset(token)
+        outer = _COUNTS.get()
+        if outer is not None:
+            outer.extend(counts)
 
 
 def _counted(q: Tensor, structure: Hierarchy | Opened, **more: Any) -> None:

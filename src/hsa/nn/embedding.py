@@ -108,5 +108,7 @@ class Embedding(nn.Module):
                 raise InvalidInput(
                     f"values[{name!r}]", given=f"{flat.shape[1]} numbers per leaf", expected=f"{modality.numbers}"
                 )
-            vectors = (flat.to(torch.get_default_dtype()) - modality.center) / modality.scale
+            dtype = next(self.maps[name].parameters()).dtype  # of the model, which need not be PyTorch's default
+            wide = flat.to(torch.promote_types(dtype, torch.float32))
+            vectors = ((wide - modality.center) / modality.scale).to(dtype)
         return self.maps[name](vectors) if name in self.maps else vectors

@@ -154,8 +154,8 @@ class HierarchicalEncoder(nn.Module):
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
         """A vector per leaf, and the forest these leaves hang in: that of the inputs unless the encoder pools."""
         hierarchy, places = self._tree(inputs)
+        x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)  # knows unknown modalities
         groups = Groups.of(inputs.leaves, self.names, self.num_groups)
-        x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)
         features = None if self.features is None else self.features(places)
         if self.place is not None and features is not None:
             x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
@@ -163,7 +163,7 @@ class HierarchicalEncoder(nn.Module):
         if self.config.operator == "bottom-up":
             return bottom_up(x, hierarchy, self.layers, self.positions, features, places, self.num_groups)
         for i, layer in enumerate(self.layers):
-            if i and self.config.pool == "families" and hierarchy.depth > 0:
+            if i and self.config.pool == "families":  # lone leaves too, whatever else is in the batch
                 x, hierarchy, places = pool_families(x, hierarchy, places)
                 groups = Groups((0,) * (self.num_groups - 1) + (len(x),), None, None)
             positions = self.positions[i](features, places.row) if len(self.positions) else None

@@ -42,7 +42,8 @@ class FourierFeatures(nn.Module):
         self.frequencies = nn.Parameter(direction * falling)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        phase = numbers.to(self.frequencies.dtype) @ self.frequencies
+        # No matrix product: autocast would make it one of half precision, in which 257 is 256.
+        phase = (numbers.to(self.frequencies.dtype)[..., None] * self.frequencies).sum(-2)
         return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
 
@@ -114,7 +115,7 @@ class PositionProjection(nn.Module):
             nn.init.normal_(layer.weight, std=math.sqrt(0.5 / dim / layer.in_features))  # type: ignore[arg-type, operator]
 
     def forward(self, features: dict[str, Tensor], row: Tensor) -> Tensor:
-        parts: list[Any] = [self.maps[kind](values) for kind, values in features.items()]
         nowhere = next(self.parameters()).new_zeros(1, self.heads * self.dim)
+        parts: list[Any] = [self.maps[kind](values.to(nowhere.dtype)) for kind, values in features.items()]
         table = torch.cat([nowhere.to(parts[0].dtype), *parts] if parts else [nowhere])
         return nn.functional.embedding(row, table).view(-1, self.heads, self.dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from hsa.errors import InvalidInput
 from hsa.signals.domains import Sequence
 from hsa.signals.signal import Leaf, Signal
 
@@ -19,16 +20,29 @@ def in_windows(signal: Signal | Leaf, most: int) -> Signal | Leaf:
     ├─ [0] Sequence(3) · 3 leaves · token · 0 1 2
     ├─ [1] Sequence(2) · 2 leaves · token · 3 4
     └─ [2] Sequence(2) · 2 leaves · token · 5 6
+
+    Raises:
+        InvalidInput: fewer than two members.
     """
-    if isinstance(signal, Leaf) or (signal.depth == 1 and signal.domain.size <= most):
-        return signal
-    if signal.values is None:
-        members = [in_windows(member, most) for member in signal.members]
-        if any(new is not old for new, old in zip(members, signal.members, strict=True)):
-            signal = Signal(signal.domain, members)
-    while isinstance(signal.domain, Sequence) and signal.domain.size > most:
-        signal = Signal(Sequence(-(-signal.domain.size // most)), list(_cut(signal, most)))
-    return signal
+    if most < 2:
+        raise InvalidInput("most", given=most, expected="2 or more: windows of one member never come to an end")
+    families: list[Signal] = []  # an explicit stack: chains may be deeper than Python's own
+    todo = [signal]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Signal):
+            families.append(node)
+            todo.extend(node.members if node.values is None else ())
+    windowed: dict[int, Signal] = {}  # those that change
+    for old in reversed(families):  # members before their families
+        new = old
+        if old.values is None and any(id(member) in windowed for member in old.members):
+            new = Signal(old.domain, [windowed.get(id(member), member) for member in old.members])
+        while isinstance(new.domain, Sequence) and new.domain.size > most:
+            new = Signal(Sequence(-(-new.domain.size // most)), _cut(new, most))
+        if new is not old:
+            windowed[id(old)] = new
+    return windowed.get(id(signal), signal)
 
 
 def _cut(signal: Signal, most: int) -> list[Signal]:

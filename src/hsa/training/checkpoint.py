@@ -28,8 +28,9 @@ def full_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """The inverse of `full_weights`."""
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    """The inverse of `full_weights`, which has them on the first process alone."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=several))
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
@@ -67,10 +68,18 @@ def load(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InvalidInput(
-            str(path), given=f"a file that does not load ({type(error).__name__})", expected="a checkpoint of hsa"
+            str(path),
+            given=f"a damaged file ({type(error).__name__})",
+            expected="a checkpoint of hsa",
+            fix="remove it to train this model from the start",
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidInput(str(path), given="something else", expected=f"a checkpoint of hsa, format {FORMAT}")
+        raise InvalidInput(
+            str(path),
+            given="a file of something else",
+            expected=f"a checkpoint of hsa, format {FORMAT}",
+            fix="remove it to train this model from the start",
+        )
     return content
 
 
@@ -80,7 +89,12 @@ def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: to
     Raises:
         InvalidInput: it is one of another model; the message names the first tensor that does not fit.
     """
-    check_fits(str(path), content["model"], full_weights(model))
+    # `full_weights` of a model in several processes is empty on all but the first.
+    check_fits(
+        str(path),
+        content["model"],
+        {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()},
+    )
     set_weights(model, content["model"])
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +59,20 @@ class DataSet:
     def lengths(self) -> np.ndarray:
         """Leaves per example."""
         return np.diff(self.batch.hierarchy.structure.leaf_offsets)
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of all that is learned from: trees, values, targets, names of classes."""
+        found = hashlib.blake2b(self.batch.hierarchy.digest.encode(), digest_size=16)
+        found.update(json.dumps([self.classes, list(self.batch.values)]).encode())
+        for part in (self.targets, *self.batch.values.values()):
+            whole = (
+                part.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                if isinstance(part, Tensor)
+                else repr(part).encode()
+            )
+            found.update(whole)
+        return found.hexdigest()
 
     def select(self, examples: Any) -> DataSet:
         """Some examples, in this order."""

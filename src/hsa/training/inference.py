@@ -19,6 +19,7 @@ from hsa.training.data_set import DataSet, Example, build
 from hsa.training.loop import Evaluation, Trainer, make_accelerator
 from hsa.training.options import TrainingOptions
 from hsa.training.prepare import ROW_SUFFIXES, Reading, load_reading
+from hsa.training.sources import ImageReader
 
 OnBad = Callable[[InvalidInput], None]
 
@@ -58,10 +59,6 @@ class Saved:
 
     def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
         """Labelled data of the kind the model was trained on."""
-        if self.reading.kind == "python":
-            raise InvalidInput(
-                str(path), given="data for the model of the standard library", expected="hsa predict MODEL FILE.py"
-            )
         source = self.reading.source(path, labelled=True)
         return build(self.reading.examples(source, on_bad), self.model.config.task, self.classes or None)
 
@@ -95,7 +92,7 @@ class Saved:
         if not path.exists():
             raise InvalidInput(str(path), given="no such file or folder", expected="a file, or a folder of files")
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-        yield from reading.examples(_Files(files, reading.columns.language), on_bad)
+        yield from reading.examples(_Files(files, reading.columns.language, reading.image_reader()), on_bad)
 
     def _say(self, examples: list[Example]) -> Iterator[Prediction]:
         batch = collate([example.signal for example in examples], self.model.config.modalities)
@@ -117,6 +114,7 @@ class _Files:
 
     files: list[Path]
     language: str
+    image_reader: ImageReader
 
     def texts(self) -> Iterator[str]:
         return iter(())
@@ -124,7 +122,8 @@ class _Files:
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         for file in self.files:
             try:
-                yield Example(read_file(file, tokenizer, self.language), "", str(file))
+                signal = read_file(file, tokenizer, self.language, image_reader=self.image_reader)
+                yield Example(signal, "", str(file))
             except InvalidInput as error:
                 on_bad(error)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,16 +109,30 @@ def make_accelerator(options: TrainingOptions, *, fsdp: bool = False, cpu: bool 
             DistributedDataParallelKwargs,
             FullyShardedDataParallelPlugin,
         )
+        from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+        from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     except ImportError:
         raise MissingExtra("accelerate", "train", "training") from None
+    # Accelerate asks to be told that processes without a GPU are to work together.
+    cpu = cpu or not torch.accelerator.is_available()
+    if PartialState._shared_state and not PartialState().use_distributed:
+        AcceleratorState._reset_state()  # else the first precision of a process would be its last
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True) if fsdp else None
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=options.mixed_precision,
         cpu=cpu,
         fsdp_plugin=plugin,
         # A batch without images does not use the weights of images.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
+    if fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise InvalidInput(
+            "fsdp",
+            given=f"{accelerator.num_processes} process(es) on {accelerator.device.type}",
+            expected="processes with a GPU each: accelerate shards no model on CPUs",
+            fix="start with torchrun --nproc-per-node GPUS -m hsa.cli.main train … --fsdp, or leave out --fsdp",
+        )
+    return accelerator
 
 
 class Trainer:
@@ -155,7 +169,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
-        self.steps_per_epoch = len(self._epoch_batches(0))
+        self.steps_per_epoch = max(len(self._cut(epoch)) for epoch in range(options.epochs))
         self._bad = torch.zeros((), dtype=torch.bool, device=self.accelerator.device)
 
     @property
@@ -167,16 +181,8 @@ class Trainer:
         if self.path is None:
             raise InvalidInput("resume", given="no folder", expected="a folder with a checkpoint")
         content = checkpoint.load(self.path)
+        self._check_same(content["progress"]["training"])
         progress = checkpoint.restore(self.path, content, self.model, self.optimizer.optimizer)
-        if progress["training"] != self._fingerprint():
-            was, now = progress["training"], self._fingerprint()
-            name = next(key for key in now if was.get(key) != now[key])
-            raise InvalidInput(
-                str(self.path),
-                given=f"a checkpoint trained with {name} = {was.get(name)}",
-                expected=f"{now[name]}",
-                fix="resume with the options and data of the first start; only epochs and patience may not change either",
-            )
         self.best_weights = progress["best_weights"]
         self.progress = Progress(**progress["state"])
 
@@ -191,12 +197,11 @@ class Trainer:
         try:
             with _stop_politely() as stop:
                 while state.epoch < options.epochs and not self._has_stopped():
-                    self._train_epoch(stop)
-                    if self._agree(stop()):
-                        self._save()
-                        raise Interrupted(self._how_to_resume("stopped"))
-                    self._finish_epoch()
+                    if self._train_epoch(stop):
+                        self._finish_epoch()
                     self._save()
+                    if any(self._agree(stop())):
+                        raise Interrupted(self._how_to_resume())
         finally:
             self.watcher.done()
         if self.best_weights is not None:
@@ -207,32 +212,32 @@ class Trainer:
         waited = self.progress.epoch - 1 - self.progress.best_epoch
         return bool(self.options.patience) and self.progress.best_epoch >= 0 and waited >= self.options.patience
 
-    def _train_epoch(self, stop: Callable[[], bool]) -> None:
-        state = self.progress
+    def _train_epoch(self, stop: Callable[[], bool]) -> bool:
+        """The steps of the epoch that are left; False when it was asked to stop."""
+        state, longest = self.progress, 60 * self.options.checkpoint_minutes
         self.model.train()
         batches = self._epoch_batches(state.epoch)[state.step :]
-        loaded = prefetched(self._load(self.train, batch, share=True) for batch in batches)
         running: list[Tensor] = []
         began = saved = time.monotonic()
-        for batch, targets, weights in loaded:
-            loss = self._step(batch, targets, weights)
-            running.append(loss)
-            state.step += 1
-            done = state.epoch * self.steps_per_epoch + state.step
-            now = time.monotonic()
-            due = self._agree(now - saved > 60 * self.options.checkpoint_minutes)
-            if len(running) == _LOOK_EVERY or due or stop() or state.step == self.steps_per_epoch:
-                mean = self._look(running)
+        with closing(prefetched(self._load(self.train, batch) for batch in batches)) as loaded:
+            for batch, targets, weights in loaded:
+                running.append(self._step(batch, targets, weights))
+                state.step += 1
+                done = state.epoch * self.steps_per_epoch + state.step
+                due, stopping = self._agree(time.monotonic() - saved > longest, stop())
+                mean = None
+                if len(running) == _LOOK_EVERY or due or stopping or state.step == self.steps_per_epoch:
+                    mean = self._look(running)
+                    now = time.monotonic()
+                    state.epoch_seconds += now - began
+                    began = now
                 self.watcher.step(done, self.total_steps, mean, self._learning_rate(done))
-                state.epoch_seconds += now - began
-                began = now
-            else:
-                self.watcher.step(done, self.total_steps, None, self._learning_rate(done))
-            if self._agree(stop()):
-                return
-            if due:
-                self._save()
-                saved = time.monotonic()
+                if stopping:
+                    return False
+                if due:
+                    self._save()
+                    began = saved = time.monotonic()
+        return True
 
     def _step(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
         done = self.progress.epoch * self.steps_per_epoch + self.progress.step
@@ -250,27 +255,30 @@ class Trainer:
 
     def _look(self, running: list[Tensor]) -> float:
         """The mean loss of the last steps, over all processes; and whether all is well."""
-        sums = self.accelerator.reduce(torch.stack(running).sum(), "mean")
-        bad = self.accelerator.reduce(self._bad.float(), "sum")
-        mean = float(sums) / len(running)
-        if not math.isfinite(mean) or float(bad) > 0:
-            raise Diverged(
-                f"the loss is no longer a number (epoch {self.progress.epoch + 1}, step {self.progress.step}, learning rate "
-                f"{self._learning_rate(self.progress.epoch * self.steps_per_epoch + self.progress.step):.2g}); try a lower "
-                f"learning rate, or mixed_precision no. {self._last_good()}"
-            )
-        self.progress.loss_sum += float(sums)
+        reduced = self.accelerator.reduce(torch.stack([*running, self._bad.to(running[0].dtype)]), "mean")
+        *losses, bad = reduced.tolist()
+        mean = sum(losses) / len(losses)
+        if not math.isfinite(mean) or bad:
+            raise Diverged(self._what_to_do())
+        for loss in losses:  # one by one: the sum must not depend on when it was looked at
+            self.progress.loss_sum += loss
         running.clear()
         return mean
 
-    def _last_good(self) -> str:
-        if self.path is None or not self.path.exists():
-            return "There is no checkpoint from before."
-        return f"The last good checkpoint is {self.path}."
+    def _what_to_do(self) -> str:
+        epoch, step = self.progress.epoch, self.progress.step
+        rate = self._learning_rate(epoch * self.steps_per_epoch + step)
+        saved = self.path is not None and self.path.exists()
+        fixes = "a lower learning rate" + ("" if self.options.mixed_precision == "no" else " or mixed_precision no")
+        return (
+            f"the loss is no longer a number (epoch {epoch + 1}, step {step}, learning rate {rate:.2g}); try {fixes}; "
+            + (f"the last good checkpoint is {self.path}" if saved else "there is no checkpoint from before")
+        )
 
-    def _how_to_resume(self, what: str) -> str:
+    def _how_to_resume(self) -> str:
+        done = self.progress.epoch * self.steps_per_epoch + self.progress.step
         where = "" if self.path is None else f"; the checkpoint is {self.path}, go on with --resume"
-        return f"{what} in epoch {self.progress.epoch + 1} of {self.options.epochs}{where}"
+        return f"stopped after {done:,} of {self.total_steps:,} steps{where}"
 
     def _finish_epoch(self) -> None:
         state = self.progress
@@ -302,12 +310,25 @@ class Trainer:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
+        options = asdict(self.options)
+        del options["checkpoint_minutes"]
         return {
-            **asdict(self.options),
+            **options,
+            **dict(_leaves_of(self.config.to_dict())),
             "examples": len(self.train),
-            "leaves": self.train.batch.hierarchy.num_leaves,
-            "data": self.train.batch.hierarchy.digest,
+            "data": (self.train.digest, self.validation.digest),
         }
+
+    def _check_same(self, was: dict[str, Any]) -> None:
+        now = self._fingerprint()
+        for name in (*now, *was):
+            if was.get(name) == now.get(name):
+                continue
+            given, expected = f"a checkpoint trained with {name} = {was.get(name)}", f"{name} = {now.get(name)}"
+            if name == "data":
+                given, expected = "a checkpoint of a run on other data", "the data of the first start"
+            fix = "resume with the options and the data of the first start, or train into another folder"
+            raise InvalidInput(str(self.path), given=given, expected=expected, fix=fix)
 
     def save_model(self, folder: Path, classes: tuple[str, ...]) -> None:
         """The weights as they are now, gathered from all processes."""
@@ -327,7 +348,7 @@ class Trainer:
         began = time.monotonic()
         batches = batches_by_tokens(data.lengths, self.options.batch_tokens, self.options.batch_size, order)
         for chosen, (batch, targets, weights) in zip(
-            batches, prefetched(self._load(data, batch, share=True) for batch in batches), strict=True
+            batches, prefetched(self._load(data, batch) for batch in batches), strict=True
         ):
             with counting_operations() as counts:
                 out = self.model(batch)
@@ -362,30 +383,24 @@ class Trainer:
 
         return gather_object(entries)
 
-    def _agree(self, own: bool) -> bool:
+    def _agree(self, *own: bool) -> list[bool]:
         """True on all processes where it is true on one: they must save and stop together."""
         if self.accelerator.num_processes == 1:
-            return own
-        return bool(self.accelerator.reduce(torch.tensor(float(own), device=self._bad.device), "sum") > 0)
+            return list(own)
+        votes = torch.tensor(own, dtype=torch.float32, device=self.accelerator.device)
+        return (self.accelerator.reduce(votes, "sum") > 0).tolist()
+
+    def _cut(self, epoch: int) -> list[np.ndarray]:
+        """The examples of an epoch as they fall; the same for every process, and for every start of a run."""
+        order = np.random.default_rng((self.options.seed, epoch)).permutation(len(self.train))
+        return batches_by_tokens(self.train.lengths, self.options.batch_tokens, self.options.batch_size, order)
 
     def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        """The same for every process, and for every start of a run."""
-        generator = np.random.default_rng((self.options.seed, epoch))
-        order = generator.permutation(len(self.train))
-        return self._same_number(
-            batches_by_tokens(self.train.lengths, self.options.batch_tokens, self.options.batch_size, order)
-        )
-
-    def _same_number(self, batches: list[np.ndarray]) -> list[np.ndarray]:
-        """As many batches in every epoch: how the examples fall decides a few more or less."""
-        expected = getattr(self, "steps_per_epoch", len(batches))
-        if len(batches) > expected:
-            rest = np.concatenate(batches[expected - 1 :])
-            return [*batches[: expected - 1], rest]
-        while len(batches) < expected:
+        """As many in every epoch: where the examples fall into fewer, the largest batches are halved."""
+        batches = self._cut(epoch)
+        while len(batches) < self.steps_per_epoch:
             largest = max(range(len(batches)), key=lambda i: len(batches[i]))
-            halves = np.array_split(batches[largest], 2)
-            batches = [*batches[:largest], *halves, *batches[largest + 1 :]]
+            batches[largest : largest + 1] = np.array_split(batches[largest], 2)
         return batches
 
     def _share(self, chosen: np.ndarray) -> np.ndarray:
@@ -394,9 +409,9 @@ class Trainer:
         own = chosen[rank::processes]
         return own if len(own) else chosen[:1]
 
-    def _load(self, data: DataSet, chosen: np.ndarray, share: bool) -> tuple[Batch, Tensor, Tensor]:
-        """A batch on the device, its targets, and weights that make the sum of the losses the mean over all processes."""
-        own = self._share(chosen) if share else chosen
+    def _load(self, data: DataSet, chosen: np.ndarray) -> tuple[Batch, Tensor, Tensor]:
+        """This process's part of a batch, its targets, and weights that make the sum of all losses their mean."""
+        own = self._share(chosen)
         part = data.select(own)
         real = len(chosen[self.accelerator.process_index :: self.accelerator.num_processes]) > 0
         # Gradients are averaged over processes: each loss counts as often as there are processes.
@@ -427,6 +442,15 @@ class Trainer:
         if options.schedule == "constant":
             return options.learning_rate
         return options.learning_rate * (left if options.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+def _leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options by their full names."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _parameter_groups(model: nn.Module, options: TrainingOptions) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ class DataOptions:
         vocabulary: Size of the tokenizer that is trained on the training texts.
         word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
         encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a hub name; its vectors are the leaves.
+        image_encoder: A frozen pre-trained image encoder (ViT, …), a folder or a hub name; an image is then one vector.
         language: Of the text, for the sentence splitter.
         skip_bad: Leave out rows and files that cannot be read, and count them, instead of stopping.
     """
@@ -124,5 +125,6 @@ class DataOptions:
     vocabulary: int = 8192
     word_vectors: Path | None = None
     encoder: str | None = None
+    image_encoder: str | None = None
     language: str = "en"
     skip_bad: bool = False

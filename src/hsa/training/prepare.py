@@ -18,10 +18,11 @@ from hsa.models.classifier import Task
 from hsa.nn.embedding import Modality
 from hsa.signals import Leaf, Signal
 from hsa.signals.domains import Graph, Grid, Sequence, Table
+from hsa.signals.readers.image import read_image
 from hsa.signals.windows import in_windows
 from hsa.training.data_set import DataSet, Example, build, split_at_random
 from hsa.training.options import DataOptions
-from hsa.training.sources import Columns, Folders, Rows, Source, StandardLibrary
+from hsa.training.sources import Columns, Folders, ImageReader, News, Rows, Source, StandardLibrary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,24 +36,32 @@ class Reading:
     """How signals were made of the data, kept with a model so that it can read more of them.
 
     Attributes:
-        kind: "rows", "folders" or "python".
+        kind: "rows", "folders", "python" or "news".
         columns: of rows.
         max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
         tokenizer: made the ids of text; None where there is none.
         encoder: the frozen encoder whose vectors are the leaves, a folder or a name.
     """
 
-    kind: Literal["rows", "folders", "python"]
+    kind: Literal["rows", "folders", "python", "news"]
     columns: Columns
     max_tokens: int
     max_family: int
     tokenizer: Any = None
     encoder: str | None = None
+    image_encoder: str | None = None
 
     def source(self, path: Path, *, labelled: bool) -> Source:
         """New data of the same kind."""
+        if self.kind not in ("rows", "folders"):
+            raise InvalidInput(
+                str(path), given=f"data for a model of {self.kind}", expected="rows, or a folder per class"
+            )
         columns = self.columns if labelled else replace(self.columns, label=None)
-        return open_source(path, columns)
+        return open_source(path, columns, self.image_reader())
+
+    def image_reader(self) -> ImageReader:
+        return _image_reader(self.image_encoder, lambda message: None)
 
     def examples(self, source: Source, on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
         for example in source.examples(self.tokenizer, on_bad):
@@ -83,10 +92,19 @@ class Prepared:
     transform: Any = field(default=None)
 
 
-def _source(data: Path | None, options: DataOptions, small: bool) -> Source:
-    if data is not None:
-        return open_source(data, columns_of(options))
-    return StandardLibrary(most=60, packages=6) if small else StandardLibrary()
+def _sources(
+    data: Path | None, options: DataOptions, small: bool, encoder: Any, image_reader: ImageReader
+) -> dict[str, Source]:
+    """For "train", and for "validation" and "test" where these have data of their own."""
+    if data is None:
+        return {"train": StandardLibrary(most=60, packages=6) if small else StandardLibrary()}
+    if data.is_dir() and News.is_at(data):
+        bad: Any = "skip" if options.skip_bad else "raise"
+        splits: tuple[tuple[str, Any], ...] = (("train", "train"), ("validation", "dev"), ("test", "test"))
+        return {name: News(data, split, encoder, image_reader, bad) for name, split in splits}
+    paths = {"train": data, "validation": options.validation, "test": options.test}
+    columns = columns_of(options)
+    return {name: open_source(path, columns, image_reader) for name, path in paths.items() if path is not None}
 
 
 def columns_of(options: DataOptions) -> Columns:
@@ -95,14 +113,14 @@ def columns_of(options: DataOptions) -> Columns:
     return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
 
 
-def open_source(data: Path, columns: Columns) -> Source:
+def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> Source:
     """A file of rows, or a folder per class."""
     if data.is_dir():
-        return Folders(data, columns.language)
+        return Folders(data, columns.language, image_reader)
     if not data.exists():
         raise InvalidInput(str(data), given="no such file or folder", expected="rows, or a folder per class")
     if data.suffix.lower() in ROW_SUFFIXES:
-        return Rows(data, columns)
+        return Rows(data, columns, image_reader)
     raise InvalidInput(
         str(data),
         given=f"a {data.suffix or 'nameless'} file",
@@ -133,15 +151,21 @@ def prepare(
             raise error
         skipped.append(str(error))
 
-    source = _source(data, options, small)
-    kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python"}[type(source)]
-    others = {
-        name: open_source(path, columns_of(options))
-        for name, path in (("validation", options.validation), ("test", options.test))
-        if path is not None
-    }
-    tokenizer, vectors, transform = _tokenizer(source, options, say)
-    reading = Reading(kind, columns_of(options), options.max_tokens, options.max_family, tokenizer, options.encoder)
+    encoder = _text_encoder(options.encoder, say)
+    image_reader = _image_reader(options.image_encoder, say)
+    others = _sources(data, options, small, encoder, image_reader)
+    source = others.pop("train")
+    kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
+    tokenizer, vectors = _tokenizer(source, options, encoder, say)
+    reading = Reading(
+        kind,
+        columns_of(options),
+        options.max_tokens,
+        options.max_family,
+        tokenizer,
+        options.encoder,
+        options.image_encoder,
+    )
     key = json.dumps(
         [source.fingerprint(), *(s.fingerprint() for s in others.values()), _plain(asdict(options)), seed], default=str
     )
@@ -165,14 +189,14 @@ def prepare(
         validation=sets["validation"],
         test=sets["test"],
         reading=reading,
-        modalities=_modalities(sets["train"], tokenizer, vectors, options),
+        modalities=_modalities(sets["train"], tokenizer, vectors, encoder),
         kinds=kinds,
         keys=keys,
         task=options.task,
         vectors=vectors,
         skipped=tuple(skipped),
         name="Python standard library" if data is None else data.name,
-        transform=transform,
+        transform=None if encoder is None else encoder.token_vectors,
     )
 
 
@@ -192,30 +216,44 @@ def _load_cached(folder: Path) -> dict[str, DataSet]:
         return {}
 
 
-def _tokenizer(
-    source: Source, options: DataOptions, say: Callable[[str], None]
-) -> tuple[Tokenizer | None, Tensor | None, Any]:
-    """What makes tokens of text; the vectors of its tokens; the frozen encoder as a map of batches."""
-    if options.encoder is not None:
-        from hsa.huggingface.encoders import TextEncoder
+def _text_encoder(path: str | None, say: Callable[[str], None]) -> Any:
+    if path is None:
+        return None
+    from hsa.huggingface.encoders import TextEncoder
 
-        say(f"loading {options.encoder}")
-        encoder = TextEncoder(options.encoder)
-        return encoder.tokenizer, None, encoder.token_vectors
+    say(f"loading {path}")
+    return TextEncoder(path)
+
+
+def _image_reader(path: str | None, say: Callable[[str], None]) -> ImageReader:
+    if path is None:
+        return read_image
+    from hsa.huggingface.encoders import ImageEncoder
+
+    say(f"loading {path}")
+    return ImageEncoder(path).read_image
+
+
+def _tokenizer(
+    source: Source, options: DataOptions, encoder: Any, say: Callable[[str], None]
+) -> tuple[Any, Tensor | None]:
+    """What makes tokens of text, and the vectors of its tokens where they are given."""
+    if encoder is not None:
+        return encoder.tokenizer, None
     if options.word_vectors is not None:
         from hsa.training.word_vectors import load_word_vectors, vectors_for, word_tokenizer
 
         say(f"loading {options.word_vectors}")
         found = load_word_vectors(options.word_vectors, words=_words(source.texts()))
         tokenizer = word_tokenizer(found.words)
-        return tokenizer, vectors_for(tokenizer, found), None
+        return tokenizer, vectors_for(tokenizer, found)
     from hsa.signals.readers.text import train_tokenizer
 
     texts = list(source.texts())
     if not texts:
-        return None, None, None
+        return None, None
     say("training a tokenizer")
-    return train_tokenizer(texts, options.vocabulary), None, None
+    return train_tokenizer(texts, options.vocabulary), None
 
 
 def _words(texts: Iterable[str]) -> set[str]:
@@ -226,7 +264,7 @@ def _words(texts: Iterable[str]) -> set[str]:
 
 
 def _modalities(
-    train: DataSet, tokenizer: Tokenizer | None, vectors: Tensor | None, options: DataOptions
+    train: DataSet, tokenizer: Tokenizer | None, vectors: Tensor | None, encoder: Any
 ) -> dict[str, Modality]:
     found: dict[str, Modality] = {}
     for name, values in train.batch.values.items():
@@ -234,10 +272,8 @@ def _modalities(
             raise InvalidInput(
                 f"modality {name!r}", given="leaves of several shapes or kinds", expected="one shape for all of them"
             )
-        if name == "text" and options.encoder is not None:
-            from hsa.huggingface.encoders import TextEncoder
-
-            found[name] = Modality(numbers=TextEncoder(options.encoder).width)
+        if name == "text" and encoder is not None:
+            found[name] = Modality(numbers=encoder.width)
         elif name == "text" and vectors is not None:
             found[name] = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
         elif name == "text" and tokenizer is not None:
@@ -302,7 +338,7 @@ def save_reading(folder: Path, reading: Reading) -> None:
     """`reading.json`, and `tokenizer.json` where there is one."""
     from hsa.files import write_json
 
-    about = {name: getattr(reading, name) for name in ("kind", "max_tokens", "max_family", "encoder")}
+    about = {name: getattr(reading, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
     write_json(folder / "reading.json", {**about, "columns": asdict(reading.columns)})
     if reading.encoder is None and reading.tokenizer is not None:
         write_then_rename(folder / "tokenizer.json", lambda beside: reading.tokenizer.save(str(beside)))

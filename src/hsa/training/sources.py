@@ -11,15 +11,20 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from hsa.batch import collate
 from hsa.errors import InvalidInput
 from hsa.signals.readers.files import SUFFIXES, read_file, text_of
+from hsa.signals.readers.image import read_image
 from hsa.signals.readers.python_source import definitions, read_python
 from hsa.signals.readers.rows import load_rows, read_row
 from hsa.signals.readers.text import load_text
+from hsa.signals.signal import Leaf, Signal
 from hsa.training.data_set import Example
+from hsa.training.n24news import read_n24news
 
+ImageReader = Callable[..., Signal | Leaf]
 OnBad = Callable[[InvalidInput], None]
 """What to do with a row or file that cannot be read: raise, or count it and go on."""
 
@@ -63,8 +68,8 @@ class Columns:
 class Rows:
     """Rows of a CSV, TSV, JSON, JSON-lines or Parquet file."""
 
-    def __init__(self, path: Path, columns: Columns):
-        self.path, self.columns = path, columns
+    def __init__(self, path: Path, columns: Columns, image_reader: ImageReader = read_image):
+        self.path, self.columns, self.image_reader = path, columns, image_reader
         self.rows = load_rows(path)
         for name in (*columns.read, *((columns.label,) if columns.label else ())):
             self.rows.column(name)  # raises, naming the columns there are
@@ -93,6 +98,7 @@ class Rows:
                     tokenizer=tokenizer,
                     language=columns.language,
                     folder=self.path.parent,
+                    image_reader=self.image_reader,
                     where=where,
                 )
             except InvalidInput as error:
@@ -126,8 +132,8 @@ def _target(value: Any, numeric: bool, where: str) -> str | float:
 class Folders:
     """A folder per class; every file in it, at any depth, is an example."""
 
-    def __init__(self, path: Path, language: str = "en"):
-        self.path, self.language = path, language
+    def __init__(self, path: Path, language: str = "en", image_reader: ImageReader = read_image):
+        self.path, self.language, self.image_reader = path, language, image_reader
         classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
         self.files = [
             (folder.name, file)
@@ -154,7 +160,7 @@ class Folders:
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         for name, file in self.files:
             try:
-                signal = read_file(file, tokenizer, self.language)
+                signal = read_file(file, tokenizer, self.language, image_reader=self.image_reader)
             except InvalidInput as error:
                 on_bad(error)
                 continue
@@ -162,6 +168,42 @@ class Folders:
 
     def fingerprint(self) -> str:
         return _digest([self.language, *(_stamp(file) for _, file in self.files)])
+
+
+class News:
+    """One split of N24News in its published layout: headline, abstract, caption, body and image of an article."""
+
+    def __init__(
+        self,
+        path: Path,
+        split: Literal["train", "dev", "test"],
+        encoder: Any = None,
+        image_reader: ImageReader = read_image,
+        on_bad_image: Literal["raise", "skip"] = "raise",
+    ):
+        self.path, self.split, self.encoder = path, split, encoder
+        self.image_reader, self.on_bad_image = image_reader, on_bad_image
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        return (path / "news").is_dir()
+
+    def texts(self) -> Iterator[str]:
+        for example in read_n24news(self.path, self.split, image_reader=None):
+            yield " ".join(map(str, collate([example.signal]).values.get("text", ())))
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        yield from read_n24news(
+            self.path,
+            self.split,
+            tokenizer=tokenizer,
+            paragraph_encoder=self.encoder,
+            image_reader=self.image_reader,
+            on_bad=self.on_bad_image,
+        )
+
+    def fingerprint(self) -> str:
+        return _digest([self.split, *(_stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
 
 
 class StandardLibrary:

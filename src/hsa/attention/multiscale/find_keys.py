@@ -159,23 +159,32 @@ def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
         mean = (members * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)
         centred = members.sub_(mean).mul_(weight)
     across = centred.transpose(-1, -2)
-    spread = across @ centred if size > dim else centred @ across
+    between_dimensions = _between_dimensions(size, dim)
+    spread = across @ centred if between_dimensions else centred @ across
     # A fixed start with no pattern in it, so that no spread is orthogonal to it.
     start = torch.arange(1, spread.shape[-1] + 1, device=spread.device, dtype=torch.float64).mul(2.4).cos()
     direction = spread @ start.to(spread.dtype)[:, None]
     for _ in range(ITERATIONS):
         length = direction.norm(dim=-2, keepdim=True)
         direction = spread @ (direction / torch.where(length > 0, length, torch.ones_like(length)))
-    coordinate = (centred @ direction if size > dim else direction).squeeze(-1)
+    coordinate = (centred @ direction if between_dimensions else direction).squeeze(-1)
     # A direction and its opposite split alike: let the member farthest out be at the end.
     farthest = coordinate.gather(-1, coordinate.abs().argmax(-1, keepdim=True))
     return coordinate * farthest.sign()
 
 
+def _between_dimensions(size: int, dim: int) -> bool:
+    """Which matrix is the smaller one; the same for all sizes that are padded together, whatever the largest is.
+
+    A few iterations of the one are not those of the other: trees would depend on the others in their batch.
+    """
+    return 1 << (size - 1).bit_length() > dim
+
+
 def _operations(size: int, dim: int) -> int:
     """Of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
-    small = min(size, dim)
-    project = 2 * size * dim if size > dim else 0
+    small = dim if _between_dimensions(size, dim) else size
+    project = 2 * size * dim if _between_dimensions(size, dim) else 0
     return 2 * size * dim * small + 2 * (ITERATIONS + 1) * small**2 + project
 
 

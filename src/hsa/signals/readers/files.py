@@ -14,7 +14,7 @@ from hsa.signals.readers.json_document import read_json
 from hsa.signals.readers.markdown import read_markdown
 from hsa.signals.readers.python_source import load_python, read_python
 from hsa.signals.readers.text import load_text, read_text
-from hsa.signals.signal import Signal
+from hsa.signals.signal import Leaf, Signal
 
 KINDS = {
     "text": (".txt",),
@@ -34,9 +34,9 @@ def read_file(
     tokenizer: Any = None,
     language: str = "en",
     *,
-    image_reader: Callable[[Path], Signal] = read_image,
+    image_reader: Callable[..., Signal | Leaf] = read_image,
     on_bad: Literal["raise", "skip"] = "raise",
-) -> Signal:
+) -> Signal | Leaf:
     """The signal of a file, read by the reader for its suffix (see `SUFFIXES`).
 
     The pictures of a web page are looked for in the folder of the page. For a whole site see `read_site`, for the rows

@@ -19,7 +19,7 @@ from hsa.signals.readers.image import read_image
 from hsa.signals.readers.outline import Unordered, grow
 from hsa.signals.readers.text import check_text, decode_text, lines, load_bytes, sentences
 from hsa.signals.readers.tokens import encodable, load_tokenizer
-from hsa.signals.signal import Signal
+from hsa.signals.signal import Leaf, Signal
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -45,7 +45,7 @@ def read_html(
     *,
     folder: str | PathLike[str] | None = None,
     page: str = "index.html",
-    image_reader: Callable[[Path], Signal] = read_image,
+    image_reader: Callable[..., Signal | Leaf] = read_image,
     on_bad: Literal["raise", "skip"] = "raise",
     left_out: list[str] | None = None,
     where: str = "html",
@@ -87,7 +87,7 @@ def read_site(
     tokenizer: Any = None,
     language: str = "en",
     *,
-    image_reader: Callable[[Path], Signal] = read_image,
+    image_reader: Callable[..., Signal | Leaf] = read_image,
     on_bad: Literal["raise", "skip"] = "raise",
     left_out: list[str] | None = None,
 ) -> Signal:
@@ -175,7 +175,7 @@ class _Pictures:
     """How the pictures of a page are read."""
 
     folder: Path | None
-    reader: Callable[[Path], Signal]
+    reader: Callable[..., Signal | Leaf]
     on_bad: str
     left_out: list[str] | None
 
@@ -183,7 +183,7 @@ class _Pictures:
         if self.on_bad not in ("raise", "skip"):
             raise InvalidInput("on_bad", given=repr(self.on_bad), expected="'raise' or 'skip'")
 
-    def read(self, source: str, page: str, where: str) -> Signal | None:
+    def read(self, source: str, page: str, where: str) -> Signal | Leaf | None:
         address = _address(source, page)
         if self.folder is None or address is None:
             return None

@@ -113,7 +113,7 @@ def read_row(
     tokenizer: Any = None,
     language: str = "en",
     folder: str | PathLike[str] | None = None,
-    image_reader: Callable[..., Signal] = read_image,
+    image_reader: Callable[..., Signal | Leaf] = read_image,
     where: str = "row",
 ) -> Signal:
     """Some columns of a row as a `Table`: texts as `read_text` reads them, numbers as floats, pictures as patches.
@@ -141,7 +141,7 @@ def read_row(
             be read; no column has a value.
     """
 
-    def read_picture(value: Any, place: str) -> Signal:
+    def read_picture(value: Any, place: str) -> Signal | Leaf:
         picture = _picture(value, folder)
         return image_reader(picture, where=f"{place} ({picture})" if isinstance(picture, Path) else place)
 

@@ -1,0 +1,233 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hsa
+from hsa import Hierarchy, Queries
+from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale, counting_operations
+from tests.forests import forests, gradients, random_inputs, random_positions
+
+HEADS, DIM = 3, 5
+few = st.lists(st.integers(1, 11), min_size=1, max_size=8)
+many = st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70)), min_size=9, max_size=11)
+"""More than eight trees share calls with trees of like length, up to the next multiple of 64."""
+
+
+def inputs(hierarchy, seed=0, value_dim=DIM, **more):
+    return random_inputs(hierarchy, seed, heads=HEADS, kv_heads=HEADS, dim=DIM, value_dim=value_dim, **more)
+
+
+def close(a, b, atol=1e-10):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def softmax_attention(q, k, v, hierarchy, positions):
+    """Tree after tree."""
+    leaf, parts = hierarchy.tensor("leaf_nodes"), []
+    for begin, end in zip(hierarchy.tensor("leaf_offsets")[:-1], hierarchy.tensor("leaf_offsets")[1:], strict=True):
+        logits = torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end]) / q.shape[-1] ** 0.5
+        if positions is not None:
+            ε = positions[leaf[begin:end]]
+            logits = logits + torch.einsum("ihd,jhd->hij", ε, ε)
+        parts.append(torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[begin:end]))
+    return torch.cat(parts)
+
+
+@settings(max_examples=20)
+@given(few | many, st.booleans(), st.sampled_from([DIM, 2, 13]))
+def test_flat_is_softmax_attention_in_every_tree(lengths, with_positions, value_dim):
+    tree = Hierarchy.flat(lengths)
+    q, k, v = inputs(tree, value_dim=value_dim, requires_grad=True)
+    positions = random_positions(tree, 0, HEADS, requires_grad=True) if with_positions else None
+    out, wanted = Flat()(q, k, v, tree, positions), softmax_attention(q, k, v, tree, positions)
+    close(out, wanted)
+    given_all = [q, k, v, positions]
+    for ours, theirs in zip(gradients(out, given_all), gradients(wanted, given_all), strict=True):
+        close(ours, theirs)
+
+
+@given(few)
+def test_flat_is_the_hierarchical_operator_on_one_family(lengths):
+    tree = Hierarchy.flat(lengths)
+    q, k, v = inputs(tree)
+    positions = random_positions(tree, 0, HEADS)
+    wanted = hsa.hierarchical_attention(q, k, v, tree, positions=positions, include_self=True)
+    close(Flat()(q, k, v, tree, positions), wanted)
+    close(Hierarchical(include_self=True)(q, k, v, tree, positions), wanted)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [1, 7], [1] * 11, [1, 5, 64, 65, 128, 2, 3, 1, 63]])
+def test_flat_on_trees_of_one_leaf_and_at_the_edges_of_buckets(lengths):
+    tree = Hierarchy.flat(lengths)
+    q, k, v = inputs(tree)
+    positions = random_positions(tree, 0, HEADS)
+    close(Flat()(q, k, v, tree, positions), softmax_attention(q, k, v, tree, positions))
+
+
+def test_flat_takes_positions_that_all_heads_share():
+    tree = Hierarchy.flat([3, 5])
+    q, k, v = inputs(tree)
+    positions = random_positions(tree, 0, 1)
+    close(Flat()(q, k, v, tree, positions), softmax_attention(q, k, v, tree, positions))
+
+
+@pytest.mark.parametrize("lengths", [[2, 3], [2, 1, 1, 2, 1, 1, 1, 1, 2]])
+def test_flat_gradients(lengths):
+    tree = Hierarchy.flat(lengths)
+    q, k, v = (torch.randn(tree.num_leaves, 2, 1, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    positions = random_positions(tree, 0, 2, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *given: Flat()(*given[:3], tree, given[3]), (q, k, v, positions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flat_keeps_half_precision_and_hides_the_padding(dtype):
+    tree = Hierarchy.flat([5, 7, 1, 3, 11, 2, 13, 6, 4])
+    q, k, v = inputs(tree, dtype=dtype)
+    out = Flat()(q, k, v, tree, None)
+    assert out.dtype == dtype
+    close(out.double(), softmax_attention(q.double(), k.double(), v.double(), tree, None), atol=0.03)
+
+
+@pytest.mark.parametrize("include_self", [False, True])
+@given(forests())
+def test_hierarchical_calls_the_operator(include_self, tree):
+    q, k, v = inputs(tree)
+    positions = random_positions(tree, 0, HEADS)
+    wanted = hsa.hierarchical_attention(q, k, v, tree, positions=positions, include_self=include_self)
+    assert torch.equal(Hierarchical(include_self=include_self)(q, k, v, tree, positions), wanted)
+
+
+@pytest.mark.parametrize(("near", "refine"), [(0, 0), (1, 0), (0, 2), (1, 1)])
+@settings(max_examples=15)
+@given(forests())
+def test_multiscale_calls_the_operator(near, refine, tree):
+    q, k, v = inputs(tree)
+    positions = random_positions(tree, 0, HEADS)
+    attention = Multiscale(HEADS, near=near, refine=refine).double()
+    torch.nn.init.normal_(attention.pooled_bias)
+    opened = hsa.open_families(q, k, tree, near=near, refine=refine, positions=positions)
+    wanted = hsa.multiscale_attention(
+        q, k, v, tree, opened=opened, positions=positions, pooled_bias=attention.pooled_bias
+    )
+    for _ in range(2):  # the second call may find the choice of the first
+        close(attention(q, k, v, tree, positions), wanted)
+
+
+def test_multiscale_layers_of_other_widths_share_a_tree():
+    tree = Hierarchy.regular([30, 7], (3, 2))
+    for near in (0, 1):
+        for heads in (2, 3):
+            q, k, v = random_inputs(tree, heads, heads=heads, kv_heads=heads, value_dim=3)
+            opened = hsa.open_families(q, k, tree, near=near)
+            wanted = hsa.multiscale_attention(q, k, v, tree, opened=opened)
+            close(Multiscale(heads, near=near)(q, k, v, tree, None), wanted)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(0, 3))
+def test_found_calls_the_operators(lengths, refine):
+    group, window = 3, 7
+    flat, tree = Hierarchy.flat(lengths), Hierarchy.regular(lengths, (group, 2), repeat_last=True)
+    q, k, v = inputs(tree)
+    attention = Found(HEADS, group=group, refine=refine, window=window).double()
+    torch.nn.init.normal_(attention.pooled_bias)
+    order = hsa.find_key_order(k, tree)
+    queries = Queries.windows(tree, window)
+    opened = hsa.open_families(q, k, tree, queries=queries, refine=refine, key_order=order)
+    wanted = hsa.multiscale_attention(
+        q, k, v, tree, opened=opened, key_order=order, pooled_bias=attention.pooled_bias
+    )
+    close(attention(q, k, v, flat, None), wanted)
+
+
+def test_found_with_all_families_open_is_softmax_attention():
+    tree = Hierarchy.flat([23, 5])
+    q, k, v = inputs(tree)
+    close(Found(HEADS, group=3, refine=8, window=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
+
+
+@pytest.mark.parametrize("lengths", [[5, 8], [6, 5, 7], [9, 16, 3, 12]])
+def test_trees_found_do_not_depend_on_the_other_trees(lengths):
+    """Their directions are found in the same way however large the others are."""
+    whole = Hierarchy.regular(lengths, (2, 2), repeat_last=True)
+    k = torch.randn(whole.num_leaves, 499, DIM, dtype=torch.float64)
+    together, begin = hsa.find_key_order(k, whole).order, 0
+    for length in lengths:
+        alone = hsa.find_key_order(k[begin : begin + length], Hierarchy.regular([length], (2, 2), repeat_last=True))
+        assert torch.equal(together[:, begin : begin + length] - begin, alone.order)
+        begin += length
+
+
+def test_alone_keeps_the_values():
+    tree = Hierarchy.from_nested([[3, 2], [4]])
+    q, k, v = inputs(tree)
+    assert Alone()(q, k, v, tree, None) is v
+
+
+ATTENTIONS = {
+    "hierarchical": Hierarchical(),
+    "multiscale": Multiscale(HEADS, near=1),
+    "refined": Multiscale(HEADS, refine=2),
+    "found": Found(HEADS, group=3, refine=2, window=5),
+    "flat": Flat(),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_prepare_changes_nothing(name):
+    make = lambda: Hierarchy.regular([23, 7, 1], (3, 2))  # noqa: E731
+    q, k, v = inputs(make())
+    prepared = make()
+    ATTENTIONS[name].prepare(prepared)
+    assert torch.equal(ATTENTIONS[name](q, k, v, prepared, None), ATTENTIONS[name](q, k, v, make(), None))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_operations_are_those_of_the_public_count(name):
+    tree, width = Hierarchy.regular([29, 13], (3, 2)), HEADS * DIM
+    q, k, v = inputs(tree)
+    attention = ATTENTIONS[name]
+    with counting_operations() as counts:
+        attention(q, k, v, tree, None)
+    if name == "flat":
+        assert counts[0].attention == sum(hsa.flops_flat(n, width, HEADS) for n in tree.lengths)
+    elif name == "hierarchical":
+        assert counts == [hsa.flops(tree, width, HEADS)]
+    elif name == "found":
+        regular = Hierarchy.regular(tree.lengths, (3, 2), repeat_last=True)
+        order = hsa.find_key_order(k, regular)
+        opened = hsa.open_families(q, k, regular, queries=Queries.windows(regular, 5), refine=2, key_order=order)
+        assert counts == [hsa.flops(opened, width, HEADS, hierarchy=regular, key_order=order)]
+        assert counts[0].finding == order.operations > 0
+    else:
+        opened = hsa.open_families(q, k, tree, near=attention.near, refine=attention.refine)
+        assert counts == [hsa.flops(opened, width, HEADS, hierarchy=tree)]
+
+
+def test_an_outer_count_holds_what_the_inner_one_counts():
+    tree = Hierarchy.flat([7])
+    q, k, v = inputs(tree)
+
+    def attend():
+        return Flat()(q, k, v, tree, None)
+
+    with counting_operations() as outer:
+        attend()
+        with counting_operations() as inner:
+            attend()
+            attend()
+        attend()
+    attend()
+    assert len(inner) == 2
+    assert len(outer) == 4
+    assert len({count.total for count in outer}) == 1
+
+
+def test_an_error_ends_the_count():
+    tree = Hierarchy.flat([7])
+    q, k, v = inputs(tree)
+    with pytest.raises(ZeroDivisionError), counting_operations() as counts:
+        raise ZeroDivisionError
+    Flat()(q, k, v, tree, None)
+    assert counts == []

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy
+from hsa.batch import collate
+from hsa.nn.grouped_linear import Groups
+from hsa.signals import Leaf, Signal
+from tests.model_inputs import MODALITIES, encoder, readable
+
+
+def by_recursion(model, batch):
+    """Every family by itself: all layers, then the mean of its members."""
+    tree, places = batch.hierarchy, batch.places
+    x = model.embedding(batch.values, batch.leaves, tree.num_leaves)
+    features = None if model.features is None else model.features(places)
+    if model.place is not None:
+        x = x + model.place(features, places.row[tree.tensor("leaf_nodes")])[:, 0]
+    s = tree.structure
+
+    def vector(node):
+        if s.num_children[node] == 0:
+            return x[s.first_leaf[node]]
+        members = list(range(s.first_child[node], s.first_child[node] + s.num_children[node]))
+        rows = torch.stack([vector(member) for member in members])
+        groups = Groups((0,) * (model.num_groups - 1) + (len(members),), None, None)
+        for i, layer in enumerate(model.layers):
+            positions = None
+            if len(model.positions):
+                row = torch.cat([torch.zeros(1, dtype=torch.int64), places.row[members]])
+                positions = model.positions[i](features, row)
+            rows = layer(rows, Hierarchy.flat([len(members)]), groups, positions)
+        return rows.mean(0)
+
+    return torch.stack([vector(root) for root in range(tree.num_trees)])
+
+
+@pytest.mark.parametrize("changes", [{}, {"position_input": True}, {"position_width": 0, "layers": 1}])
+@pytest.mark.parametrize("names", [("text",), tuple(MODALITIES)])
+@settings(max_examples=10)
+@given(st.data())
+def test_bottom_up_is_the_recursion_over_the_tree(names, changes, data):
+    batch = collate(data.draw(readable(names)))
+    model = encoder("bottom-up", {name: MODALITIES[name] for name in names}, **changes)
+    x, forest = model(batch)
+    assert forest.num_nodes == forest.num_leaves == forest.num_trees == batch.hierarchy.num_trees
+    torch.testing.assert_close(x, by_recursion(model, batch), rtol=0, atol=1e-10)
+
+
+def test_a_lone_leaf_is_its_embedding():
+    model, batch = encoder("bottom-up"), collate([Leaf(3, "text"), Signal.of([1, 5], "text")])
+    embedded = model.embedding(batch.values, batch.leaves, 3)
+    torch.testing.assert_close(model(batch)[0][0], embedded[0])
+
+
+def test_gradients_reach_every_leaf():
+    model, batch = encoder("bottom-up"), collate([Signal.of([0.5, 1.5, 2.5], "number"), Signal.of([3, 1], "text")])
+    model(batch)[0].square().sum().backward()
+    used = model.embedding.tables["text"].weight.grad.any(1).nonzero()[:, 0]
+    assert used.tolist() == [1, 3]

@@ -1,0 +1,80 @@
+import pytest
+import torch
+from hypothesis import given
+
+from hsa.batch import collate
+from hsa.errors import InvalidInput
+from hsa.nn.embedding import Embedding, Modality
+from hsa.signals import Leaf, Signal
+from tests.model_inputs import MODALITIES, exact, readable
+
+WIDTH = 13
+
+
+def leaves_of(node):
+    return [node] if isinstance(node, Leaf) else [leaf for member in node.members for leaf in leaves_of(member)]
+
+
+@given(readable())
+def test_every_leaf_is_embedded_by_its_modality(listed):
+    embedding = exact(Embedding(MODALITIES, WIDTH))
+
+    def vector(leaf):
+        modality = MODALITIES[leaf.modality]
+        if modality.tokens:
+            inner = embedding.tables[leaf.modality].weight[leaf.value]
+        else:
+            inner = (torch.as_tensor(leaf.value, dtype=torch.float64).flatten() - modality.center) / modality.scale
+        return embedding.maps[leaf.modality](inner)
+
+    batch = collate(listed)
+    found = embedding(batch.values, batch.leaves, batch.hierarchy.num_leaves)
+    wanted = torch.stack([vector(leaf) for root in listed for leaf in leaves_of(root)])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_take_the_precision_of_the_model(dtype):
+    embedding = Embedding(MODALITIES, WIDTH).to(dtype)
+    batch = collate([Signal.of([0.5, -0.5], "number"), Signal.of([3, 1], "text")])
+    assert embedding(batch.values, batch.leaves, 4).dtype == dtype
+
+
+def test_tokens_of_the_width_of_the_model_need_no_map():
+    embedding = Embedding({"text": Modality(tokens=11)}, WIDTH)
+    ids = torch.tensor([3, 1, 3])
+    assert torch.equal(embedding({"text": ids}, {"text": torch.arange(3)}, 3), embedding.tables["text"].weight[ids])
+
+
+def test_frozen_vectors_are_kept():
+    embedding = Embedding({"text": Modality(tokens=11, width=7, frozen=True)}, WIDTH)
+    vectors = torch.randn(11, 7)
+    embedding.set_vectors("text", vectors)
+    assert torch.equal(embedding.tables["text"].weight, vectors)
+    assert {name for name, p in embedding.named_parameters() if p.requires_grad} == {
+        "maps.text.weight",
+        "maps.text.bias",
+    }
+    with pytest.raises(InvalidInput, match=r"vectors\['text'\]: given shape \(11, 13\)"):
+        embedding.set_vectors("text", torch.randn(11, 13))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tokens": 3, "numbers": 5}])
+def test_a_modality_is_ids_or_numbers(sizes):
+    with pytest.raises(InvalidInput, match="modality: given tokens="):
+        Modality(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ([Leaf(1, "audio")], r"values: given leaves of modality 'audio', expected some of \('text', 'number', 'patch'\)"),
+        ([Leaf("cat", "text")], r"values\['text'\]: given leaves of several kinds, or strings.*tokenizer"),
+        ([Leaf(1, "number"), Leaf(0.5, "number")], r"values\['number'\]: given leaves of several kinds"),
+        ([Leaf(torch.ones(5), "patch")], r"values\['patch'\]: given 5 numbers per leaf, expected 18"),
+    ],
+)
+def test_leaves_that_do_not_fit(listed, message):
+    batch = collate(listed)
+    with pytest.raises(InvalidInput, match=message):
+        Embedding(MODALITIES, WIDTH)(batch.values, batch.leaves, batch.hierarchy.num_leaves)

@@ -1,0 +1,76 @@
+import pytest
+import torch
+from hypothesis import given
+
+from hsa.batch import collate
+from hsa.errors import InvalidInput
+from hsa.nn.positions import FourierFeatures, PositionFeatures, PositionProjection
+from hsa.places import KINDS
+from hsa.signals import Graph, Grid, Set, Signal, Table
+from tests.model_inputs import KEYS, exact, place_of_nodes, readable
+
+WIDTH, HEADS, DIM = 14, 3, 5
+
+
+@given(readable())
+def test_every_node_has_the_projected_features_of_its_place(listed):
+    features = exact(PositionFeatures(WIDTH, KINDS, KEYS))
+    projection = exact(PositionProjection(features.widths, HEADS, DIM), seed=5)
+    places = collate(listed).places
+
+    def ε(place):
+        if place is None:
+            return torch.zeros(HEADS, DIM, dtype=torch.float64)
+        kind, what = place
+        if kind == "table":
+            vector = features.key_vectors.weight[KEYS.index(what)]
+        else:
+            vector = torch.tensor(what, dtype=torch.float64)
+            if kind != "graph":
+                phase = vector @ features.fourier[kind].frequencies
+                vector = torch.cat([phase.sin(), phase.cos()])
+        return (projection.maps[kind].weight @ vector).view(HEADS, DIM)
+
+    wanted = torch.stack([ε(place) for place in place_of_nodes(places)])
+    torch.testing.assert_close(projection(features(places), places.row), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_large_indices_survive_autocast(inputs):
+    """Half precision would take the 257th place for the 256th."""
+    features = FourierFeatures(inputs, WIDTH)
+    numbers = torch.arange(2003.0)[:, None].expand(-1, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        halved = features(numbers)
+    torch.testing.assert_close(halved.float(), features(numbers), rtol=0, atol=0.01)
+
+
+def test_one_coordinate_starts_with_the_sinusoids_of_the_transformer():
+    index = torch.arange(11.0)
+    features = FourierFeatures(1, WIDTH)(index[:, None])
+    for wave in range(WIDTH // 2):
+        phase = index / 10_000 ** (2 * wave / WIDTH)
+        torch.testing.assert_close(features[:, wave], phase.sin())
+        torch.testing.assert_close(features[:, WIDTH // 2 + wave], phase.cos())
+
+
+@pytest.mark.parametrize("domain", [Grid((2, 1)), Graph(2, [(0, 1)]), Table(["title", "body"])])
+def test_a_kind_the_model_was_not_made_for(domain):
+    places = collate([Signal.of([3, 1], "text", domain)]).places
+    kind = type(domain).__name__.lower()
+    with pytest.raises(InvalidInput, match=rf"places: given members of a {kind}, expected only sequence.*add '{kind}'"):
+        PositionFeatures(WIDTH, ("sequence",))(places)
+
+
+def test_sets_need_no_kind():
+    places = collate([Signal.of([3, 1], "text", Set(2))]).places
+    features = PositionFeatures(WIDTH, ("sequence",))
+    assert not PositionProjection(features.widths, HEADS, DIM)(features(places), places.row).any()
+
+
+def test_unknown_kinds_and_keys():
+    with pytest.raises(InvalidInput, match=r"kinds: given \['line'\], expected some of"):
+        PositionFeatures(WIDTH, ("sequence", "line"))
+    places = collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]).places
+    with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of .*'title'"):
+        PositionFeatures(WIDTH, ("table",), KEYS)(places)
