@@ -55,7 +55,7 @@ def readable(draw, names=tuple(MODALITIES), kinds=DOMAINS, trees: tuple[int, int
     def signal(below):
         if below == 0 or draw(st.integers(0, 3)) == 0:
             return leaf(draw(st.sampled_from(names)))
-        members = [signal(below - 1) for _ in range(draw(st.integers(1, 4)))]
+        members = [signal(below - 1) for _ in range(draw(st.integers(1, 3)))]
         return Signal(draw(domains(len(members), kinds)), members)
 
     return [signal(depth) for _ in range(draw(st.integers(*trees)))]

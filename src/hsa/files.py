@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -27,13 +28,14 @@ def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         beside.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner may read
         beside.replace(path)
-    except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError when a write fails
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError when a write fails
         kept = "the file that was there is unharmed" if path.exists() else "nothing was there before"
         raise InvalidInput(
             str(path), given=f"a file that cannot be written ({error})", expected="room to write", fix=kept
         ) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that is none has nothing in it to remove
+            beside.unlink(missing_ok=True)
 
 
 def _umask() -> int:
@@ -62,7 +64,14 @@ def read_json(path: Path, what: str) -> Any:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     safetensors = _safetensors()
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_then_rename(path, lambda beside: safetensors.save_file(whole, str(beside), dict(metadata or {})))
+
+    def write(beside: Path) -> None:
+        try:
+            safetensors.save_file(whole, str(beside), dict(metadata or {}))
+        except safetensors.SafetensorError as error:  # its name for a full disk
+            raise OSError(str(error)) from error
+
+    write_then_rename(path, write)
 
 
 def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -273,7 +273,7 @@ def test_info(call):
 def test_help(call):
     code, out, _ = call("--help")
     assert code == 0
-    for command, description in (("inspect", "Show the tree of a text"), ("info", "Show versions, devices")):
+    for command, description in (("inspect", "Show the tree of a file"), ("info", "Show versions, devices")):
         assert any(command in line and description in line for line in out.splitlines())
     code, out, _ = call("inspect", "--help")
     assert code == 0

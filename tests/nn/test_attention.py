@@ -34,7 +34,7 @@ def softmax_attention(q, k, v, hierarchy, positions):
     return torch.cat(parts)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(few | many, st.booleans(), st.sampled_from([DIM, 2, 13]))
 def test_flat_is_softmax_attention_in_every_tree(lengths, with_positions, value_dim):
     tree = Hierarchy.flat(lengths)
@@ -47,6 +47,7 @@ def test_flat_is_softmax_attention_in_every_tree(lengths, with_positions, value_
         close(ours, theirs)
 
 
+@settings(max_examples=10)
 @given(few)
 def test_flat_is_the_hierarchical_operator_on_one_family(lengths):
     tree = Hierarchy.flat(lengths)
@@ -90,6 +91,7 @@ def test_flat_keeps_half_precision_and_hides_the_padding(dtype):
 
 
 @pytest.mark.parametrize("include_self", [False, True])
+@settings(max_examples=8)
 @given(forests())
 def test_hierarchical_calls_the_operator(include_self, tree):
     q, k, v = inputs(tree)
@@ -99,7 +101,7 @@ def test_hierarchical_calls_the_operator(include_self, tree):
 
 
 @pytest.mark.parametrize(("near", "refine"), [(0, 0), (1, 0), (0, 2), (1, 1)])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(forests())
 def test_multiscale_calls_the_operator(near, refine, tree):
     q, k, v = inputs(tree)
@@ -124,7 +126,7 @@ def test_multiscale_layers_of_other_widths_share_a_tree():
             close(Multiscale(heads, near=near)(q, k, v, tree, None), wanted)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(0, 3))
 def test_found_calls_the_operators(lengths, refine):
     group, window = 3, 7
@@ -135,9 +137,7 @@ def test_found_calls_the_operators(lengths, refine):
     order = hsa.find_key_order(k, tree)
     queries = Queries.windows(tree, window)
     opened = hsa.open_families(q, k, tree, queries=queries, refine=refine, key_order=order)
-    wanted = hsa.multiscale_attention(
-        q, k, v, tree, opened=opened, key_order=order, pooled_bias=attention.pooled_bias
-    )
+    wanted = hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=attention.pooled_bias)
     close(attention(q, k, v, flat, None), wanted)
 
 

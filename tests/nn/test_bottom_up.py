@@ -38,7 +38,7 @@ def by_recursion(model, batch):
 
 @pytest.mark.parametrize("changes", [{}, {"position_input": True}, {"position_width": 0, "layers": 1}])
 @pytest.mark.parametrize("names", [("text",), tuple(MODALITIES)])
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(st.data())
 def test_bottom_up_is_the_recursion_over_the_tree(names, changes, data):
     batch = collate(data.draw(readable(names)))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from hsa.batch import collate
 from hsa.errors import InvalidInput
@@ -15,6 +15,7 @@ def leaves_of(node):
     return [node] if isinstance(node, Leaf) else [leaf for member in node.members for leaf in leaves_of(member)]
 
 
+@settings(max_examples=20)
 @given(readable())
 def test_every_leaf_is_embedded_by_its_modality(listed):
     embedding = exact(Embedding(MODALITIES, WIDTH))
@@ -68,7 +69,10 @@ def test_a_modality_is_ids_or_numbers(sizes):
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        ([Leaf(1, "audio")], r"values: given leaves of modality 'audio', expected some of \('text', 'number', 'patch'\)"),
+        (
+            [Leaf(1, "audio")],
+            r"values: given leaves of modality 'audio', expected some of \('text', 'number', 'patch'\)",
+        ),
         ([Leaf("cat", "text")], r"values\['text'\]: given leaves of several kinds, or strings.*tokenizer"),
         ([Leaf(1, "number"), Leaf(0.5, "number")], r"values\['number'\]: given leaves of several kinds"),
         ([Leaf(torch.ones(5), "patch")], r"values\['patch'\]: given 5 numbers per leaf, expected 18"),

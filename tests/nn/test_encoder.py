@@ -31,7 +31,7 @@ def per_tree(encoded):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(readable(trees=(2, 4)))
 def test_a_tree_does_not_depend_on_the_others_in_its_batch(name, listed):
     model = encoder_named(name)
@@ -62,7 +62,7 @@ def shuffled(node, generator, leaves):
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical with self", "multiscale", "none", "none with places"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(readable(kinds=("set", "set", "sequence", "table"), trees=(1, 2)), st.integers(0, 99))
 def test_the_order_of_a_set_means_nothing(name, listed, seed):
     leaves = iter(range(sum(map(num_leaves, listed))))
@@ -73,7 +73,7 @@ def test_the_order_of_a_set_means_nothing(name, listed, seed):
 
 
 @pytest.mark.parametrize("name", ["bottom-up", "hierarchical pooled"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(readable(kinds=("set", "set", "sequence"), trees=(1, 2), depth=2), st.integers(0, 99))
 def test_nor_does_it_for_the_roots(name, listed, seed):
     turned = [shuffled(signal, random.Random(seed), iter(range(99)))[0] for signal in listed]
@@ -94,6 +94,7 @@ def leaves_of(node):
     return [node] if isinstance(node, Leaf) else [leaf for member in node.members for leaf in leaves_of(member)]
 
 
+@settings(max_examples=8)
 @given(readable())
 def test_flat_is_hierarchical_with_self_on_flattened_signals(listed):
     flattened = [Signal(Sequence(num_leaves(signal)), leaves_of(signal)) for signal in listed]
@@ -119,6 +120,7 @@ class Bare:
 
 
 @pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up"])
+@settings(max_examples=8)
 @given(readable())
 def test_windows_take_the_place_of_the_tree(operator, listed):
     batch = collate(listed)
@@ -133,6 +135,7 @@ def test_windows_take_the_place_of_the_tree(operator, listed):
     assert torch.equal(x, wanted)
 
 
+@settings(max_examples=15)
 @given(readable())
 def test_the_place_of_a_leaf_can_be_added_to_it(listed):
     batch = collate(listed)
@@ -154,7 +157,7 @@ def test_without_positions_a_model_has_none(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(readable())
 def test_prepare_changes_nothing(name, listed):
     model = encoder_named(name)
@@ -225,7 +228,7 @@ def test_unknown_keys_and_kinds(operator):
     model = encoder(operator, kinds=("sequence", "table"))
     with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
-    with pytest.raises(InvalidInput, match="places: given members of a grid.*add 'grid' to the kinds"):
+    with pytest.raises(InvalidInput, match=r"places: given members of a grid.*add 'grid' to the kinds"):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
     with pytest.raises(InvalidInput, match=r"kinds: given \['line'\]"):
         encoder(operator, kinds=("line",))

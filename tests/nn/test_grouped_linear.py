@@ -17,7 +17,7 @@ def leaves_of(modality):
     return {name: leaves for name, leaves in found.items() if len(leaves)}
 
 
-def layer(groups=len(NAMES), bias=True):
+def layer(groups=3, bias=True):
     made = GroupedLinear(groups, INPUTS, OUTPUTS, bias=bias).double()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
@@ -26,7 +26,9 @@ def layer(groups=len(NAMES), bias=True):
 
 def by_leaf(made, x, modality):
     """W_m x + b_m, leaf after leaf."""
-    rows = [row @ made.weight[m] + (0 if made.bias is None else made.bias[m]) for row, m in zip(x, modality, strict=True)]
+    rows = [
+        row @ made.weight[m] + (0 if made.bias is None else made.bias[m]) for row, m in zip(x, modality, strict=True)
+    ]
     return torch.stack(rows)
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy
@@ -57,6 +57,7 @@ def assert_pooled(given_back, wanted):
     torch.testing.assert_close(x, vectors_wanted, rtol=0, atol=1e-12)
 
 
+@settings(max_examples=25)
 @given(forests())
 def test_leaf_families_become_their_parents(hierarchy):
     x, s = vectors(hierarchy), hierarchy.structure
@@ -72,6 +73,7 @@ def test_leaf_families_become_their_parents(hierarchy):
     assert_pooled(pooled, rebuilt(hierarchy, x, members))
 
 
+@settings(max_examples=25)
 @given(forests())
 def test_a_forest_is_down_to_its_roots_after_as_many_calls_as_it_is_high(hierarchy):
     def mean(node):
@@ -90,6 +92,7 @@ def test_a_forest_is_down_to_its_roots_after_as_many_calls_as_it_is_high(hierarc
     assert_pooled(pool_families(pooled, tree, places), (wanted, tree, places.row))  # and stays so
 
 
+@settings(max_examples=25)
 @given(forests(), st.integers(1, 4))
 def test_runs_of_neighbouring_leaves_become_their_first(hierarchy, size):
     x, s = vectors(hierarchy), hierarchy.structure
@@ -133,6 +136,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("kind", LOOPS)
+@settings(max_examples=25)
 @given(forests())
 def test_a_tree_becomes_one_vector(kind, hierarchy):
     pool, x = GlobalPool(kind, WIDTH).double(), vectors(hierarchy, requires_grad=True)
@@ -174,7 +178,10 @@ def test_half_precision_sums_in_full(dtype):
     for kind in (segment_mean, segment_max):
         found = kind(x, lengths)
         assert found.dtype == dtype
-        exact = [rows.double().mean(0) if kind is segment_mean else rows.double().max(0).values for rows in x.split([5000, 1, 2])]
+        exact = [
+            rows.double().mean(0) if kind is segment_mean else rows.double().max(0).values
+            for rows in x.split([5000, 1, 2])
+        ]
         torch.testing.assert_close(found.double(), torch.stack(exact), rtol=torch.finfo(dtype).eps, atol=0)
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from hsa.batch import collate
 from hsa.errors import InvalidInput
@@ -12,6 +12,7 @@ from tests.model_inputs import KEYS, exact, place_of_nodes, readable
 WIDTH, HEADS, DIM = 14, 3, 5
 
 
+@settings(max_examples=20)
 @given(readable())
 def test_every_node_has_the_projected_features_of_its_place(listed):
     features = exact(PositionFeatures(WIDTH, KINDS, KEYS))
@@ -72,5 +73,5 @@ def test_unknown_kinds_and_keys():
     with pytest.raises(InvalidInput, match=r"kinds: given \['line'\], expected some of"):
         PositionFeatures(WIDTH, ("sequence", "line"))
     places = collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]).places
-    with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of .*'title'"):
+    with pytest.raises(InvalidInput, match=r"table: given the key 'odd', expected one of .*'title'"):
         PositionFeatures(WIDTH, ("table",), KEYS)(places)

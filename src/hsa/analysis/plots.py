@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from hsa.attention.dense import dense_weights
 from hsa.batch import Batch
-from hsa.errors import MissingExtra
+from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
 from hsa.models.classifier import HierarchicalClassifier
 
@@ -53,9 +54,10 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
         for i, j in np.argwhere(counts > 0):
             shade = "white" if shares[i, j] > 0.55 else "#333333"
             axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color=shade)
-    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8)
-    axes.set_yticks(range(len(classes)), classes, fontsize=8)
-    axes.set(xlabel="predicted", ylabel="true", title=title)
+    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8, parse_math=False)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8, parse_math=False)
+    axes.set(xlabel="predicted", ylabel="true")
+    axes.set_title(title, parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
     _save(figure, path)
 
@@ -82,9 +84,11 @@ def plot_attention(
     if labels is not None and leaves <= 90:
         font = max(4.0, min(8.0, 480 / leaves))
         shown = [label if len(label) <= 12 else f"{label[:11]}…" for label in labels]
-        axes.set_xticks(range(leaves), shown, rotation=90, fontsize=font, fontfamily="monospace")
-        axes.set_yticks(range(leaves), shown, fontsize=font, fontfamily="monospace")
-    axes.set(xlabel="attended to", ylabel="attends", title=title)
+        look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
+        axes.set_xticks(range(leaves), shown, rotation=90, **look)
+        axes.set_yticks(range(leaves), shown, **look)
+    axes.set(xlabel="attended to", ylabel="attends")
+    axes.set_title(title, parse_math=False)
     bar = figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
     top = float(np.sqrt(weights.max())) or 1.0
     ticks = np.linspace(0, top, 5)
@@ -94,7 +98,13 @@ def plot_attention(
 
 @torch.no_grad()
 def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family."""
+    """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family.
+
+    Raises:
+        InvalidInput: the model works bottom up, where no layer sees all leaves.
+    """
+    if model.config.encoder.operator == "bottom-up":
+        raise InvalidInput("model", given="a bottom-up encoder", expected="one whose layers see all leaves")
     caught: list[Any] = []
     attention = model.encoder.layers[0].attention
     if not isinstance(attention, nn.Module):
@@ -131,5 +141,9 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, path: Path) -> None:
     kind = path.suffix.removeprefix(".")
-    write_then_rename(path, lambda beside: figure.savefig(beside, dpi=140, format=kind))
-    _pyplot().close(figure)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens of other scripts are drawn as boxes
+            write_then_rename(path, lambda beside: figure.savefig(beside, dpi=140, format=kind))
+    finally:
+        _pyplot().close(figure)

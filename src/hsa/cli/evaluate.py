@@ -49,9 +49,11 @@ def evaluate(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool =
 def skipping(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:
     """What to do with a bad row: collect it where that is allowed, else raise."""
 
+    from hsa.training.sources import or_skip
+
     def on_bad(error: InvalidInput) -> None:
         if not allowed:
-            raise error
+            raise or_skip(error)
         skipped.append(error)
 
     return on_bad

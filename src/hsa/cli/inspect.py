@@ -1,4 +1,4 @@
-"""`hsa inspect`: the tree of a text or JSON file, and what attention on it costs."""
+"""`hsa inspect`: the tree of a file, and what attention on it costs."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def inspect(
     rows: int = 40,
     json: bool = False,
 ) -> None:
-    """Show the tree of a text, the sizes of its families, and the cost of attention on it.
+    """Show the tree of a file, the sizes of its families, and the cost of attention on it.
 
-    Plain text is split into paragraphs (at blank lines), sentences and tokens. In JSON lists, objects and values
-    are the tree; null and empty lists are left out.
+    Plain text is split into paragraphs (at blank lines), sentences and tokens; Markdown into sections, HTML into blocks,
+    Python source into statements, an image into patches. In JSON lists, objects and values are the tree; null and empty
+    lists are left out.
 
     Args:
-        file: A text or .json file, or - for stdin. Without it, a text about rivers that comes with hsa.
-        format: What the file holds. Without it, JSON if the name ends in .json, else text.
+        file: A file, or - for stdin. Without it, a text about rivers that comes with hsa.
+        format: What the file holds. Without it, what its name says: .json, .md, .html, .py, .png, …; else text.
         tokenizer: A tokenizer.json; the tokens of text are then its ids. Without it, they are words and punctuation.
         language: The language of the text, for the sentence splitter: en, de, fr, …
         width: Hidden width of the attention layer, all heads together.
@@ -109,6 +110,7 @@ def _read(
     file: str | None, format: str | None, tokenizer: Path | None, language: str
 ) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
     """The name of the source, the signal, and what the nodes of each depth are called, if they have names."""
+    from hsa.signals.readers.files import SUFFIXES, read_file
     from hsa.signals.readers.nested import from_nested
     from hsa.signals.readers.text import LANGUAGES, decode_text, load_text, read_text
 
@@ -119,8 +121,11 @@ def _read(
     elif file in ("-", STDIN):
         source, text = STDIN, decode_text(sys.stdin.buffer.read(), where=STDIN)
     else:
+        kind = SUFFIXES.get(Path(file).suffix.lower(), "text")
+        if format is None and kind not in ("text", "json"):
+            return file, read_file(file, tokenizer, language), ()
         source, text = file, load_text(file)
-        format = format or ("json" if file.lower().endswith(".json") else None)
+        format = format or ("json" if kind == "json" else None)
     if format == "json":
         return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()
     if language not in LANGUAGES:

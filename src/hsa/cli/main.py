@@ -24,6 +24,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         from cyclopts import CycloptsError
 
         from hsa.cli.inspect import STDIN
+        from hsa.cli.train import NAMED
 
         app = build_app()
     except ModuleNotFoundError as error:
@@ -32,6 +33,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     try:
         # cyclopts takes a lone hyphen, which people write for stdin, for an option.
         tokens = [STDIN if token == "-" else token for token in (sys.argv[1:] if arguments is None else arguments)]
+        NAMED.set(frozenset(t[2:].partition("=")[0].replace("-", "_") for t in tokens if t.startswith("--")))
         app(tokens, exit_on_error=False)
         sys.stdout.flush()  # a closed pipe shows here, not after the last line of Python
     except CycloptsError:  # cyclopts has said what is wrong
@@ -66,7 +68,7 @@ def build_app() -> App:
         "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
         "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
-        default_parameter=Parameter(negative=()),
+        default_parameter=Parameter(negative=(), consume_multiple=True),
     )
     app.command(train)
     app.command(evaluate)

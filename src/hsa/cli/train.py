@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
     from hsa.training.experiment import Result
     from hsa.training.prepare import Prepared
+
+
+NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
+"""The options that stand on the command line, which override those of a recipe even where they equal the default."""
 
 
 def train(
@@ -69,7 +75,7 @@ def _recipe(
 ) -> Recipe:
     given = Recipe(data, models, read, model, training)
     if data is not None and data.suffix.lower() in (".yaml", ".yml"):
-        given = overridden(load_recipe(data), given)
+        given = overridden(load_recipe(data), given, NAMED.get())
     elif data is None:
         # Sizes that suit some two thousand short programs and two cores.
         default = Recipe(
@@ -77,7 +83,7 @@ def _recipe(
             model=ModelOptions(width=96),
             training=TrainingOptions(epochs=8, learning_rate=3e-3, batch_tokens=8192),
         )
-        given = overridden(default, given)
+        given = overridden(default, given, NAMED.get())
     if quick:
         training = replace(given.training, epochs=min(given.training.epochs, 4))
         given = replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
@@ -87,6 +93,8 @@ def _recipe(
 def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
+    from rich.text import Text
+
     from hsa.training.experiment import MODELS, compare
     from hsa.training.loop import make_accelerator
     from hsa.training.prepare import prepare
@@ -100,7 +108,7 @@ def _run(
 
     def say(message: str) -> None:
         if main:
-            console.print(f"[dim]{message} …[/dim]")
+            console.print(Text(f"{message} …", style="dim"))
 
     with accelerator.main_process_first():  # the others find the data in the cache
         prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
@@ -123,19 +131,30 @@ def _run(
 def _folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
     """Results are never written over: a new folder, or the one to resume."""
     if out is not None:
-        if (out / "results.json").exists() and not resume:
+        if resume and not out.is_dir():
             raise InvalidInput(
-                str(out), given="a folder with the results of a run", expected="a new one", fix="or pass --resume"
+                str(out), given="no such folder", expected="a run to resume", fix="start without --resume"
+            )
+        if not resume and any(out.glob("*/checkpoint.pt")):
+            raise InvalidInput(
+                str(out),
+                given="a folder with a run",
+                expected="a new folder",
+                fix="pass --resume to go on with that run, or another --out",
             )
         return out
     name = "python-standard-library" if recipe.data is None else recipe.data.stem
-    taken = sorted(Path("runs").glob(f"{name}*"), key=lambda p: p.stat().st_mtime)
+    own = re.compile(re.escape(name) + r"(-\d+)?")
+    taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
     if resume:
         if not taken:
             raise InvalidInput(
-                "resume", given=f"no run runs/{name}*", expected="one to resume", fix="pass --out FOLDER"
+                "resume",
+                given=f"no run in runs/{name}",
+                expected="one to resume",
+                fix="start without --resume, or pass the folder of the run as --out",
             )
-        return taken[-1]
+        return max(taken, key=lambda path: path.stat().st_mtime)
     numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
     return next(path for path in numbered if not path.exists())
 
@@ -170,6 +189,7 @@ class _Bar:
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self.console, self.task, self.loss, self.validation = console, None, "", ""
 
@@ -185,21 +205,30 @@ class _Bar:
     def epoch(self, record: Any) -> None:
         self.validation = f"epoch {record.epoch}: {self.score} {record.validation:.3f}"
         if not self.console.is_terminal:  # a log, not a screen
-            self.console.print(f"{self.name}  loss {record.loss:.3f}  {self.validation}  {record.seconds:.1f} s")
+            self.console.print(
+                f"{self.name:<10}  loss {record.loss:.3f}  {self.validation}  {record.seconds:.1f} s", highlight=False
+            )
 
     def done(self) -> None:
         self.progress.stop()
 
 
 def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:
+    from rich.text import Text
+
     from hsa.training.report import report_lines, result_table, write_report
 
     pictures = write_report(folder, recipe, prepared, results)
     console.print()
     console.print(result_table(results))
+    console.print()
     for line in report_lines(prepared, results):
-        console.print(line)
-    console.print(f"\nmodel     {folder / results[0].model}", highlight=False)
-    console.print(f"report    {folder / 'report.md'}", highlight=False)
-    console.print(f"pictures  {', '.join(str(picture) for picture in pictures)}", highlight=False)
-    console.print(f"\nnext: hsa predict {folder / results[0].model} FILE", highlight=False)
+        console.print(Text(line))
+    model = folder / results[0].model
+    for line in (
+        f"\nmodel     {model}",
+        f"report    {folder / 'report.md'}",
+        f"pictures  {', '.join(str(picture) for picture in pictures)}",
+        f"\nnext: hsa predict {model} {'FILE.py' if recipe.data is None else recipe.data}",
+    ):
+        console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied

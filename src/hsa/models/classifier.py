@@ -63,7 +63,8 @@ class ModelConfig:
             "modalities": {name: Modality(**_known(Modality, m)) for name, m in data["modalities"].items()},
         }
         for name in ("kinds", "keys"):
-            given[name] = tuple(given.get(name, ()))
+            if name in given:
+                given[name] = tuple(given[name])
         return ModelConfig(**given)
 
 

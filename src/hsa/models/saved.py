@@ -44,8 +44,15 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Hierar
     about = read_json(folder / CONFIG, "the configuration of a model of hsa")
     if not isinstance(about, dict) or about.pop("model", None) != "hierarchical classifier":
         raise InvalidInput(str(folder / CONFIG), given="something else", expected="the configuration of a model of hsa")
-    classes = tuple(about.pop("classes"))
-    model = HierarchicalClassifier(ModelConfig.from_dict(about))
+    try:
+        classes = tuple(about.pop("classes"))
+        model = HierarchicalClassifier(ModelConfig.from_dict(about))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
+        raise InvalidInput(
+            str(folder / CONFIG),
+            given=f"a configuration that makes no model ({type(error).__name__}: {error})",
+            expected="one that this version of hsa wrote",
+        ) from error
     weights, _ = load_tensors(folder / WEIGHTS, "the weights of a model of hsa")
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)

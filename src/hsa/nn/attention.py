@@ -103,15 +103,8 @@ class Multiscale(Attention):
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
         opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
         _counted(q, opened, hierarchy=hierarchy)
-        return multiscale_attention(
-            q,
-            k,
-            v,
-            hierarchy,
-            opened=opened,
-            positions=positions,
-            pooled_bias=self.pooled_bias,
-        )
+        bias = self.pooled_bias
+        return multiscale_attention(q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias)
 
 
 class Found(Attention):
@@ -140,7 +133,6 @@ class Alone(Attention):
     """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
 
     needs_queries = False
-
     uses_positions = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
@@ -159,7 +151,8 @@ class Flat(Attention):
         hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
-        _counted(q, hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths)))
+        if _COUNTS.get() is not None:
+            _counted(q, Hierarchy.flat(hierarchy.lengths))
         if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
             half = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(half), k.to(half), v.to(half)
@@ -176,9 +169,8 @@ class Flat(Attention):
             if bucket.absent is not None:
                 rows[0] = F.pad(rows[0], (0, 1), value=1.0)
                 rows[1] = torch.cat([rows[1], bucket.absent[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
-            whole = (
-                -(-max(rows[0].shape[-1], v.shape[-1]) // 8) * 8
-            )  # fused kernels want channels in eights, and as many in v
+            # Fused kernels want channels in eights, and as many in v.
+            whole = -(-max(rows[0].shape[-1], v.shape[-1]) // 8) * 8
             rows = [F.pad(t, (0, whole - t.shape[-1])) for t in rows]
             attended = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], scale=1.0)[..., : v.shape[-1]]
             parts.append(attended.transpose(1, 2).flatten(0, 1))

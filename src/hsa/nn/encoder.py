@@ -117,9 +117,9 @@ class HierarchicalEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.names = tuple(modalities)
-        # Pooled leaves mix modalities: they get projections of their own.
-        pools = config.pool != "none" or config.operator == "bottom-up"
-        self.num_groups = len(modalities) + (len(modalities) > 1 and pools)
+        # Pooled leaves mix modalities: they get projections of their own. Bottom-up, one layer is for all levels.
+        pools = config.pool != "none" and len(modalities) > 1
+        self.num_groups = 1 if config.operator == "bottom-up" else len(modalities) + pools
         self.embedding = Embedding(modalities, config.width)
         self.dropout = nn.Dropout(config.dropout)
         attentions = [_attention(config) for _ in range(config.layers)]

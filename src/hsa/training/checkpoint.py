@@ -30,7 +30,9 @@ def full_weights(model: nn.Module) -> dict[str, Any]:
 def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     """The inverse of `full_weights`, which has them on the first process alone."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=several))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    own = weights if not several or torch.distributed.get_rank() == 0 else {}
+    set_model_state_dict(model, own, options=options)
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +50,15 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[st
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """Written beside and renamed: a checkpoint that was there survives a full disk."""
-    write_then_rename(path, lambda beside: torch.save(content, beside))
+
+    def write(beside: Path) -> None:
+        try:
+            with beside.open("wb") as file:
+                torch.save(content, file)
+        except RuntimeError as error:  # torch stumbles over the rest of the archive: what came first says why
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+    write_then_rename(path, write)
 
 
 def load(path: Path) -> dict[str, Any]:

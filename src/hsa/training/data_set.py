@@ -66,24 +66,23 @@ class DataSet:
         found = hashlib.blake2b(self.batch.hierarchy.digest.encode(), digest_size=16)
         found.update(json.dumps([self.classes, list(self.batch.values)]).encode())
         for part in (self.targets, *self.batch.values.values()):
-            whole = (
-                part.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                if isinstance(part, Tensor)
-                else repr(part).encode()
-            )
-            found.update(whole)
+            if isinstance(part, Tensor):
+                found.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)  # numpy knows no bfloat16
+            else:
+                found.update(repr(part).encode())
         return found.hexdigest()
 
     def select(self, examples: Any) -> DataSet:
         """Some examples, in this order."""
+        batch = self.batch.select(examples)  # checks them
         chosen = np.asarray(examples, np.int64).reshape(-1)
         targets = self.targets[torch.from_numpy(chosen)] if not self.per_leaf else self._leaf_targets(chosen)
         names = tuple(self.names[i] for i in chosen.tolist())
-        return replace(self, batch=self.batch.select(chosen), targets=targets, names=names)
+        return replace(self, batch=batch, targets=targets, names=names)
 
     def _leaf_targets(self, chosen: np.ndarray) -> Tensor:
         offsets = self.batch.hierarchy.structure.leaf_offsets
-        return torch.cat([self.targets[offsets[i] : offsets[i + 1]] for i in chosen.tolist()])
+        return torch.cat([self.targets[:0], *(self.targets[offsets[i] : offsets[i + 1]] for i in chosen.tolist())])
 
     def save(self, path: Path) -> None:
         """One safetensors file; the old one stays whole until the new one is."""
@@ -154,6 +153,9 @@ def build(
     if task == "regression":
         return DataSet(batch, torch.tensor(targets, dtype=torch.float32), (), tuple(names))
     per_leaf = task == "tokens"
+    for name, labels, leaves in zip(names, targets, batch.hierarchy.lengths, strict=True):
+        if per_leaf and len(labels) != leaves:
+            raise InvalidInput(name, given=f"{len(labels)} labels", expected=f"{leaves}, one per leaf")
     flat: list[Any] = [label for labels in targets for label in labels] if per_leaf else targets
     known = tuple(sorted(set(flat))) if classes is None else classes
     number = {name: i for i, name in enumerate(known)}
@@ -186,13 +188,15 @@ def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.nda
 
 
 def split_at_random(data: DataSet, shares: tuple[float, ...], seed: int) -> Iterator[DataSet]:
-    """Parts of these shares of every class (of all examples for regression), shuffled."""
+    """Parts of these shares of every class (of all examples for regression), to within one example, shuffled."""
     generator = np.random.default_rng(seed)
     by_class = data.targets.numpy() if data.classes and not data.per_leaf else np.zeros(len(data), np.int64)
     parts: list[list[np.ndarray]] = [[] for _ in shares]
-    for label in np.unique(by_class):
+    labels = np.unique(by_class)
+    for i, label in enumerate(labels):
         members = generator.permutation(np.flatnonzero(by_class == label))
-        bounds = np.round(np.cumsum(shares)[:-1] * len(members)).astype(int)
+        # Some classes are rounded up and some down, so that no part is empty where all classes are small.
+        bounds = np.floor(np.cumsum(shares)[:-1] * len(members) + (i + 0.5) / len(labels)).astype(int)
         for part, chosen in zip(parts, np.split(members, bounds), strict=True):
             part.append(chosen)
     for part in parts:

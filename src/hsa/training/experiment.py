@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.saved import load_model
 from hsa.nn.encoder import EncoderConfig
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
@@ -90,17 +88,6 @@ def train_model(
     watcher: Watcher | None = None,
 ) -> Result:
     """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on."""
-    if resume and (folder / RESULT).is_file():
-        finished = Result.load(folder)
-        saved, _ = load_model(folder)
-        if saved.config != _through_json(config):
-            raise InvalidInput(
-                str(folder),
-                given="a model of another configuration",
-                expected="the one of the first start",
-                fix="resume with the same options, or train into another folder",
-            )
-        return finished
     torch.manual_seed(options.seed)
     model = HierarchicalClassifier(config)
     if prepared.vectors is not None:
@@ -117,6 +104,8 @@ def train_model(
     )
     if resume and (folder / CHECKPOINT).is_file():
         trainer.resume()
+    if resume and (folder / RESULT).is_file():
+        return Result.load(folder)
     history = trainer.fit()
     found = trainer.evaluate(prepared.test)
     result = Result(
@@ -136,10 +125,6 @@ def train_model(
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
     return result
-
-
-def _through_json(config: ModelConfig) -> ModelConfig:
-    return ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
 
 
 def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from hsa.batch import collate
 from hsa.errors import InvalidInput
 from hsa.models.classifier import HierarchicalClassifier
-from hsa.models.saved import load_model
+from hsa.models.saved import CONFIG, load_model
+from hsa.signals import Signal
 from hsa.signals.readers.files import SUFFIXES, read_file
 from hsa.training.data_set import DataSet, Example, build
 from hsa.training.loop import Evaluation, Trainer, make_accelerator
@@ -48,8 +49,14 @@ class Saved:
         """From the folder of a model that `hsa train` wrote."""
         if not folder.is_dir():
             raise InvalidInput(str(folder), given="no such folder", expected="a model, as hsa train writes it")
+        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        if inside and not (folder / CONFIG).exists():
+            raise InvalidInput(
+                str(folder), given="a folder of models", expected=f"one of {', '.join(map(str, inside))}"
+            )
         model, classes = load_model(folder, device)
         reading = load_reading(folder)
+        _check_tokenizer(folder, model, reading)
         transform = None
         if reading.encoder is not None:
             from hsa.huggingface.encoders import TextEncoder
@@ -60,7 +67,24 @@ class Saved:
     def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
         """Labelled data of the kind the model was trained on."""
         source = self.reading.source(path, labelled=True)
-        return build(self.reading.examples(source, on_bad), self.model.config.task, self.classes or None)
+        examples = self._readable(self.reading.examples(source, on_bad), on_bad)
+        return build(examples, self.model.config.task, self.classes or None)
+
+    def _readable(self, examples: Iterable[Example], on_bad: OnBad) -> Iterator[Example]:
+        """Those whose leaves are of kinds that the model was trained on."""
+        known = tuple(self.model.config.modalities)
+        for example in examples:
+            signal = example.signal
+            found = signal.modalities if isinstance(signal, Signal) else (signal.modality,)
+            unknown = [name for name in found if name not in known]
+            if unknown:
+                given, expected = (
+                    f"leaves of modality {unknown[0]!r}",
+                    f"what the model was trained on: {', '.join(known)}",
+                )
+                on_bad(InvalidInput(example.where, given=given, expected=expected))
+            else:
+                yield example
 
     def evaluate(self, data: DataSet) -> Evaluation:
         """Scores on labelled data."""
@@ -74,7 +98,7 @@ class Saved:
     def predict(self, path: Path, on_bad: OnBad, batch: int = 32) -> Iterator[Prediction]:
         """One prediction per row of a file of rows, or per file."""
         waiting: list[Example] = []
-        for example in self._unlabelled(path, on_bad):
+        for example in self._readable(self._unlabelled(path, on_bad), on_bad):
             waiting.append(example)
             if len(waiting) == batch:
                 yield from self._say(waiting)
@@ -85,13 +109,17 @@ class Saved:
     def _unlabelled(self, path: Path, on_bad: OnBad) -> Iterator[Example]:
         reading = self.reading
         if reading.kind == "rows":
-            if path.suffix.lower() not in ROW_SUFFIXES:
-                raise InvalidInput(str(path), given="a file without rows", expected=f"one of {', '.join(ROW_SUFFIXES)}")
+            if path.exists() and (path.is_dir() or path.suffix.lower() not in ROW_SUFFIXES):
+                given = "a folder" if path.is_dir() else f"a {path.suffix or 'nameless'} file"
+                expected = f"rows, as the model was trained on: one of {', '.join(ROW_SUFFIXES)}"
+                raise InvalidInput(str(path), given=given, expected=expected)
             yield from reading.examples(reading.source(path, labelled=False), on_bad)
             return
         if not path.exists():
             raise InvalidInput(str(path), given="no such file or folder", expected="a file, or a folder of files")
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not files:
+            raise InvalidInput(str(path), given="no files to read", expected=f"some of {', '.join(sorted(SUFFIXES))}")
         yield from reading.examples(_Files(files, reading.columns.language, reading.image_reader()), on_bad)
 
     def _say(self, examples: list[Example]) -> Iterator[Prediction]:
@@ -106,6 +134,21 @@ class Saved:
         for example, row in zip(examples, chances, strict=True):
             best, second = np.argsort(-row)[:2].tolist()
             yield Prediction(example.where, self.classes[best], float(row[best]), self.classes[second])
+
+
+def _check_tokenizer(folder: Path, model: HierarchicalClassifier, reading: Reading) -> None:
+    """The ids of its tokens are rows of the model's table."""
+    text = model.config.modalities.get("text")
+    if text is None or not text.tokens:
+        return
+    size = 0 if reading.tokenizer is None else reading.tokenizer.get_vocab_size()
+    if size != text.tokens:
+        raise InvalidInput(
+            str(folder / "tokenizer.json"),
+            given=f"a tokenizer of {size:,} tokens" if size else "no such file",
+            expected=f"the model's own, of {text.tokens:,} tokens",
+            fix="copy the whole folder of a model, as hsa train wrote it",
+        )
 
 
 @dataclass(frozen=True)

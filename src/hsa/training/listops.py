@@ -67,11 +67,14 @@ def expressions(
     count: int, seed: int, *, shortest: int = 500, longest: int = 2000, operands: int = 10, depth: int = 10
 ) -> Iterator[Expression]:
     """Random expressions with more than `shortest` and fewer than `longest` tokens, as in the Long Range Arena."""
-    if shortest >= longest or operands < 2 or depth < 2:
+    largest = 1
+    for _ in range(depth - 1):
+        largest = 2 + operands * largest
+    if shortest + 1 >= min(longest, largest + 1) or operands < 2 or depth < 2:
         raise InvalidInput(
             "listops",
             given=f"lengths {shortest} to {longest}, {operands} operands, depth {depth}",
-            expected="rising lengths, two operands and two levels or more",
+            expected="lengths with some between them that such expressions have, two operands and two levels or more",
         )
     generator = random.Random(seed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 
 
-def prefetched(items: Iterable[T], ahead: int = 2) -> Iterator[T]:
+def prefetched(items: Iterable[T], ahead: int = 2) -> Generator[T]:
     """The same items, made by a thread that runs up to `ahead` of them ahead. Its errors are raised here.
 
     >>> list(prefetched(n * n for n in range(4)))
@@ -40,6 +40,7 @@ def prefetched(items: Iterable[T], ahead: int = 2) -> Iterator[T]:
         except BaseException as error:
             put((False, error))
 
+    torch.get_num_threads()  # settles that of this thread, which else begins with what was last set anywhere
     thread = threading.Thread(target=work, daemon=True, name="hsa-prefetch")
     thread.start()
     try:

@@ -81,7 +81,7 @@ class Progress:
     loss_sum: float = 0.0
     seconds: float = 0.0
     epoch_seconds: float = 0.0
-    best: float = -math.inf
+    best: tuple[float, float] = (-math.inf, -math.inf)  # score and negative loss: small validation sets have many ties
     best_epoch: int = -1
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -125,12 +125,18 @@ def make_accelerator(options: TrainingOptions, *, fsdp: bool = False, cpu: bool 
         # A batch without images does not use the weights of images.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    if fsdp and accelerator.distributed_type != DistributedType.FSDP:
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # PyTorch shards on CPUs too; accelerate, left to itself, would replicate.
+        if options.mixed_precision != "no":
+            plugin.set_mixed_precision(options.mixed_precision)
+        PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    if plugin is not None and accelerator.distributed_type != DistributedType.FSDP:
         raise InvalidInput(
             "fsdp",
-            given=f"{accelerator.num_processes} process(es) on {accelerator.device.type}",
-            expected="processes with a GPU each: accelerate shards no model on CPUs",
-            fix="start with torchrun --nproc-per-node GPUS -m hsa.cli.main train … --fsdp, or leave out --fsdp",
+            given="one process",
+            expected="several, to shard the model over",
+            fix="start with torchrun --nproc-per-node 2 -m hsa.cli.main train … --fsdp, or leave out --fsdp",
         )
     return accelerator
 
@@ -166,6 +172,7 @@ class Trainer:
         self.accelerator = accelerator or make_accelerator(options)
         self.transform, self.watcher = transform, watcher or Silent()
         optimizer = torch.optim.AdamW(_parameter_groups(model, options), lr=options.learning_rate, betas=(0.9, 0.98))
+        self.accelerator.free_memory()  # it holds on to the models of earlier trainers, and asks them about clipping
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
@@ -250,6 +257,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.options.mixed_precision != "fp16":  # whose scaler skips steps with infinite gradients by itself
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded model
             self._bad |= ~torch.as_tensor(norm, device=self._bad.device).isfinite()
         return loss.detach()
 
@@ -292,8 +300,9 @@ class Trainer:
             seconds=state.epoch_seconds,
         )
         state.history.append(asdict(record))
-        if record.validation > state.best:
-            state.best, state.best_epoch = record.validation, state.epoch
+        reached = (record.validation, -record.validation_loss)
+        if reached > state.best:
+            state.best, state.best_epoch = reached, state.epoch
             self.best_weights = {k: v.clone() for k, v in checkpoint.full_weights(self.model).items()}
         state.epoch, state.step, state.loss_sum, state.epoch_seconds = state.epoch + 1, 0, 0.0, 0.0
         state.seconds += record.seconds
@@ -379,7 +388,7 @@ class Trainer:
     def _gather(self, entries: list[Any]) -> list[Any]:
         if self.accelerator.num_processes == 1:
             return entries
-        from accelerate.utils import gather_object  # type: ignore[import-untyped]
+        from accelerate.utils import gather_object
 
         return gather_object(entries)
 

@@ -25,7 +25,7 @@ class TrainingOptions:
         clip: Gradients are clipped to this norm.
         batch_size: Examples per step, at most.
         batch_tokens: Leaves per step, at most, over all processes; a longer example is a batch of its own.
-        patience: Stop after so many epochs without a better validation score; 0 for never.
+        patience: Stop after so many epochs without a better validation score (or the same at a lower loss); 0 for never.
         seed: Of the weights, the order of the data, dropout and the split.
         mixed_precision: no, bf16 or fp16.
         checkpoint_minutes: Time between checkpoints; there is one after every epoch too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +19,21 @@ from hsa.nn.embedding import Modality
 from hsa.signals import Leaf, Signal
 from hsa.signals.domains import Graph, Grid, Sequence, Table
 from hsa.signals.readers.image import read_image
+from hsa.signals.readers.tokens import load_tokenizer
 from hsa.signals.windows import in_windows
 from hsa.training.data_set import DataSet, Example, build, split_at_random
 from hsa.training.options import DataOptions
-from hsa.training.sources import Columns, Folders, ImageReader, News, Rows, Source, StandardLibrary
+from hsa.training.sources import (
+    Columns,
+    Folders,
+    ImageReader,
+    News,
+    Rows,
+    Source,
+    StandardLibrary,
+    or_skip,
+    stamp,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,14 +158,14 @@ def prepare(
 
     def on_bad(error: InvalidInput) -> None:
         if not options.skip_bad:
-            error.add_note("pass --skip-bad to leave such rows out")
-            raise error
+            raise or_skip(error)
         skipped.append(str(error))
 
     encoder = _text_encoder(options.encoder, say)
     image_reader = _image_reader(options.image_encoder, say)
     others = _sources(data, options, small, encoder, image_reader)
     source = others.pop("train")
+    _check_task(data, source, options)
     kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
     tokenizer, vectors = _tokenizer(source, options, encoder, say)
     reading = Reading(
@@ -167,7 +178,14 @@ def prepare(
         options.image_encoder,
     )
     key = json.dumps(
-        [source.fingerprint(), *(s.fingerprint() for s in others.values()), _plain(asdict(options)), seed], default=str
+        [
+            source.fingerprint(),
+            *(s.fingerprint() for s in others.values()),
+            None if options.word_vectors is None else stamp(options.word_vectors),
+            _plain(asdict(options)),
+            seed,
+        ],
+        default=str,
     )
     folder = cache_folder() / _digest(key)
     sets = {} if skipped or options.skip_bad else _load_cached(folder)
@@ -198,6 +216,22 @@ def prepare(
         name="Python standard library" if data is None else data.name,
         transform=None if encoder is None else encoder.token_vectors,
     )
+
+
+def _check_task(data: Path | None, source: Source, options: DataOptions) -> None:
+    """What to predict is known: a column of rows, else the class of a folder or package."""
+    if isinstance(source, Rows):
+        if options.label is None:
+            raise InvalidInput(
+                str(data),
+                given="no column to predict",
+                expected=f"one of {', '.join(map(repr, source.rows.columns))}",
+                fix="name it with --label",
+            )
+    elif options.task == "regression":
+        raise InvalidInput(
+            "task", given="regression on data without a column of numbers", expected="rows, with --label naming one"
+        )
 
 
 def cache_folder() -> Path:
@@ -300,24 +334,35 @@ def _domains(sets: Iterable[DataSet]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def _check(sets: dict[str, DataSet], options: DataOptions) -> None:
     train = sets["train"]
+    if options.task == "classification" and len(train):
+        _check_classes(train, options)
     for name, part in sets.items():
         if len(part) == 0:
             raise InvalidInput(
                 "data", given=f"no examples for {name}", expected="at least one", fix="give more data, or a file for it"
             )
-    if options.task == "regression":
-        return
-    present = int(train.targets.unique().numel())
-    if present < 2:
+        unknown = [modality for modality in part.batch.values if modality not in train.batch.values]
+        if unknown:
+            raise InvalidInput(
+                f"data for {name}",
+                given=f"leaves of modality {unknown[0]!r}",
+                expected=f"what the training data have: {', '.join(train.batch.values)}",
+                fix="give more examples with such leaves, or leave them out",
+            )
+
+
+def _check_classes(train: DataSet, options: DataOptions) -> None:
+    present = train.targets.unique().tolist()
+    if len(present) < 2:
         raise InvalidInput(
-            options.label or "classes",
-            given=f"{present} class in the training data ({train.classes[0] if train.classes else 'none'})",
+            "classes" if options.label is None else f"column {options.label!r}",
+            given=f"one class in the training data, {train.classes[present[0]]!r}",
             expected="two or more",
-            fix="is --label the right column?",
+            fix="is --label the right column?" if options.label else "put the files of each class into a folder",
         )
     if len(train.classes) > max(20, len(train) // 2):
         raise InvalidInput(
-            options.label or "classes",
+            "classes" if options.label is None else f"column {options.label!r}",
             given=f"{len(train.classes)} classes for {len(train)} examples",
             expected="several examples of each",
             fix="to predict a number, pass --task regression; else choose another --label",
@@ -347,7 +392,16 @@ def save_reading(folder: Path, reading: Reading) -> None:
 def load_reading(folder: Path) -> Reading:
     from hsa.files import read_json
 
-    about = read_json(folder / "reading.json", "how the model reads data")
+    path = folder / "reading.json"
+    about = read_json(path, "how a model reads data, as hsa train writes it")
+    names = {f.name for f in fields(Reading)} - {"tokenizer"}
+    if not isinstance(about, dict) or set(about) != names or not isinstance(about["columns"], dict):
+        raise InvalidInput(
+            str(path),
+            given="other content",
+            expected="how a model reads data, as this version of hsa train writes it",
+            fix="train the model again, or use the version of hsa that wrote it",
+        )
     columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
     tokenizer = None
     if about["encoder"] is not None:
@@ -355,7 +409,5 @@ def load_reading(folder: Path) -> Reading:
 
         tokenizer = TextEncoder(about["encoder"]).tokenizer
     elif (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
     return Reading(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer)

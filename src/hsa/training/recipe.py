@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
-
-_PATHS = ("validation", "test", "word_vectors")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def load_recipe(path: Path) -> Recipe:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(str(path), given=error.strerror or error, expected="a recipe") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInput(str(path), given=f"no YAML ({' '.join(str(error).split())})", expected="a recipe") from None
     if not isinstance(given, dict):
         raise InvalidInput(str(path), given=f"a {type(given).__name__}", expected="names and values of options")
@@ -54,51 +56,68 @@ def load_recipe(path: Path) -> Recipe:
         own = {name: _value(kind, name, given.pop(name), path) for name in sorted(names & set(given))}
         try:
             parts.append(kind(**own))
-        except (InvalidInput, TypeError) as error:
-            raise InvalidInput(str(path), given=f"a value that does not fit ({error})", expected="another") from None
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error.where}", given=error.given, expected=error.expected) from None
     if given:
         known = sorted(f.name for kind in (DataOptions, ModelOptions, TrainingOptions) for f in fields(kind))
+        unknown = min(map(str, given))
+        close = difflib.get_close_matches(unknown, ["data", "models", *known], 1, cutoff=0.5)
         raise InvalidInput(
-            str(path), given=f"the unknown option {sorted(given)[0]!r}", expected=f"data, models, {', '.join(known)}"
+            str(path),
+            given=f"the unknown option {unknown!r}",
+            expected=f"data, models, {', '.join(known)}",
+            fix=f"did you mean {close[0]!r}?" if close else None,
         )
     return Recipe(None if data is None else path.parent / str(data), models, *parts)  # type: ignore[arg-type]
 
 
 def _value(kind: type, name: str, value: Any, path: Path) -> Any:
-    default = getattr(kind, name, None)
-    if isinstance(default, tuple):
-        return tuple(value) if isinstance(value, list) else _words(value)
-    if name in _PATHS and value is not None:
-        return path.parent / str(value)
-    if isinstance(default, float) and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML takes 1e-3 for a string
-        except ValueError:
+    """The value of an option as its type wants it; paths are relative to the recipe."""
+    wanted = get_type_hints(kind)[name]
+    if get_origin(wanted) is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_single(get_args(wanted)[0], item, f"{path}: {name}", path) for item in items)
+    if isinstance(wanted, UnionType):
+        if value is None:
+            return None
+        wanted = get_args(wanted)[0]
+    return _single(wanted, value, f"{path}: {name}", path)
+
+
+def _single(wanted: Any, value: Any, where: str, path: Path) -> Any:
+    expected = f"a value of type {getattr(wanted, '__name__', wanted)}"
+    if get_origin(wanted) is Literal:
+        value = "no" if value is False else value  # YAML takes no for false
+        expected = f"one of {', '.join(get_args(wanted))}"
+        if value in get_args(wanted):
             return value
-    if type(value) is not type(default) and default is not None and not (default is None or value is None):
-        raise InvalidInput(f"{path}: {name}", given=repr(value), expected=f"something like {default!r}")
-    return value
+    elif type(value) is wanted:
+        return value
+    elif not isinstance(value, (bool, list, dict, type(None))):
+        if wanted is Path:
+            return path.parent / str(value)
+        if wanted is str:
+            return str(value)
+        if wanted is float:
+            with suppress(ValueError):
+                return float(value)  # YAML takes 1e-3 for a string
+    raise InvalidInput(where, given=repr(value), expected=expected)
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
+    return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
-def overridden(recipe: Recipe, given: Recipe) -> Recipe:
-    """The recipe with every option that was given on the command line, that is, differs from its default."""
+def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
+    """The recipe with the options of `given` that are `named`: those that stood on the command line."""
 
     def merge(base: Any, own: Any) -> Any:
-        changed = {f.name: getattr(own, f.name) for f in fields(own) if getattr(own, f.name) != _default(f, own)}
-        return replace(base, **changed)
+        return replace(base, **{f.name: getattr(own, f.name) for f in fields(own) if f.name in named})
 
     return Recipe(
         recipe.data,
-        recipe.models if given.models == Recipe.models else given.models,
+        given.models if "models" in named else recipe.models,
         merge(recipe.read, given.read),
         merge(recipe.model, given.model),
         merge(recipe.training, given.training),
     )
-
-
-def _default(option: Any, owner: Any) -> Any:
-    return getattr(type(owner)(), option.name)

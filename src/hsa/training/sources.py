@@ -29,6 +29,13 @@ OnBad = Callable[[InvalidInput], None]
 """What to do with a row or file that cannot be read: raise, or count it and go on."""
 
 
+def or_skip(error: InvalidInput) -> InvalidInput:
+    """The same error, and the way around it."""
+    hint = "pass --skip-bad to leave out what cannot be read"
+    fix = hint if error.fix is None else f"{error.fix}, or {hint}"
+    return InvalidInput(error.where, given=error.given, expected=error.expected, fix=fix)
+
+
 class Source(Protocol):
     """Examples that can be read again and again."""
 
@@ -75,10 +82,18 @@ class Rows:
             self.rows.column(name)  # raises, naming the columns there are
         if not columns.read:
             raise InvalidInput(
-                "columns", given="nothing to read", expected=f"--text, --number or --image, from {self.rows.columns}"
+                str(path),
+                given="no column to read",
+                expected=f"some of {', '.join(map(repr, self.rows.columns))}",
+                fix="name them with --text, --number or --image",
             )
         if columns.label in columns.read:
-            raise InvalidInput("label", given=f"{columns.label!r}, which is also read", expected="another column")
+            raise InvalidInput(
+                f"{path}: column {columns.label!r}",
+                given="a column that is both read and predicted",
+                expected="one or the other",
+                fix="name another --label, or leave it out of --text, --number and --image",
+            )
 
     def texts(self) -> Iterator[str]:
         for name in self.columns.text:
@@ -86,10 +101,17 @@ class Rows:
 
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         columns = self.columns
+        first: tuple[str, int] | None = None  # what the labels are, and the row that says so
         for i in range(len(self.rows)):
             try:
                 row, where = self.rows.row(i), self.rows.where(i)
-                target = _target(row[columns.label], columns.numeric, where) if columns.label else ""
+                target: str | float = ""
+                if columns.label:
+                    place = f"{where}, column {columns.label!r}"
+                    target = _target(row[columns.label], columns.numeric, place)
+                    first = first or (_kind(row[columns.label]), i)
+                    if not columns.numeric:
+                        _check_kind(row[columns.label], first, place)
                 signal = read_row(
                     row,
                     text=columns.text,
@@ -107,13 +129,32 @@ class Rows:
             yield Example(signal, target, where)
 
     def fingerprint(self) -> str:
-        return _digest([repr(self.columns), _stamp(self.path)])
+        pictures = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
+        files = (self.path.parent / picture for picture in pictures)
+        return _digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
+
+
+def _kind(label: Any) -> str:
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return kinds.get(type(label), type(label).__name__)
+
+
+def _check_kind(label: Any, first: tuple[str, int], where: str) -> None:
+    """Labels of one kind: 1 and "1", or 1 and "pos", in one column are two ways to write it, or two columns mixed up."""
+    kind, row = first
+    if _kind(label) != kind:
+        raise InvalidInput(
+            where,
+            given=f"the label {label!r}, {_kind(label)}",
+            expected=f"{kind}, as in row {row + 1}",
+            fix="write all labels of the column in one way",
+        )
 
 
 def _target(value: Any, numeric: bool, where: str) -> str | float:
     """A class name or a number. Numbers that name classes lose a trailing .0, which files add and drop."""
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
-        raise InvalidInput(where, given="no label", expected="one", fix="leave such rows out, or pass --skip-bad")
+        raise InvalidInput(where, given="no label", expected="one")
     if numeric:
         try:
             number = float(value)
@@ -167,7 +208,7 @@ class Folders:
             yield Example(signal, name, str(file))
 
     def fingerprint(self) -> str:
-        return _digest([self.language, *(_stamp(file) for _, file in self.files)])
+        return _digest([self.language, *(stamp(file) for _, file in self.files)])
 
 
 class News:
@@ -203,7 +244,7 @@ class News:
         )
 
     def fingerprint(self) -> str:
-        return _digest([self.split, *(_stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
+        return _digest([self.split, *(stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
 
 
 class StandardLibrary:
@@ -271,6 +312,6 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _stamp(path: Path) -> str:
+def stamp(path: Path) -> str:
     about = path.stat()
     return f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"

@@ -1,0 +1,107 @@
+"""Tiny tasks that a model can learn, and trainers for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig
+from hsa.signals import Sequence, Signal
+from hsa.training.data_set import DataSet, Example, build
+from hsa.training.loop import EpochRecord, Trainer
+from hsa.training.options import TrainingOptions
+
+TOKENS = 13
+CLASSES = ("no", "yes")
+QUICK = TrainingOptions(epochs=3, learning_rate=1e-2, batch_size=7, patience=0)
+
+
+def examples(count: int, task: str = "classification", seed: int = 0, sentences: int = 3) -> list[Example]:
+    """Sentences of tokens. Is there a 0 or a 1? How large is the share of 0? Which tokens are odd?"""
+    generator = random.Random(seed)
+    made = []
+    for i in range(count):
+        tokens = [
+            [generator.randrange(2, TOKENS) for _ in range(generator.randint(1, 4))]
+            for _ in range(generator.randint(1, sentences))
+        ]
+        places = [(s, t) for s, sentence in enumerate(tokens) for t in range(len(sentence))]
+        if task == "regression":
+            marks = generator.sample(places, generator.randint(0, len(places)))
+            target: Any = 5 + 3 * len(marks) / len(places)
+        else:
+            marks = [generator.choice(places)]
+            target = CLASSES[i % 2]
+        for s, t in marks:
+            tokens[s][t] = 0 if task == "regression" else i % 2
+        if task == "tokens":
+            target = tuple(CLASSES[token % 2] for sentence in tokens for token in sentence)
+        signal = Signal(Sequence(len(tokens)), [Signal.of(sentence, "text") for sentence in tokens])
+        made.append(Example(signal, target, f"example {i}"))
+    return made
+
+
+def data(count: int, task: Any = "classification", seed: int = 0, **more: Any) -> DataSet:
+    return build(examples(count, task, seed, **more), task, None if task == "regression" else CLASSES)
+
+
+def classifier(
+    operator: Any = "hierarchical", task: Any = "classification", seed: int = 0, **changes: Any
+) -> HierarchicalClassifier:
+    """Small; the same weights for the same seed."""
+    encoder: dict[str, Any] = {"width": 12, "heads": 2, "layers": 1, "dropout": 0.0, "position_width": 8, "near": 1}
+    torch.manual_seed(seed)
+    numbers = {"center": 6.5, "scale": 0.9} if task == "regression" else {}
+    return HierarchicalClassifier(
+        ModelConfig(
+            EncoderConfig(operator=operator, **{**encoder, **changes}),
+            {"text": Modality(tokens=TOKENS)},
+            outputs=1 if task == "regression" else 2,
+            task=task,
+            **numbers,
+        )
+    )
+
+
+def trainer(
+    options: TrainingOptions = QUICK,
+    *,
+    task: Any = "classification",
+    model: HierarchicalClassifier | None = None,
+    train: DataSet | None = None,
+    folder: Path | None = None,
+    **more: Any,
+) -> Trainer:
+    """On the tiny task, 40 examples to train and 20 to validate unless it is given others."""
+    return Trainer(
+        model or classifier(task=task),
+        train or data(40, task),
+        more.pop("validation", None) or data(20, task, seed=1),
+        options,
+        folder=folder,
+        **more,
+    )
+
+
+@dataclass
+class Log:
+    """A watcher that keeps what it is told."""
+
+    steps: list[tuple[int, int, float | None, float]] = field(default_factory=list)
+    epochs: list[EpochRecord] = field(default_factory=list)
+    finished: int = 0
+
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        self.steps.append((done, total, loss, learning_rate))
+
+    def epoch(self, record: EpochRecord) -> None:
+        self.epochs.append(record)
+
+    def done(self) -> None:
+        self.finished += 1

@@ -1,0 +1,140 @@
+import errno
+import os
+import resource
+import stat
+
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.files import load_tensors, read_json, save_tensors, write_json, write_text, write_then_rename
+
+TENSORS = {
+    "a": torch.randn(3, 5),
+    "b": torch.arange(7).to(torch.uint16),
+    "turned": torch.randn(5, 3).T,
+    "bits": torch.tensor([True, False]),
+    "none": torch.empty(0, 2),
+    "half": torch.randn(11).bfloat16(),
+}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_tensors_and_their_metadata_come_back(tmp_path):
+    save_tensors(tmp_path / "x.safetensors", TENSORS, {"hsa": "é"})
+    tensors, metadata = load_tensors(tmp_path / "x.safetensors", "tensors")
+    assert metadata == {"hsa": "é"}
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_json_comes_back(tmp_path):
+    data = {"é": [1, 2.5, None, "ü\n"]}
+    write_json(tmp_path / "x.json", data)
+    assert read_json(tmp_path / "x.json", "data") == data
+    assert "é" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("of torch")])
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_failing_write_leaves_what_was_there(old, error, tmp_path):
+    path = tmp_path / "x.txt"
+    if old is not None:
+        path.write_text(old)
+
+    def half(beside):
+        beside.write_text("half of i")
+        raise error
+
+    kept = "nothing was there before" if old is None else "the file that was there is unharmed"
+    with pytest.raises(InvalidInput, match=f"{path}: given a file that cannot be written .*{kept}"):
+        write_then_rename(path, half)
+    assert names(tmp_path) == ([] if old is None else ["x.txt"])
+    assert old is None or path.read_text() == old
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_write_leaves_nothing_beside(error, tmp_path):
+    (tmp_path / "x.txt").write_text("old")
+
+    def interrupted(beside):
+        beside.write_text("half of i")
+        raise error
+
+    with pytest.raises(error):
+        write_then_rename(tmp_path / "x.txt", interrupted)
+    assert names(tmp_path) == ["x.txt"]
+    assert (tmp_path / "x.txt").read_text() == "old"
+
+
+def save_many(path):
+    save_tensors(path, {"x": torch.zeros(9999)})
+
+
+def write_much(path):
+    write_text(path, "x" * 9999)
+
+
+def torch_save(path):
+    write_then_rename(path, lambda beside: torch.save(torch.zeros(9999), beside))
+
+
+@pytest.mark.parametrize("save", [save_many, write_much, torch_save])
+def test_a_real_write_that_fails(save, tmp_path):
+    """The system lets no file grow beyond a kilobyte, as a quota or a full disk would."""
+    path = tmp_path / "x"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(InvalidInput, match="x: given a file that cannot be written"):
+            save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["x"]
+    assert path.read_text() == "old"
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InvalidInput, match=r"x\.txt: given a file that cannot be written"):
+        write_text(tmp_path / "file" / "x.txt", "new")
+    (tmp_path / "x.txt").mkdir()
+    with pytest.raises(InvalidInput, match=r"x\.txt: given a file that cannot be written"):
+        write_text(tmp_path / "x.txt", "new")
+    assert names(tmp_path) == ["file", "x.txt"]
+
+
+def test_files_have_the_permissions_of_files(tmp_path):
+    write_text(tmp_path / "plain", "x")
+    save_tensors(tmp_path / "tensors", TENSORS)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"x" * 99])
+def test_tensors_that_cannot_be_read(content, tmp_path):
+    path = tmp_path / "x.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    given = "no such file" if content is None else "a damaged file"
+    with pytest.raises(InvalidInput, match=f"{path}: given {given}.*, expected a data set"):
+        load_tensors(path, "a data set")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff"])
+def test_json_that_cannot_be_read(content, tmp_path):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+    given = "no such file" if content is None else "a file that cannot be read"
+    with pytest.raises(InvalidInput, match=f"{path}: given {given}.*, expected a report"):
+        read_json(path, "a report")
+    with pytest.raises(InvalidInput, match="given a file that cannot be read"):
+        read_json(tmp_path, "a report")
