@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+torch.set_num_threads(1)  # tests are small and run side by side: teams of threads would fight for the cores
+
 settings.register_profile("hsa", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hsa")
 

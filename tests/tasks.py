@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
-from hsa.signals import Sequence, Signal
+from hsa.signals import Leaf, Sequence, Signal, Table
 from hsa.training.data_set import DataSet, Example, build
 from hsa.training.loop import EpochRecord, Trainer
 from hsa.training.options import TrainingOptions
@@ -69,6 +69,24 @@ def classifier(
     )
 
 
+def mixed(count: int = 12) -> tuple[HierarchicalClassifier, DataSet]:
+    """Rows with a title, of which the first three have a price too: most batches hold no number."""
+    made = []
+    for i in range(count):
+        members: dict[str, Any] = {"title": Signal.of([i % 5, i % 3], "text")}
+        if i < 3:
+            members["price"] = Leaf(float(i), "number")
+        made.append(Example(Signal(Table(tuple(members)), list(members.values())), CLASSES[i % 2], str(i)))
+    config = replace(
+        classifier().config,
+        modalities={"text": Modality(tokens=TOKENS), "number": Modality(numbers=1)},
+        kinds=("sequence", "table"),
+        keys=("title", "price"),
+    )
+    torch.manual_seed(0)
+    return HierarchicalClassifier(config), build(made, "classification", CLASSES)
+
+
 def trainer(
     options: TrainingOptions = QUICK,
     *,
@@ -78,9 +96,9 @@ def trainer(
     folder: Path | None = None,
     **more: Any,
 ) -> Trainer:
-    """On the tiny task, 40 examples to train and 20 to validate unless it is given others."""
+    """On the tiny task, 40 examples to train and 20 to validate unless it is given others; the fastest model likewise."""
     return Trainer(
-        model or classifier(task=task),
+        model or classifier("none", task),
         train or data(40, task),
         more.pop("validation", None) or data(20, task, seed=1),
         options,

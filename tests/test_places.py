@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
@@ -90,8 +91,16 @@ def test_keep_leaves_the_places_of_the_kept():
     assert place_of_nodes(places.keep(nodes)) == [place_of_nodes(places)[node] for node in nodes.tolist()]
 
 
-def test_places_move_with_their_batch():
+@pytest.mark.parametrize("before", [False, True])
+def test_places_move_with_their_batch(before):
     batch = collate([Signal.of([3, 1], "text"), Signal.of([1, 5], "text", Grid((2, 1)))])
+    if before:
+        assert batch.places is batch.places
     moved = batch.to("meta").places
     assert {t.device.type for t in (moved.row, *moved.numbers.values())} == {"meta"}
     assert moved.keys == batch.places.keys
+
+
+def test_batches_without_places_move_all_the_same():
+    four_axes = Signal.of(torch.zeros(1, 2, 3, 5), "voxel", Grid((1, 2, 3, 5)))
+    assert collate([four_axes]).to("meta").hierarchy.device.type == "meta"

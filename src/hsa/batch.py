@@ -180,7 +180,8 @@ class Batch:
             leaves={name: leaves.to(device) for name, leaves in self.leaves.items()},
             hierarchy=self.hierarchy.to(device),
         )
-        moved.__dict__["places"] = self.places.to(device)
+        if "places" in self.__dict__:
+            moved.__dict__["places"] = self.places.to(device)
         return moved
 
     def path(self, leaf: int) -> str:

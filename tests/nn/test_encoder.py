@@ -153,7 +153,8 @@ def test_without_positions_a_model_has_none(name):
     model = encoder_named(name, position_width=0)
     assert model.features is model.place is None
     assert len(model.positions) == 0
-    model(collate([Signal.of([3, 1], "text"), Signal.of([0.5], "number", Table(["unheard of"]))]))
+    four_axes = Signal.of(torch.arange(30).view(1, 2, 3, 5), "text", Grid((1, 2, 3, 5)))
+    model(collate([four_axes, Signal.of([0.5], "number", Table(["unheard of"]))]))
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -14,13 +14,10 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
-from hsa.nn.embedding import Modality
-from hsa.signals import Leaf, Signal, Table
 from hsa.training import checkpoint
-from hsa.training.data_set import Example, build
 from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer, make_accelerator
 from hsa.training.options import TrainingOptions
-from tests.tasks import QUICK, Log, classifier, data, trainer
+from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
 OPERATORS = ("hierarchical", "multiscale", "found", "bottom-up", "flat", "none")
 ROOT = Path(__file__).parents[2]
@@ -266,12 +263,14 @@ def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, operator, t
 @pytest.mark.parametrize("after", [7, 8])
 def test_going_on_at_the_end_of_an_epoch(tmp_path, after):
     options = replace(QUICK, batch_size=5)
-    whole = trainer(options, model=classifier(dropout=0.3), folder=tmp_path / "a")
+    whole = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
     history = whole.fit()
-    stopped = trainer(options, model=classifier(dropout=0.3), folder=tmp_path / "b", watcher=Interrupting(after))
+    stopped = trainer(
+        options, model=classifier("none", dropout=0.3), folder=tmp_path / "b", watcher=Interrupting(after)
+    )
     with pytest.raises(Interrupted):
         stopped.fit()
-    resumed = trainer(options, model=classifier(seed=5, dropout=0.3), folder=tmp_path / "b")
+    resumed = trainer(options, model=classifier("none", seed=5, dropout=0.3), folder=tmp_path / "b")
     resumed.resume()
     assert plain(resumed.fit()) == plain(history)
     assert_same(resumed, whole)
@@ -279,15 +278,17 @@ def test_going_on_at_the_end_of_an_epoch(tmp_path, after):
 
 def test_stopped_twice(tmp_path):
     options = replace(QUICK, batch_size=5)
-    whole = trainer(options, model=classifier(dropout=0.3), folder=tmp_path / "a")
+    whole = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
     history = whole.fit()
     for after in (2, 13):
-        run = trainer(options, model=classifier(dropout=0.3), folder=tmp_path / "b", watcher=Interrupting(after))
+        run = trainer(
+            options, model=classifier("none", dropout=0.3), folder=tmp_path / "b", watcher=Interrupting(after)
+        )
         if after > 2:
             run.resume()
         with pytest.raises(Interrupted):
             run.fit()
-    last = trainer(options, model=classifier(dropout=0.3), folder=tmp_path / "b")
+    last = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path / "b")
     last.resume()
     assert plain(last.fit()) == plain(history)
     assert_same(last, whole)
@@ -295,9 +296,9 @@ def test_stopped_twice(tmp_path):
 
 def test_checkpoints_by_the_clock_change_nothing(tmp_path):
     options = replace(QUICK, checkpoint_minutes=1e-9)
-    often = trainer(options, model=classifier(dropout=0.3), folder=tmp_path)
+    often = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path)
     history = often.fit()
-    seldom = trainer(QUICK, model=classifier(dropout=0.3))
+    seldom = trainer(QUICK, model=classifier("none", dropout=0.3))
     assert plain(seldom.fit()) == plain(history)
     assert_same(often, seldom)
 
@@ -306,7 +307,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     run = trainer(folder=tmp_path)
     history = run.fit()
     log = Log()
-    again = trainer(model=classifier(seed=5), folder=tmp_path, watcher=log)
+    again = trainer(model=classifier("none", seed=5), folder=tmp_path, watcher=log)
     again.resume()
     assert again.fit() == history
     assert log.steps == []
@@ -363,9 +364,9 @@ def test_no_thread_is_left_behind(tmp_path):
             "learning_rate = 0.01, expected learning_rate = 0.5; resume with",
         ),
         ({"options": replace(QUICK, epochs=4)}, "epochs = 3, expected epochs = 4"),
-        ({"model": classifier(width=14)}, r"encoder.width = 12, expected encoder.width = 14"),
-        ({"model": classifier("flat")}, "encoder.operator = hierarchical, expected encoder.operator = flat"),
-        ({"model": classifier(include_self=True)}, "encoder.include_self = False, expected"),
+        ({"model": classifier("none", width=14)}, r"encoder.width = 12, expected encoder.width = 14"),
+        ({"model": classifier("flat")}, "encoder.operator = none, expected encoder.operator = flat"),
+        ({"model": classifier("none", include_self=True)}, "encoder.include_self = False, expected"),
         ({"train": data(41)}, "examples = 40, expected examples = 41"),
         ({"train": data(40, seed=7)}, "a checkpoint of a run on other data, expected the data of the first start"),
         ({"validation": data(20, seed=7)}, "a checkpoint of a run on other data"),
@@ -459,18 +460,8 @@ def test_mixed_precision_is_named_as_a_way_out():
 
 def test_batches_without_a_modality():
     """Weights of numbers are left alone by batches that have none."""
-    examples = []
-    for i in range(12):
-        members = {"title": Signal.of([i % 5, i % 3], "text")} | ({"price": Leaf(float(i), "number")} if i < 3 else {})
-        examples.append(Example(Signal(Table(members), list(members.values())), "ab"[i % 2], str(i)))
-    mixed = build(examples, "classification")
-    config = replace(
-        classifier().config,
-        modalities={"text": Modality(tokens=5), "number": Modality(numbers=1)},
-        kinds=("sequence", "table"),
-        keys=("title", "price"),
-    )
-    run = trainer(replace(QUICK, batch_size=2), model=type(classifier())(config), train=mixed, validation=mixed)
+    model, rows = mixed()
+    run = trainer(replace(QUICK, batch_size=2), model=model, train=rows, validation=rows)
     assert math.isfinite(run.fit()[-1].loss)
 
 
@@ -480,7 +471,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 import torch
 from hsa.training.loop import Interrupted, make_accelerator
-from tests.tasks import QUICK, Log, classifier, data, trainer
+from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
 torch.set_num_threads(1)
 folder, options, found = Path(sys.argv[1]), replace(QUICK, epochs=2, batch_size=5), {}
@@ -506,6 +497,12 @@ def run(name, operator, count, watcher=None, resume=False):
     return {"history": [asdict(r) for r in history], "loss": test.loss, "outputs": test.outputs.tolist()}
 
 
+def several_modalities():
+    model, rows = mixed()
+    made = trainer(options, model=model, train=rows, validation=rows, accelerator=accelerator)
+    return [asdict(record) for record in made.fit()]
+
+
 def stopped_and_resumed(name, operator, count):
     try:
         run(name, operator, count, LastProcessStops())
@@ -515,16 +512,18 @@ def stopped_and_resumed(name, operator, count):
 
 found["even"] = run("even", "hierarchical", 16)
 found["odd"] = run("odd", "flat", 11)  # the last batch has one example
-found["stopped"] = stopped_and_resumed("stopped", "hierarchical", 16)
+modalities = several_modalities()
 processes = accelerator.num_processes
 if processes > 1:
     accelerator = make_accelerator(options, cpu=True, fsdp=True)
 kind = str(accelerator.distributed_type)
 found["sharded"] = stopped_and_resumed("sharded", "hierarchical", 16)
 found["sharded again"] = run("sharded", "hierarchical", 16, resume=True)
+sharded_modalities = several_modalities()
 if accelerator.is_main_process:
     assert kind == str(accelerator.distributed_type)
-    (folder / "found.json").write_text(json.dumps({"processes": processes, "type": kind, "runs": found}))
+    about = {"processes": processes, "type": kind, "modalities": [modalities, sharded_modalities], "runs": found}
+    (folder / "found.json").write_text(json.dumps(about))
 """
 
 
@@ -539,7 +538,7 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
     exec(WORKER, {})
     one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
     assert (one["processes"], two["processes"], two["type"]) == (1, 2, "DistributedType.FSDP")
-    assert one["runs"]["stopped"]["stopped"] == two["runs"]["stopped"]["stopped"] == "stopped after 3 of 8 ste"
+    assert one["runs"]["sharded"]["stopped"] == two["runs"]["sharded"]["stopped"] == "stopped after 3 of 8 ste"
     for name, a in one["runs"].items():
         b = two["runs"][name]
         for left, right in zip(a["history"], b["history"], strict=True):
@@ -547,6 +546,9 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
                 assert right[number] == pytest.approx(left[number], rel=1e-4), (name, number)
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         np.testing.assert_allclose(b["outputs"], a["outputs"], atol=1e-3)
+    for a, b, tolerance in zip(one["modalities"], two["modalities"], (1e-4, 1e-3), strict=True):
+        # Where no process has a number, Adam leaves their weights alone; sharded, it goes on with its momentum.
+        assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=tolerance)
     assert two["runs"]["sharded again"]["outputs"] == two["runs"]["sharded"]["outputs"]
     for name in ("even", "odd", "sharded"):
         (left, _), (right, _) = (load_model(tmp_path / folder / name) for folder in ("one", "two"))

@@ -111,7 +111,7 @@ def test_recipes_that_do_not_fit(load, tmp_path, text, message):
 
 
 def test_a_recipe_that_is_not_there(tmp_path):
-    with pytest.raises(InvalidInput, match="a.yaml: given No such file or directory, expected a recipe"):
+    with pytest.raises(InvalidInput, match=r"a.yaml: given No such file or directory, expected a recipe"):
         load_recipe(tmp_path / "a.yaml")
 
 

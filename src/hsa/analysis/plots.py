@@ -54,10 +54,11 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
         for i, j in np.argwhere(counts > 0):
             shade = "white" if shares[i, j] > 0.55 else "#333333"
             axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color=shade)
-    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8, parse_math=False)
-    axes.set_yticks(range(len(classes)), classes, fontsize=8, parse_math=False)
+    names = [_shown(name, 24) for name in classes]
+    axes.set_xticks(range(len(classes)), names, rotation=60, ha="right", fontsize=8, parse_math=False)
+    axes.set_yticks(range(len(classes)), names, fontsize=8, parse_math=False)
     axes.set(xlabel="predicted", ylabel="true")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(_shown(title, 60), parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
     _save(figure, path)
 
@@ -83,12 +84,12 @@ def plot_attention(
         axes.axvline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
     if labels is not None and leaves <= 90:
         font = max(4.0, min(8.0, 480 / leaves))
-        shown = [label if len(label) <= 12 else f"{label[:11]}…" for label in labels]
+        shown = [_shown(label, 12) for label in labels]
         look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
         axes.set_xticks(range(leaves), shown, rotation=90, **look)
         axes.set_yticks(range(leaves), shown, **look)
     axes.set(xlabel="attended to", ylabel="attends")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(_shown(title, 60), parse_math=False)
     bar = figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
     top = float(np.sqrt(weights.max())) or 1.0
     ticks = np.linspace(0, top, 5)
@@ -126,6 +127,12 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
     inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
     deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
     return weights.float().cpu().numpy(), list({place: (place, depth) for place, depth in deepest_first}.values())
+
+
+def _shown(text: str, most: int) -> str:
+    """On one line, and no longer than there is room for."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _pyplot() -> Any:

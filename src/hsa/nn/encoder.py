@@ -191,7 +191,8 @@ class HierarchicalEncoder(nn.Module):
                 lambda: Hierarchy.regular(hierarchy.lengths, config.windows).to(hierarchy.device),
             )
             return regular, Places.of_sequences(regular)
-        return hierarchy, inputs.places
+        # Models without positions ask for no places: those of large graphs cost, those of some grids do not exist.
+        return hierarchy, inputs.places if self.features is not None else Places.of_sequences(hierarchy)
 
 
 def _attention(config: EncoderConfig) -> Attention:

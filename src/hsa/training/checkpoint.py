@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from hsa.errors import InvalidInput
 from hsa.files import write_then_rename
@@ -31,7 +32,10 @@ def set_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     """The inverse of `full_weights`, which has them on the first process alone."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
-    own = weights if not several or torch.distributed.get_rank() == 0 else {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation it lies whole in every process
+    own = dict(weights) if not several or torch.distributed.get_rank() == 0 else {}
     set_model_state_dict(model, own, options=options)
 
 

@@ -172,7 +172,10 @@ class Trainer:
         self.accelerator = accelerator or make_accelerator(options)
         self.transform, self.watcher = transform, watcher or Silent()
         optimizer = torch.optim.AdamW(_parameter_groups(model, options), lr=options.learning_rate, betas=(0.9, 0.98))
-        self.accelerator.free_memory()  # it holds on to the models of earlier trainers, and asks them about clipping
+        if hasattr(self.accelerator.state, "fsdp_plugin"):
+            model.register_forward_hook(_by_way_of_all)
+        if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
+            self.accelerator.free_memory()
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
@@ -451,6 +454,16 @@ class Trainer:
         if options.schedule == "constant":
             return options.learning_rate
         return options.learning_rate * (left if options.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """Adds nothing, by way of every parameter: processes that share one must all have a gradient for it, or wait forever.
+
+    A batch without images does not use the weights of images. Replicas are told so, shards are not.
+    """
+    if not torch.is_grad_enabled():
+        return out
+    return out + 0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
 
 
 def _leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

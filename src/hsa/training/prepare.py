@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -179,6 +180,7 @@ def prepare(
     )
     key = json.dumps(
         [
+            version("hsa"),  # another one may read otherwise
             source.fingerprint(),
             *(s.fingerprint() for s in others.values()),
             None if options.word_vectors is None else stamp(options.word_vectors),

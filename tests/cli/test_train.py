@@ -1,0 +1,489 @@
+"""`hsa train`, `hsa evaluate`, `hsa predict`, from the command line."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from hsa.cli.main import run
+from hsa.training import checkpoint, experiment
+from hsa.training.loop import CHECKPOINT
+from tests.tables import mixed_folder, picture, reviews, write_rows
+
+COLUMNS = ("--text", "text", "--label", "label")
+TINY = ("--cpu", "--heads", "2", "--epochs", "1", "--position-width", "8")
+SIZES = ("--width", "8", "--vocabulary", "300")
+ONE = ("--models", "hsa")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """A folder of its own, for the cache too, and one thread."""
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Run the command in this process: exit code, stdout, stderr."""
+
+    def run_it(*arguments, columns=100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as caught:
+            run([str(argument) for argument in arguments])
+        return caught.value.code, *capsys.readouterr()
+
+    return run_it
+
+
+@pytest.fixture
+def fails(call):
+    """The one line that a command says when it cannot do what it was asked for."""
+
+    def run_it(*arguments):
+        code, _, err = call(*arguments)
+        assert code == 2
+        assert err.count("\n") == 1
+        return err.rstrip("\n")
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model of rows: its folder, and the rows."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_rows(folder / "reviews.csv", reviews())
+    environment = pytest.MonkeyPatch()
+    environment.setenv("HSA_CACHE", str(folder / "cache"))
+    with pytest.raises(SystemExit) as caught:
+        run(["train", str(data), *COLUMNS, *TINY, *SIZES, *ONE, "--out", str(folder / "run")])
+    environment.undo()
+    assert caught.value.code == 0
+    return folder / "run" / "hsa", data
+
+
+def environment(**more):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **more}
+
+
+COMMAND = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
+
+
+# The whole way
+
+
+def test_without_data_the_standard_library_is_learned(call):
+    sizes = ("--width", "16", "--max-tokens", "64", "--epochs", "1", "--vocabulary", "512")
+    code, out, err = call("train", "--quick", "--cpu", *sizes, columns=80)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 140
+    assert any(line.startswith("Python standard library: ") and " classes; " in line for line in lines)
+    table = [line.split() for line in lines if line.split()[:1] in (["model"], ["hsa"], ["flat"], ["deepsets"])]
+    header = next(line for line in lines if line.split()[:2] == ["model", "parameters"])
+    assert header.split() == [
+        "model",
+        "parameters",
+        "accuracy",
+        "F1",
+        "operations",
+        "train",
+        "s",
+        "test",
+        "s",
+        "epochs",
+    ]
+    assert "…" not in "".join(lines[lines.index(header) :])
+    rows = [row for row in table if row[0] != "model" and row[1].replace(",", "").isdigit()]
+    assert [row[0] for row in rows] == ["hsa", "flat", "deepsets"]
+    sizes = [int(row[1].replace(",", "")) for row in rows]
+    assert max(sizes) < 1.01 * min(sizes)
+    assert any(line.startswith("hsa against flat: ") for line in lines)
+
+    folder = Path("runs/python-standard-library")
+    assert f"results go to {folder}" in lines
+    for name in ("curves.png", "confusion.png", "attention.png"):
+        with Image.open(folder / name) as image:
+            assert min(image.size) > 300
+    report = (folder / "report.md").read_text()
+    for part in ("| model | parameters | accuracy |", "![attention](attention.png)", "vocabulary: 512", "| deepsets |"):
+        assert part in report
+    results = json.loads((folder / "results.json").read_text())
+    assert [result["model"] for result in results] == ["hsa", "flat", "deepsets"]
+    files = {"config.json", "model.safetensors", "reading.json", "tokenizer.json", "result.json", CHECKPOINT}
+    for result in results:
+        assert {path.name for path in (folder / result["model"]).iterdir()} == files
+
+    code, out, err = call("predict", folder / "hsa", json.__file__)
+    assert (code, err) == (0, "")
+    assert json.__file__ in out
+
+
+def test_rows_end_to_end(call, tmp_path):
+    data = write_rows(tmp_path / "reviews.jsonl", reviews())
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)
+    assert (code, err) == (0, "")
+    assert "reviews.jsonl: 32 to train, 4 to validate, 4 to test; 2 classes; " in out
+    assert Path("runs/reviews/hsa/model.safetensors").is_file()
+
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)  # results are never written over
+    assert code == 0
+    assert "results go to runs/reviews-2" in out
+    assert sorted(os.listdir("runs")) == ["reviews", "reviews-2"]
+
+
+def test_many_kinds_of_columns_end_to_end(call, tmp_path):
+    rows = reviews()
+    for i, row in enumerate(rows):
+        row["photo"] = f"{i}.png"
+        picture(tmp_path / row["photo"], 60 if row["label"] == "pos" else 200)
+    data = write_rows(tmp_path / "reviews.csv", rows)
+    columns = ("--text", "title", "text", "--number", "stars", "--image", "photo", "--label", "label")
+    code, out, err = call("train", data, *columns, *TINY, *SIZES, "--models", "hsa", "deepsets")
+    assert (code, err) == (0, "")
+    assert "hsa against deepsets" in out
+    code, out, _ = call("predict", "runs/reviews/hsa", data)
+    assert (code, len(out.splitlines())) == (0, 40)
+
+
+def test_folders_end_to_end(call, tmp_path):
+    data = mixed_folder(tmp_path / "films")
+    code, _, err = call("train", data, *TINY, *SIZES, *ONE)
+    assert (code, err) == (0, "")
+    code, out, _ = call("evaluate", "runs/films/hsa", data, "--json")
+    assert (code, json.loads(out)["examples"]) == (0, 40)
+    code, out, _ = call("predict", "runs/films/hsa", data / "pos", "--json")
+    assert code == 0
+    found = [json.loads(line) for line in out.splitlines()]
+    assert len(found) == 20
+    assert set(found[0]) == {"where", "label", "probability", "runner_up"}
+
+
+def test_numbers_end_to_end(call, tmp_path):
+    data = write_rows(tmp_path / "reviews.parquet", reviews())
+    arguments = ("--text", "text", "--label", "stars", "--task", "regression")
+    code, out, err = call("train", data, *arguments, *TINY, *SIZES, "--models", "hsa", "deepsets")
+    assert (code, err) == (0, "")
+    assert "R²" in out
+    assert not Path("runs/reviews/confusion.png").exists()
+    code, out, _ = call("evaluate", "runs/reviews/hsa", data)
+    assert code == 0
+    assert {line.split("  ")[0] for line in out.splitlines()} >= {"examples", "r2", "mean absolute error"}
+    code, out, _ = call("predict", "runs/reviews/hsa", data)
+    assert 0 < float(out.split()[0]) < 9
+
+
+@pytest.mark.parametrize("model", ["bottom-up", "deepsets", "multiscale", "found", "flat"])
+def test_any_model_may_come_first(call, tmp_path, model):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    code, _, err = call("train", data, *COLUMNS, *TINY, *SIZES, "--models", model, "--out", "out")
+    assert (code, err) == (0, "")
+    assert Path("out/attention.png").exists() == (model not in ("bottom-up", "deepsets"))
+
+
+# Going on
+
+
+def test_a_finished_run_is_not_trained_again(call, tmp_path, monkeypatch):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)
+    before = json.loads(Path("runs/a/results.json").read_text())
+
+    class NoTraining(experiment.Trainer):
+        def fit(self):
+            raise AssertionError("trained again")
+
+    monkeypatch.setattr(experiment, "Trainer", NoTraining)
+    code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--resume")
+    assert (code, err) == (0, "")
+    assert "results go to runs/a" in out
+    assert json.loads(Path("runs/a/results.json").read_text()) == before
+
+
+def test_models_can_be_added_to_a_run(call, tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
+    weights = Path("out/hsa/model.safetensors").read_bytes()
+    code, out, _ = call(
+        "train", data, *COLUMNS, *TINY, *SIZES, "--models", "hsa", "deepsets", "--out", "out", "--resume"
+    )
+    assert code == 0
+    assert "hsa against deepsets" in out
+    assert Path("out/hsa/model.safetensors").read_bytes() == weights
+
+
+def test_a_folder_with_a_run_is_not_written_over(call, fails, tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
+    said = (
+        "out: given a folder with a run, expected a new folder; pass --resume to go on with that run, or another --out"
+    )
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == said
+    os.remove("out/results.json")  # as after Ctrl-C
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("--learning-rate", "0.5"),
+            "trained with learning_rate = 0.001, expected learning_rate = 0.5; resume with the",
+        ),
+        (("--width", "10"), "trained with encoder.width = 8, expected encoder.width = 10; resume with the options and"),
+        (("--seed", "3"), "trained with seed = 0, expected seed = 3"),
+        (("--max-tokens", "4"), "given a checkpoint of a run on other data, expected the data of the first start"),
+    ],
+)
+def test_going_on_with_something_else(fails, trained, tmp_path, change, said):
+    model, data = trained
+    shutil.copytree(model.parent, "out")
+    sizes = SIZES if "--width" not in change else SIZES[2:]
+    found = fails("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
+    assert found.startswith(f"out/hsa/{CHECKPOINT}: given a checkpoint ")
+    assert said in found
+
+
+def test_nothing_to_go_on_with(fails, trained):
+    _, data = trained
+    os.makedirs("runs/reviews-old")  # of other data
+    said = "resume: given no run in runs/reviews, expected one to resume; start without --resume, or pass the folder"
+    assert fails("train", data, *COLUMNS, "--resume").startswith(said)
+    said = "none: given no such folder, expected a run to resume; start without --resume"
+    assert fails("train", data, *COLUMNS, "--resume", "--out", "none") == said
+
+
+def test_ctrl_c_saves_a_checkpoint(tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews(200))
+    sizes = ("--cpu", "--width", "8", "--heads", "2", "--vocabulary", "300", "--batch-size", "2", "--patience", "0")
+    arguments = ["train", str(data), *COLUMNS, *sizes, *ONE, "--epochs", "40", "--out", "out"]
+    running = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", env=environment()
+    )
+    for line in running.stdout:
+        if "epoch 1:" in line:
+            break
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert err.startswith("stopped after ")
+    assert err.endswith(f" steps; the checkpoint is out/hsa/{CHECKPOINT}, go on with --resume\n")
+    assert err.count("\n") == 1
+    assert checkpoint.load(Path("out/hsa") / CHECKPOINT)["progress"]["state"]["epoch"] >= 1
+
+
+# Help, recipes, usage
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
+def test_help_does_not_wait_for_torch(command):
+    code = f"""if True:
+        import sys
+        from hsa.cli.main import run
+        try:
+            run(["{command}", "--help"])
+        finally:
+            print({{"torch", "numpy", "accelerate", "matplotlib", "yaml"}} & set(sys.modules))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, env=environment(COLUMNS="100")
+    )
+    assert done.stderr == ""
+    assert done.stdout.endswith("\nset()\n")
+    words = {
+        "train": ("--text", "--label", "--models", "--resume", "--quick", "--learning-rate", "--skip-bad", "Training"),
+        "evaluate": ("MODEL", "DATA", "--json"),
+        "predict": ("MODEL", "DATA", "--json"),
+    }
+    for word in words[command]:
+        assert word in done.stdout
+
+
+def test_recipes_and_flags(call, trained):
+    _, data = trained
+    shutil.copy(data, "reviews.csv")
+    recipe = {
+        "data": "reviews.csv",
+        "text": "text",
+        "label": "label",
+        "models": ["hsa", "flat"],
+        "width": 8,
+        "heads": 2,
+    }
+    sizes = {"vocabulary": 300, "epochs": 3, "position_width": 8, "learning_rate": "1e-2", "seed": 4}
+    with open("my.yaml", "w") as file:
+        file.writelines(f"{name}: {value}\n" for name, value in {**recipe, **sizes}.items())
+    # seed 0 is the default, and overrides the recipe all the same
+    code, out, err = call("train", "my.yaml", "--cpu", "--models", "deepsets", "--epochs=1", "--seed", "0")
+    assert (code, err) == (0, "")
+    assert "results go to runs/reviews" in out
+    report = Path("runs/reviews/report.md").read_text()
+    for line in ("epochs: 1", "seed: 0", "learning_rate: 0.01", "width: 8", "label: label"):
+        assert f"\n{line}\n" in report
+    assert not Path("runs/reviews/hsa").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("epocs: 3", "my.yaml: given the unknown option 'epocs', expected data, models, "),
+        ("epochs: [", "my.yaml: given no YAML (while parsing a flow node"),
+        ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
+        (
+            "models: [hsa, nope]",
+            "models: given 'nope', expected some of hsa, multiscale, found, bottom-up, flat, deepsets",
+        ),
+        ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
+    ],
+)
+def test_bad_recipes(fails, text, said):
+    with open("my.yaml", "w") as file:
+        file.write(text)
+    assert fails("train", "my.yaml").startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--models", "nope"),
+            "models: given 'nope', expected some of hsa, multiscale, found, bottom-up, flat, deepsets",
+        ),
+        (("--epochs", "0"), "epochs: given 0, expected more than 0"),
+        (("--learning-rate=-1",), "learning_rate: given -1.0, expected more than 0"),
+        (("--warmup", "1"), "warmup: given 1.0, expected a share: 0 or more and less than 1"),
+        (
+            ("--heads", "3"),
+            "heads: given 3 heads of a width of 128, expected heads that divide the width; or say how many",
+        ),
+        (
+            ("--fsdp", "--cpu"),
+            "fsdp: given one process, expected several, to shard the model over; start with torchrun",
+        ),
+        (
+            ("--text", "txt"),
+            "given the column 'txt', expected one of 'text', 'title', 'stars', 'label'; did you mean 'text'",
+        ),
+        (
+            ("--label", "text"),
+            "column 'text': given a column that is both read and predicted, expected one or the other",
+        ),
+        (
+            ("--task", "regression"),
+            "row 1 (line 2), column 'label': given the label 'pos', expected a number; pass --skip-",
+        ),
+        (("--word-vectors", "none.txt"), "none.txt: given no such file"),
+        (("--test", "none.csv"), "none.csv: given no such file or folder, expected rows, or a folder per class"),
+    ],
+)
+def test_options_that_do_not_fit(fails, trained, arguments, said):
+    columns = {"--text": "text", "--label": "label"}
+    columns.pop(arguments[0], None)
+    given = [word for pair in columns.items() for word in pair]
+    assert said in fails("train", trained[1], *given, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("train", "--epochs", "x"), "int"),
+        (("train", "--schedule", "steep"), "cosine"),
+        (("train", "--widht", "3"), "--width"),
+        (("predict",), "MODEL"),
+        (("evaluate", "a"), "DATA"),
+    ],
+)
+def test_usage_errors(call, arguments, hint):
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert hint in err
+
+
+def test_bad_rows_stop_or_are_counted(call, fails, tmp_path):
+    rows = reviews()
+    rows[6]["text"] = ""
+    data = write_rows(tmp_path / "a.csv", rows)
+    said = (
+        f"{data}: row 7 (line 8): given no values, expected at least one in 'text'; pass --skip-bad to leave out what"
+    )
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE).startswith(said)
+    code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--skip-bad")
+    assert code == 0
+    assert f"left out: 1, the first: {data}: row 7 (line 8): given no values" in " ".join(out.split())
+
+    assert fails("evaluate", "runs/a/hsa", data).startswith(said)
+    code, out, _ = call("evaluate", "runs/a/hsa", data, "--skip-bad", "--json")
+    assert (code, json.loads(out)["examples"], json.loads(out)["skipped"]) == (0, 39, 1)
+    code, out, err = call("predict", "runs/a/hsa", data, "--skip-bad")
+    assert (code, len(out.splitlines())) == (0, 39)
+    assert err.startswith(f"left out: 1, the first: {data}: row 7 (line 8): given no values")
+
+
+# Models on new data
+
+
+def test_evaluate(call, trained):
+    model, data = trained
+    code, out, err = call("evaluate", model, data)
+    assert (code, err) == (0, "")
+    names = [line[:22].strip() for line in out.splitlines()]
+    assert names == ["examples", "skipped", "accuracy", "f1", "loss", "attention operations", "seconds"]
+    code, out, _ = call("evaluate", model, data, "--json")
+    assert json.loads(out)["examples"] == 40
+    assert 0 <= json.loads(out)["accuracy"] <= 1
+
+
+def test_predict(call, trained):
+    model, data = trained
+    code, out, err = call("predict", model, data)
+    assert (code, err) == (0, "")
+    label, probability, where = out.splitlines()[4].split(maxsplit=2)
+    assert label in ("pos", "neg")
+    assert 0.5 <= float(probability) <= 1
+    assert where == f"{data}: row 5 (line 6)"
+    code, out, _ = call("predict", model, data, "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert (len(found), found[4]["where"], found[4]["label"]) == (40, where, label)
+    assert {found[4]["label"], found[4]["runner_up"]} == {"pos", "neg"}
+
+
+def test_models_and_data_that_do_not_fit(fails, trained, tmp_path):
+    model, data = trained
+    for command in ("evaluate", "predict"):
+        assert fails(command, "none", data) == "none: given no such folder, expected a model, as hsa train writes it"
+        assert (
+            fails(command, model.parent, data) == f"{model.parent}: given a folder of models, expected one of {model}"
+        )
+        os.makedirs("empty", exist_ok=True)
+        said = "empty/config.json: given no such file, expected the configuration of a model of hsa"
+        assert fails(command, "empty", data).startswith(said)
+        assert "none.csv: given no such file or folder" in fails(command, model, "none.csv")
+        other = write_rows(tmp_path / "other.csv", [{"body": "good", "label": "pos"}])
+        said = f"{other}: given the column 'text', expected one of 'body', 'label'"
+        assert fails(command, model, other).startswith(said)
+    unknown = write_rows(tmp_path / "unknown.csv", [{"text": "good", "label": "so-so"}])
+    said = f"{unknown}: row 1 (line 2): given the class 'so-so', expected one of neg, pos"
+    assert fails("evaluate", model, unknown).startswith(said)
+
+
+def test_weights_of_another_model(fails, call, trained):
+    model, data = trained
+    shutil.copytree(model, "mixed")
+    call("train", data, *COLUMNS, *TINY, *SIZES[2:], *ONE, "--width", "10", "--out", "wider")
+    shutil.copy("wider/hsa/model.safetensors", "mixed")
+    assert "they belong to another model" in fails("predict", "mixed", data)
