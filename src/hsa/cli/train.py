@@ -81,7 +81,7 @@ def _recipe(
         default = Recipe(
             read=DataOptions(vocabulary=4096, max_tokens=384),
             model=ModelOptions(width=96),
-            training=TrainingOptions(epochs=8, learning_rate=3e-3, batch_tokens=8192),
+            training=TrainingOptions(epochs=6, learning_rate=3e-3, batch_tokens=8192),
         )
         given = overridden(default, given, NAMED.get())
     if quick:
@@ -229,6 +229,13 @@ def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[
         f"\nmodel     {model}",
         f"report    {folder / 'report.md'}",
         f"pictures  {', '.join(str(picture) for picture in pictures)}",
-        f"\nnext: hsa predict {model} {'FILE.py' if recipe.data is None else recipe.data}",
+        f"\nnext: hsa predict {model} {_more_of(recipe, prepared)}",
     ):
         console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
+
+
+def _more_of(recipe: Recipe, prepared: Prepared) -> str:
+    """What the model could read next."""
+    if prepared.reading.kind in ("python", "news"):
+        return "FILE.py" if prepared.reading.kind == "python" else "FILE"
+    return str(recipe.data)

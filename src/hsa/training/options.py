@@ -105,7 +105,7 @@ class DataOptions:
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
         max_family: Sequences of more members than this become windows: a family costs the square of its size. 0 for none.
-        vocabulary: Size of the tokenizer that is trained on the training texts.
+        vocabulary: Size of the tokenizer that is trained on the texts of DATA, before it is split.
         word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
         encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a hub name; its vectors are the leaves.
         image_encoder: A frozen pre-trained image encoder (ViT, …), a folder or a hub name; an image is then one vector.
