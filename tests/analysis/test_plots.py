@@ -13,14 +13,6 @@ from hsa.training.loop import EpochRecord
 from tests.tasks import classifier, data
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def history(epochs):
     return [EpochRecord(i + 1, 1 / (i + 1), 1.1 / (i + 1), i / epochs, 0.1, 1.0) for i in range(epochs)]
 

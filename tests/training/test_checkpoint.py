@@ -14,14 +14,6 @@ from hsa.training.loop import CHECKPOINT
 from tests.tasks import classifier, trainer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def content(seed=0, **progress):
     model = classifier(seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

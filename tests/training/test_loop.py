@@ -23,14 +23,6 @@ OPERATORS = ("hierarchical", "multiscale", "found", "bottom-up", "flat", "none")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Interrupting(Log):
     """Presses Ctrl-C after so many steps."""
 
