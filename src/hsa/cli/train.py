@@ -95,13 +95,11 @@ def _run(
 ) -> None:
     from rich.text import Text
 
-    from hsa.training.experiment import MODELS, compare
+    from hsa.training.experiment import check_models, compare
     from hsa.training.loop import make_accelerator
     from hsa.training.prepare import prepare
 
-    for name in recipe.models:
-        if name not in MODELS:
-            raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+    check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
     folder = _folder(recipe, out, resume)
@@ -236,6 +234,4 @@ def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[
 
 def _more_of(recipe: Recipe, prepared: Prepared) -> str:
     """What the model could read next."""
-    if prepared.reading.kind in ("python", "news"):
-        return "FILE.py" if prepared.reading.kind == "python" else "FILE"
-    return str(recipe.data)
+    return {"python": "FILE.py", "news": "FILE"}.get(prepared.reading.kind, str(recipe.data))

@@ -65,7 +65,6 @@ def bottom_up(
     projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
     places: Places,
-    num_groups: int = 1,
 ) -> tuple[Tensor, Hierarchy]:
     """A vector per root, and the forest of these roots alone."""
     plan, roots = steps(hierarchy)
@@ -74,7 +73,7 @@ def bottom_up(
     ready = x
     for step in plan:
         members = ready.index_select(0, step.rows)
-        groups = Groups((0,) * (num_groups - 1) + (len(members),), None, None)
+        groups = Groups((len(members),), None, None)
         for layer, project in zip(layers, projected, strict=True):
             positions = None
             if project is not None:

@@ -155,13 +155,13 @@ class HierarchicalEncoder(nn.Module):
         """A vector per leaf, and the forest these leaves hang in: that of the inputs unless the encoder pools."""
         hierarchy, places = self._tree(inputs)
         x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)  # knows unknown modalities
-        groups = Groups.of(inputs.leaves, self.names, self.num_groups)
         features = None if self.features is None else self.features(places)
         if self.place is not None and features is not None:
             x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
         x = self.dropout(x)
         if self.config.operator == "bottom-up":
-            return bottom_up(x, hierarchy, self.layers, self.positions, features, places, self.num_groups)
+            return bottom_up(x, hierarchy, self.layers, self.positions, features, places)
+        groups = Groups.of(inputs.leaves, self.names, self.num_groups)
         for i, layer in enumerate(self.layers):
             if i and self.config.pool == "families":  # lone leaves too, whatever else is in the batch
                 x, hierarchy, places = pool_families(x, hierarchy, places)

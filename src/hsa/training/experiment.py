@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,15 @@ class Result:
         return Result(**data)
 
 
+def check_models(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in MODELS:
+            raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+
+
 def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelConfig:
     """The configuration of one of `MODELS` for these data."""
-    if name not in MODELS:
-        raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+    check_models([name])
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
@@ -99,7 +104,7 @@ def train_model(
         options,
         folder=folder,
         accelerator=accelerator,
-        transform=prepared.transform,
+        transform=prepared.reading.transform,
         watcher=watcher,
     )
     if resume and (folder / CHECKPOINT).is_file():

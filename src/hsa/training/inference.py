@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +14,12 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.models.saved import CONFIG, load_model
 from hsa.signals import Signal
-from hsa.signals.readers.files import SUFFIXES, read_file
+from hsa.signals.readers.files import SUFFIXES
 from hsa.training.data_set import DataSet, Example, build
 from hsa.training.loop import Evaluation, Trainer, make_accelerator
 from hsa.training.options import TrainingOptions
 from hsa.training.prepare import ROW_SUFFIXES, Reading, load_reading
-from hsa.training.sources import ImageReader
+from hsa.training.sources import Files
 
 OnBad = Callable[[InvalidInput], None]
 
@@ -42,7 +41,6 @@ class Saved:
     model: HierarchicalClassifier
     classes: tuple[str, ...]
     reading: Reading
-    transform: Any = None
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu") -> Saved:
@@ -57,12 +55,7 @@ class Saved:
         model, classes = load_model(folder, device)
         reading = load_reading(folder)
         _check_tokenizer(folder, model, reading)
-        transform = None
-        if reading.encoder is not None:
-            from hsa.huggingface.encoders import TextEncoder
-
-            transform = TextEncoder(reading.encoder).token_vectors
-        return Saved(model, classes, reading, transform)
+        return Saved(model, classes, reading)
 
     def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
         """Labelled data of the kind the model was trained on."""
@@ -90,9 +83,8 @@ class Saved:
         """Scores on labelled data."""
         options = TrainingOptions()
         accelerator = make_accelerator(options, cpu=next(self.model.parameters()).device.type == "cpu")
-        return Trainer(self.model, data, data, options, accelerator=accelerator, transform=self.transform).evaluate(
-            data
-        )
+        transform = self.reading.transform
+        return Trainer(self.model, data, data, options, accelerator=accelerator, transform=transform).evaluate(data)
 
     @torch.no_grad()
     def predict(self, path: Path, on_bad: OnBad, batch: int = 32) -> Iterator[Prediction]:
@@ -120,12 +112,14 @@ class Saved:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
         if not files:
             raise InvalidInput(str(path), given="no files to read", expected=f"some of {', '.join(sorted(SUFFIXES))}")
-        yield from reading.examples(_Files(files, reading.columns.language, reading.image_reader()), on_bad)
+        unlabelled = Files([("", file) for file in files], reading.columns.language, reading.image_reader())
+        yield from reading.examples(unlabelled, on_bad)
 
     def _say(self, examples: list[Example]) -> Iterator[Prediction]:
         batch = collate([example.signal for example in examples], self.model.config.modalities)
         batch = batch.to(next(self.model.parameters()).device)
-        out = self.model(batch if self.transform is None else self.transform(batch)).float().cpu()
+        transform = self.reading.transform
+        out = self.model(batch if transform is None else transform(batch)).float().cpu()
         if not self.classes:
             for example, number in zip(examples, out.tolist(), strict=True):
                 yield Prediction(example.where, number, None)
@@ -149,26 +143,3 @@ def _check_tokenizer(folder: Path, model: HierarchicalClassifier, reading: Readi
             expected=f"the model's own, of {text.tokens:,} tokens",
             fix="copy the whole folder of a model, as hsa train wrote it",
         )
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Files without labels as a source."""
-
-    files: list[Path]
-    language: str
-    image_reader: ImageReader
-
-    def texts(self) -> Iterator[str]:
-        return iter(())
-
-    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
-        for file in self.files:
-            try:
-                signal = read_file(file, tokenizer, self.language, image_reader=self.image_reader)
-                yield Example(signal, "", str(file))
-            except InvalidInput as error:
-                on_bad(error)
-
-    def fingerprint(self) -> str:
-        return ""

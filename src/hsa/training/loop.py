@@ -79,7 +79,6 @@ class Progress:
     epoch: int = 0
     step: int = 0  # of the epoch
     loss_sum: float = 0.0
-    seconds: float = 0.0
     epoch_seconds: float = 0.0
     best: tuple[float, float] = (-math.inf, -math.inf)  # score and negative loss: small validation sets have many ties
     best_epoch: int = -1
@@ -308,7 +307,6 @@ class Trainer:
             state.best, state.best_epoch = reached, state.epoch
             self.best_weights = {k: v.clone() for k, v in checkpoint.full_weights(self.model).items()}
         state.epoch, state.step, state.loss_sum, state.epoch_seconds = state.epoch + 1, 0, 0.0, 0.0
-        state.seconds += record.seconds
         self.watcher.epoch(record)
 
     def _save(self) -> None:

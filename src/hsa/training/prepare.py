@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from hsa.batch import Batch
 from hsa.errors import InvalidInput
 from hsa.files import write_then_rename
 from hsa.models.classifier import Task
@@ -32,6 +33,7 @@ from hsa.training.sources import (
     Rows,
     Source,
     StandardLibrary,
+    digest,
     or_skip,
     stamp,
 )
@@ -52,7 +54,8 @@ class Reading:
         columns: of rows.
         max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
         tokenizer: made the ids of text; None where there is none.
-        encoder: the frozen encoder whose vectors are the leaves, a folder or a name.
+        encoder, image_encoder: frozen ones whose vectors are the leaves, a folder or a name.
+        transform: the text encoder as a map of batches: ids to vectors.
     """
 
     kind: Literal["rows", "folders", "python", "news"]
@@ -62,6 +65,7 @@ class Reading:
     tokenizer: Any = None
     encoder: str | None = None
     image_encoder: str | None = None
+    transform: Callable[[Batch], Batch] | None = None
 
     def source(self, path: Path, *, labelled: bool) -> Source:
         """New data of the same kind."""
@@ -101,7 +105,6 @@ class Prepared:
     vectors: Tensor | None = None  # for the token table, where word vectors were given
     skipped: tuple[str, ...] = ()  # one message per row or file left out
     name: str = "data"
-    transform: Any = field(default=None)
 
 
 def _sources(
@@ -148,7 +151,7 @@ def prepare(
     small: bool = False,
     say: Callable[[str], None] = lambda message: None,
 ) -> Prepared:
-    """Read the data, train a tokenizer on the training part, and split. What was read once is kept in the cache.
+    """Read the data, train a tokenizer on its texts, and split. What was read once is kept in the cache.
 
     Args:
         data: a file of rows, a folder per class, or None for the Python standard library.
@@ -177,6 +180,7 @@ def prepare(
         tokenizer,
         options.encoder,
         options.image_encoder,
+        None if encoder is None else encoder.token_vectors,
     )
     key = json.dumps(
         [
@@ -184,12 +188,12 @@ def prepare(
             source.fingerprint(),
             *(s.fingerprint() for s in others.values()),
             None if options.word_vectors is None else stamp(options.word_vectors),
-            _plain(asdict(options)),
+            {name: value for name, value in asdict(options).items() if name != "skip_bad"},
             seed,
         ],
         default=str,
     )
-    folder = cache_folder() / _digest(key)
+    folder = cache_folder() / digest([key])
     sets = {} if skipped or options.skip_bad else _load_cached(folder)
     if not sets:
         say("reading")
@@ -216,7 +220,6 @@ def prepare(
         vectors=vectors,
         skipped=tuple(skipped),
         name="Python standard library" if data is None else data.name,
-        transform=None if encoder is None else encoder.token_vectors,
     )
 
 
@@ -371,16 +374,6 @@ def _check_classes(train: DataSet, options: DataOptions) -> None:
         )
 
 
-def _digest(text: str) -> str:
-    import hashlib
-
-    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("skip_bad",)}
-
-
 def save_reading(folder: Path, reading: Reading) -> None:
     """`reading.json`, and `tokenizer.json` where there is one."""
     from hsa.files import write_json
@@ -396,7 +389,7 @@ def load_reading(folder: Path) -> Reading:
 
     path = folder / "reading.json"
     about = read_json(path, "how a model reads data, as hsa train writes it")
-    names = {f.name for f in fields(Reading)} - {"tokenizer"}
+    names = {f.name for f in fields(Reading)} - {"tokenizer", "transform"}
     if not isinstance(about, dict) or set(about) != names or not isinstance(about["columns"], dict):
         raise InvalidInput(
             str(path),
@@ -405,11 +398,9 @@ def load_reading(folder: Path) -> Reading:
             fix="train the model again, or use the version of hsa that wrote it",
         )
     columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
-    tokenizer = None
-    if about["encoder"] is not None:
-        from hsa.huggingface.encoders import TextEncoder
-
-        tokenizer = TextEncoder(about["encoder"]).tokenizer
+    tokenizer = transform = None
+    if (encoder := _text_encoder(about["encoder"], lambda message: None)) is not None:
+        tokenizer, transform = encoder.tokenizer, encoder.token_vectors
     elif (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return Reading(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer)
+    return Reading(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer, transform=transform)

@@ -105,7 +105,7 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
         pictures.append(folder / "confusion.png")
         plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
     chosen = _example_for_a_picture(prepared)
-    if chosen is not None and first.operations and prepared.transform is None and first.model != "bottom-up":
+    if chosen is not None and first.operations and prepared.reading.transform is None and first.model != "bottom-up":
         model, _ = load_model(folder / first.model)
         example = prepared.test.select([chosen])
         pictures.append(folder / "attention.png")

@@ -131,7 +131,7 @@ class Rows:
     def fingerprint(self) -> str:
         pictures = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
         files = (self.path.parent / picture for picture in pictures)
-        return _digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
+        return digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
 
 
 def _kind(label: Any) -> str:
@@ -170,24 +170,11 @@ def _target(value: Any, numeric: bool, where: str) -> str | float:
     return str(value).strip()
 
 
-class Folders:
-    """A folder per class; every file in it, at any depth, is an example."""
+class Files:
+    """Files, each an example, and the class of each."""
 
-    def __init__(self, path: Path, language: str = "en", image_reader: ImageReader = read_image):
-        self.path, self.language, self.image_reader = path, language, image_reader
-        classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-        self.files = [
-            (folder.name, file)
-            for folder in classes
-            for file in sorted(folder.rglob("*"))
-            if file.is_file() and file.suffix.lower() in SUFFIXES
-        ]
-        if not self.files:
-            raise InvalidInput(
-                str(path),
-                given="no files in folders that name a class",
-                expected=f"{path}/CLASS/FILE, with files of the kinds {', '.join(sorted(SUFFIXES))}",
-            )
+    def __init__(self, files: list[tuple[str, Path]], language: str = "en", image_reader: ImageReader = read_image):
+        self.files, self.language, self.image_reader = files, language, image_reader
 
     def texts(self) -> Iterator[str]:
         for _, file in self.files:
@@ -208,7 +195,27 @@ class Folders:
             yield Example(signal, name, str(file))
 
     def fingerprint(self) -> str:
-        return _digest([self.language, *(stamp(file) for _, file in self.files)])
+        return digest([self.language, *(stamp(file) for _, file in self.files)])
+
+
+class Folders(Files):
+    """A folder per class; every file in it, at any depth, is an example."""
+
+    def __init__(self, path: Path, language: str = "en", image_reader: ImageReader = read_image):
+        classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        files = [
+            (folder.name, file)
+            for folder in classes
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and file.suffix.lower() in SUFFIXES
+        ]
+        if not files:
+            raise InvalidInput(
+                str(path),
+                given="no files in folders that name a class",
+                expected=f"{path}/CLASS/FILE, with files of the kinds {', '.join(sorted(SUFFIXES))}",
+            )
+        super().__init__(files, language, image_reader)
 
 
 class News:
@@ -244,7 +251,7 @@ class News:
         )
 
     def fingerprint(self) -> str:
-        return _digest([self.split, *(stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
+        return digest([self.split, *(stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
 
 
 class StandardLibrary:
@@ -295,7 +302,7 @@ class StandardLibrary:
                 on_bad(error)
 
     def fingerprint(self) -> str:
-        return _digest([sys.version, str(self.folder), str(self.most), str(len(self.definitions))])
+        return digest([sys.version, str(self.folder), str(self.most), str(len(self.definitions))])
 
 
 def _definitions(file: Path) -> Iterator[tuple[str, str]]:
@@ -308,7 +315,7 @@ def _definitions(file: Path) -> Iterator[tuple[str, str]]:
         return
 
 
-def _digest(parts: Iterable[str]) -> str:
+def digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
