@@ -83,7 +83,7 @@ def find_key_order(
         else:
             order[:, slots[present]] = moved[:, present]
         operations += heads * nodes * _operations(size, dim)
-    _sort_inside_leaf_families(order, hierarchy)
+    sort_inside_leaf_families(order, hierarchy)
     return KeyOrder(order, chunk, operations, hierarchy.digest)
 
 
@@ -108,25 +108,32 @@ def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndar
     return hierarchy.cached(("chunks", chunk), build)
 
 
-def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Per depth and size, from the root down: leaf slots of the nodes whose keys are sorted, and which are real (None: all).
+def nodes_to_sort(hierarchy: Hierarchy, chunk: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The leaf slots whose keys may move; of every node, begin and end among them, and whether its keys are sorted.
 
     A node with one child, or whose children are all leaves, needs no sorting; a root's sinks take no part.
     """
+    s = hierarchy.structure
+    movable = s.depth[s.leaf_nodes] > 1
+    slots_before = np.concatenate([[0], np.cumsum(movable)])
+    slots = np.flatnonzero(movable)
+    begin, end = slots_before[s.first_leaf], slots_before[s.end_leaf]
+    useful = (s.height > 1) & (s.num_children > 1) & (end > begin)
+    if chunk is not None:
+        number, complete = chunk_of_leaf(hierarchy, chunk)
+        of_slot = number[slots] if len(slots) else np.zeros(1, np.int64)
+        first = of_slot[np.minimum(begin, len(of_slot) - 1)]
+        last = of_slot[np.maximum(end - 1, 0)]
+        useful &= (first == last) & complete[first]
+    return slots, begin, end, useful
+
+
+def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
+    """Per depth and size, from the root down: leaf slots of the nodes to sort, and which are real (None: all)."""
 
     def build() -> list[tuple[Tensor, Tensor | None]]:
         s = hierarchy.structure
-        movable = s.depth[s.leaf_nodes] > 1
-        slots_before = np.concatenate([[0], np.cumsum(movable)])
-        slots = np.flatnonzero(movable)
-        begin, end = slots_before[s.first_leaf], slots_before[s.end_leaf]  # of every node, among the movable slots
-        useful = (s.height > 1) & (s.num_children > 1) & (end > begin)
-        if chunk is not None:
-            number, complete = chunk_of_leaf(hierarchy, chunk)
-            of_slot = number[slots] if len(slots) else np.zeros(1, np.int64)
-            first = of_slot[np.minimum(begin, len(of_slot) - 1)]
-            last = of_slot[np.maximum(end - 1, 0)]
-            useful &= (first == last) & complete[first]
+        slots, begin, end, useful = nodes_to_sort(hierarchy, chunk)
         result = []
         for depth in range(hierarchy.depth):
             nodes = np.flatnonzero(useful & (s.depth == depth))
@@ -188,7 +195,7 @@ def _operations(size: int, dim: int) -> int:
     return 2 * size * dim * small + 2 * (ITERATIONS + 1) * small**2 + project
 
 
-def _sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:
+def sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:
     """Inside a leaf family the order is free: take that of the leaves."""
     s = hierarchy.structure
     family = hierarchy.cached("parent of leaf", lambda: torch.as_tensor(s.parent[s.leaf_nodes]).to(order.device))

@@ -1,0 +1,288 @@
+"""Backend "triton" of hierarchical attention: the sweeps as two custom operators, forward and gradient.
+
+Memory traffic is about 6·N·d forward (q, k, v read, y written and read, the output written) and 9·N·d backward, N·d being one
+of q, k, v or the output. Gradients are deterministic: every sum is taken by one program in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hsa.attention.rounds import rooted
+from hsa.attention.triton import sweeps
+from hsa.attention.triton.tiles import Job, Layout, tiles
+from hsa.hierarchy import Hierarchy
+
+GROUPS = {16: 4, 32: 4, 64: 1, 128: 1}
+"""Runs per program, by their size: small ones go to a warp each, large ones are shared by all warps."""
+WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
+ROWS = 64
+"""Rows per program of the down sweep."""
+OVERLAP = {"OVERLAP": False} if triton.knobs.runtime.interpret else {"OVERLAP": True, "launch_pdl": True}
+
+def hierarchical_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    positions: Tensor | None,
+    include_self: bool,
+    causal: bool,
+    family_attention: Any,
+    scale: float,
+) -> Tensor:
+    """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
+    hierarchy, positions = rooted(hierarchy, positions)
+    plan = tiles(hierarchy)
+    assert plan is not None
+    places = None if positions is None else positions.index_select(0, plan.node)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return _forward(q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)[0]
+
+
+class _Launch:
+    """What all launches of one call share."""
+
+    def __init__(self, q: Tensor, v: Tensor, places: Tensor | None, table: Tensor, layout: list[int]):
+        self.layout = o = Layout.read(layout)
+        rows = [o.leaves, o.above]
+        sections = table.split([*rows, *rows, o.runs, o.runs, o.top_levels * (o.bundles + 1)])
+        self.parent, self.up_parent, self.count, self.up_count, self.begin, self.end, self.bundles = sections
+        self.heads, dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
+        place_dim = 0 if places is None else places.shape[2]
+        self.places = q if places is None else places  # not read without positions
+        self.up_places = q if places is None else places[o.leaves :]
+        self.place_strides = (0, 0) if places is None else (places.stride(0), places.stride(1) * (places.shape[1] > 1))
+        # Half precision is summed exactly enough by the fast products; float32 asks for its own.
+        precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        self.values = {"DV": value_dim, "BLOCK_DV": _block(value_dim)}
+        self.widths = {
+            "D": dim, "P": place_dim, "BLOCK_D": _block(dim), "BLOCK_P": _block(place_dim), "PRECISION": precision,
+            **self.values,
+        }  # fmt: skip
+        self.row_bytes = q.element_size() * max(_block(dim), _block(value_dim), _block(place_dim))
+
+    def runs(self, size: int) -> dict[str, int]:
+        return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **OVERLAP}
+
+    def groups(self, size: int) -> int:
+        """Runs per program; fewer where rows are wide: a tile of each of q, k and v must fit the shared memory."""
+        return max(1, GROUPS[size] * 128 // max(128, self.row_bytes))
+
+    def grid(self, job: Job) -> tuple[int]:
+        return (triton.cdiv(job.count, self.groups(job.size)) * self.heads,)
+
+    def job(self, job: Job) -> tuple[Tensor, Tensor]:
+        """Where its runs begin and end."""
+        return self.begin[job.first :], self.end[job.first :]
+
+    def kind(self, job: Job) -> dict[str, int]:
+        return {"SINGLE": job.single, "FULL": job.full, **self.runs(job.size)}
+
+
+def _split(pooled: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [rows, heads, dim] of the rows above the leaves, from one buffer."""
+    heads, dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
+    rows = pooled.numel() // (heads * (2 * dim + value_dim))
+    both, values = pooled.split([2 * rows * heads * dim, rows * heads * value_dim])
+    queries, keys = both.view(2, rows, heads, dim).unbind(0)
+    return queries, keys, values.view(rows, heads, value_dim)
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+@torch.library.custom_op("hsa::hierarchical_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool,
+    causal: bool,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output; then, to `keep` for the gradient, y of the leaves and of the rows above, their pooled q, k, v and masses."""
+    out, y, up_y, pooled, masses = _empty_results(q, k, v, places, table, layout, keep=keep)
+    if len(q) == 0:
+        return out, y, up_y, pooled, masses
+    up_q, up_k, up_v = _split(pooled, q, v)
+    o = _Launch(q, v, places, table, layout)
+    inner, outer, weight = masses.unbind(0)
+    up_out = torch.empty(up_y.shape, dtype=torch.float32, device=q.device)
+    leaf_y = y if keep else out  # finished in place unless the gradient needs it
+    flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
+    plane = up_q.numel()
+    leaves, *above = o.layout.levels
+    for job in leaves.jobs:
+        sweeps.up[o.grid(job)](
+            q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent, o.count,
+            o.up_count, *o.job(job), job.count, o.heads, scale, LEAVES=True, **flags, **o.kind(job)
+        )  # fmt: skip
+    for level in above:
+        for job in level.jobs:
+            sweeps.up[o.grid(job)](
+                up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner, up_q, plane,
+                o.up_parent, o.up_count, o.up_count, *o.job(job), job.count, o.heads, scale, LEAVES=False, **flags,
+                **o.kind(job)
+            )  # fmt: skip
+    if o.layout.top_levels:
+        sweeps.top[(o.layout.bundles * o.heads,)](
+            up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane, o.up_parent,
+            o.up_count, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads,
+            scale, ROWS=ROWS, SINGLE=o.layout.top_single, **flags, **o.runs(o.layout.top_size)
+        )  # fmt: skip
+    for level in reversed(above):
+        sweeps.down[(triton.cdiv(level.end - level.begin, ROWS) * o.heads,)](
+            up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end, o.layout.root, o.heads,
+            LEAVES=False, ROWS=ROWS, **o.values, **OVERLAP
+        )  # fmt: skip
+    sweeps.down[(triton.cdiv(leaves.end, ROWS) * o.heads,)](
+        leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads, LEAVES=True,
+        ROWS=ROWS, **o.values, **OVERLAP
+    )  # fmt: skip
+    return out, y, up_y, pooled, masses
+
+
+@_forward.register_fake
+def _empty_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool = False,
+    causal: bool = False,
+    scale: float = 1.0,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    leaves, above, heads = layout[0], layout[1], q.shape[1]
+    return (
+        v.new_empty(leaves, heads, v.shape[2]),
+        v.new_empty(leaves if keep else 0, heads, v.shape[2]),
+        v.new_empty(above, heads, v.shape[2]),
+        q.new_empty(above * heads * (2 * q.shape[2] + v.shape[2])),
+        q.new_empty(3, above, heads, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("hsa::hierarchical_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool,
+    causal: bool,
+    scale: float,
+    kept: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the positions of every row and head (empty without positions)."""
+    d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places, table, layout)
+    if len(q) == 0:
+        return d_q, d_k, d_v, d_places
+    y, up_y, pooled, masses = kept
+    up_q, up_k, up_v = _split(pooled, q, v)
+    up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
+    inner, outer, weight = masses.unbind(0)
+    o = _Launch(q, v, places, table, layout)
+    d_weight, d_inner = torch.empty_like(masses[:2]).unbind(0)
+    up_d_out = torch.empty(up_y.shape, dtype=torch.float32, device=q.device)
+    up_d_places = d_places if places is None else d_places[o.layout.leaves :]
+    flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
+    d_strides, up_d_strides = d_out.stride()[:2], up_d_out.stride()[:2]
+    leaves, *above = o.layout.levels
+
+    values = {"PRECISION": o.widths["PRECISION"], **o.values}
+    for job in leaves.jobs:
+        sweeps.d_down[o.grid(job)](
+            d_out, *d_strides, y, outer, inner, d_weight, up_d_out, o.parent, *o.job(job), job.count, o.heads,
+            LEAVES=True, **values, **o.kind(job)
+        )  # fmt: skip
+    for level in above:
+        for job in level.jobs:
+            sweeps.d_down[o.grid(job)](
+                up_d_out, *up_d_strides, up_y, outer, inner, d_weight, up_d_out, o.up_parent, *o.job(job), job.count,
+                o.heads, LEAVES=False, **values, **o.kind(job)
+            )  # fmt: skip
+    if o.layout.top_levels:
+        sweeps.d_top[(o.layout.bundles * o.heads,)](
+            up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out, d_weight, d_inner,
+            up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.begin, o.end, o.bundles, o.layout.bundles,
+            o.layout.top_levels, o.layout.root, o.heads, scale, SINGLE=o.layout.top_single, **flags,
+            **o.runs(o.layout.top_size)
+        )  # fmt: skip
+    for level in reversed(above):
+        for job in level.jobs:
+            sweeps.d_up[o.grid(job)](
+                up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out, *up_d_strides, inner, weight,
+                d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, up_d_q, up_d_k, up_d_v, o.up_parent,
+                o.up_count, o.up_count, *o.job(job), job.count, o.layout.root, o.heads, scale, LEAVES=False, **flags,
+                **o.kind(job)
+            )  # fmt: skip
+    for job in leaves.jobs:
+        sweeps.d_up[o.grid(job)](
+            q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight, d_inner, d_q,
+            d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count, *o.job(job), job.count,
+            o.layout.root, o.heads, scale, LEAVES=True, **flags, **o.kind(job)
+        )  # fmt: skip
+    return d_q, d_k, d_v, d_places
+
+
+@_backward.register_fake
+def _empty_gradients(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool = False,
+    causal: bool = False,
+    scale: float = 1.0,
+    kept: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), d_places)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, places, table, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    none = (None,) * 10
+    if d_out is None:
+        return none
+    q, k, v, places, table, *kept = ctx.saved_tensors
+    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    d_q, d_k, d_v, d_places = _backward(
+        d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept
+    )
+    if places is None:
+        return d_q, d_k, d_v, *none[3:]
+    return d_q, d_k, d_v, d_places.sum_to_size(places.shape), *none[4:]
+
+
+_forward.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,543 @@
+"""Kernels of hierarchical attention, forward and backward; a program works on one tile of families and one head.
+
+    up      attention inside families: the siblings' average y, the masses, and what parents pool
+    down    out(C) = out(P) + weight(P)·side(C)·y(C),  weight(C) = weight(P)·down(C)
+    d_down  the gradient of `down`, from the leaves up
+    d_up    the gradient of `up`, from the roots down; weights are computed again
+
+**Tiles.** A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones. Attention inside
+a run is one small product [SIZE, SIZE] whose entries between families are masked; families of 16 in runs of 16 waste nothing,
+and where all runs are full and in order (`FULL`) their rows are known without looking. Rows of the leaf level (`LEAVES`) come
+from the user's tensors; rows above, numbered from 0 after the leaves, from buffers that `up` fills.
+
+The levels near the roots, where a tree has few rows, are worked through by one program per tree (`top`): launches would take
+longer. `down` and `d_up` pass over the leaves from last to first, to find in the cache what the sweep before wrote last.
+
+Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings has
+outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SLOTS = tl.constexpr(16)
+"""Families in a run, at most."""
+
+
+@triton.jit
+def _wait_for_the_launch_before(OVERLAP: tl.constexpr):
+    """Launches may begin while the one before ends (`launch_pdl`); nothing is read or written before it has."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
+    """[GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
+    if GROUPS == 1:
+        left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
+        return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ x + b @ y + c @ z, added where the products are."""
+    if GROUPS == 1:
+        total = tl.dot(tl.reshape(a, a.shape[1:]), tl.reshape(x, x.shape[1:]), input_precision=PRECISION)
+        total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape(c, c.shape[1:]), tl.reshape(z, z.shape[1:]), acc=total, input_precision=PRECISION)
+        return tl.reshape(total, (1, a.shape[1], x.shape[2]))
+    else:
+        total = tl.dot(a, x, input_precision=PRECISION)
+        total = tl.dot(b, y, acc=total, input_precision=PRECISION)
+        return tl.dot(c, z, acc=total, input_precision=PRECISION)
+
+
+@triton.jit
+def _turned(x):
+    return tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
+def _tile(
+    group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr
+):  # fmt: skip
+    """Rows [GROUPS, SIZE] of the runs from `group` on, which of them exist, their parents, every run's first parent."""
+    group = group + tl.arange(0, GROUPS)
+    exists = group < last_group
+    member = tl.arange(0, SIZE)[None, :]
+    if FULL:
+        rows = group[:, None] * SIZE + member
+        valid = exists[:, None] & (member < SIZE)
+        first = tl.load(parent_ptr + group * SIZE, mask=exists, other=0)
+    else:
+        begin = tl.load(begin_ptr + group, mask=exists, other=0)
+        end = tl.load(end_ptr + group, mask=exists, other=0)
+        rows = begin[:, None] + member
+        valid = rows < end[:, None]
+        first = tl.load(parent_ptr + begin, mask=exists, other=0)
+    if SINGLE:
+        parent = tl.where(valid, first[:, None], -1)
+    else:
+        parent = tl.load(parent_ptr + rows, mask=valid, other=-1)
+    return rows, valid, parent, first, exists
+
+
+@triton.jit
+def _rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros where there is nothing."""
+    column = tl.arange(0, BLOCK)[None, None, :]
+    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
+    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    return tl.load(pointer + place + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, None, :]
+    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
+    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    tl.store(pointer + place + column, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weights(
+    q, k, places, parent, valid, count, scale, P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Softmax weights of every member over its siblings, and the log2 of their mass (−∞ without siblings)."""
+    logits = _product(q, _turned(k), GROUPS, PRECISION) * (scale * LOG2E)
+    if P > 0:
+        logits += _product(places, _turned(places), GROUPS, PRECISION) * LOG2E
+    if not LEAVES:
+        logits += tl.log2(count)[:, None, :]
+    member = tl.arange(0, SIZE)
+    i, j = member[None, :, None], member[None, None, :]
+    sees = valid[:, None, :]
+    if not SINGLE:
+        sees = sees & (parent[:, :, None] == parent[:, None, :])
+    if CAUSAL:
+        itself = j <= i if LEAVES else j < i
+        sees = sees & itself
+    elif not (LEAVES and INCLUDE_SELF):
+        sees = sees & (i != j)
+    logits = tl.where(sees, logits, float("-inf"))
+    top = tl.max(logits, 2)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(logits - top[:, :, None])
+    mass = tl.sum(weights, 2)
+    alone = mass == 0.0
+    mass = tl.where(alone, 1.0, mass)
+    return weights * (1.0 / mass)[:, :, None], tl.where(alone, float("-inf"), tl.log2(mass) + top)
+
+
+@triton.jit
+def _shares(inner, outer):
+    """How a member's row divides between its siblings and its own children; both 0 where it has neither."""
+    no_inner, no_outer = inner == float("-inf"), outer == float("-inf")
+    neither = no_inner | no_outer
+    gap = tl.where(neither, 0.0, outer) - tl.where(neither, 0.0, inner)
+    side = 1.0 / (1.0 + tl.exp2(-gap))
+    down = 1.0 / (1.0 + tl.exp2(gap))
+    side = tl.where(no_outer, 0.0, tl.where(no_inner, 1.0, side))
+    down = tl.where(no_inner, 0.0, tl.where(no_outer, 1.0, down))
+    return side, down
+
+
+@triton.jit
+def _mass(inner, outer):
+    """log2(2^inner + 2^outer)"""
+    high, low = tl.maximum(inner, outer), tl.minimum(inner, outer)
+    empty = low == float("-inf")
+    gap = tl.where(empty, 0.0, high) - tl.where(empty, 0.0, low)
+    return tl.where(empty, high, high + tl.log2(1.0 + tl.exp2(-gap)))
+
+
+@triton.jit
+def _families(parent, first, exists, valid, SINGLE: tl.constexpr):
+    """The families of a tile, [GROUPS, SLOTS]: their parents, which of them exist; and the slot of every row, or −1."""
+    slots = tl.arange(0, SLOTS)[None, :]
+    above = first[:, None] + slots
+    if SINGLE:
+        return above, exists[:, None] & (slots == 0), tl.where(valid, 0, -1)
+    else:
+        return above, above <= tl.max(parent, 1)[:, None], tl.where(valid, parent - first[:, None], -1)
+
+
+@triton.jit
+def _members(slot):
+    """[GROUPS, SLOTS, SIZE] which rows are in which family."""
+    return slot[:, None, :] == tl.arange(0, SLOTS)[None, :, None]
+
+
+@triton.jit
+def _put_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
+    """Store the sum of a number per row, times `share`, for every family; other rows do not count, whatever they hold."""
+    if SINGLE:
+        total = tl.sum(tl.where(slot >= 0, x, 0.0), 1)[:, None]
+    else:
+        total = tl.sum(tl.where(_members(slot), x[:, None, :], 0.0), 2)
+    tl.store(pointer + above.to(tl.int64) * heads + head, total * share, mask=is_family)
+
+
+@triton.jit
+def _pool(
+    pointer, weights, x, above, is_family, head, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Store weighted sums of the members' rows for every family; weights [GROUPS, SLOTS, SIZE]."""
+    total = _product(weights.to(x.dtype), x, GROUPS, PRECISION)
+    _put_rows(pointer, total, above, is_family, head, heads * WIDTH, WIDTH, WIDTH, BLOCK)
+
+
+@triton.jit
+def _pool_all(
+    pointer, plane, q, k, v, weights, share, first, exists, slot, head, heads, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """q, k and v of runs of one family each, pooled as three rows of one product; `plane` numbers lie between them."""
+    row = tl.arange(0, SLOTS)[None, :, None]
+    weights = tl.where(slot >= 0, weights, 0.0)[:, None, :]
+    total = _three_products(
+        tl.where(row == 0, weights, 0.0).to(q.dtype), tl.where(row == 1, weights, 0.0).to(q.dtype),
+        tl.where(row == 2, weights, 0.0).to(q.dtype), q, k, v, GROUPS, PRECISION
+    )  # fmt: skip
+    total = total * share[:, None, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    place = (first.to(tl.int64) * heads + head)[:, None, None] * WIDTH + row.to(tl.int64) * plane
+    mask = exists[:, None, None] & (row < 3) & (column < WIDTH)
+    tl.store(pointer + place + column, total.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _up_tile(
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
+    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
+    begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr
+):  # fmt: skip
+    rows, valid, parent, first, exists = _tile(
+        group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
+    )
+    q = _rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
+    k = _rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
+    v = _rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    places = q
+    if P > 0:
+        places = _rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+    count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
+    if not LEAVES:
+        count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
+    weights, outer = _weights(
+        q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+    )
+    y = _product(weights.to(v.dtype), v, GROUPS, PRECISION)
+    _put_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    mass = outer
+    if not LEAVES:
+        entry = rows.to(tl.int64) * heads + head
+        inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
+        mass = _mass(inner, outer)
+        tl.store(outer_ptr + entry, outer, mask=valid)
+
+    # What the parents get: means over the leaves below them.
+    above, is_family, slot = _families(parent, first, exists, valid, SINGLE)
+    share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
+    _put_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
+    if SINGLE and D == DV:
+        share = 1.0 / tl.load(up_count_ptr + first, mask=exists, other=1).to(tl.float32)
+        weights = count
+        if not LEAVES:  # counts may not fit half precision; of leaves, the sum is exact
+            weights, share = count * share[:, None], tl.full((GROUPS,), 1.0, tl.float32)
+        _pool_all(
+            up_q_ptr, plane, q, k, v, weights, share, first, exists, slot, head, heads, D, BLOCK_D, GROUPS, PRECISION
+        )
+    else:
+        part = count / tl.load(up_count_ptr + parent, mask=valid, other=1).to(tl.float32)
+        parts = tl.where(_members(slot), part[:, None, :], 0.0)
+        _pool(up_q_ptr, parts, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        _pool(up_q_ptr + plane, parts, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        _pool(up_q_ptr + 2 * plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+
+
+@triton.jit
+def _down_tile(
+    begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    rows = begin + tl.arange(0, ROWS)
+    valid = rows < end
+    parent = tl.load(parent_ptr + rows, mask=valid, other=0).to(tl.int64)
+    rows = rows.to(tl.int64)
+    column = tl.arange(0, BLOCK_DV)[None, :]
+    mask = valid[:, None] & (column < DV)
+    entry, above = rows * heads + head, parent * heads + head
+    y = tl.load(y_ptr + entry[:, None] * DV + column, mask=mask, other=0.0).to(tl.float32)
+    below_root = parent >= root  # a root has out 0 and weight 1
+    out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
+    weight = tl.load(weight_ptr + above, mask=valid & ~below_root, other=1.0)
+    if LEAVES:
+        out += weight[:, None] * y
+    else:
+        outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
+        inner = tl.load(inner_ptr + entry, mask=valid, other=0.0)
+        side, down = _shares(inner, outer)
+        out += (weight * side)[:, None] * y
+        tl.store(weight_ptr + entry, weight * down, mask=valid)
+    tl.store(out_ptr + entry[:, None] * DV + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _d_down_tile(
+    group, last_group, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr,
+    parent_ptr, begin_ptr, end_ptr, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    rows, valid, parent, first, exists = _tile(
+        group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
+    )
+    d_out = _rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
+    y = _rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    if LEAVES:  # as the diagonal of a product: cheaper than to sum across threads
+        member = tl.arange(0, SIZE)
+        pairs = _product(d_out, _turned(y), GROUPS, PRECISION)
+        d_weight = tl.sum(tl.where((member[:, None] == member[None, :])[None], pairs, 0.0), 2)
+    else:
+        d_weight = tl.sum(d_out * y.to(tl.float32), 2)
+        entry = rows.to(tl.int64) * heads + head
+        outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
+        inner = tl.load(inner_ptr + entry, mask=valid, other=0.0)
+        side, down = _shares(inner, outer)
+        d_weight = d_weight * side + down * tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
+    above, is_family, slot = _families(parent, first, exists, valid, SINGLE)
+    _put_sums(d_weight_ptr, d_weight, 1.0, above, is_family, slot, head, heads, SINGLE)
+    members = tl.where(_members(slot), 1.0, 0.0)
+    _pool(up_d_out_ptr, members, d_out, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+
+
+@triton.jit
+def _d_up_tile(
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
+    place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
+    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr,
+    root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr
+):  # fmt: skip
+    rows, valid, parent, first, exists = _tile(
+        group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
+    )
+    q = _rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
+    k = _rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
+    v = _rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    d_out = _rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
+    places = q
+    if P > 0:
+        places = _rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+    count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
+    if not LEAVES:
+        count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
+    weights, outer = _weights(
+        q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+    )
+    if SINGLE:  # one parent per run
+        of, known = first[:, None], exists[:, None]
+    else:
+        of, known = parent, valid
+    from_above = known & (of < root)  # nothing comes down to a root: weight 1, gradients 0
+    above = of.to(tl.int64) * heads + head
+    weight = tl.load(weight_ptr + above, mask=from_above, other=1.0)
+    d_mass = tl.load(d_inner_ptr + above, mask=from_above, other=0.0)
+    of_parent = 1.0 / tl.load(up_count_ptr + of, mask=known, other=1).to(tl.float32)  # leaves share alike
+    if not LEAVES:
+        of_parent = count * of_parent
+    d_mass = d_mass * of_parent
+
+    # y enters through w·side·y, the masses through the shares and through what the parent holds.
+    d_weights = _product(d_out, _turned(v), GROUPS, PRECISION)
+    of_y = tl.sum(weights * d_weights, 2)
+    factor, d_outer = weight, d_mass
+    if not LEAVES:
+        entry = rows.to(tl.int64) * heads + head
+        inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
+        side, down = _shares(inner, outer)
+        d_gap = side * down * weight * (of_y - tl.load(d_weight_ptr + entry, mask=valid, other=0.0))
+        d_outer = d_mass * side + d_gap
+        tl.store(d_inner_ptr + entry, d_mass * down - d_gap, mask=valid)
+        factor = weight * side
+    d_logits = weights * (factor[:, :, None] * (d_weights - of_y[:, :, None]) + d_outer[:, :, None])
+
+    d_v = _product(_turned((weights * factor[:, :, None]).to(v.dtype)), d_out, GROUPS, PRECISION)
+    d_v += of_parent[:, :, None] * _rows(up_d_v_ptr, of, from_above, head, heads * DV, DV, DV, BLOCK_DV)
+    _put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    if P > 0:
+        both = (d_logits + _turned(d_logits)).to(q.dtype)
+        d_places = _product(both, places, GROUPS, PRECISION)
+        _put_rows(d_place_ptr, d_places, rows, valid, head, heads * P, P, P, BLOCK_P)
+    d_logits = (d_logits * scale).to(q.dtype)
+    d_q = _product(d_logits, k, GROUPS, PRECISION)
+    d_q += of_parent[:, :, None] * _rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
+    _put_rows(d_q_ptr, d_q, rows, valid, head, heads * D, D, D, BLOCK_D)
+    d_k = _product(_turned(d_logits), q, GROUPS, PRECISION)
+    d_k += of_parent[:, :, None] * _rows(up_d_k_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
+    _put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
+
+
+@triton.jit
+def up(
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, y_ptr,
+    outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr, num_groups, heads,
+    scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
+    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr
+):  # fmt: skip
+    _wait_for_the_launch_before(OVERLAP)
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    _up_tile(
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
+        place_row, place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
+        begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL,
+        LEAVES, SINGLE, FULL, GROUPS, SIZE
+    )  # fmt: skip
+
+
+@triton.jit
+def down(
+    y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    _wait_for_the_launch_before(OVERLAP)
+    last_first = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, head = last_first // heads, last_first % heads
+    _down_tile(
+        begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
+        heads, DV, BLOCK_DV, LEAVES, ROWS
+    )  # fmt: skip
+
+
+@triton.jit
+def top(
+    q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
+    parent_ptr, count_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
+    DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Both sweeps over the last levels of whole trees."""
+    _wait_for_the_launch_before(OVERLAP)
+    bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    level = 0
+    while level < levels:
+        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
+        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        while group < last_group:
+            _up_tile(
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
+                place_row, place_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
+                begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
+                CAUSAL, False, SINGLE, False, GROUPS, SIZE
+            )  # fmt: skip
+            group += GROUPS
+        tl.debug_barrier()  # the next level reads what this one wrote
+        level += 1
+    while level > 0:
+        level -= 1
+        row = tl.load(begin_ptr + tl.load(bundle_ptr + level * (num_bundles + 1) + bundle))
+        end = tl.load(end_ptr + tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1) - 1)
+        while row < end:
+            _down_tile(
+                row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
+                BLOCK_DV, False, ROWS
+            )  # fmt: skip
+            row += ROWS
+        tl.debug_barrier()
+
+
+@triton.jit
+def d_down(
+    d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr, parent_ptr, begin_ptr,
+    end_ptr, num_groups, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr
+):  # fmt: skip
+    _wait_for_the_launch_before(OVERLAP)
+    tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    _d_down_tile(
+        tile * GROUPS, num_groups, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
+        up_d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, LEAVES, SINGLE, FULL, GROUPS,
+        SIZE
+    )  # fmt: skip
+
+
+@triton.jit
+def d_up(
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, d_out_ptr,
+    d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr,
+    up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr, num_groups, root,
+    heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
+    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr
+):  # fmt: skip
+    _wait_for_the_launch_before(OVERLAP)
+    last_first = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, head = last_first // heads, last_first % heads
+    _d_up_tile(
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
+        place_row, place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+        d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr,
+        up_count_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+        INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE
+    )  # fmt: skip
+
+
+@triton.jit
+def d_top(
+    q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
+    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, parent_ptr, count_ptr, begin_ptr, end_ptr,
+    bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr
+):  # fmt: skip
+    """The gradients of `top`."""
+    _wait_for_the_launch_before(OVERLAP)
+    bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    level = 0
+    while level < levels:
+        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
+        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        while group < last_group:
+            _d_down_tile(
+                group, last_group, head, d_out_ptr, heads * DV, DV, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
+                d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, False, SINGLE, False,
+                GROUPS, SIZE
+            )  # fmt: skip
+            group += GROUPS
+        tl.debug_barrier()  # the next level reads what this one wrote
+        level += 1
+    while level > 0:
+        level -= 1
+        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
+        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        while group < last_group:
+            _d_up_tile(
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
+                place_row, place_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+                d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
+                begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
+                CAUSAL, False, SINGLE, False, GROUPS, SIZE
+            )  # fmt: skip
+            group += GROUPS
+        tl.debug_barrier()
