@@ -4,12 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-import numpy as np
 import torch
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.runtime import interpreter
 
 from hsa import Hierarchy, Queries, find_key_order, open_families
 from hsa.attention.multiscale import choice as torch_choice
@@ -20,38 +17,10 @@ from hsa.attention.rounds import rooted
 from hsa.attention.triton import choice
 from hsa.attention.triton.levels import levels
 from tests.forests import forests, random_inputs, windows
+from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 few = settings(max_examples=6, derandomize=True)  # near-ties could fall either way: always the same examples
 seeds = st.integers(0, 10**6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_interpreter():
-    """Two things that it does slowly and often here.
-
-    Sorts are made of exclusive ors, which it reduces element by element. And it prepares the language anew whenever one
-    kernel function calls another; once is enough.
-    """
-    slow_reduce, prepared = interpreter.ReduceOps.generic_reduce, set()
-
-    def reduce(self, arguments):
-        if self.combine_fn != tl.standard._xor_combine:
-            return slow_reduce(self, arguments)
-        (x,) = arguments
-        return self.to_tensor(np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype)
-
-    def call(self, *args, **kwargs):
-        names = self.fn.__globals__
-        if names.get("tl") is not tl and id(names) not in prepared:
-            prepared.add(id(names))
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        yield
 
 
 def pooled(k, plan, key_order=None):

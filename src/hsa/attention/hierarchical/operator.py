@@ -12,6 +12,9 @@ from hsa.attention.arguments import check_inputs, check_positions, repeat_heads,
 from hsa.attention.dispatch import Backend, choose, only_softmax
 from hsa.attention.hierarchical import levelwise, reference
 from hsa.attention.hierarchical.family import family_attention_named
+from hsa.attention.rounds import rooted
+from hsa.attention.triton import available
+from hsa.attention.triton.reasons import hierarchical_reasons
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -22,7 +25,23 @@ def _only_exact(arguments: dict[str, Any]) -> list[str]:
     return only_softmax(arguments) + reasons
 
 
+def _run_triton(*arguments: Any, **options: Any) -> Tensor:
+    from hsa.attention.triton.hierarchical import hierarchical_attention
+
+    return hierarchical_attention(*arguments, **options)
+
+
+def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
+    reasons = only_softmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    if arguments["family_attention"] != "exact":
+        reasons.append("it has its own attention inside families: family_attention must be 'exact'")
+    if reasons:
+        return reasons
+    return hierarchical_reasons(rooted(arguments["hierarchy"])[0], arguments["q"], arguments["v"], arguments["positions"])
+
+
 HIERARCHICAL = (
+    Backend("triton", _run_triton, _why_not_triton),
     Backend("torch", levelwise.hierarchical_attention, only_softmax),
     Backend("reference", reference.hierarchical_attention, _only_exact),
 )
@@ -70,7 +89,7 @@ def hierarchical_attention(
             approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
             described in `hsa.attention.hierarchical.family`.
         scale: of the dot products; 1/√head_dim by default.
-        backend: "auto", "torch" or "reference".
+        backend: "auto", "triton" (CUDA), "torch" or "reference".
 
     Returns:
         `[leaves, heads, value_dim]`. A leaf with nothing to attend to gets zeros.

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from hsa.attention.arguments import (
     scale_or_default,
     without_autocast,
 )
+from hsa.attention.dispatch import Backend, choose
 from hsa.attention.multiscale.find_keys import KeyOrder, chunk_of_leaf
 from hsa.attention.multiscale.leaf_families import LeafFamilies, leaf_families
 from hsa.attention.multiscale.partition import Opened, lower
@@ -37,6 +40,8 @@ from hsa.attention.multiscale.pyramid import in_order, pyramid
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.visibility import anchors, key_limit
 from hsa.attention.rounds import rooted, rounds
+from hsa.attention.triton import available
+from hsa.attention.triton.reasons import choice_reasons
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -63,6 +68,7 @@ def open_families(
     positions: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    backend: str = "auto",
 ) -> Opened:
     """Choose the leaf families that each group of queries attends to exactly, for `multiscale_attention(opened=…)`.
 
@@ -76,6 +82,7 @@ def open_families(
             families and a beam of max(32, 2·refine) above.
         key_order: from `find_key_order`; then leaf families have no neighbours, so `near` must be 0.
         positions, causal, scale: as for `multiscale_attention`.
+        backend: "auto", "triton" (CUDA) or "torch".
 
     >>> q, k = torch.randn(2, 64, 2, 8).unbind(0)
     >>> tree = Hierarchy.regular([64], (4, 4))
@@ -98,28 +105,96 @@ def open_families(
         check_key_order(key_order, k, hierarchy, near=near, positions=positions)
     made_for = hierarchy.digest
     hierarchy, positions = rooted(hierarchy, positions)
-    families = leaf_families(hierarchy)
     limit = key_limit(queries, hierarchy, causal)
-    low, high = _open_from_the_start(queries, hierarchy, families, near, key_order, limit)
-    start = _range_table(low, high, families)
+    opening = _opening(queries, hierarchy, near, key_order, limit)
+    families = leaf_families(hierarchy)
     if refine == 0 or len(q) == 0 or len(families.nodes) == 0:
-        return Opened(start, queries, 0, limit, key_order, made_for)
-
+        return Opened(opening.table, queries, 0, limit, key_order, made_for)
+    widest = int(np.diff(families.tree_offsets).max())
+    exact = beam == "exact" or (beam is None and widest <= EXACT_FAMILIES)
+    width = None if exact else int(beam) if isinstance(beam, int) else max(32, 2 * refine)
+    asked = {"q": q, "hierarchy": hierarchy, "positions": positions, "width": width, "opening": opening}
+    chosen_by = choose("open_families", CHOICE, backend, {**asked, "backend": backend})
     with without_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        keys = k if key_order is None else in_order(k, key_order.order)
-        pooled = repeat_heads(pyramid(keys.to(dtype), rounds(hierarchy)), q.shape[1])
-        search = _Search(
-            q.to(dtype), pooled, hierarchy, families, queries, positions, limit, scale_or_default(scale, q)
+        chosen, counted = chosen_by.run(
+            q, k, hierarchy, queries, opening, key_order, positions, limit, scale, refine, width
         )
-        widest = int(np.diff(families.tree_offsets).max())
-        if beam == "exact" or (beam is None and widest <= EXACT_FAMILIES):
-            chosen = search.exact(low, high, refine)
-        else:
-            width = int(beam) if isinstance(beam, int) else max(32, 2 * refine)
-            chosen = search.beam(Opened(start, queries), refine, width)
-    both = torch.cat([start.expand(-1, q.shape[1], -1), chosen], -1)
-    return Opened(both, queries, search.scored, limit, key_order, made_for)
+    both = torch.cat([opening.table.expand(-1, q.shape[1], -1), chosen], -1)
+    return Opened(both, queries, counted, limit, key_order, made_for)
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """The families open from the start: per group a range of family numbers, low to high − 1; (0, 0) for none."""
+
+    low: np.ndarray
+    high: np.ndarray
+    table: Tensor  # [groups, 1, width] their nodes, −1 after them
+    bounds: tuple[Tensor, Tensor] | None  # low and high on the device; None: no group has any
+
+    @property
+    def any(self) -> bool:
+        return self.bounds is not None
+
+
+def _opening(
+    queries: Queries, hierarchy: Hierarchy, near: int, key_order: KeyOrder | None, limit: Tensor | None
+) -> Opening:
+    """The ranges follow from structure alone; made once per set of queries."""
+    check_chunked(key_order, limit)
+    families = leaf_families(hierarchy)
+
+    def build() -> Opening:
+        low, high = _open_from_the_start(queries, hierarchy, families, near, key_order, limit)
+        device = hierarchy.device
+        bounds = torch.as_tensor(low).to(device), torch.as_tensor(high).to(device)
+        return Opening(low, high, _range_table(low, high, families), bounds if (high > low).any() else None)
+
+    chunk = None if key_order is None else (key_order.chunk,)
+    return queries.cached(("opening", hierarchy.digest, near, chunk, limit is None), build)
+
+
+def _search_torch(
+    q: Tensor,
+    k: Tensor,
+    hierarchy: Hierarchy,
+    queries: Queries,
+    opening: Opening,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    limit: Tensor | None,
+    scale: float,
+    refine: int,
+    width: int | None,
+) -> tuple[Tensor, int]:
+    """[groups, heads, refine] nodes of the chosen families, and how many products that took. `width` None: exact."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys = k if key_order is None else in_order(k, key_order.order)
+    pooled = repeat_heads(pyramid(keys.to(dtype), rounds(hierarchy)), q.shape[1])
+    search = _Search(q.to(dtype), pooled, hierarchy, leaf_families(hierarchy), queries, positions, limit, scale)
+    if width is None:
+        chosen = search.exact(opening.low, opening.high, refine)
+    else:
+        chosen = search.beam(Opened(opening.table, queries), refine, width)
+    return chosen, search.scored
+
+
+def _search_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from hsa.attention.triton.multiscale import search
+
+    return search(*arguments)
+
+
+def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
+    reasons = available.why_not(arguments["q"], arguments["q"], arguments["backend"])
+    if reasons:
+        return reasons
+    if arguments["positions"] is not None:
+        return ["it does not take positions"]
+    return choice_reasons(arguments["hierarchy"], arguments["width"], arguments["opening"].any)
+
+
+CHOICE = (Backend("triton", _search_triton, _why_not_triton), Backend("torch", _search_torch))
 
 
 def _checked_queries(
@@ -226,7 +301,6 @@ def _open_from_the_start(
     limit: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per group a range of family numbers, low to high − 1; (0, 0) for none."""
-    check_chunked(key_order, limit)
     where = anchors(queries, limit)
     low, high = np.zeros((2, queries.num_groups), np.int64)
     sizes = np.diff(queries.host_offsets)

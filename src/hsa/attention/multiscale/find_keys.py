@@ -14,6 +14,7 @@ bounds). New here is the tree, whose pooled remainder keeps every key's mass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hsa.attention.arguments import check_count, check_inputs
+from hsa.attention.dispatch import Backend, choose
+from hsa.attention.triton import available
 from hsa.hierarchy import Hierarchy
 
 ITERATIONS = 12
@@ -43,7 +46,7 @@ class KeyOrder:
 @torch.no_grad()
 @torch.compiler.disable
 def find_key_order(
-    k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, chunk: int | None = None
+    k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, chunk: int | None = None, backend: str = "auto"
 ) -> KeyOrder:
     """An order of the keys that puts similar ones below the same nodes, for `open_families` and `multiscale_attention`.
 
@@ -53,6 +56,7 @@ def find_key_order(
         k: one key per leaf.
         hierarchy: the tree to fill.
         chunk: for causal use: keys (sinks not counted) per chunk; only inside complete chunks do keys change places.
+        backend: "auto", "triton" (CUDA) or "torch". Both find the same where keys differ clearly.
 
     >>> k = torch.tensor([0.0, 9.5, 1.0, 8.0, 2.0, 7.0])[:, None, None]
     >>> find_key_order(k, Hierarchy.regular([6], (3,))).order.tolist()
@@ -61,12 +65,17 @@ def find_key_order(
     check_inputs({"k": k}, hierarchy)
     if chunk is not None:
         chunk = check_count("chunk", chunk, "a positive number of keys, or None", minimum=1)
+    found_by = choose("find_key_order", FIND, backend, {"k": k, "backend": backend})
+    return KeyOrder(found_by.run(k, hierarchy, chunk), chunk, _all_operations(k, hierarchy, chunk), hierarchy.digest)
+
+
+def _find_torch(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
+    """[kv_heads, leaves] the leaf whose key sits at each leaf slot."""
     heads, dim = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
     keys = k.to(dtype).reshape(-1, dim)  # [leaves · heads, dim]
     head = torch.arange(heads, device=k.device)[:, None]
     order = torch.arange(hierarchy.num_leaves, device=k.device).expand(heads, -1).contiguous()
-    operations = 0
     for slots, present in _levels(hierarchy, chunk):
         nodes, size = slots.shape
         found = order[:, slots.flatten()].view(heads, nodes, size)
@@ -82,9 +91,33 @@ def find_key_order(
             order[:, slots.flatten()] = moved.flatten(1)
         else:
             order[:, slots[present]] = moved[:, present]
-        operations += heads * nodes * _operations(size, dim)
     sort_inside_leaf_families(order, hierarchy)
-    return KeyOrder(order, chunk, operations, hierarchy.digest)
+    return order
+
+
+def _find_triton(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
+    from hsa.attention.triton.find_keys import find_key_order
+
+    return find_key_order(k, hierarchy, chunk)
+
+
+def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
+    k = arguments["k"]
+    return available.why_not(k, k, arguments["backend"], widest=128)
+
+
+FIND = (Backend("triton", _find_triton, _why_not_triton), Backend("torch", _find_torch))
+
+
+def _all_operations(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> int:
+    heads, dim = k.shape[1:]
+
+    def count() -> int:
+        _, begin, end, useful = nodes_to_sort(hierarchy, chunk)
+        sizes, nodes = np.unique((end - begin)[useful], return_counts=True)
+        return sum(int(n) * _operations(int(size), dim) for size, n in zip(sizes, nodes, strict=True))
+
+    return heads * hierarchy.cached(("finding", chunk, dim), count)
 
 
 def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,8 @@ from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
+from hsa.attention.triton import available
+from hsa.attention.triton.reasons import multiscale_reasons
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -26,7 +28,27 @@ def _run_gathered(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, open
     return gathered.multiscale_attention(q, k, v, hierarchy, partition=opened.partition(hierarchy), **options)
 
 
+def _run_triton(*arguments: Any, **options: Any) -> Tensor:
+    from hsa.attention.triton.multiscale import multiscale_attention
+
+    return multiscale_attention(*arguments, **options)
+
+
+def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
+    reasons = only_softmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    if reasons:
+        return reasons
+    if arguments["positions"] is not None:
+        reasons.append("it does not take positions")
+    if arguments["dropout_p"] > 0:
+        reasons.append("it has no dropout")
+    return reasons + multiscale_reasons(
+        rooted(arguments["hierarchy"])[0], arguments["opened"], arguments["needs_grad"]
+    )
+
+
 MULTISCALE = (
+    Backend("triton", _run_triton, _why_not_triton),
     Backend("torch", _run_gathered, only_softmax),
     Backend("reference", reference.multiscale_attention, only_softmax),
 )
@@ -72,7 +94,7 @@ def multiscale_attention(
         pooled_bias: added to the logits of pooled nodes, a number or one per head: 0 is closest to softmax, −∞ drops them.
         dropout_p: dropout on (query, node) weights.
         scale: of the dot products; 1/√head_dim by default.
-        backend: "auto", "torch" or "reference".
+        backend: "auto", "triton" (CUDA), "torch" or "reference".
 
     Raises:
         InvalidInput: shapes, dtypes, devices or heads that do not fit; options without meaning under a key order.
@@ -103,7 +125,21 @@ def multiscale_attention(
     scale = scale_or_default(scale, q)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
-    chosen = choose("multiscale_attention", MULTISCALE, backend, {"normalizer": normalizer})
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, positions, pooled_bias)
+    )
+    asked_of_backend = {
+        "q": q,
+        "v": v,
+        "hierarchy": hierarchy,
+        "opened": opened,
+        "positions": positions,
+        "dropout_p": dropout_p,
+        "needs_grad": needs_grad,
+        "normalizer": normalizer,
+        "backend": backend,
+    }
+    chosen = choose("multiscale_attention", MULTISCALE, backend, asked_of_backend)
     hierarchy, positions = rooted(hierarchy, positions)
     options = {
         "opened": opened,
@@ -129,7 +165,10 @@ def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
                 given=repr(pooled_bias),
                 expected="a number below +∞ (−∞ drops pooled nodes), or a tensor",
             )
-    bias = torch.as_tensor(pooled_bias, device=q.device)
+        if pooled_bias == 0:
+            return None
+        return torch.full((1,), float(pooled_bias), dtype=torch.float32, device=q.device)
+    bias = pooled_bias.to(q.device)
     bias = bias if bias.is_floating_point() else bias.to(torch.float32)
     if bias.ndim > 1 or (bias.ndim == 1 and len(bias) not in (1, q.shape[1])):
         raise InvalidInput(
@@ -186,7 +225,7 @@ def _check_opened(
         raise InvalidInput("opened", given="a choice made for another hierarchy", expected="one for this", fix=same)
     if opened.key_order is not key_order:
         raise InvalidInput("opened", given="a choice made with another key_order", expected="the same object", fix=same)
-    depends_on_queries = opened.scored > 0 or key_order is not None
+    depends_on_queries = opened.depends_on_queries or key_order is not None
     if limit is not None and opened.limit is None and depends_on_queries:
         raise InvalidInput(
             "opened",

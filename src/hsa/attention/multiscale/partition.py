@@ -28,7 +28,7 @@ class Opened:
 
     families: `[groups, heads or 1, width]` parent nodes of the open leaf families, −1 where there are fewer.
     queries: the groups.
-    scored: how many products of a query and a pooled key the choice took, all heads together.
+    counted: products of a query and a pooled key that the choice took, a number or a tensor to sum; see `scored`.
     limit: `[queries]` keys before this leaf number may be seen; None: all.
     key_order: that of the keys when the choice was made.
     made_for: the fingerprint of the hierarchy; None for one made by hand, which is taken as it is.
@@ -36,7 +36,7 @@ class Opened:
 
     families: Tensor
     queries: Queries
-    scored: int = 0
+    counted: int | Tensor = 0
     limit: Tensor | None = None
     key_order: KeyOrder | None = None
     made_for: str | None = None
@@ -45,6 +45,15 @@ class Opened:
     def __repr__(self) -> str:
         groups, heads, width = self.families.shape
         return f"Opened({groups:,} groups, {heads} heads, up to {width} families)"
+
+    @property
+    def scored(self) -> int:
+        """How many products of a query and a pooled key the choice took, all heads together."""
+        return int(self.counted.sum()) if isinstance(self.counted, Tensor) else self.counted
+
+    @property
+    def depends_on_queries(self) -> bool:
+        return isinstance(self.counted, Tensor) or self.counted > 0
 
     def partition(self, hierarchy: Hierarchy) -> Partition:
         """The lists of nodes; made once, so that layers that share a choice share its lists."""

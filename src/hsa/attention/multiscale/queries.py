@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,7 @@ class Queries:
     visible: Tensor | None = None
     leaves: Tensor | None = None
     _checked_for: set[str] = field(default_factory=set)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         kind = "leaves" if self.leaves is not None else "queries"
@@ -88,6 +93,18 @@ class Queries:
             return _of_leaves(hierarchy, starts)
 
         return hierarchy.cached(("queries", size), build)
+
+    def cached(self, key: Any, build: Callable[[], T]) -> T:
+        """What follows from these queries alone, built once."""
+        if key not in self._cache:
+            with torch.inference_mode(False):  # later calls may need gradients
+                self._cache[key] = build()
+        return self._cache[key]
+
+    @property
+    def most(self) -> int:
+        """Queries of the largest group."""
+        return int(np.diff(self.host_offsets).max(initial=0))
 
     def checked(self, hierarchy: Hierarchy) -> Queries:
         """These queries, or an error that says what does not fit the forest. Looked at once per forest."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import sweeps
+from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator
 from hsa.attention.triton.tiles import Job, Layout, tiles
 from hsa.hierarchy import Hierarchy
 
@@ -22,7 +23,11 @@ GROUPS = {16: 4, 32: 4, 64: 1, 128: 1}
 WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
 ROWS = 64
 """Rows per program of the down sweep."""
-OVERLAP = {"OVERLAP": False} if triton.knobs.runtime.interpret else {"OVERLAP": True, "launch_pdl": True}
+OVERLAP = {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
+
+_up, _down, _top = Launcher(sweeps.up), Launcher(sweeps.down), Launcher(sweeps.top)
+_d_up, _d_down, _d_top = Launcher(sweeps.d_up), Launcher(sweeps.d_down), Launcher(sweeps.d_top)
+
 
 def hierarchical_attention(
     q: Tensor,
@@ -39,11 +44,10 @@ def hierarchical_attention(
     """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
     hierarchy, positions = rooted(hierarchy, positions)
     plan = tiles(hierarchy)
-    assert plan is not None
     places = None if positions is None else positions.index_select(0, plan.node)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _forward(q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)[0]
+    return forward(q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)[0]
 
 
 class _Launch:
@@ -75,8 +79,8 @@ class _Launch:
         """Runs per program; fewer where rows are wide: a tile of each of q, k and v must fit the shared memory."""
         return max(1, GROUPS[size] * 128 // max(128, self.row_bytes))
 
-    def grid(self, job: Job) -> tuple[int]:
-        return (triton.cdiv(job.count, self.groups(job.size)) * self.heads,)
+    def grid(self, job: Job) -> int:
+        return triton.cdiv(job.count, self.groups(job.size)) * self.heads
 
     def job(self, job: Job) -> tuple[Tensor, Tensor]:
         """Where its runs begin and end."""
@@ -99,7 +103,6 @@ def _block(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-@torch.library.custom_op("hsa::hierarchical_attention", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -111,15 +114,19 @@ def _forward(
     causal: bool,
     scale: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output; then, to `keep` for the gradient, y of the leaves and of the rows above, their pooled q, k, v and masses."""
-    out, y, up_y, pooled, masses = _empty_results(q, k, v, places, table, layout, keep=keep)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output; and what the gradient needs if it is to be kept.
+
+    y of the leaves, and of the rows between leaves and roots; pooled q, k, v and inner masses of all rows above the leaves;
+    outer masses and weights of those below the roots.
+    """
+    out, y, up_y, pooled, inner, shares = _empty_results(q, k, v, places, table, layout, keep=keep)
     if len(q) == 0:
-        return out, y, up_y, pooled, masses
+        return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
     o = _Launch(q, v, places, table, layout)
-    inner, outer, weight = masses.unbind(0)
-    up_out = torch.empty(up_y.shape, dtype=torch.float32, device=q.device)
+    outer, weight = shares.unbind(0)
+    up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -127,36 +134,44 @@ def _forward(
     plane = up_q.numel()
     leaves, *above = o.layout.levels
     for job in leaves.jobs:
-        sweeps.up[o.grid(job)](
-            q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent, o.count,
-            o.up_count, *o.job(job), job.count, o.heads, scale, LEAVES=True, **flags, **o.kind(job)
+        _up(
+            o.grid(job),
+            (q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent,
+             o.count, o.up_count, *o.job(job), job.count, o.heads, scale),
+            {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     for level in above:
         for job in level.jobs:
-            sweeps.up[o.grid(job)](
-                up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner, up_q, plane,
-                o.up_parent, o.up_count, o.up_count, *o.job(job), job.count, o.heads, scale, LEAVES=False, **flags,
-                **o.kind(job)
+            _up(
+                o.grid(job),
+                (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner,
+                 up_q, plane, o.up_parent, o.up_count, o.up_count, *o.job(job), job.count, o.heads,
+                 scale),
+                {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
     if o.layout.top_levels:
-        sweeps.top[(o.layout.bundles * o.heads,)](
-            up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane, o.up_parent,
-            o.up_count, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads,
-            scale, ROWS=ROWS, SINGLE=o.layout.top_single, **flags, **o.runs(o.layout.top_size)
+        _top(
+            o.layout.bundles * o.heads,
+            (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane,
+             o.up_parent, o.up_count, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels,
+             o.layout.root, o.heads, scale),
+            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
-        sweeps.down[(triton.cdiv(level.end - level.begin, ROWS) * o.heads,)](
-            up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end, o.layout.root, o.heads,
-            LEAVES=False, ROWS=ROWS, **o.values, **OVERLAP
+        _down(
+            triton.cdiv(level.end - level.begin, ROWS) * o.heads,
+            (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
+             o.layout.root, o.heads),
+            {"LEAVES": False, "ROWS": ROWS, **o.values, **OVERLAP},
         )  # fmt: skip
-    sweeps.down[(triton.cdiv(leaves.end, ROWS) * o.heads,)](
-        leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads, LEAVES=True,
-        ROWS=ROWS, **o.values, **OVERLAP
+    _down(
+        triton.cdiv(leaves.end, ROWS) * o.heads,
+        (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
+        {"LEAVES": True, "ROWS": ROWS, **o.values, **OVERLAP},
     )  # fmt: skip
-    return out, y, up_y, pooled, masses
+    return out, y, up_y, pooled, inner, shares
 
 
-@_forward.register_fake
 def _empty_results(
     q: Tensor,
     k: Tensor,
@@ -168,18 +183,18 @@ def _empty_results(
     causal: bool = False,
     scale: float = 1.0,
     keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    leaves, above, heads = layout[0], layout[1], q.shape[1]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    leaves, above, root, heads = *layout[:3], q.shape[1]
     return (
         v.new_empty(leaves, heads, v.shape[2]),
         v.new_empty(leaves if keep else 0, heads, v.shape[2]),
-        v.new_empty(above, heads, v.shape[2]),
+        v.new_empty(root, heads, v.shape[2]),
         q.new_empty(above * heads * (2 * q.shape[2] + v.shape[2])),
-        q.new_empty(3, above, heads, dtype=torch.float32),
+        q.new_empty(above, heads, dtype=torch.float32),
+        q.new_empty(2, root, heads, dtype=torch.float32),
     )
 
 
-@torch.library.custom_op("hsa::hierarchical_attention_backward", mutates_args=())
 def _backward(
     d_out: Tensor,
     q: Tensor,
@@ -197,13 +212,13 @@ def _backward(
     d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places, table, layout)
     if len(q) == 0:
         return d_q, d_k, d_v, d_places
-    y, up_y, pooled, masses = kept
+    y, up_y, pooled, inner, shares = kept
     up_q, up_k, up_v = _split(pooled, q, v)
     up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
-    inner, outer, weight = masses.unbind(0)
+    outer, weight = shares.unbind(0)
     o = _Launch(q, v, places, table, layout)
-    d_weight, d_inner = torch.empty_like(masses[:2]).unbind(0)
-    up_d_out = torch.empty(up_y.shape, dtype=torch.float32, device=q.device)
+    d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
+    up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
     up_d_places = d_places if places is None else d_places[o.layout.leaves :]
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -213,41 +228,49 @@ def _backward(
 
     values = {"PRECISION": o.widths["PRECISION"], **o.values}
     for job in leaves.jobs:
-        sweeps.d_down[o.grid(job)](
-            d_out, *d_strides, y, outer, inner, d_weight, up_d_out, o.parent, *o.job(job), job.count, o.heads,
-            LEAVES=True, **values, **o.kind(job)
+        _d_down(
+            o.grid(job),
+            (d_out, *d_strides, y, outer, inner, d_weight, up_d_out, o.parent, *o.job(job), job.count,
+             o.heads),
+            {"LEAVES": True, **values, **o.kind(job)},
         )  # fmt: skip
     for level in above:
         for job in level.jobs:
-            sweeps.d_down[o.grid(job)](
-                up_d_out, *up_d_strides, up_y, outer, inner, d_weight, up_d_out, o.up_parent, *o.job(job), job.count,
-                o.heads, LEAVES=False, **values, **o.kind(job)
+            _d_down(
+                o.grid(job),
+                (up_d_out, *up_d_strides, up_y, outer, inner, d_weight, up_d_out, o.up_parent,
+                 *o.job(job), job.count, o.heads),
+                {"LEAVES": False, **values, **o.kind(job)},
             )  # fmt: skip
     if o.layout.top_levels:
-        sweeps.d_top[(o.layout.bundles * o.heads,)](
-            up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out, d_weight, d_inner,
-            up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.begin, o.end, o.bundles, o.layout.bundles,
-            o.layout.top_levels, o.layout.root, o.heads, scale, SINGLE=o.layout.top_single, **flags,
-            **o.runs(o.layout.top_size)
+        _d_top(
+            o.layout.bundles * o.heads,
+            (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out,
+             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.begin,
+             o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
+            {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
         for job in level.jobs:
-            sweeps.d_up[o.grid(job)](
-                up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out, *up_d_strides, inner, weight,
-                d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, up_d_q, up_d_k, up_d_v, o.up_parent,
-                o.up_count, o.up_count, *o.job(job), job.count, o.layout.root, o.heads, scale, LEAVES=False, **flags,
-                **o.kind(job)
+            _d_up(
+                o.grid(job),
+                (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
+                 *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
+                 up_d_places, up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
+                 *o.job(job), job.count, o.layout.root, o.heads, scale),
+                {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
     for job in leaves.jobs:
-        sweeps.d_up[o.grid(job)](
-            q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight, d_inner, d_q,
-            d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count, *o.job(job), job.count,
-            o.layout.root, o.heads, scale, LEAVES=True, **flags, **o.kind(job)
+        _d_up(
+            o.grid(job),
+            (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
+             d_inner, d_q, d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,
+             *o.job(job), job.count, o.layout.root, o.heads, scale),
+            {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     return d_q, d_k, d_v, d_places
 
 
-@_backward.register_fake
 def _empty_gradients(
     d_out: Tensor,
     q: Tensor,
@@ -268,7 +291,6 @@ def _empty_gradients(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _ = inputs
     ctx.save_for_backward(q, k, v, places, table, *output[1:])
-    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -277,7 +299,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return none
     q, k, v, places, table, *kept = ctx.saved_tensors
     d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
-    d_q, d_k, d_v, d_places = _backward(
+    d_q, d_k, d_v, d_places = backward(
         d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept
     )
     if places is None:
@@ -285,4 +307,5 @@ def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return d_q, d_k, d_v, d_places.sum_to_size(places.shape), *none[4:]
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+forward = Operator("hierarchical_attention", _forward, _empty_results, _save, _gradients)
+backward = Operator("hierarchical_attention_backward", _backward, _empty_gradients)

@@ -1,23 +1,24 @@
-"""Multiscale attention straight from the open families, without lists in memory.
+"""Multiscale attention from open families: lists of rows, made where they are read, a stretch of groups at a time.
 
 A group of queries and a head have open rows: parents of the leaf families they read leaf by leaf. Open rows, everything
-above them, and the root of the tree are *expanded*; the group attends to the children of expanded rows that are not expanded
-themselves. One program climbs from the open rows to the root, and at every level takes the children of the rows it reaches,
-without those it comes from, into a running softmax.
+above them, and the root of the tree are *expanded*; the list of the group are the children of expanded rows that are not
+expanded themselves. One kernel climbs from the open rows to the root and writes the lists, another attends to them. Lists
+are short-lived: the groups are worked on in stretches whose lists fill at most `SCRATCH` numbers.
 
 Open rows are sorted first, by their leaves, parents before what is below them. (An open row can lie below another where a
 family has leaves and other members.) From then on the paths stay in order, paths that have met are neighbours, and the
 entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the last
 path of a family also the one behind it.
 
-The gradient climbs once more. Gradients of keys and values add up in float32 by atomic additions, in no fixed order: two
-runs may differ in the last bits. Everything else is reproducible.
+The gradient makes the lists once more. Gradients of keys and values add up by atomic additions in float32, in no fixed
+order: two runs may differ in the last bits. Everything else is reproducible.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,10 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.triton.levels import Levels
+from hsa.attention.triton.levels import Levels, level_bounds
 
-MOST_OPEN = 256
-"""Open rows of a group and head that a program can hold."""
+SCRATCH = 2**26
+"""Entries of lists in memory at once."""
 
 # Columns of the table of rows: together they are one 32-byte sector of memory.
 COLUMNS = tl.constexpr(8)
@@ -67,7 +68,7 @@ def attend_lists(
     Args:
         q: `[queries, heads, dim]`.
         keys, values: pyramids `[kv_heads, rows, dim]`.
-        open_rows: `[groups, heads or 1, width]` int32, −1: none; at most MOST_OPEN.
+        open_rows: `[groups, heads or 1, width]` int32, −1: none.
         group_offsets: `[groups + 1]` int64, the rows of q of every group; together all rows.
         group_tree: `[groups]` int64, the tree whose keys the group reads.
         limit: `[queries]` int64: seen are entries whose leaves all come before this one; None: all.
@@ -94,6 +95,7 @@ def attend_lists(
         pooled_bias,
         scale,
         most_queries,
+        rows.most_entries(open_rows.shape[2]),
         rows.widest,
     )
     return out
@@ -103,8 +105,16 @@ def attend_lists(
 class _Rows:
     table: Tensor  # [rows, COLUMNS] int32
     roots: Tensor  # [trees, 2] int32, the lowest row of every root, and its level
-    level_ends: Tensor  # [levels + 1 + 3] int32, the last one repeated: kernels look at a few levels at once
+    level_ends: Tensor  # [levels + 1] int32
     widest: list[int]  # the largest family of leaves, and of other rows
+    families: list[np.ndarray]  # per level above the leaves, sizes of families, the largest first
+    _most: dict[int, int] = field(default_factory=dict)
+
+    def most_entries(self, width: int) -> int:
+        """Of a list with `width` open rows: at every level, no more than its largest families hold."""
+        if width not in self._most:
+            self._most[width] = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
+        return self._most[width]
 
 
 _rows_of: WeakKeyDictionary[Levels, _Rows] = WeakKeyDictionary()
@@ -127,54 +137,13 @@ def _build(plan: Levels) -> _Rows:
     table[:, STANDS_FOR_LEAF.value] = plan.stands_for_leaf
     root = plan.row_of_node[: plan.bounds[-1] - plan.bounds[-2]]  # roots are the first nodes
     roots_and_levels = np.stack([root, np.searchsorted(plan.bounds, root, side="right") - 1], 1)
-    parts = [table.ravel(), roots_and_levels.ravel(), np.pad(plan.bounds[1:], (0, 3), mode="edge")]
+    parts = [table.ravel(), roots_and_levels.ravel(), np.array(plan.bounds[1:])]
     everything = torch.from_numpy(np.concatenate([x.astype(np.int32) for x in parts])).to(plan.device)
     flat, roots, level_ends = everything.split([len(x) for x in parts])
-    above = plan.bounds[min(2, len(plan.bounds) - 1)]
-    widest = [int(x.max(initial=1)) for x in (plan.num_children[:above], plan.num_children[above:])]
-    return _Rows(flat.view(-1, COLUMNS.value), roots, level_ends, widest)
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Sizes of the pieces that a program works on."""
-
-    queries: int
-    width: int  # open rows
-    leaf_rows: int  # expanded rows at a time, and children of each at a time, at the leaf level
-    leaf_children: int
-    levels: int  # at a time, above
-    rows: int
-    children: int
-    dim: int
-    value_dim: int
-    warps: int
-
-
-def _tiles(q: Tensor, values: Tensor, open_rows: Tensor, most_queries: int, widest: list[int]) -> _Tiles:
-    width = triton.next_power_of_2(max(open_rows.shape[2], 2))
-    dim, value_dim = (max(16, triton.next_power_of_2(x.shape[2])) for x in (q, values))
-    larger = max(dim, value_dim)
-    if most_queries == 1:
-        queries, warps = 1, max(1, larger // 64)
-    else:
-        queries = min(64, max(16, triton.next_power_of_2(most_queries)))
-        warps = min(8, max(1, queries * larger // 1024))
-    # Not fewer than threads: the compiler would take loads of entries' numbers for cheap, repeat them in every layout it
-    # needs, and (Triton 3.6) fail over the order of the copies.
-    entries = 32 * warps
-    leaf_rows, leaf_children = _shape(width, widest[0], entries)
-    # A path leaves one child of a family out, its own: below a binary node there is one entry.
-    levels = min(4, max(1, entries // (width * triton.next_power_of_2(max(widest[1] - 1, 1)))))
-    rows, children = _shape(width * levels, max(widest[1] - 1, 1), entries)
-    return _Tiles(queries, width, leaf_rows, leaf_children, levels, rows, children, dim, value_dim, warps)
-
-
-def _shape(paths: int, family: int, entries: int) -> tuple[int, int]:
-    """Paths and children of each at a time, `entries` together; at least 16, for the tensor cores."""
-    children = min(triton.next_power_of_2(family), entries, max(8, entries // paths))
-    rows = min(paths, entries // children)
-    return rows, max(children, 16 // rows)
+    families = [-np.sort(-plan.num_children[begin:end]) for begin, end in level_bounds(plan)[1:]]
+    largest = [int(sizes.max(initial=1)) for sizes in families]
+    widest = [max(largest[:1], default=1), max(largest[1:], default=1)]
+    return _Rows(flat.view(-1, COLUMNS.value), roots, level_ends, widest, families)
 
 
 @torch.library.custom_op("hsa::attend_lists", mutates_args=())
@@ -194,29 +163,40 @@ def _attend(
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
+    most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor]:
     """The output, and log2 of the summed exponentials [heads, queries]: +∞ where nothing is seen."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    keys, values, open_rows = keys.contiguous(), values.contiguous(), open_rows.contiguous()
+    keys, values = keys.contiguous(), values.contiguous()
+    order = None if order is None else order.contiguous()
     out = q.new_empty(len(q), q.shape[1], values.shape[2])
     mass = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     if len(q) == 0:
         return out, mass
-    tiles = _tiles(q, values, open_rows, most_queries, widest)
-    grid = (len(group_tree), q.shape[1], triton.cdiv(most_queries, tiles.queries))
-    _forward_kernel[grid](
-        q,
-        keys,
-        values,
-        out,
-        mass,
-        *_walk(open_rows, group_offsets, group_tree, table, roots, level_ends, limit, leaves, order),
-        pooled_bias,
-        *_numbers(q, keys, open_rows, pooled_bias, order),
-        scale,
-        **_constants(q, values, tiles),
-    )
+    tiles = _tiles(q, values, most_queries)
+    for lists in _lists(
+        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+    ):
+        _forward_kernel[(lists.groups, q.shape[1], triton.cdiv(most_queries, tiles["BLOCK_Q"]))](
+            q,
+            keys,
+            values,
+            out,
+            mass,
+            lists.entries,
+            lists.counts,
+            group_offsets,
+            table,
+            limit,
+            leaves,
+            order,
+            pooled_bias,
+            *_numbers(q, keys, pooled_bias, order, lists),
+            scale,
+            **tiles,
+            num_stages=2,
+        )
     return out, mass
 
 
@@ -237,6 +217,7 @@ def _(
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
+    most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(len(q), q.shape[1], values.shape[2])
@@ -263,38 +244,50 @@ def _attend_backward(
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
+    most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, keys, values and pooled_bias (empty without one)."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    keys, values, open_rows = keys.contiguous(), values.contiguous(), open_rows.contiguous()
+    keys, values, d_out = keys.contiguous(), values.contiguous(), d_out.contiguous()
+    order = None if order is None else order.contiguous()
     d_q = q.new_empty(q.shape)
     d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
-    tiles = _tiles(q, values, open_rows, most_queries, widest)
-    grid = (len(group_tree), q.shape[1], triton.cdiv(max(most_queries, 1), tiles.queries))
-    d_bias = None if pooled_bias is None else mass.new_zeros(grid)
-    if len(q):
-        _backward_kernel[grid](
+    tiles = _tiles(q, values, most_queries)
+    blocks = triton.cdiv(max(most_queries, 1), tiles["BLOCK_Q"])
+    d_bias = None if pooled_bias is None else mass.new_zeros(len(group_tree), q.shape[1], blocks)
+    for lists in _lists(
+        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+    ):
+        _backward_kernel[(lists.groups, q.shape[1], blocks)](
             q,
             keys,
             values,
             out,
             mass,
-            d_out.contiguous(),
+            d_out,
             d_q,
             d_keys,
             d_values,
             d_bias,
-            *_walk(open_rows, group_offsets, group_tree, table, roots, level_ends, limit, leaves, order),
+            lists.entries,
+            lists.counts,
+            group_offsets,
+            table,
+            limit,
+            leaves,
+            order,
             pooled_bias,
-            *_numbers(q, keys, open_rows, pooled_bias, order),
+            *_numbers(q, keys, pooled_bias, order, lists),
             scale,
-            **_constants(q, values, tiles),
+            **tiles,
+            num_stages=1,
         )
+    d_keys, d_values = d_keys.to(q.dtype), d_values.to(q.dtype)
     if d_bias is None or pooled_bias is None:
-        return d_q, d_keys.to(q.dtype), d_values.to(q.dtype), mass.new_empty(0)
+        return d_q, d_keys, d_values, mass.new_empty(0)
     per_head = d_bias.sum((0, 2)) if len(pooled_bias) > 1 else d_bias.sum().view(1)
-    return d_q, d_keys.to(q.dtype), d_values.to(q.dtype), per_head.to(pooled_bias.dtype)
+    return d_q, d_keys, d_values, per_head.to(pooled_bias.dtype)
 
 
 @_attend_backward.register_fake
@@ -317,64 +310,12 @@ def _(
     pooled_bias: Tensor | None,
     scale: float,
     most_queries: int,
+    most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_bias = mass.new_empty(0) if pooled_bias is None else pooled_bias.new_empty(pooled_bias.shape)
     d_keys, d_values = (x.new_empty(x.shape, dtype=q.dtype) for x in (keys, values))
     return q.new_empty(q.shape), d_keys, d_values, d_bias
-
-
-def _walk(
-    open_rows: Tensor,
-    group_offsets: Tensor,
-    group_tree: Tensor,
-    table: Tensor,
-    roots: Tensor,
-    level_ends: Tensor,
-    limit: Tensor | None,
-    leaves: Tensor | None,
-    order: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """What a program needs to find its entries, as kernels take it."""
-    order = None if order is None else order.contiguous()
-    return open_rows, group_offsets, group_tree, table, roots, level_ends, limit, leaves, order
-
-
-def _numbers(
-    q: Tensor, keys: Tensor, open_rows: Tensor, pooled_bias: Tensor | None, order: Tensor | None
-) -> tuple[int, ...]:
-    """Sizes and strides, as kernels take them."""
-    return (
-        q.stride(0),
-        q.stride(1),
-        len(q),
-        q.shape[1],
-        q.shape[1] // keys.shape[0],
-        keys.shape[1],
-        0 if order is None else order.shape[1],
-        open_rows.shape[2],
-        open_rows.shape[1] * open_rows.shape[2],
-        open_rows.shape[2] if open_rows.shape[1] > 1 else 0,
-        1 if pooled_bias is not None and len(pooled_bias) > 1 else 0,
-    )
-
-
-def _constants(q: Tensor, values: Tensor, tiles: _Tiles) -> dict[str, int]:
-    return {
-        "DIM": q.shape[2],
-        "VALUE_DIM": values.shape[2],
-        "BLOCK_Q": tiles.queries,
-        "BLOCK_D": tiles.dim,
-        "BLOCK_V": tiles.value_dim,
-        "WIDTH": tiles.width,
-        "LEAF_ROWS": tiles.leaf_rows,
-        "LEAF_CHILDREN": tiles.leaf_children,
-        "LEVELS": tiles.levels,
-        "ROWS": tiles.rows,
-        "CHILDREN": tiles.children,
-        "num_warps": tiles.warps,
-        "num_stages": 1,
-    }
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -385,10 +326,258 @@ def _keep(ctx, inputs, output) -> None:
 def _backward(ctx, d_out: Tensor, d_mass: Tensor):
     out, mass, *inputs = ctx.saved_tensors
     *d_inputs, d_bias = _attend_backward(d_out, out, mass, *inputs, *ctx.options)
-    return *d_inputs, *(None,) * 9, None if inputs[12] is None else d_bias, None, None, None
+    return *d_inputs, *(None,) * 9, None if inputs[12] is None else d_bias, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_keep)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lists:
+    """Lists of a stretch of groups; one head where all heads share them."""
+
+    first_group: int
+    groups: int
+    entries: Tensor  # [groups · heads, most] int32, rows
+    counts: Tensor  # [groups · heads] int32
+    heads: int
+
+
+def _lists(
+    q: Tensor,
+    keys: Tensor,
+    open_rows: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    table: Tensor,
+    roots: Tensor,
+    level_ends: Tensor,
+    limit: Tensor | None,
+    order: Tensor | None,
+    most_entries: int,
+    widest: list[int],
+) -> Iterator[_Lists]:
+    """The lists of all groups, stretch by stretch in the same memory, without entries that no query of a group sees."""
+    if len(q) == 0:
+        return
+    order = order if limit is not None else None
+    heads = open_rows.shape[1] if order is None else q.shape[1]  # leaves in another order are seen by head
+    open_rows = open_rows.contiguous()
+    groups = min(len(group_tree), max(1, SCRATCH // (heads * most_entries)))
+    entries = open_rows.new_empty(groups * heads, most_entries)
+    counts = open_rows.new_empty(groups * heads)
+    width = triton.next_power_of_2(max(open_rows.shape[2], 2))
+    leaf_children, children = (min(8, triton.next_power_of_2(max(x, 1))) for x in (widest[0], widest[1] - 1))
+    warps = 1 if width * leaf_children <= 512 else 4
+    block = max(1, 32 * warps // width)
+    for first_group in range(0, len(group_tree), groups):
+        here = min(groups, len(group_tree) - first_group)
+        _list_kernel[(triton.cdiv(here * heads, block),)](
+            open_rows,
+            group_offsets,
+            group_tree,
+            table,
+            roots,
+            level_ends,
+            limit,
+            order,
+            entries,
+            counts,
+            first_group,
+            here * heads,
+            heads,
+            q.shape[1] // keys.shape[0],
+            0 if order is None else order.shape[1],
+            open_rows.shape[2],
+            open_rows.shape[1] * open_rows.shape[2],
+            open_rows.shape[2] if open_rows.shape[1] > 1 else 0,
+            most_entries,
+            BLOCK=block,
+            WIDTH=width,
+            LEAF_CHILDREN=leaf_children,
+            CHILDREN=children,
+            num_warps=warps,
+            num_stages=1,
+        )
+        yield _Lists(first_group, here, entries, counts, heads)
+
+
+def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
+    """Sizes of the pieces that a program of attention works on."""
+    dim, value_dim = (max(16, triton.next_power_of_2(x.shape[2])) for x in (q, values))
+    larger = max(dim, value_dim)
+    if most_queries == 1:
+        queries, warps = 1, max(1, larger // 64)
+    else:
+        most = max(16, 2**14 // (larger * q.element_size()))
+        queries = min(64, most, max(16, triton.next_power_of_2(most_queries)))
+        per_warp = 2**8 if q.dtype == torch.float32 else 2**10  # without tensor cores, products take registers
+        warps = min(8, max(1, queries * larger // per_warp))
+    return {
+        "DIM": q.shape[2],
+        "VALUE_DIM": values.shape[2],
+        "BLOCK_Q": queries,
+        "BLOCK_D": dim,
+        "BLOCK_V": value_dim,
+        "ENTRIES": 32,
+        "num_warps": warps,
+    }
+
+
+def _numbers(
+    q: Tensor, keys: Tensor, pooled_bias: Tensor | None, order: Tensor | None, lists: _Lists
+) -> tuple[int, ...]:
+    """Sizes and strides, as kernels take them."""
+    return (
+        q.stride(0),
+        q.stride(1),
+        len(q),
+        q.shape[1],
+        q.shape[1] // keys.shape[0],
+        keys.shape[1],
+        0 if order is None else order.shape[1],
+        lists.entries.shape[1],
+        lists.heads,
+        1 if lists.heads > 1 else 0,
+        lists.first_group,
+        1 if pooled_bias is not None and len(pooled_bias) > 1 else 0,
+    )
+
+
+@triton.jit
+def _column(table, row, COLUMN: tl.constexpr, exists, other):
+    return tl.load(table + row.to(tl.int64) * COLUMNS + COLUMN, mask=exists, other=other)
+
+
+@triton.jit
+def _gaps(row, below, end, table):
+    """The entries of the level whose rows end at `end`, and the climb to the next level.
+
+    Args:
+        row: [items, paths] at this level or waiting above it.
+        below: the row that the path came through; −1: none, it starts here or above.
+
+    Returns:
+        Gaps: their first row, their number of entries, and the one row inside to leave out (NO_ROW: none). Then the next
+        `row` and `below`.
+    """
+    w = tl.arange(0, row.shape[1])[None, :]
+    before = tl.broadcast_to(tl.maximum(w - 1, 0), row.shape)
+    after = tl.broadcast_to(tl.minimum(w + 1, row.shape[1] - 1), row.shape)
+    here = (row >= 0) & (row < end)
+    first = _column(table, row, FIRST_CHILD, here, 0)
+    number = _column(table, row, NUM_CHILDREN, here, 0)
+    above = _column(table, row, PARENT, here, 0)
+    through = tl.where(below >= 0, below, first - 1)
+    follows = (w > 0) & (tl.gather(row, before, 1) == row)
+    is_last = (w == after) | (tl.gather(row, after, 1) != row)
+    start = tl.where(follows, tl.gather(through, before, 1) + 1, first)
+    inside = through >= start
+    entries = tl.where(is_last, first + number - start - inside.to(tl.int32), through - start)
+    entries = tl.where(here, entries, 0)  # below 0 where the path before has come through the same row
+    hole = tl.where(inside, through, NO_ROW)
+    return start, entries, hole, tl.where(here, above, row), tl.where(here, row, below)
+
+
+@triton.jit
+def _write_gaps(
+    entries,
+    count,
+    start,
+    number,
+    hole,
+    table,
+    limit,
+    order,
+    CHILDREN: tl.constexpr,
+    LEAVES: tl.constexpr,
+):
+    """Append to every list [items] the entries of its gaps [items, paths]; its new length."""
+    SIZE: tl.constexpr = start.shape[1] * CHILDREN
+    for past in range(0, tl.max(tl.max(number, 1), 0), CHILDREN):
+        member = past + tl.arange(0, CHILDREN)[None, None, :]
+        row = start[:, :, None] + member
+        row += (row >= hole[:, :, None]).to(tl.int32)
+        row = tl.reshape(row, [start.shape[0], SIZE])
+        exists = tl.reshape(member < number[:, :, None], [start.shape[0], SIZE])
+        if limit is not None:
+            if LEAVES:
+                end = row + 1
+                leaf = row
+            else:
+                end = _column(table, row, END_LEAF, exists, 0)
+                stands_for_leaf = _column(table, row, STANDS_FOR_LEAF, exists, 0) != 0
+                leaf = tl.where(stands_for_leaf, end - 1, -1)
+            if order is not None:
+                held = tl.load(order + leaf, mask=exists & (leaf >= 0), other=0).to(tl.int32)
+                end = tl.where(leaf >= 0, held + 1, end)
+            exists = exists & (end <= limit[:, None])
+        place = count[:, None] + tl.cumsum(exists.to(tl.int32), 1) - 1
+        tl.store(entries + place, row, mask=exists)
+        count += tl.sum(exists.to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _list_kernel(
+    open_rows,
+    group_offsets,
+    group_tree,
+    table,
+    roots,
+    level_ends,
+    limit_ptr,
+    order,
+    entries,
+    counts,
+    first_group,
+    num_items,
+    heads,
+    heads_per_key,
+    num_leaves,
+    num_open,
+    open_group_stride,
+    open_head_stride,
+    most_entries,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEAF_CHILDREN: tl.constexpr,
+    CHILDREN: tl.constexpr,
+):
+    """One program: the lists of a few items, an item being a group and a head."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = item < num_items
+    group, head = (first_group + item // heads).to(tl.int64), item % heads
+    tree = tl.load(group_tree + group, mask=exists, other=0)
+    root = tl.load(roots + 2 * tree, mask=exists, other=NO_ROW)
+    limit = None
+    if limit_ptr is not None:  # the largest of the group
+        query = tl.load(group_offsets + group, mask=exists, other=0)
+        size = tl.load(group_offsets + group + 1, mask=exists, other=0) - query
+        limit = tl.zeros([BLOCK], tl.int32)
+        for past in range(0, tl.max(size, 0), 16):
+            number = past + tl.arange(0, 16)[None, :]
+            some = tl.load(limit_ptr + query[:, None] + number, mask=number < size[:, None], other=0)
+            limit = tl.maximum(limit, tl.max(some, 1).to(tl.int32))
+    order = None if order is None else order + ((head // heads_per_key).to(tl.int64) * num_leaves)[:, None]
+    entries += item.to(tl.int64)[:, None] * most_entries
+
+    # Paths start at the open rows, by first leaf, the higher of two that begin alike first; without any, at the root.
+    w = tl.arange(0, WIDTH)[None, :]
+    place = group * open_group_stride + head * open_head_stride
+    row = tl.load(open_rows + place[:, None] + w, mask=exists[:, None] & (w < num_open), other=-1)
+    first = _column(table, row, FIRST_LEAF, row >= 0, NO_ROW)
+    flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # the higher a row, the larger its number
+    row = tl.sort((first.to(tl.int64) << 32) | flipped.to(tl.int64)).to(tl.int32) ^ NO_ROW
+    row = tl.where((w == 0) & (row == NO_ROW), root[:, None], row)
+    below = row * 0 - 1
+    count = tl.zeros([BLOCK], tl.int32)
+    start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + 1), table)
+    count = _write_gaps(entries, count, start, number, hole, table, limit, order, LEAF_CHILDREN, True)
+    for level in range(2, tl.max(tl.load(roots + 2 * tree + 1), 0) + 1):
+        start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + level), table)
+        count = _write_gaps(entries, count, start, number, hole, table, limit, order, CHILDREN, False)
+    tl.store(counts + item, count, mask=exists)
 
 
 @triton.jit
@@ -422,148 +611,6 @@ def _spread(weight, x):
 
 
 @triton.jit
-def _column(table, row, COLUMN: tl.constexpr, exists, other):
-    return tl.load(table + row.to(tl.int64) * COLUMNS + COLUMN, mask=exists, other=other)
-
-
-@triton.jit
-def _paths(open_rows, table, root, number, WIDTH: tl.constexpr):
-    """[WIDTH] where paths start: open rows by first leaf, the higher of two that begin alike first, then NO_ROW.
-
-    Without any, the root.
-    """
-    w = tl.arange(0, WIDTH)
-    row = tl.load(open_rows + w, mask=w < number, other=-1)
-    exists = row >= 0
-    first = _column(table, row, FIRST_LEAF, exists, NO_ROW)
-    flipped = tl.where(exists, row, NO_ROW) ^ NO_ROW  # the higher a row, the larger its number
-    key = (first.to(tl.int64) << 32) | flipped.to(tl.int64)
-    row = tl.sort(key).to(tl.int32) ^ NO_ROW
-    return tl.where((w == 0) & (row == NO_ROW), root, row)
-
-
-@triton.jit
-def _gaps(row, below, end, table):
-    """The entries of the level whose rows end at `end`, and the climb to the next level.
-
-    Args:
-        row: [paths] at this level or waiting above it.
-        below: the row that the path came through; −1: none, it starts here or above.
-
-    Returns:
-        Gaps: their first row, their number of entries, and the one row inside to leave out (NO_ROW: none). Then the next
-        `row` and `below`.
-    """
-    w = tl.arange(0, row.shape[0])
-    before, after = tl.maximum(w - 1, 0), tl.minimum(w + 1, row.shape[0] - 1)
-    here = (row >= 0) & (row < end)
-    first = _column(table, row, FIRST_CHILD, here, 0)
-    number = _column(table, row, NUM_CHILDREN, here, 0)
-    above = _column(table, row, PARENT, here, 0)
-    through = tl.where(below >= 0, below, first - 1)
-    follows = (w > 0) & (tl.gather(row, before, 0) == row)
-    is_last = (w == after) | (tl.gather(row, after, 0) != row)
-    start = tl.where(follows, tl.gather(through, before, 0) + 1, first)
-    inside = through >= start
-    entries = tl.where(is_last, first + number - start - inside.to(tl.int32), through - start)
-    entries = tl.where(here, tl.maximum(entries, 0), 0)  # below 0 where the path before has come through the same row
-    hole = tl.where(inside, through, NO_ROW)
-    return start, entries, hole, tl.where(here, above, row), tl.where(here, row, below)
-
-
-@triton.jit
-def _both(a, b):
-    """Two vectors as one."""
-    return tl.reshape(tl.join(a, b), [2 * a.shape[0]])
-
-
-@triton.jit
-def _gaps_of_levels(row, below, level_ends, level, table, LEVELS: tl.constexpr):
-    """As `_gaps`, of one, two or four levels from `level` on together."""
-    start, entries, hole, row, below = _gaps(row, below, tl.load(level_ends + level), table)
-    if LEVELS > 1:
-        start1, entries1, hole1, row, below = _gaps(row, below, tl.load(level_ends + level + 1), table)
-        start, entries, hole = _both(start, start1), _both(entries, entries1), _both(hole, hole1)
-    if LEVELS > 2:
-        start2, entries2, hole2, row, below = _gaps(row, below, tl.load(level_ends + level + 2), table)
-        start3, entries3, hole3, row, below = _gaps(row, below, tl.load(level_ends + level + 3), table)
-        start = _both(start, _both(start2, start3))
-        entries = _both(entries, _both(entries2, entries3))
-        hole = _both(hole, _both(hole2, hole3))
-    return start, entries, hole, row, below
-
-
-@triton.jit
-def _some(start, number, hole, begin, ROWS: tl.constexpr):
-    """The gaps `begin` to `begin + ROWS` of those that have entries."""
-    if start.shape[0] > ROWS:
-        up_to_here = tl.cumsum((number > 0).to(tl.int32), 0)
-        wanted = begin + tl.arange(0, ROWS)
-        index = tl.sum((up_to_here[None, :] <= wanted[:, None]).to(tl.int32), 1)  # of the gap with that rank
-        exists = index < start.shape[0]
-        index = tl.minimum(index, start.shape[0] - 1)
-        start, hole = tl.gather(start, index, 0), tl.gather(hole, index, 0)
-        number = tl.where(exists, tl.gather(number, index, 0), 0)
-    return start, number, hole
-
-
-@triton.jit
-def _entries(
-    start,
-    number,
-    hole,
-    past,
-    table,
-    order,
-    bias,
-    limit,
-    ROWS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    LEAVES: tl.constexpr,
-):
-    """Entries of gaps, from the one with number `past` on, that somebody may attend to.
-
-    Returns:
-        Rows [ROWS · CHILDREN]; which of them are entries; their bias: log2 of the leaf count and the pooled bias where it
-        applies; the end of their leaves; the leaf they stand for (−1: pooled).
-    """
-    member = past + tl.arange(0, CHILDREN)[None, :]
-    row = start[:, None] + member
-    if not LEAVES:
-        row += (row >= hole[:, None]).to(tl.int32)
-    row = tl.reshape(row, [ROWS * CHILDREN])
-    exists = tl.reshape(member < number[:, None], [ROWS * CHILDREN])
-    if LEAVES:
-        leaf = row
-        end = row + 1
-        logit = tl.zeros([ROWS * CHILDREN], tl.float32)
-    else:
-        stands_for_leaf = _column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
-        leaf = tl.where(stands_for_leaf, _column(table, row, FIRST_LEAF, exists, 0), -1)
-        end = _column(table, row, END_LEAF, exists, 0)
-        logit = _column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True)
-        logit += tl.where(stands_for_leaf, 0.0, bias)
-    if order is not None:
-        held = tl.load(order + leaf, mask=exists & (leaf >= 0), other=-1).to(tl.int32)
-        end = tl.where(leaf >= 0, held + 1, end)
-        leaf = held
-    if limit is not None:
-        exists = exists & (end <= tl.max(limit, 0))
-    return row, exists, logit, end, leaf
-
-
-@triton.jit
-def _logits(q, k, bias, exists, end, leaf, inside, limit, own, scale):
-    """[queries, entries] to base 2; −∞ where an entry is not seen."""
-    seen = inside[:, None] & exists[None, :]
-    if limit is not None:
-        seen = seen & (end[None, :] <= limit[:, None])
-    if own is not None:
-        seen = seen & (leaf[None, :] != own[:, None])
-    return tl.where(seen, _product(q, k) * (scale * LOG2E) + bias[None, :], -float("inf"))
-
-
-@triton.jit
 def _read(x, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """[rows, BLOCK] of a matrix with DIM columns."""
     d = tl.arange(0, BLOCK)
@@ -577,47 +624,26 @@ def _add(x, row, exists, value, DIM: tl.constexpr):
 
 
 @triton.jit
-def _forward_level(
-    best,
-    mass,
-    out,
-    q,
-    keys,
-    values,
-    start,
-    number,
-    hole,
-    table,
-    order,
-    bias,
-    inside,
-    limit,
-    own,
-    scale,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    LEAVES: tl.constexpr,
-):
-    """Take one level's entries into the running softmax."""
-    for begin in range(0, tl.sum((number > 0).to(tl.int32), 0), ROWS):
-        some_start, some_number, some_hole = _some(start, number, hole, begin, ROWS)
-        for past in range(0, tl.max(some_number, 0), CHILDREN):
-            row, exists, logit, end, leaf = _entries(
-                some_start, some_number, some_hole, past, table, order, bias, limit, ROWS, CHILDREN, LEAVES
-            )
-            k = _read(keys, row, exists, DIM, q.shape[1])
-            logit = _logits(q, k, logit, exists, end, leaf, inside, limit, own, scale)
-            better = tl.maximum(best, tl.max(logit, 1))
-            finite = tl.where(better == -float("inf"), 0.0, better)
-            weight = tl.exp2(logit - finite[:, None])
-            v = _read(values, row, exists, VALUE_DIM, out.shape[1])
-            fade = tl.exp2(best - finite)
-            mass = mass * fade + tl.sum(weight, 1)
-            out = out * fade[:, None] + _average(weight, v)
-            best = better
-    return best, mass, out
+def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
+    """[queries, entries] to base 2, −∞ where an entry is not seen; and which entries are pooled."""
+    stands_for_leaf = _column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
+    extra = _column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True) + tl.where(
+        stands_for_leaf, 0.0, bias
+    )
+    seen = inside[:, None] & exists[None, :]
+    if (limit is not None) or (own is not None):
+        end = _column(table, row, END_LEAF, exists, 0)
+        leaf = tl.where(stands_for_leaf, end - 1, -1)
+        if order is not None:
+            held = tl.load(order + leaf, mask=exists & stands_for_leaf, other=-1).to(tl.int32)
+            end = tl.where(stands_for_leaf, held + 1, end)
+            leaf = held
+        if limit is not None:
+            seen = seen & (end[None, :] <= limit[:, None])
+        if own is not None:
+            seen = seen & (leaf[None, :] != own[:, None])
+    logit = tl.where(seen, _product(q, k) * (scale * LOG2E) + extra[None, :], -float("inf"))
+    return logit, stands_for_leaf == 0
 
 
 @triton.jit
@@ -627,12 +653,10 @@ def _forward_kernel(
     values,
     out_ptr,
     mass_ptr,
-    open_rows,
+    entries,
+    counts,
     group_offsets,
-    group_tree,
     table,
-    roots,
-    level_ends,
     limit_ptr,
     leaves_ptr,
     order,
@@ -644,9 +668,10 @@ def _forward_kernel(
     heads_per_key,
     num_rows,
     num_leaves,
-    num_open,
-    open_group_stride,
-    open_head_stride,
+    most_entries,
+    list_heads,
+    list_head_stride,
+    first_group,
     bias_stride,
     scale,
     DIM: tl.constexpr,
@@ -654,15 +679,10 @@ def _forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEAF_ROWS: tl.constexpr,
-    LEAF_CHILDREN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHILDREN: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """One program: a block of queries of one group, one head."""
-    group, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     inside = query < tl.load(group_offsets + group + 1)
     if tl.max(inside.to(tl.int32), 0) == 0:
@@ -670,9 +690,14 @@ def _forward_kernel(
     kv_head = head // heads_per_key
     keys += kv_head * num_rows * DIM
     values += kv_head * num_rows * VALUE_DIM
-    order = None if order is None else order + kv_head * num_leaves
-    limit = None if limit_ptr is None else tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
+    item = (group - first_group) * list_heads + head * list_head_stride
+    entries += item * most_entries
+    count = tl.load(counts + item)
+    limit = None
+    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
+        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
+    order = None if order is None else order + kv_head * num_leaves
     bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
     d = tl.arange(0, BLOCK_D)
     source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
@@ -680,23 +705,20 @@ def _forward_kernel(
     best = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     mass = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-
-    tree = tl.load(group_tree + group)
-    root = tl.load(roots + 2 * tree)
-    root_level = tl.max(tl.load(roots + 2 * tree + 1 + tl.arange(0, 1)), 0)
-    open_rows += group * open_group_stride + head * open_head_stride
-    row = _paths(open_rows, table, root, num_open, WIDTH)
-    first, size, none, row, below = _gaps_of_levels(row, row * 0 - 1, level_ends, 1, table, 1)
-    best, mass, out = _forward_level(
-        best, mass, out, q, keys, values, first, size, none, table, order, bias, inside, limit, own, scale,
-        DIM, VALUE_DIM, LEAF_ROWS, LEAF_CHILDREN, True,
-    )  # fmt: skip
-    for level in range(2, root_level + 1, LEVELS):
-        start, number, hole, row, below = _gaps_of_levels(row, below, level_ends, level, table, LEVELS)
-        best, mass, out = _forward_level(
-            best, mass, out, q, keys, values, start, number, hole, table, order, bias, inside, limit, own, scale,
-            DIM, VALUE_DIM, ROWS, CHILDREN, False,
-        )  # fmt: skip
+    for begin in range(0, count, ENTRIES):
+        place = begin + tl.arange(0, ENTRIES)
+        exists = place < count
+        row = tl.load(entries + place, mask=exists, other=0)
+        k = _read(keys, row, exists, DIM, BLOCK_D)
+        v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
+        logit, _ = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        better = tl.maximum(best, tl.max(logit, 1))
+        finite = tl.where(better == -float("inf"), 0.0, better)
+        weight = tl.exp2(logit - finite[:, None])
+        fade = tl.exp2(best - finite)
+        mass = mass * fade + tl.sum(weight, 1)
+        out = out * fade[:, None] + _average(weight, v)
+        best = better
 
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
@@ -705,54 +727,6 @@ def _forward_kernel(
     tl.store(target, (out / mass[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < VALUE_DIM))
     total = tl.where(some, best + tl.log2(mass), float("inf"))
     tl.store(mass_ptr + head * num_queries + query, total, mask=inside)
-
-
-@triton.jit
-def _backward_level(
-    d_q,
-    d_bias,
-    q,
-    d_out,
-    mass,
-    shared,
-    keys,
-    values,
-    d_keys,
-    d_values,
-    start,
-    number,
-    hole,
-    table,
-    order,
-    bias,
-    inside,
-    limit,
-    own,
-    scale,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    LEAVES: tl.constexpr,
-):
-    """Gradients through one level's entries. `shared`: d_out · out, what every logit of a query loses."""
-    for begin in range(0, tl.sum((number > 0).to(tl.int32), 0), ROWS):
-        some_start, some_number, some_hole = _some(start, number, hole, begin, ROWS)
-        for past in range(0, tl.max(some_number, 0), CHILDREN):
-            row, exists, logit, end, leaf = _entries(
-                some_start, some_number, some_hole, past, table, order, bias, limit, ROWS, CHILDREN, LEAVES
-            )
-            k = _read(keys, row, exists, DIM, q.shape[1])
-            v = _read(values, row, exists, VALUE_DIM, d_out.shape[1])
-            weight = tl.exp2(_logits(q, k, logit, exists, end, leaf, inside, limit, own, scale) - mass[:, None])
-            _add(d_values, row, exists, _spread(weight, d_out), VALUE_DIM)
-            d_logit = weight * (_product(d_out, v) - shared[:, None])
-            if not LEAVES:
-                d_bias += tl.sum(tl.where((leaf < 0)[None, :], d_logit, 0.0), 1)
-            d_logit *= scale
-            d_q += _average(d_logit, k)
-            _add(d_keys, row, exists, _spread(d_logit, q), DIM)
-    return d_q, d_bias
 
 
 @triton.jit
@@ -767,12 +741,10 @@ def _backward_kernel(
     d_keys,
     d_values,
     d_bias_ptr,
-    open_rows,
+    entries,
+    counts,
     group_offsets,
-    group_tree,
     table,
-    roots,
-    level_ends,
     limit_ptr,
     leaves_ptr,
     order,
@@ -784,9 +756,10 @@ def _backward_kernel(
     heads_per_key,
     num_rows,
     num_leaves,
-    num_open,
-    open_group_stride,
-    open_head_stride,
+    most_entries,
+    list_heads,
+    list_head_stride,
+    first_group,
     bias_stride,
     scale,
     DIM: tl.constexpr,
@@ -794,15 +767,10 @@ def _backward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEAF_ROWS: tl.constexpr,
-    LEAF_CHILDREN: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHILDREN: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """One program: a block of queries of one group, one head, over the same entries as in the forward pass."""
-    group, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     inside = query < tl.load(group_offsets + group + 1)
     if tl.max(inside.to(tl.int32), 0) == 0:
@@ -810,42 +778,44 @@ def _backward_kernel(
     kv_head = head // heads_per_key
     keys += kv_head * num_rows * DIM
     values += kv_head * num_rows * VALUE_DIM
-    d_keys += kv_head * num_rows * DIM
-    d_values += kv_head * num_rows * VALUE_DIM
-    order = None if order is None else order + kv_head * num_leaves
-    limit = None if limit_ptr is None else tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
+    item = (group - first_group) * list_heads + head * list_head_stride
+    entries += item * most_entries
+    count = tl.load(counts + item)
+    limit = None
+    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
+        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
+    order = None if order is None else order + kv_head * num_leaves
     bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
     d = tl.arange(0, BLOCK_D)
     source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
     q = tl.load(source, mask=inside[:, None] & (d < DIM), other=0.0)
+    d_keys += kv_head * num_rows * DIM
+    d_values += kv_head * num_rows * VALUE_DIM
     out_row = query * heads + head
     d_out = _read(d_out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
     out = _read(out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
-    shared = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    shared = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)  # what every logit of a query loses
     mass = tl.load(mass_ptr + head * num_queries + query, mask=inside, other=float("inf"))
     d_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     d_bias = tl.zeros([BLOCK_Q], tl.float32)
+    for begin in range(0, count, ENTRIES):
+        place = begin + tl.arange(0, ENTRIES)
+        exists = place < count
+        row = tl.load(entries + place, mask=exists, other=0)
+        k = _read(keys, row, exists, DIM, BLOCK_D)
+        logit, pooled = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        weight = tl.exp2(logit - mass[:, None])
+        _add(d_values, row, exists, _spread(weight, d_out), VALUE_DIM)
+        v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
+        d_logit = weight * (_product(d_out, v) - shared[:, None])
+        d_bias += tl.sum(tl.where(pooled[None, :], d_logit, 0.0), 1)
+        d_logit *= scale
+        d_q += _average(d_logit, k)
+        _add(d_keys, row, exists, _spread(d_logit, q), DIM)
 
-    tree = tl.load(group_tree + group)
-    root = tl.load(roots + 2 * tree)
-    root_level = tl.max(tl.load(roots + 2 * tree + 1 + tl.arange(0, 1)), 0)
-    open_rows += group * open_group_stride + head * open_head_stride
-    row = _paths(open_rows, table, root, num_open, WIDTH)
-    first, size, none, row, below = _gaps_of_levels(row, row * 0 - 1, level_ends, 1, table, 1)
-    d_q, d_bias = _backward_level(
-        d_q, d_bias, q, d_out, mass, shared, keys, values, d_keys, d_values, first, size, none, table, order, bias,
-        inside, limit, own, scale, DIM, VALUE_DIM, LEAF_ROWS, LEAF_CHILDREN, True,
-    )  # fmt: skip
-    for level in range(2, root_level + 1, LEVELS):
-        start, number, hole, row, below = _gaps_of_levels(row, below, level_ends, level, table, LEVELS)
-        d_q, d_bias = _backward_level(
-            d_q, d_bias, q, d_out, mass, shared, keys, values, d_keys, d_values, start, number, hole, table, order, bias,
-            inside, limit, own, scale, DIM, VALUE_DIM, ROWS, CHILDREN, False,
-        )  # fmt: skip
-
-    target = d_q_ptr + out_row[:, None] * DIM + d
-    tl.store(target, d_q.to(d_q_ptr.dtype.element_ty), mask=inside[:, None] & (d < DIM))
+    target = d_q_ptr + out_row[:, None] * DIM + tl.arange(0, BLOCK_D)
+    tl.store(target, d_q.to(d_q_ptr.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, BLOCK_D) < DIM))
     if d_bias_ptr is not None:
         program = (group * heads + head) * tl.num_programs(2) + tl.program_id(2)
         tl.store(d_bias_ptr + program, tl.sum(d_bias, 0))

@@ -144,8 +144,9 @@ def _shares(inner, outer):
     no_inner, no_outer = inner == float("-inf"), outer == float("-inf")
     neither = no_inner | no_outer
     gap = tl.where(neither, 0.0, outer) - tl.where(neither, 0.0, inner)
-    side = 1.0 / (1.0 + tl.exp2(-gap))
-    down = 1.0 / (1.0 + tl.exp2(gap))
+    less = tl.exp2(-tl.abs(gap))
+    larger, smaller = 1.0 / (1.0 + less), less / (1.0 + less)
+    side, down = tl.where(gap > 0, larger, smaller), tl.where(gap > 0, smaller, larger)
     side = tl.where(no_outer, 0.0, tl.where(no_inner, 1.0, side))
     down = tl.where(no_inner, 0.0, tl.where(no_outer, 1.0, down))
     return side, down

@@ -96,23 +96,12 @@ class Tiles:
     layout: list[int]
 
 
-def tiles(hierarchy: Hierarchy) -> Tiles | None:
-    """The plan of a rooted forest, built once; None if it has families or depths that the kernels do not take."""
+def tiles(hierarchy: Hierarchy) -> Tiles:
+    """The plan of a rooted forest for which there are no `hierarchical_reasons`, built once."""
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
 
 
-def why_not(hierarchy: Hierarchy) -> list[str]:
-    """Reasons why there is no plan."""
-    plan = levels(hierarchy)
-    if plan is None:
-        return ["leaves hang at very different depths, so that equal depths would take too many rows"]
-    largest = int(plan.num_children.max(initial=0))
-    return [] if largest <= SIZES[-1] else [f"a family has {largest:,} members, more than {SIZES[-1]}"]
-
-
-def _build(hierarchy: Hierarchy) -> Tiles | None:
-    if why_not(hierarchy):
-        return None
+def _build(hierarchy: Hierarchy) -> Tiles:
     plan = levels(hierarchy)
     assert plan is not None
     num_leaves, top_level = plan.num_leaves, _first_level_of_top(plan, hierarchy.num_trees)

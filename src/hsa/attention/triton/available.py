@@ -1,0 +1,41 @@
+"""Whether the Triton kernels can run here, on such tensors, and why not. Imports no Triton."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256
+CAPABILITY = (8, 0)
+"""Of the oldest GPUs with the products that the kernels use (Ampere)."""
+
+
+def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[str]:
+    """Reasons against the kernels, whatever the operator; empty if there are none.
+
+    On the CPU they run only under Triton's interpreter (TRITON_INTERPRET=1), and only if asked for by name: it is for tests.
+    """
+    if find_spec("triton") is None:
+        return ["triton is not installed: pip install triton"]
+    reasons = []
+    if q.device.type == "cuda":
+        if _capability(q.device) < CAPABILITY:
+            reasons.append("the GPU is older than compute capability 8.0")
+    elif not (q.device.type == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
+        reasons.append(f"its kernels run on CUDA, the tensors are on {q.device.type}")
+    if q.dtype not in DTYPES:
+        reasons.append(f"it has no {q.dtype}")
+    width = max(q.shape[-1], v.shape[-1])
+    if not (0 < min(q.shape[-1], v.shape[-1]) and width <= widest):
+        reasons.append(f"head dims must be 1 to {widest}, not {width}")
+    return reasons
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

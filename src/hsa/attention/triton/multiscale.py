@@ -1,0 +1,100 @@
+"""Backend "triton" of multiscale attention and of the choice: from nodes of the forest to rows of the plan and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.choice import Opening
+from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.partition import Opened
+from hsa.attention.multiscale.queries import Queries
+from hsa.attention.triton.choice import search_beam, search_exact, search_tables
+from hsa.attention.triton.levels import Levels, levels
+from hsa.attention.triton.lists import attend_lists
+from hsa.attention.triton.pyramid import pyramid
+from hsa.hierarchy import Hierarchy
+
+
+def multiscale_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    opened: Opened,
+    limit: Tensor | None,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    include_self: bool,
+    pooled_bias: Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """See `hsa.multiscale_attention`; the forest is rooted, the arguments are checked. Refused: positions, dropout."""
+    plan = _plan(hierarchy)
+    order = None if key_order is None else key_order.order
+    queries = opened.queries
+    rows, _ = _rows_and_nodes(hierarchy)
+    return attend_lists(
+        q,
+        pyramid(k, plan, order),
+        pyramid(v, plan, order),
+        torch.where(opened.families < 0, -1, rows[opened.families]).to(torch.int32),
+        queries.offsets,
+        queries.tree,
+        plan,
+        limit=limit,
+        leaves=queries.leaves,
+        order=order,
+        include_self=include_self,
+        pooled_bias=pooled_bias,
+        scale=scale,
+        most_queries=queries.most,
+    )
+
+
+def search(
+    q: Tensor,
+    k: Tensor,
+    hierarchy: Hierarchy,
+    queries: Queries,
+    opening: Opening,
+    key_order: KeyOrder | None,
+    positions: Tensor | None,
+    limit: Tensor | None,
+    scale: float,
+    refine: int,
+    width: int | None,
+) -> tuple[Tensor, Tensor]:
+    """[groups, heads, refine] nodes of the best leaf families, and products taken, to sum. `width` None: exact."""
+    tables = search_tables(hierarchy)
+    assert tables is not None
+    keys = pyramid(k, _plan(hierarchy), None if key_order is None else key_order.order)
+    low, high = opening.bounds or (None, None)
+    what = (q, keys, tables, queries.offsets, queries.tree, low, high)
+    if width is None:
+        rows, counted = search_exact(*what, limit=limit, scale=scale, refine=refine, most_queries=queries.most)
+    else:
+        rows, counted = search_beam(
+            *what, limit=limit, scale=scale, refine=refine, width=width, most_queries=queries.most
+        )
+    _, nodes = _rows_and_nodes(hierarchy)
+    return torch.where(rows < 0, -1, nodes[rows]), counted
+
+
+def _plan(hierarchy: Hierarchy) -> Levels:
+    plan = levels(hierarchy)
+    assert plan is not None
+    return plan
+
+
+def _rows_and_nodes(hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
+    """The lowest row of every node, and the node of every row."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        plan = _plan(hierarchy)
+        rows, nodes = torch.from_numpy(plan.row_of_node), torch.from_numpy(plan.node)
+        return rows.to(hierarchy.device), nodes.to(hierarchy.device)
+
+    return hierarchy.cached("rows and nodes", build)

@@ -1,0 +1,96 @@
+"""Custom operators and launches, without what would cost more than the kernels.
+
+PyTorch takes some hundred microseconds to dispatch a custom operator, and Triton some tens to launch a kernel; the kernels
+here take about as long. So an operator is called directly wherever nothing is traced, and a compiled kernel is looked up by
+the few properties of its arguments that Triton compiles for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+class Operator:
+    """A function of tensors and numbers, registered as `hsa::name`.
+
+    Args:
+        name: of the custom operator.
+        forward: the function; returns a tensor or a tuple of tensors, the first of which is differentiable.
+        fake: the same signature, results with the right shapes.
+        save, gradients: as for `torch.library.register_autograd`; None: no gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        save: Callable[..., None] | None = None,
+        gradients: Callable[..., Any] | None = None,
+    ):
+        self.forward = forward
+        self.traced = torch.library.custom_op(f"hsa::{name}", forward, mutates_args=())
+        self.traced.register_fake(fake)
+        self.direct: Callable[..., Any] = forward
+        if gradients is not None and save is not None:
+            self.traced.register_autograd(gradients, setup_context=save)
+            members = {"forward": forward, "setup_context": _first_only(save), "backward": gradients}
+            function = type(name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+            self.direct = function.apply  # type: ignore[attr-defined]
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return self.traced(*arguments)
+        return self.direct(*arguments) if torch.is_grad_enabled() else self.forward(*arguments)
+
+
+def _first_only(save: Callable[..., None]) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        save(ctx, inputs, output)
+
+    return setup
+
+
+class Launcher:
+    """A kernel that remembers what it was compiled for: `launcher(programs, arguments, constants)`.
+
+    `arguments` are all that are no compile-time constants, in order; `constants` the others, by name and in order, then
+    options such as num_warps.
+    """
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.compiled: dict[Any, Any] = {}
+        self.num_constants = sum(p.is_constexpr for p in kernel.params) if not INTERPRETED else 0
+
+    def __call__(self, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        if INTERPRETED:
+            options = ("num_warps", "num_stages", "launch_pdl")
+            kept = {name: value for name, value in constants.items() if name not in options}
+            self.kernel[(programs,)](*arguments, **kept)
+            return
+        key = (tuple(map(_compiled_for, arguments)), tuple(constants.values()), torch.cuda.current_device())
+        known = self.compiled.get(key)
+        if known is None:
+            self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
+        else:
+            known[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
+
+
+def _compiled_for(x: Any) -> Any:
+    """What Triton specialises on."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return x == 1, x % 16 == 0, x >= 2**31
+    return type(x)

@@ -1,0 +1,62 @@
+"""What each operator's kernels cannot do, as reasons for the dispatcher. Imports no Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.attention.multiscale.partition import Opened
+from hsa.attention.triton import tiles
+from hsa.attention.triton.levels import levels
+from hsa.hierarchy import Hierarchy
+
+MOST_OPEN = 256
+"""Open families of a group and head that a program can hold."""
+MOST_PARENTS = 128
+"""Rows whose members a program of the beam search can look at together."""
+TILE_BYTES = 2**15
+"""Of q, k or v in one tile of the sweeps: three of them and what is made of them fill the shared memory."""
+
+
+def _forest_reasons(hierarchy: Hierarchy) -> list[str]:
+    if hierarchy.num_leaves == 0:
+        return ["there are no leaves"]
+    if levels(hierarchy) is None:
+        return ["leaves hang at very different depths, so that equal depths would take too many rows"]
+    return []
+
+
+def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:
+    reasons = _forest_reasons(hierarchy)
+    if reasons:
+        return reasons
+    largest = hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))
+    widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
+    row = q.element_size() * max(16, *(1 << (width - 1).bit_length() for width in widths))
+    most = max(size for size in tiles.SIZES if size * row <= TILE_BYTES)
+    return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
+
+
+def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -> list[str]:
+    reasons = _forest_reasons(hierarchy)
+    width = opened.families.shape[-1]
+    if width > MOST_OPEN:
+        reasons.append(f"a group has up to {width} open families, more than {MOST_OPEN}")
+    if needs_grad and torch.are_deterministic_algorithms_enabled():
+        reasons.append("its gradients of keys and values add up in no fixed order, and deterministic ones are asked for")
+    return reasons
+
+
+def choice_reasons(hierarchy: Hierarchy, width: int | None, any_open: bool) -> list[str]:
+    reasons = _forest_reasons(hierarchy)
+    if reasons or width is None:
+        return reasons
+    deepest = hierarchy.cached("deepest leaf family", lambda: _deepest(hierarchy))
+    parents = max(width, 1 + 2 * deepest) if any_open else width
+    return [] if parents <= MOST_PARENTS else [f"the beam looks at {parents} rows at once, more than {MOST_PARENTS}"]
+
+
+def _deepest(hierarchy: Hierarchy) -> int:
+    nodes = leaf_families(hierarchy).nodes.cpu().numpy()
+    return int(hierarchy.structure.depth[nodes].max(initial=0))

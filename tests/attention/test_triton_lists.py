@@ -1,0 +1,285 @@
+"""Pyramids and attention over lists by kernels, against the torch versions in float64."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, Opened, Queries, find_key_order, multiscale_attention, open_families
+from hsa.attention.multiscale.pyramid import in_order
+from hsa.attention.multiscale.visibility import key_limit
+from hsa.attention.rounds import rooted
+from hsa.attention.triton import lists, pyramid
+from hsa.attention.triton.levels import levels
+from tests.forests import forests, gradients, windows
+from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
+
+seeds = st.integers(0, 10**6)
+few = settings(max_examples=10)
+fewer = settings(max_examples=5)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def close(found, expected, tolerance=2e-5):
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    if found.numel():
+        assert (found.double() - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
+
+
+def inputs(shapes, seed, dtype=torch.float32):
+    """Tensors for the kernels, and the same in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    ours = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+    return ours, [x.detach().double().requires_grad_() for x in ours]
+
+
+def means(x, plan, order=None):
+    """[heads, rows, dim], row by row."""
+    x = x if order is None else in_order(x, order)
+    ranges = zip(plan.first_leaf, plan.first_leaf + plan.leaf_count, strict=True)
+    return torch.stack([x[begin:end].mean(0) for begin, end in ranges], 1)
+
+
+def check_pyramid(forest, seed, *, heads=2, dim=16, moved=False, dtype=torch.float32):
+    forest = rooted(forest)[0].to(DEVICE)
+    plan = levels(forest)
+    order = None
+    if moved:
+        order = torch.stack([torch.randperm(forest.num_leaves) for _ in range(heads)]).to(DEVICE)
+    (x,), (precise,) = inputs([(forest.num_leaves, heads, dim)], seed, dtype)
+    found, expected = pyramid.pyramid(x, plan, order), means(precise, plan, order)
+    assert found.dtype == dtype
+    close(found, expected, TOLERANCE[dtype])
+    weight = torch.randn_like(expected)
+    (d_x,) = torch.autograd.grad(found, x, weight.to(dtype))
+    (d_precise,) = torch.autograd.grad(expected, precise, weight)
+    close(d_x, d_precise, TOLERANCE[dtype])
+
+
+@few
+@given(forests(), seeds, st.booleans(), st.sampled_from([2, 256]))
+def test_pyramid_of_any_forest(forest, seed, moved, subtree):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyramid, "SUBTREE", subtree)  # one stage, or one per level or two
+        check_pyramid(forest, seed, moved=moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [16, 80])
+def test_pyramid_of_a_deep_tree(monkeypatch, dim, dtype):
+    monkeypatch.setattr(pyramid, "SUBTREE", 32)
+    forest = Hierarchy.regular([300, 5], (8, 2), repeat_last=True, sinks=1)
+    assert len(pyramid._build(levels(forest)).stages) > 4
+    check_pyramid(forest, 1, dim=dim, moved=True, dtype=dtype)
+
+
+def test_pyramid_of_a_wide_family_and_of_strides():
+    check_pyramid(Hierarchy.flat([150, 1]), 2)
+    forest = Hierarchy.regular([40], (4, 4)).to(DEVICE)
+    plan = levels(forest)
+    x = torch.randn(2, 16, 40, device=DEVICE)
+    close(pyramid.pyramid(x.permute(2, 0, 1), plan), means(x.permute(2, 0, 1).double(), plan))
+    halves = torch.randn(40, 4, 16, device=DEVICE)[:, ::2]
+    close(pyramid.pyramid(halves, plan), means(halves.double(), plan))
+
+
+def test_a_long_tree_takes_two_launches():
+    for length, branching in ((32768, (8, 2)), (32768, (16, 8, 8, 16)), (131072, (8, 2))):
+        plan = levels(Hierarchy.regular([length], branching, repeat_last=len(branching) == 2))
+        assert len(pyramid._climb(plan).stages) == 2 * 4
+
+
+def attend(q, k, v, forest, opened, *, causal=False, key_order=None, include_self=True, pooled_bias=None):
+    """What the operator does, with the kernels."""
+    queries = opened.queries
+    limit = key_limit(queries, forest, causal)
+    rooted_forest, _ = rooted(forest)
+    plan = levels(rooted_forest)
+    row = torch.from_numpy(plan.row_of_node).to(DEVICE)
+    order = None if key_order is None else key_order.order
+    return lists.attend_lists(
+        q,
+        pyramid.pyramid(k, plan, order),
+        pyramid.pyramid(v, plan, order),
+        torch.where(opened.families < 0, -1, row[opened.families]).int(),
+        queries.offsets,
+        queries.tree,
+        plan,
+        limit=limit,
+        leaves=queries.leaves,
+        order=order,
+        include_self=include_self,
+        pooled_bias=pooled_bias,
+        scale=q.shape[-1] ** -0.5,
+        most_queries=int(np.diff(queries.host_offsets).max(initial=0)),
+    )
+
+
+def check(
+    forest, seed, opened=None, *, queries=None, pooled_bias="learned", dtype=torch.float32, dims=(16, 32), **options
+):
+    """Kernels against torch, values and gradients. `opened`: a function of q, k that chooses."""
+    heads, kv_heads = 4, 2
+    n = forest.num_leaves
+    shapes = [(n if queries is None else queries.num_queries, heads, dims[0]), (n, kv_heads, dims[0])]
+    ours, precise = inputs([*shapes, (n, kv_heads, dims[1]), (heads,)], seed, dtype)
+    chosen, key_order = opened(*ours[:2])
+    bias, precise_bias = ours.pop(), precise.pop()
+    if isinstance(pooled_bias, str):
+        ours, precise = [*ours, bias], [*precise, precise_bias]
+    else:
+        bias = precise_bias = pooled_bias
+    out = attend(*ours[:3], forest, chosen, key_order=key_order, pooled_bias=bias, **options)
+    options = {**options, "key_order": key_order, "pooled_bias": 0.0 if bias is None else precise_bias}
+    expected = multiscale_attention(*precise[:3], forest, opened=chosen, backend="torch", **options)
+    assert out.dtype == dtype
+    close(out, expected, TOLERANCE[dtype])
+    for a, b in zip(gradients(out, ours), gradients(expected, precise), strict=True):
+        close(a, b, TOLERANCE[dtype])
+    return out
+
+
+def choose(forest, *, queries=None, chunk=None, found=False, **options):
+    """A function of q, k: what is open, and the order of the keys."""
+
+    def chosen(q, k):
+        q, k = q.detach(), k.detach()
+        order = find_key_order(k, forest, chunk=chunk) if found else None
+        return open_families(q, k, forest, queries=queries, key_order=order, **options), order
+
+    return chosen
+
+
+@few
+@given(forests(), seeds, st.integers(0, 2), st.integers(0, 2), st.booleans(), st.booleans())
+def test_any_forest(forest, seed, near, refine, causal, include_self):
+    forest = forest.to(DEVICE)
+    options = {"near": near, "refine": refine, "causal": causal}
+    check(forest, seed, choose(forest, **options), causal=causal, include_self=include_self)
+
+
+@fewer
+@given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
+def test_found_trees(forest, seed, refine, size):
+    forest = forest.to(DEVICE)
+    queries = Queries.windows(forest, size)
+    check(forest, seed, choose(forest, queries=queries, found=True, refine=refine))
+
+
+@fewer
+@given(windows(), seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
+def test_found_causal_trees(forest, seed, refine, chunk, size):
+    """One query per group; and several, where the choice does not look at them."""
+    forest = forest.to(DEVICE)
+    refine = refine if size == 1 else 0
+    queries = Queries.windows(forest, size)
+    options = {"queries": queries, "found": True, "chunk": chunk, "refine": refine, "causal": True}
+    check(forest, seed, choose(forest, **options), causal=True)
+
+
+@fewer
+@given(windows(), seeds, st.booleans(), st.data())
+def test_other_queries(forest, seed, limited, data):
+    forest = forest.to(DEVICE)
+    sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]
+    tree = [*range(forest.num_trees), 0]
+    visible = [data.draw(st.integers(0, forest.lengths[t])) for t, n in zip(tree, sizes, strict=True) for _ in range(n)]
+    queries = Queries(
+        torch.tensor([0, *sizes]).cumsum(0).to(DEVICE),
+        torch.tensor(tree).to(DEVICE),
+        visible=torch.tensor(visible, dtype=torch.long).to(DEVICE) if limited else None,
+    )
+    options = {"queries": queries, "refine": 0 if limited else 2, "causal": limited}
+    check(forest, seed, choose(forest, **options), queries=queries, causal=limited)
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, -1.5, -torch.inf])
+def test_pooled_bias(bias):
+    forest = Hierarchy.collate([Hierarchy.regular([21], (3, 3)), Hierarchy.from_nested([[4, [2, 2]]], sinks=(0,))])
+    forest = forest.to(DEVICE)
+    bias = None if bias is None else torch.tensor([bias], device=DEVICE)
+    check(forest, 3, choose(forest, near=1), pooled_bias=bias)
+    per_head = torch.tensor([0.0, -torch.inf, 1.0, -2.0], device=DEVICE)
+    check(forest, 4, choose(forest, refine=1), pooled_bias=per_head)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("dims", [(16, 16), (80, 24)])
+def test_half_precision(dims, size):
+    forest = Hierarchy.regular([40, 9], (4, 3), sinks=1).to(DEVICE)
+    queries = Queries.windows(forest, size)
+    check(forest, 5, choose(forest, queries=queries, refine=2), dtype=torch.float16, dims=dims)
+
+
+def test_large_groups_and_wide_families():
+    """More queries than a block, more children than a tile, more open families than threads."""
+    wide = Hierarchy.from_nested([[50, [3, 40], *[1] * 30]]).to(DEVICE)
+    check(wide, 6, choose(wide, queries=Queries.windows(wide, 100), refine=2))
+    many = Hierarchy.regular([90], (2, 3, 20)).to(DEVICE)
+    check(many, 7, choose(many, queries=Queries.windows(many, 45), refine=40))
+
+
+def test_mixed_families_open_inside_each_other():
+    forest = Hierarchy.from_parents([-1, 0, 0, 1, 1, 1, 3, 3, 3, 6, 6, 2, 2, 9, 9]).to(DEVICE)
+    (leaves,) = {len(x) for x in [forest.structure.leaf_nodes]}
+    parents = np.unique(forest.structure.parent[forest.structure.leaf_nodes])
+    inner = torch.tensor(parents[forest.structure.parent[parents] >= 0])
+    generator = torch.Generator().manual_seed(0)
+    for width in range(1, len(inner) + 2):  # repeated, missing, in any order
+        picks = inner[torch.randint(len(inner), (3, 4, width), generator=generator)]
+        picks = torch.where(torch.rand(picks.shape, generator=generator) < 0.2, -1, picks).to(DEVICE)
+        offsets = torch.tensor([0, 1, leaves - 2, leaves]).to(DEVICE)
+        queries = Queries(
+            offsets, torch.zeros(3, dtype=torch.long, device=DEVICE), leaves=torch.arange(leaves).to(DEVICE)
+        )
+        opened = Opened(picks, queries)
+        check(forest, width, lambda q, k, opened=opened: (opened, None), include_self=width % 2 == 0)
+
+
+def test_lists_in_stretches(monkeypatch):
+    forest = Hierarchy.regular([50], (4, 3)).to(DEVICE)
+    whole = check(forest, 8, choose(forest, near=1))
+    monkeypatch.setattr(lists, "SCRATCH", 200)
+    assert torch.equal(check(forest, 8, choose(forest, near=1)), whole)
+
+
+def test_most_entries_is_a_bound():
+    forest = Hierarchy.from_nested([[3, [2, 40], 5], [[[7], 1], 2]])
+    q, k = torch.randn(forest.num_leaves, 2, 4), torch.randn(forest.num_leaves, 2, 4)
+    for near in range(3):
+        opened = open_families(q, k, forest, near=near)
+        longest = int(opened.partition(forest).lengths.max())
+        assert longest <= lists._rows(levels(rooted(forest)[0])).most_entries(opened.families.shape[2])
+
+
+def test_nothing_to_see_is_zero():
+    single = Hierarchy.from_nested([[[1]], [2]]).to(DEVICE)
+    out = check(single, 9, choose(single), include_self=False)
+    assert out[0].abs().max() == 0
+    assert out[1].abs().max() > 0
+    empty = Queries(torch.tensor([0, 0]).to(DEVICE), torch.tensor([0]).to(DEVICE))
+    opened = Opened(torch.full((1, 1, 1), -1, device=DEVICE), empty)
+    assert check(single, 9, lambda q, k: (opened, None), queries=empty).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_custom_operators(causal):
+    forest = Hierarchy.regular([11], (3, 2)).to(DEVICE)
+    plan = levels(forest)
+    (q, k, v, bias), _ = inputs([(11, 2, 16), (11, 1, 16), (11, 1, 16), (2,)], 0)
+    rows = pyramid._climb(plan)
+    order = torch.randperm(11)[None].to(DEVICE) if causal else None
+    torch.library.opcheck(pyramid._pyramid, (k, order, *pyramid._tables(plan), rows.starts, rows.stages, plan.num_rows))
+    opened = open_families(q.detach(), k.detach(), forest)
+    keys, values = (pyramid.pyramid(x, plan).detach().requires_grad_() for x in (k, v))
+    table = lists._rows(plan)
+    open_rows = torch.from_numpy(plan.row_of_node).to(DEVICE)[opened.families].int()
+    leaves = opened.queries.leaves
+    where = (open_rows, opened.queries.offsets, opened.queries.tree, table.table, table.roots, table.level_ends)
+    seen = (leaves + 1, None, order, bias) if causal else (None, leaves, None, None)
+    torch.library.opcheck(lists._attend, (q, keys, values, *where, *seen, 0.25, 3, table.most_entries(1), table.widest))
