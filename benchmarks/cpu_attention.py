@@ -108,8 +108,7 @@ def run() -> None:
     write_table(
         "cpu_attention",
         f"Attention on the CPU: {HEADS} heads × {DIM}, float32, batch 1",
-        ["pass", "tokens", "operator", "ms", "× SDPA", "peak extra MiB"],
-        rows,
+        [("", ["pass", "tokens", "operator", "ms", "× SDPA", "peak extra MiB"], rows)],
         f"`regular` is branching {BRANCHING}; `text-like` is sentences of 5–40 tokens, paragraphs of 3–8 sentences: its\n"
         "families are larger than 16 on average, so that it has 1.7 times the attention entries per token. Multiscale\n"
         "times include the choice (exact), those of found trees finding and choosing. Checked against the float64\n"

@@ -56,12 +56,21 @@ def check(name: str, out: Tensor, reference: Tensor, tolerance: float) -> None:
         raise SystemExit(f"{name}: error {error:.2e} relative to the largest value, expected below {tolerance:.0e}")
 
 
-def write_table(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], notes: str) -> None:
-    """Print a Markdown table and save it under results/."""
-    lines = [f"# {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
+Section = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+
+
+def write_table(name: str, title: str, sections: Sequence[Section], notes: str) -> None:
+    """Print Markdown tables (heading, header, rows; no heading for a single one) and save them under results/."""
+    lines = [f"# {title}", ""]
+    for heading, header, rows in sections:
+        lines += [f"## {heading}", ""] if heading else []
+        lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
+        lines.append("")
     machine = f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}"
-    lines += ["", notes, "", f"Measured with `python -m benchmarks.run {name}` on {machine}.", ""]
+    if torch.cuda.is_available():
+        machine = f"one {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    lines += [notes, "", f"Measured with `python -m benchmarks.run {name}` on {machine}.", ""]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines))
     print("\n".join(lines))
@@ -71,5 +80,6 @@ def _cell(x: Any) -> str:
     if x is None:
         return "–"
     if isinstance(x, float):
-        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.1f}"
+        digits = 0 if abs(x) >= 100 else 1 if abs(x) >= 10 else 2 if abs(x) >= 1 else 3
+        return f"{x:,.{digits}f}"
     return str(x)

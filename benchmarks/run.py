@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu_attention, data_pipeline, structures
+from benchmarks import cpu_attention, data_pipeline, gpu_attention, structures
 
-BENCHMARKS = {"cpu_attention": cpu_attention.run, "data_pipeline": data_pipeline.run, "structures": structures.run}
+BENCHMARKS = {
+    "cpu_attention": cpu_attention.run,
+    "data_pipeline": data_pipeline.run,
+    "gpu_attention": gpu_attention.run,
+    "structures": structures.run,
+}
 
 
 def main(names: list[str]) -> None:

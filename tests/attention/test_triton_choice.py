@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -15,16 +15,19 @@ from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import lists, pyramid
 from hsa.attention.triton.levels import levels
-from tests.forests import forests, gradients, windows
+from tests.forests import forests, windows
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 seeds = st.integers(0, 10**6)
-few = settings(max_examples=10)
-fewer = settings(max_examples=5)
+planned = forests().filter(lambda forest: levels(rooted(forest)[0]) is not None)
+small = windows().filter(lambda forest: forest.num_leaves <= 30)
+few = settings(max_examples=8)
+fewer = settings(max_examples=4)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 def close(found, expected, tolerance=2e-5):
+    found, expected = found.detach(), expected.detach()
     assert found.shape == expected.shape
     assert found.isfinite().all()
     if found.numel():
@@ -62,7 +65,7 @@ def check_pyramid(forest, seed, *, heads=2, dim=16, moved=False, dtype=torch.flo
 
 
 @few
-@given(forests(), seeds, st.booleans(), st.sampled_from([2, 256]))
+@given(planned, seeds, st.booleans(), st.sampled_from([2, 256]))
 def test_pyramid_of_any_forest(forest, seed, moved, subtree):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyramid, "SUBTREE", subtree)  # one stage, or one per level or two
@@ -72,7 +75,7 @@ def test_pyramid_of_any_forest(forest, seed, moved, subtree):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dim", [16, 80])
 def test_pyramid_of_a_deep_tree(monkeypatch, dim, dtype):
-    monkeypatch.setattr(pyramid, "SUBTREE", 32)
+    monkeypatch.setattr(pyramid, "SUBTREE", 4)
     forest = Hierarchy.regular([300, 5], (8, 2), repeat_last=True, sinks=1)
     assert len(pyramid._build(levels(forest)).stages) > 4
     check_pyramid(forest, 1, dim=dim, moved=True, dtype=dtype)
@@ -120,14 +123,30 @@ def attend(q, k, v, forest, opened, *, causal=False, key_order=None, include_sel
     )
 
 
+def derived(out, inputs, weight):
+    """Gradients; zeros where nothing depends on an input."""
+    if not out.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return torch.autograd.grad(out, inputs, weight, allow_unused=True, materialize_grads=True)
+
+
 def check(
-    forest, seed, opened=None, *, queries=None, pooled_bias="learned", dtype=torch.float32, dims=(16, 32), **options
+    forest,
+    seed,
+    opened,
+    *,
+    queries=None,
+    pooled_bias="learned",
+    dtype=torch.float32,
+    heads=(2, 1),
+    dims=(16, 32),
+    **options,
 ):
     """Kernels against torch, values and gradients. `opened`: a function of q, k that chooses."""
-    heads, kv_heads = 4, 2
     n = forest.num_leaves
-    shapes = [(n if queries is None else queries.num_queries, heads, dims[0]), (n, kv_heads, dims[0])]
-    ours, precise = inputs([*shapes, (n, kv_heads, dims[1]), (heads,)], seed, dtype)
+    asked = n if queries is None else queries.num_queries
+    shapes = [(asked, heads[0], dims[0]), (n, heads[1], dims[0]), (n, heads[1], dims[1]), (heads[0],)]
+    ours, precise = inputs(shapes, seed, dtype)
     chosen, key_order = opened(*ours[:2])
     bias, precise_bias = ours.pop(), precise.pop()
     if isinstance(pooled_bias, str):
@@ -139,7 +158,8 @@ def check(
     expected = multiscale_attention(*precise[:3], forest, opened=chosen, backend="torch", **options)
     assert out.dtype == dtype
     close(out, expected, TOLERANCE[dtype])
-    for a, b in zip(gradients(out, ours), gradients(expected, precise), strict=True):
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    for a, b in zip(derived(out, ours, weight), derived(expected, precise, weight.double()), strict=True):
         close(a, b, TOLERANCE[dtype])
     return out
 
@@ -156,7 +176,7 @@ def choose(forest, *, queries=None, chunk=None, found=False, **options):
 
 
 @few
-@given(forests(), seeds, st.integers(0, 2), st.integers(0, 2), st.booleans(), st.booleans())
+@given(planned, seeds, st.integers(0, 2), st.integers(0, 2), st.booleans(), st.booleans())
 def test_any_forest(forest, seed, near, refine, causal, include_self):
     forest = forest.to(DEVICE)
     options = {"near": near, "refine": refine, "causal": causal}
@@ -164,7 +184,7 @@ def test_any_forest(forest, seed, near, refine, causal, include_self):
 
 
 @fewer
-@given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
+@given(small, seeds, st.integers(1, 3), st.integers(1, 5))
 def test_found_trees(forest, seed, refine, size):
     forest = forest.to(DEVICE)
     queries = Queries.windows(forest, size)
@@ -172,7 +192,7 @@ def test_found_trees(forest, seed, refine, size):
 
 
 @fewer
-@given(windows(), seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
+@given(small, seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
 def test_found_causal_trees(forest, seed, refine, chunk, size):
     """One query per group; and several, where the choice does not look at them."""
     forest = forest.to(DEVICE)
@@ -183,7 +203,7 @@ def test_found_causal_trees(forest, seed, refine, chunk, size):
 
 
 @fewer
-@given(windows(), seeds, st.booleans(), st.data())
+@given(small, seeds, st.booleans(), st.data())
 def test_other_queries(forest, seed, limited, data):
     forest = forest.to(DEVICE)
     sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]
@@ -200,20 +220,20 @@ def test_other_queries(forest, seed, limited, data):
 
 @pytest.mark.parametrize("bias", [None, 0.0, -1.5, -torch.inf])
 def test_pooled_bias(bias):
-    forest = Hierarchy.collate([Hierarchy.regular([21], (3, 3)), Hierarchy.from_nested([[4, [2, 2]]], sinks=(0,))])
+    forest = Hierarchy.collate([Hierarchy.regular([11], (3, 2)), Hierarchy.from_nested([[4, [2, 2]]], sinks=(0,))])
     forest = forest.to(DEVICE)
     bias = None if bias is None else torch.tensor([bias], device=DEVICE)
     check(forest, 3, choose(forest, near=1), pooled_bias=bias)
-    per_head = torch.tensor([0.0, -torch.inf, 1.0, -2.0], device=DEVICE)
+    per_head = torch.tensor([-torch.inf, 1.0], device=DEVICE)
     check(forest, 4, choose(forest, refine=1), pooled_bias=per_head)
 
 
 @pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("dims", [(16, 16), (80, 24)])
 def test_half_precision(dims, size):
-    forest = Hierarchy.regular([40, 9], (4, 3), sinks=1).to(DEVICE)
+    forest = Hierarchy.regular([20, 5], (4, 3), sinks=1).to(DEVICE)
     queries = Queries.windows(forest, size)
-    check(forest, 5, choose(forest, queries=queries, refine=2), dtype=torch.float16, dims=dims)
+    check(forest, 5, choose(forest, queries=queries, refine=2), dtype=torch.float16, dims=dims, heads=(4, 2))
 
 
 def test_large_groups_and_wide_families():
@@ -231,7 +251,7 @@ def test_mixed_families_open_inside_each_other():
     inner = torch.tensor(parents[forest.structure.parent[parents] >= 0])
     generator = torch.Generator().manual_seed(0)
     for width in range(1, len(inner) + 2):  # repeated, missing, in any order
-        picks = inner[torch.randint(len(inner), (3, 4, width), generator=generator)]
+        picks = inner[torch.randint(len(inner), (3, 2, width), generator=generator)]
         picks = torch.where(torch.rand(picks.shape, generator=generator) < 0.2, -1, picks).to(DEVICE)
         offsets = torch.tensor([0, 1, leaves - 2, leaves]).to(DEVICE)
         queries = Queries(
@@ -242,9 +262,9 @@ def test_mixed_families_open_inside_each_other():
 
 
 def test_lists_in_stretches(monkeypatch):
-    forest = Hierarchy.regular([50], (4, 3)).to(DEVICE)
+    forest = Hierarchy.regular([30], (4, 3)).to(DEVICE)
     whole = check(forest, 8, choose(forest, near=1))
-    monkeypatch.setattr(lists, "SCRATCH", 200)
+    monkeypatch.setattr(lists, "SCRATCH", 100)
     assert torch.equal(check(forest, 8, choose(forest, near=1)), whole)
 
 
@@ -264,7 +284,7 @@ def test_nothing_to_see_is_zero():
     assert out[1].abs().max() > 0
     empty = Queries(torch.tensor([0, 0]).to(DEVICE), torch.tensor([0]).to(DEVICE))
     opened = Opened(torch.full((1, 1, 1), -1, device=DEVICE), empty)
-    assert check(single, 9, lambda q, k: (opened, None), queries=empty).shape == (0, 4, 32)
+    assert check(single, 9, lambda q, k: (opened, None), queries=empty).shape == (0, 2, 32)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -490,10 +490,17 @@ class _Search:
         nodes = lists[:, None].expand(-1, self.q.shape[1], -1)
         settled = self._is_settled(nodes)
         while True:
-            score = self._score(rows, asked, nodes)
-            if bool(settled.all()):
+            # A round scores those that have more candidates than they may keep, and those that have come to the end.
+            finished = settled.all(-1, keepdim=True)
+            every = bool(finished.all())
+            allowed = self._candidates(rows, asked, nodes)
+            kept_whole = ~finished & (allowed.any(2).sum(-1, keepdim=True) <= width)
+            score = self._score(rows, nodes, allowed, counted=~kept_whole if every else ~kept_whole & ~finished)
+            if every:
                 break
-            best, valid = _top(score, score >= 0, width)
+            number = max(width, int(((nodes >= 0) & finished).sum(-1).max()))
+            best, valid = _top(score, score >= 0, number)
+            valid &= finished | (torch.arange(best.shape[-1], device=best.device) < width)
             nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
             settled = settled.gather(-1, best) | ~valid
             nodes, settled = self._children(nodes, settled)
@@ -524,21 +531,25 @@ class _Search:
         order = (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
         return nodes.gather(-1, order), done.gather(-1, order)
 
-    def _score(self, rows: Tensor, asked: Tensor, nodes: Tensor) -> Tensor:
+    def _candidates(self, rows: Tensor, asked: Tensor, nodes: Tensor) -> Tensor:
+        """[groups, heads, queries, entries] which of its candidates each query may see."""
+        allowed = (nodes >= 0)[:, :, None] & asked[:, None, :, None]
+        if self.limit is not None:
+            allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
+        return allowed
+
+    def _score(self, rows: Tensor, nodes: Tensor, allowed: Tensor, counted: Tensor) -> Tensor:
         """[groups, heads, entries] the group's summed softmax; −1 where there is no candidate."""
         queries = self.q[rows].transpose(1, 2)  # [groups, heads, queries, dim]
         head = torch.arange(self.q.shape[1], device=nodes.device)[:, None]
         keys = self.pooled[self.slot[nodes], head]
         logits = queries @ keys.transpose(-1, -2) * self.scale + self.log_count[nodes][:, :, None]
-        allowed = (nodes >= 0)[:, :, None] & asked[:, None, :, None]
-        if self.limit is not None:
-            allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
         if self.positions is not None:
             assert self.queries.leaves is not None
             leaf = self.hierarchy.tensor("leaf_nodes")[self.queries.leaves[rows]]
             parent = self.hierarchy.parent[leaf[:, 0]]
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
-        self.scored += int(allowed.sum())
+        self.scored += int((allowed & counted[:, :, None]).sum())
         return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
 
 

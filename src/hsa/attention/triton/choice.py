@@ -606,7 +606,7 @@ def _beam_kernel(
     SINGLE: tl.constexpr,  # one query per group
     ONE_TURN: tl.constexpr,  # all candidates of a round at once, and all queries of a group
 ):
-    """One program: the search of one group and head."""
+    """One program: the search of one group and head. A round that keeps all its candidates needs no scores."""
     group, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(group_offsets + group), tl.load(group_offsets + group + 1)
     q += head.to(tl.int64) * q_head_stride
@@ -680,17 +680,24 @@ def _beam_kernel(
                 if limit is not None:
                     exists = exists & (_field(rows, row, END_LEAF, exists, 0) <= seen)
                 times = exists.to(tl.int32)
-                bits = _ordered_bits(_logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM, BLOCK_D))
+                bits = tl.zeros([PARENTS * MEMBERS], tl.int32)
+                counts = (not ONE_TURN) | (tl.sum(times) > width) | (going == 0)
+                if counts:
+                    bits = _ordered_bits(_logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM, BLOCK_D))
             elif ONE_TURN:
                 allowed = _allowed(rows, row, exists, limit, query, asked)
                 times = tl.sum(allowed.to(tl.int32), 0)
-                logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
-                top = tl.max(logits, 1)
-                weights = tl.exp2(logits - tl.where(top > -float("inf"), top, 0.0)[:, None])
-                total = tl.sum(weights, 1)
-                each = 1 / tl.where(total > 0, total, 1.0)
-                bits = tl.sum(weights * each[:, None], 0).to(tl.int32, bitcast=True)
+                bits = tl.zeros([PARENTS * MEMBERS], tl.int32)
+                counts = (tl.sum((times > 0).to(tl.int32)) > width) | (going == 0)
+                if counts:
+                    logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
+                    top = tl.max(logits, 1)
+                    weights = tl.exp2(logits - tl.where(top > -float("inf"), top, 0.0)[:, None])
+                    total = tl.sum(weights, 1)
+                    each = 1 / tl.where(total > 0, total, 1.0)
+                    bits = tl.sum(weights * each[:, None], 0).to(tl.int32, bitcast=True)
             else:
+                counts = True
                 score = tl.zeros([PARENTS * MEMBERS], tl.float32)
                 times = tl.zeros([PARENTS * MEMBERS], tl.int32)
                 query = begin + tl.arange(0, BLOCK_M)
@@ -703,7 +710,7 @@ def _beam_kernel(
                     times += tl.sum(allowed.to(tl.int32), 0)
                     query += BLOCK_M
                 bits = score.to(tl.int32, bitcast=True)
-            pairs += tl.sum(times)
+            pairs += tl.where(counts, tl.sum(times), 0)
             number = row * 2 + settled.to(tl.int32)
             rank = tl.where(times > 0, _rank(bits, number), NONE)
             # Their order is free: a layout without the copies that sums over queries leave in every thread.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import sweeps
-from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator
+from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for
 from hsa.attention.triton.tiles import Job, Layout, tiles
 from hsa.hierarchy import Hierarchy
 
@@ -133,8 +133,11 @@ def _forward(
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
     plane = up_q.numel()
     leaves, *above = o.layout.levels
+    rows = q, k, v, o.places, o.up_places, up_q, up_k, up_v
+    key = compiled_for(*rows, *strides, *o.place_strides, plane, o.heads)
     for job in leaves.jobs:
         _up(
+            key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent,
              o.count, o.up_count, *o.job(job), job.count, o.heads, scale),
@@ -143,6 +146,7 @@ def _forward(
     for level in above:
         for job in level.jobs:
             _up(
+                key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner,
                  up_q, plane, o.up_parent, o.up_count, o.up_count, *o.job(job), job.count, o.heads,
@@ -151,6 +155,7 @@ def _forward(
             )  # fmt: skip
     if o.layout.top_levels:
         _top(
+            key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane,
              o.up_parent, o.up_count, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels,
@@ -159,12 +164,14 @@ def _forward(
         )  # fmt: skip
     for level in reversed(above):
         _down(
+            key,
             triton.cdiv(level.end - level.begin, ROWS) * o.heads,
             (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
              o.layout.root, o.heads),
             {"LEAVES": False, "ROWS": ROWS, **o.values, **OVERLAP},
         )  # fmt: skip
     _down(
+        key,
         triton.cdiv(leaves.end, ROWS) * o.heads,
         (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
         {"LEAVES": True, "ROWS": ROWS, **o.values, **OVERLAP},
@@ -227,8 +234,11 @@ def _backward(
     leaves, *above = o.layout.levels
 
     values = {"PRECISION": o.widths["PRECISION"], **o.values}
+    rows = d_out, q, k, v, o.places, o.up_places, up_q, up_k, up_v, up_d_q, up_d_k, up_d_v, up_d_places
+    key = compiled_for(*rows, *strides, *o.place_strides, *d_strides, o.heads)
     for job in leaves.jobs:
         _d_down(
+            key,
             o.grid(job),
             (d_out, *d_strides, y, outer, inner, d_weight, up_d_out, o.parent, *o.job(job), job.count,
              o.heads),
@@ -237,6 +247,7 @@ def _backward(
     for level in above:
         for job in level.jobs:
             _d_down(
+                key,
                 o.grid(job),
                 (up_d_out, *up_d_strides, up_y, outer, inner, d_weight, up_d_out, o.up_parent,
                  *o.job(job), job.count, o.heads),
@@ -244,6 +255,7 @@ def _backward(
             )  # fmt: skip
     if o.layout.top_levels:
         _d_top(
+            key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out,
              d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.begin,
@@ -253,6 +265,7 @@ def _backward(
     for level in reversed(above):
         for job in level.jobs:
             _d_up(
+                key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
@@ -262,6 +275,7 @@ def _backward(
             )  # fmt: skip
     for job in leaves.jobs:
         _d_up(
+            key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
              d_inner, d_q, d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,

@@ -62,35 +62,36 @@ def _first_only(save: Callable[..., None]) -> Callable[..., None]:
 
 
 class Launcher:
-    """A kernel that remembers what it was compiled for: `launcher(programs, arguments, constants)`.
+    """A kernel that remembers what it was compiled for: `launcher(key, programs, arguments, constants)`.
 
-    `arguments` are all that are no compile-time constants, in order; `constants` the others, by name and in order, then
-    options such as num_warps.
+    Args:
+        key: of the arguments, what Triton compiles for and the constants do not say; see `compiled_for`.
+        arguments: all that are no compile-time constants, in order.
+        constants: the others by name, and options such as num_warps.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        self.compiled: dict[Any, Any] = {}
-        self.num_constants = sum(p.is_constexpr for p in kernel.params) if not INTERPRETED else 0
+        self.known: dict[Any, Any] = {}
+        self.num_constants = 0 if INTERPRETED else sum(p.is_constexpr for p in kernel.params)
 
-    def __call__(self, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def __call__(self, key: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         if INTERPRETED:
-            options = ("num_warps", "num_stages", "launch_pdl")
+            options = ("num_warps", "launch_pdl")
             kept = {name: value for name, value in constants.items() if name not in options}
             self.kernel[(programs,)](*arguments, **kept)
             return
-        key = (tuple(map(_compiled_for, arguments)), tuple(constants.values()), torch.cuda.current_device())
-        known = self.compiled.get(key)
-        if known is None:
-            self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
+        key = key, *constants.values(), torch.cuda.current_device()
+        compiled = self.known.get(key)
+        if compiled is None:
+            self.known[key] = self.kernel[(programs,)](*arguments, **constants)
         else:
-            known[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
+            compiled[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
 
 
-def _compiled_for(x: Any) -> Any:
-    """What Triton specialises on."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x == 1, x % 16 == 0, x >= 2**31
-    return type(x)
+def compiled_for(*arguments: Any) -> tuple[Any, ...]:
+    """What Triton specialises kernels on."""
+    return tuple(
+        (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else (x == 1, x % 16 == 0, x >= 2**31)
+        for x in arguments
+    )

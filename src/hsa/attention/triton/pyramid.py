@@ -1,8 +1,9 @@
 """Means over the leaves below every row of a plan: the pooled keys and values, one pyramid per head.
 
-A mean is the mean of its children's means, weighted by their leaf counts. One program takes a run of neighbouring subtrees
-and climbs them level by level, reading back from the caches what it has just written, so that a deep binary tree takes two
-or three launches instead of one per level. The gradient of a leaf collects what all rows above it got, divided by their
+A mean is the mean of its children's means, weighted by their leaf counts. A first launch reads the leaves, a few families per
+program, and writes them and their means. Above them a program takes a run of neighbouring subtrees and climbs them level by
+level, reading back from the caches what it has just written, so that a deep binary tree takes two or three more launches
+instead of one per level. The gradient of a leaf collects what all rows above it got, divided by their
 leaf counts; there, each program walks up from a run of leaves.
 
 Rows are rounded to the inputs' precision level by level, sums are in float32. Roundings of different children average out
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hsa.attention.triton.levels import Levels, families
 
-SUBTREE = 256
+SUBTREE = 64
 """Rows at the foot of what one program climbs; the last few are climbed together, to save a launch."""
 TILE = 4096
 """Numbers held at once by a program."""
@@ -38,7 +39,9 @@ def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
         order: `[heads, leaves]`, the leaf that sits at each leaf slot of the tree; None: leaf i at slot i.
     """
     climb = _climb(plan)
-    return _pyramid(x, order, *_tables(plan), climb.starts, climb.stages, plan.num_rows)
+    leaf_families = plan.bounds[1:3]
+    widest = int(plan.num_children[leaf_families[0] : leaf_families[1]].max(initial=1))
+    return _pyramid(x, order, *_tables(plan), climb.starts, climb.stages, [*leaf_families, widest], plan.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +70,8 @@ def _build(plan: Levels) -> _Climb:
     bounds_of = [plan.bounds[level] + families(plan, level) for level in range(plan.num_levels)]
     tables: list[np.ndarray] = []
     stages: list[int] = []
-    place = foot = 0
-    while foot < plan.num_levels or not stages:
+    place, foot = 0, 1  # the leaves have a launch of their own
+    while foot < plan.num_levels:
         few = plan.bounds[foot + 1] - plan.bounds[foot] <= 4 * SUBTREE
         top, subtrees = foot, np.arange(plan.bounds[foot], plan.bounds[foot + 1] + 1)  # where they start, at the foot
         while top < plan.num_levels:
@@ -87,7 +90,8 @@ def _build(plan: Levels) -> _Climb:
         stages += [place, len(first), top - foot, widest]
         place += (top - foot + 1) * (len(first) + 1)
         foot = top
-    return _Climb(torch.from_numpy(np.concatenate(tables).astype(np.int32)).to(plan.device), stages)
+    starts_of_all = np.concatenate([np.empty(0), *tables]).astype(np.int32)
+    return _Climb(torch.from_numpy(starts_of_all).to(plan.device), stages)
 
 
 def _tables(plan: Levels) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,34 +109,50 @@ def _pyramid(
     parent: Tensor,
     starts: Tensor,
     stages: list[int],
+    families: list[int],
     num_rows: int,
 ) -> Tensor:
+    """families: rows of the first and behind the last leaf family, and members of the largest."""
     leaves, heads, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     order = None if order is None else order.contiguous()
     out = x.new_empty(heads, num_rows, dim)
     block_d = max(16, triton.next_power_of_2(dim))
     block_rows = max(1, TILE // block_d)
+    if leaves == 0:
+        return out
+    first, last, largest = families
+    children = min(16, block_rows, triton.next_power_of_2(largest))
+    _leaf_kernel[(triton.cdiv(last - first, block_rows // children) * heads,)](
+        x,
+        order,
+        out,
+        first_child,
+        num_children,
+        x.stride(0),
+        x.stride(1),
+        leaves,
+        num_rows,
+        first,
+        last,
+        heads,
+        dim,
+        PARENTS=block_rows // children,
+        CHILDREN=children,
+        BLOCK_D=block_d,
+    )
     for place, programs, levels, widest in zip(*(stages[i::4] for i in range(4)), strict=True):
-        if leaves == 0:
-            break
         block_children = min(16, block_rows, triton.next_power_of_2(widest))
         _climb_kernel[(heads, programs)](
-            x,
-            order,
             out,
             starts[place:],
             first_child,
             num_children,
             leaf_count,
-            x.stride(0),
-            x.stride(1),
-            leaves,
             num_rows,
             programs,
             levels,
             dim,
-            FROM_LEAVES=place == 0,
             BLOCK_ROWS=block_rows,
             BLOCK_CHILDREN=block_children,
             BLOCK_D=block_d,
@@ -152,6 +172,7 @@ def _(
     parent: Tensor,
     starts: Tensor,
     stages: list[int],
+    families: list[int],
     num_rows: int,
 ) -> Tensor:
     return x.new_empty(x.shape[1], num_rows, x.shape[2])
@@ -192,35 +213,72 @@ def _(d_rows: Tensor, order: Tensor | None, leaf_count: Tensor, parent: Tensor, 
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, order, _, _, leaf_count, parent, _, stages, _ = inputs
+    x, order, _, _, leaf_count, parent, _, stages, _, _ = inputs
     ctx.save_for_backward(order, leaf_count, parent)
-    ctx.leaves, ctx.num_levels = len(x), sum(stages[2::4])
+    ctx.leaves, ctx.num_levels = len(x), 1 + sum(stages[2::4])
 
 
 def _backward(ctx, d_rows: Tensor):
-    return _pyramid_backward(d_rows, *ctx.saved_tensors, ctx.leaves, ctx.num_levels), *(None,) * 8
+    return _pyramid_backward(d_rows, *ctx.saved_tensors, ctx.leaves, ctx.num_levels), *(None,) * 9
 
 
 _pyramid.register_autograd(_backward, setup_context=_keep)
 
 
 @triton.jit
-def _climb_kernel(
+def _leaf_kernel(
     x,
     order,
+    out,
+    first_child,
+    num_children,
+    x_leaf_stride,
+    x_head_stride,
+    leaves,
+    num_rows,
+    first_family,
+    end_family,
+    heads,
+    dim,
+    PARENTS: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: a few leaf families of one head. Leaves have no weights: all count alike."""
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    row = first_family + tl.program_id(0) // heads * PARENTS + tl.arange(0, PARENTS)
+    inside = row < end_family
+    first = tl.load(first_child + row, mask=inside, other=0)
+    count = tl.load(num_children + row, mask=inside, other=0)
+    d = tl.arange(0, BLOCK_D)
+    out += head * num_rows * dim
+    total = tl.zeros([PARENTS, BLOCK_D], tl.float32)
+    past, most = 0, tl.max(count)
+    while past < most:
+        member = past + tl.arange(0, CHILDREN)
+        slot = first[:, None] + member  # [parents, children]
+        exists = member < count[:, None]
+        leaf = slot if order is None else tl.load(order + head * leaves + slot, mask=exists, other=0)
+        mask = exists[:, :, None] & (d < dim)
+        value = tl.load(x + leaf.to(tl.int64)[:, :, None] * x_leaf_stride + head * x_head_stride + d, mask=mask, other=0.0)
+        tl.store(out + slot.to(tl.int64)[:, :, None] * dim + d, value, mask=mask)
+        total += tl.sum(value.to(tl.float32), 1)
+        past += CHILDREN
+    mean = total / tl.maximum(count, 1).to(tl.float32)[:, None]
+    tl.store(out + row.to(tl.int64)[:, None] * dim + d, mean.to(out.dtype.element_ty), mask=inside[:, None] & (d < dim))
+
+
+@triton.jit
+def _climb_kernel(
     out,
     starts,
     first_child,
     num_children,
     leaf_count,
-    x_leaf_stride,
-    x_head_stride,
-    leaves,
     num_rows,
     programs,
     levels,
     dim,
-    FROM_LEAVES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHILDREN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -230,16 +288,6 @@ def _climb_kernel(
     program = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     out += head * num_rows * dim
-    if FROM_LEAVES:
-        begin, end = tl.load(starts + program), tl.load(starts + program + 1)
-        while begin < end:
-            slot = begin + tl.arange(0, BLOCK_ROWS)
-            inside = slot < end
-            leaf = slot if order is None else tl.load(order + head * leaves + slot, mask=inside, other=0)
-            mask = inside[:, None] & (d < dim)
-            source = x + leaf.to(tl.int64)[:, None] * x_leaf_stride + head * x_head_stride + d
-            tl.store(out + slot.to(tl.int64)[:, None] * dim + d, tl.load(source, mask=mask), mask=mask)
-            begin += BLOCK_ROWS
     BLOCK_PARENTS: tl.constexpr = BLOCK_ROWS // BLOCK_CHILDREN
     member = tl.arange(0, BLOCK_CHILDREN)
     level = 0

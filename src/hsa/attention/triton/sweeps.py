@@ -27,6 +27,16 @@ SLOTS = tl.constexpr(16)
 """Families in a run, at most."""
 
 
+kernel = triton.jit(
+    # Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
+    do_not_specialize=["num_groups", "num_bundles", "levels", "begin", "end", "root"],
+    do_not_specialize_on_alignment=[
+        "parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr", "inner_ptr", "outer_ptr",
+        "weight_ptr", "d_weight_ptr", "d_inner_ptr",
+    ],  # fmt: skip
+)
+
+
 @triton.jit
 def _wait_for_the_launch_before(OVERLAP: tl.constexpr):
     """Launches may begin while the one before ends (`launch_pdl`); nothing is read or written before it has."""
@@ -394,7 +404,7 @@ def _d_up_tile(
     _put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
 
 
-@triton.jit
+@kernel
 def up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, y_ptr,
     outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr, num_groups, heads,
@@ -413,7 +423,7 @@ def up(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
@@ -427,7 +437,7 @@ def down(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
     parent_ptr, count_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
@@ -465,7 +475,7 @@ def top(
         tl.debug_barrier()
 
 
-@triton.jit
+@kernel
 def d_down(
     d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr, parent_ptr, begin_ptr,
     end_ptr, num_groups, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
@@ -481,7 +491,7 @@ def d_down(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def d_up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, d_out_ptr,
     d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr,
@@ -503,7 +513,7 @@ def d_up(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def d_top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
     d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, parent_ptr, count_ptr, begin_ptr, end_ptr,

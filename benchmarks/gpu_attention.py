@@ -1,0 +1,395 @@
+"""Both operators on a GPU against SDPA (flash, cuDNN), FlexAttention and the paper's own scheme; time, memory, a plot.
+
+Everything that is timed is first compared with float64. Times are medians of CUDA-graph replays ("graph") or of calls from
+Python ("calls"); SDPA and FlexAttention are timed by calls, whose overhead their length hides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hsa
+from benchmarks.cpu_attention import text_like
+from benchmarks.measure import RESULTS, check, write_table
+from benchmarks.sparse_scheme import sparse_scheme
+from hsa.attention.rounds import rooted
+from hsa.attention.triton.tiles import tiles
+
+HEADS, DIM, DTYPE = 16, 64, torch.bfloat16
+BRANCHING = (16, 8, 8, 16)
+SHAPES = ((64, 512), (16, 2048), (4, 8192), (1, 32768), (1, 131072))
+LENGTHS = (2048, 8192, 32768, 131072)
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+Step = Callable[[], Any]
+
+
+def milliseconds(step: Step, graph: bool = False, seconds: float = 0.5) -> float:
+    """The median; at least three, at most fifty."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            step()
+        step = captured.replay
+        step()
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 50 and sum(times) < 1e3 * seconds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def random(tree: hsa.Hierarchy, heads: int = HEADS, number: int = 4, dtype: torch.dtype = DTYPE) -> list[Tensor]:
+    return [torch.randn(tree.num_leaves, heads, DIM, device="cuda", dtype=dtype) for _ in range(number)]
+
+
+def with_backward(run: Callable[..., Tensor], d_out: Tensor, *inputs: Tensor) -> Step:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def step() -> None:
+        for x in leaves:
+            x.grad = None
+        run(*leaves).backward(d_out)
+
+    return step
+
+
+def bandwidth() -> float:
+    """Bytes per millisecond of a large copy, read and written."""
+    x = torch.randn(2**27, device="cuda", dtype=DTYPE)
+    y = torch.empty_like(x)
+    return 2 * x.numel() * x.element_size() / milliseconds(partial(torch.mul, x, 2, out=y))
+
+
+def fastest_sdpa(batch: int, length: int, causal: bool = False, backward: bool = False) -> dict[str, float]:
+    """Milliseconds of each backend of SDPA."""
+    q, k, v, d_out = (torch.randn(batch, HEADS, length, DIM, device="cuda", dtype=DTYPE) for _ in range(4))
+    attend = partial(F.scaled_dot_product_attention, is_causal=causal)
+    step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
+    times = {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            times[name] = milliseconds(step)
+    return times
+
+
+# What is timed of multiscale attention: the choice, and for found trees the finding, are part of it.
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | str = 8) -> Tensor:
+    opened = hsa.open_families(q, k, tree, near=1, refine=2, beam=beam)
+    return hsa.multiscale_attention(q, k, v, tree, opened=opened)
+
+
+def found(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
+    order = hsa.find_key_order(k, tree, chunk=1024)
+    groups = hsa.Queries.windows(tree, 16)
+    opened = hsa.open_families(q, k, tree, queries=groups, refine=16, beam=32, key_order=order)
+    return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order)
+
+
+def found_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
+    order = hsa.find_key_order(k, tree, chunk=256)
+    opened = hsa.open_families(q, k, tree, refine=16, beam=32, key_order=order, causal=True)
+    return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order, causal=True)
+
+
+def binary(length: int, leaves: int) -> hsa.Hierarchy:
+    return hsa.Hierarchy.regular([length], (leaves, 2), repeat_last=True).to("cuda")
+
+
+def check_correctness() -> None:
+    """Every operator that is timed, forward and gradients, against the torch backend in float64."""
+    for tree in (hsa.Hierarchy.regular([4096], BRANCHING).to("cuda"), text_like(3000).to("cuda")):
+        q, k, v, d_out = random(tree, heads=2)
+        _compare("hierarchical", hsa.hierarchical_attention, q, k, v, d_out, tree, {})
+        _compare("the paper's scheme", sparse_scheme, q, k, v, None, tree, {}, hsa.hierarchical_attention)
+        opened = hsa.open_families(q, k, tree, near=1, refine=2)
+        _compare("windows", hsa.multiscale_attention, q, k, v, d_out, tree, {"opened": opened})
+    tree = binary(2048, 8)
+    q, k, v, d_out = random(tree, heads=2)
+    for causal in (False, True):
+        order = hsa.find_key_order(k, tree, chunk=256)
+        opened = hsa.open_families(q, k, tree, refine=4, beam=16, key_order=order, causal=causal)
+        options = {"opened": opened, "key_order": order, "causal": causal}
+        _compare(f"found, causal {causal}", hsa.multiscale_attention, q, k, v, d_out, tree, options)
+
+
+def _compare(
+    name: str,
+    run: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor | None,
+    tree: hsa.Hierarchy,
+    options: dict[str, Any],
+    reference: Callable[..., Tensor] | None = None,
+) -> None:
+    results = []
+    ours = {} if run is sparse_scheme else {"backend": "triton"}
+    for attend, dtype, how in ((run, DTYPE, ours), (reference or run, torch.float64, {"backend": "torch"})):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, tree, **options, **how)
+        grads = () if d_out is None else torch.autograd.grad(out, leaves, d_out.to(dtype))
+        results.append((out, *grads))
+    for what, x, y in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+        check(f"{name}, {what}", x, y, 3e-2)
+
+
+def hierarchical_rows(bytes_per_ms: float) -> list[list[Any]]:
+    rows = []
+    trees: list[tuple[str, int, int, hsa.Hierarchy]] = [
+        (f"{batch} × {length:,}", batch, length, hsa.Hierarchy.regular([length] * batch, BRANCHING))
+        for batch, length in SHAPES
+    ]
+    texts = hsa.Hierarchy.collate([text_like(512, seed) for seed in range(64)])
+    trees += [("64 × 512, text-like", 64, 512, texts), ("1 × 32,768, text-like", 1, 32768, text_like(32768))]
+    sdpa: dict[tuple[int, int, bool], dict[str, float]] = {}
+    for name, batch, length, tree in trees:
+        tree = tree.to("cuda")
+        q, k, v, d_out = random(tree)
+        for backward in (False, True):
+            attend = partial(hsa.hierarchical_attention, hierarchy=tree)
+            step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
+            floor = (11 if backward else 4) * q.numel() * q.element_size() / bytes_per_ms
+            graph, calls = milliseconds(step, graph=True), milliseconds(step)
+            levelwise = partial(attend, backend="torch")
+            plain = milliseconds(
+                with_backward(levelwise, d_out, q, k, v) if backward else partial(levelwise, q, k, v), seconds=0.2
+            )
+            key = batch, length, backward
+            if key not in sdpa:
+                sdpa[key] = fastest_sdpa(batch, length, backward=backward)
+            best = min(sdpa[key].values())
+            rows.append(
+                [
+                    "forward + backward" if backward else "forward", name, floor, graph, f"{floor / graph:.0%}", calls,
+                    plain, *sdpa[key].values(), best / graph,
+                ]
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: hsa.Opened, block: int) -> Step:
+    """FlexAttention over concat(k, pooled k): leaves of open windows, all other windows pooled, one level."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    length, size = tree.num_leaves, 16
+    number = length // size
+    pooled = [x.unflatten(0, (number, size)).mean(1, dtype=torch.float32).to(x.dtype) for x in (k, v)]
+    queries = q.transpose(0, 1)[None].contiguous()
+    keys, values = (torch.cat([x, p]).transpose(0, 1)[None].contiguous() for x, p in zip((k, v), pooled, strict=True))
+    window_of_node = torch.full((tree.num_nodes,), -1, device="cuda")
+    first = tree.num_nodes - length - number  # the windows are the nodes before the leaves
+    window_of_node[first : first + number] = torch.arange(number, device="cuda")
+    open_windows = window_of_node[opened.families.clamp(min=0)].where(opened.families >= 0, -1)  # [groups, heads, 5]
+    width = open_windows.shape[-1]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        window = torch.where(j < length, j // size, j - length)
+        is_open = open_windows[i // size, h, 0] == window
+        for slot in range(1, width):
+            is_open = is_open | (open_windows[i // size, h, slot] == window)
+        return is_open == (j < length)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + torch.where(j < length, 0.0, math.log(size))
+
+    # Blocks of keys that a block of queries needs: those with an open window, and all pooled ones.
+    rows, columns = length // block, (length + number) // block
+    needed = torch.zeros(HEADS, rows, columns, dtype=torch.bool, device="cuda")
+    needed[:, :, length // block :] = True
+    group = torch.arange(number, device="cuda")[:, None, None].expand_as(open_windows) * size // block
+    head = torch.arange(HEADS, device="cuda")[None, :, None].expand_as(open_windows)
+    valid = open_windows >= 0
+    needed[head[valid], group[valid], open_windows[valid] * size // block] = True
+    counts = needed.sum(-1, dtype=torch.int32)[None]
+    order = needed.to(torch.int8).argsort(-1, descending=True, stable=True).to(torch.int32)[None]
+    mask = BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=(block, block), mask_mod=mask_mod)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, queries, keys, values, score_mod=score_mod, block_mask=mask)
+
+
+def multiscale_rows() -> list[list[Any]]:
+    cases: list[tuple[str, Callable[..., Tensor], int, bool]] = [
+        ("windows of 16, near 1, refine 2 (beam 8)", windows, 16, False),
+        ("found in chunks of 1,024, 16 groups of 8 per 16 queries (beam 32)", found, 8, False),
+        ("causal, found in chunks of 256, 16 groups of 8 per query (beam 32)", found_causal, 8, True),
+    ]
+    rows = []
+    for length in LENGTHS:
+        sdpa = {causal: min(fastest_sdpa(1, length, causal).values()) for causal in (False, True)}
+        for name, run, leaves, causal in cases:
+            tree = binary(length, leaves)
+            q, k, v, _ = random(tree)
+            with torch.no_grad():
+                graph = milliseconds(partial(run, q, k, v, tree), graph=True)
+                calls = milliseconds(partial(run, q, k, v, tree), seconds=0.2)
+                rows.append(
+                    [name, f"{length:,}", graph, calls, *_parts(run, q, k, v, tree), sdpa[causal], sdpa[causal] / graph]
+                )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
+    """Finding, choosing, attending."""
+    causal = run is found_causal
+    order = None if run is windows else hsa.find_key_order(k, tree, chunk=256 if causal else 1024)
+    if run is windows:
+        choose = partial(hsa.open_families, q, k, tree, near=1, refine=2, beam=8)
+    else:
+        groups = None if causal else hsa.Queries.windows(tree, 16)
+        choose = partial(
+            hsa.open_families, q, k, tree, queries=groups, refine=16, beam=32, key_order=order, causal=causal
+        )
+    opened = choose()
+    attend = partial(hsa.multiscale_attention, q, k, v, tree, opened=opened, key_order=order, causal=causal)
+    find = partial(hsa.find_key_order, k, tree, chunk=256 if causal else 1024)
+    finding = None if order is None else milliseconds(find, graph=True)
+    return [finding, milliseconds(choose, graph=True), milliseconds(attend, graph=True)]
+
+
+def flex_rows() -> list[list[Any]]:
+    """One level of pooled windows, which both can do: attention alone, over the same choice."""
+    tree = hsa.Hierarchy.regular([32768], (16,)).to("cuda")
+    q, k, v, _ = random(tree)
+    with torch.no_grad():
+        opened = hsa.open_families(q, k, tree, near=1, refine=2)
+        expected = hsa.multiscale_attention(q, k, v, tree, opened=opened, backend="triton")
+        ours = milliseconds(partial(hsa.multiscale_attention, q, k, v, tree, opened=opened), graph=True)
+        times = {}
+        for block in (128, 256):
+            step = flex_windows(q, k, v, tree, opened, block)
+            check(f"FlexAttention, blocks of {block}", step()[0].transpose(0, 1), expected, 3e-2)
+            times[block] = milliseconds(step)
+    return [["one pooled level of windows of 16, attention alone", ours, *times.values(), min(times.values()) / ours]]
+
+
+def scheme_row() -> list[Any]:
+    tree = hsa.Hierarchy.regular([32768], BRANCHING).to("cuda")
+    q, k, v, _ = random(tree)
+    with torch.no_grad():
+        ours = milliseconds(partial(hsa.hierarchical_attention, q, k, v, tree), graph=True)
+        scheme = milliseconds(partial(sparse_scheme, q, k, v, tree))
+    return ["1 × 32,768", ours, scheme, scheme / ours]
+
+
+def memory_row() -> list[Any]:
+    """Peak beyond q, k, v and the gradient of the output, relative to q + k + v + o."""
+    length = 2**20
+    tree = hsa.Hierarchy.regular([length], BRANCHING).to("cuda")
+    q, k, v, d_out = random(tree)
+    step = with_backward(partial(hsa.hierarchical_attention, hierarchy=tree), d_out, q, k, v)
+    step()
+    torch.cuda.synchronize()
+    for x in (q, k, v):
+        x.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    taken = milliseconds(step)
+    extra = torch.cuda.max_memory_allocated() - before
+    four = 4 * q.numel() * q.element_size()
+    return [f"1 × {length:,}", taken, extra / 2**30, extra / four]
+
+
+def plan_row() -> list[Any]:
+    """Of 64 ragged trees of 512 leaves, built anew and moved to the GPU."""
+    times = []
+    for seed in range(0, 640, 64):
+        tree = hsa.Hierarchy.collate([text_like(512, s) for s in range(seed, seed + 64)]).to("cuda")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        tiles(rooted(tree)[0])
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return ["64 × 512, text-like", statistics.median(times)]
+
+
+def plot(rows: list[list[Any]], multi: list[list[Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    regular = [row for row in rows if "text" not in row[1]]
+    for kind, axis_style in (("forward", "-"), ("forward + backward", "--")):
+        some = [row for row in regular if row[0] == kind]
+        x = [row[1] for row in some]
+        left.plot(x, [min(row[7], row[8]) for row in some], axis_style, marker="o", color="C3", label=f"SDPA, {kind}")
+        left.plot(x, [row[3] for row in some], axis_style, marker="o", color="C0", label=f"hierarchical, {kind}")
+        left.plot(x, [row[2] for row in some], axis_style, color="0.6", lw=1, label=f"memory floor, {kind}")
+    left.set(
+        yscale="log", ylabel="ms", xlabel="batch × tokens", title="Hierarchical attention, branching (16, 8, 8, 16)"
+    )
+    left.tick_params(axis="x", rotation=20)
+    left.legend(fontsize=7)
+    names = list(dict.fromkeys(row[0] for row in multi))
+    for number, name in enumerate(names):
+        some = [row for row in multi if row[0] == name]
+        x = [int(row[1].replace(",", "")) for row in some]
+        right.plot(x, [row[2] for row in some], marker="o", color=f"C{number}", label=name.split(" (")[0])
+        style = "--" if name.startswith("causal") else "-"
+        if number != 1:
+            label = "SDPA, causal" if name.startswith("causal") else "SDPA"
+            right.plot(x, [row[-2] for row in some], style, marker="s", color="C3", label=label)
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="Multiscale attention, all included")
+    right.legend(fontsize=7)
+    figure.savefig(RESULTS / "gpu_attention.png", dpi=120)
+
+
+def run() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_attention needs a CUDA device")
+    check_correctness()
+    print("correct", flush=True)
+    bytes_per_ms = bandwidth()
+    rows = hierarchical_rows(bytes_per_ms)
+    multi = multiscale_rows()
+    sections = [
+        (
+            "Hierarchical attention",
+            ["pass", "batch × tokens", "floor ms", "graph ms", "of the floor", "calls ms", "torch backend ms", *(f"SDPA {b} ms" for b in BACKENDS), "× faster SDPA"],
+            rows,
+        ),
+        (
+            "Multiscale attention, forward",
+            ["configuration", "tokens", "graph ms", "calls ms", "finding", "choosing", "attending", "faster SDPA ms", "× SDPA"],
+            multi,
+        ),
+        ("Against FlexAttention at 1 × 32,768", ["what", "ours ms", "blocks of 128 ms", "blocks of 256 ms", "× FlexAttention"], flex_rows()),
+        ("Against the paper's scheme: sparse products per level, forward", ["batch × tokens", "ours ms", "scheme ms", "×"], [scheme_row()]),
+        ("Memory, forward + backward", ["batch × tokens", "ms", "peak extra GiB", "of q + k + v + o"], [memory_row()]),
+        ("Building the plan of a batch", ["batch × tokens", "ms"], [plan_row()]),
+    ]  # fmt: skip
+    plot(rows, multi)
+    write_table(
+        "gpu_attention",
+        f"Attention on a GPU: {HEADS} heads × {DIM}, bfloat16",
+        sections,
+        f"The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the {bytes_per_ms / 1e9:.2f}\n"
+        "TB/s that a large copy reaches in the same run. `graph`: replays of a CUDA graph; `calls`: from Python. Text-like\n"
+        "trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Multiscale times include choosing and finding;\n"
+        "inputs are random, the hardest case for caches: neighbouring queries of real text choose alike.\n\n"
+        "![times against length](gpu_attention.png)",
+    )
