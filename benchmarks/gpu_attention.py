@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hsa
 from benchmarks.cpu_attention import text_like
-from benchmarks.measure import RESULTS, check, write_table
+from benchmarks.measure import RESULTS, Section, check, write_table
 from benchmarks.sparse_scheme import sparse_scheme
 from hsa.attention.rounds import rooted
 from hsa.attention.triton.tiles import tiles
@@ -99,9 +99,9 @@ def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | st
 
 
 def found(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.find_key_order(k, tree, chunk=1024)
+    order = hsa.find_key_order(k, tree, chunk=512)
     groups = hsa.Queries.windows(tree, 16)
-    opened = hsa.open_families(q, k, tree, queries=groups, refine=16, beam=32, key_order=order)
+    opened = hsa.open_families(q, k, tree, queries=groups, refine=16, beam=16, key_order=order)
     return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order)
 
 
@@ -113,6 +113,10 @@ def found_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor
 
 def binary(length: int, leaves: int) -> hsa.Hierarchy:
     return hsa.Hierarchy.regular([length], (leaves, 2), repeat_last=True).to("cuda")
+
+
+def windows_of_16(length: int) -> hsa.Hierarchy:
+    return hsa.Hierarchy.regular([length], (16, 4), repeat_last=True).to("cuda")
 
 
 def check_correctness() -> None:
@@ -223,7 +227,7 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: h
     valid = open_windows >= 0
     needed[head[valid], group[valid], open_windows[valid] * size // block] = True
     counts = needed.sum(-1, dtype=torch.int32)[None]
-    order = needed.to(torch.int8).argsort(-1, descending=True, stable=True).to(torch.int32)[None]
+    order = needed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None]
     mask = BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=(block, block), mask_mod=mask_mod)
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, queries, keys, values, score_mod=score_mod, block_mask=mask)
@@ -232,14 +236,14 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: h
 def multiscale_rows() -> list[list[Any]]:
     cases: list[tuple[str, Callable[..., Tensor], int, bool]] = [
         ("windows of 16, near 1, refine 2 (beam 8)", windows, 16, False),
-        ("found in chunks of 1,024, 16 groups of 8 per 16 queries (beam 32)", found, 8, False),
+        ("found in chunks of 512, 16 groups of 8 per 16 queries (beam 16)", found, 8, False),
         ("causal, found in chunks of 256, 16 groups of 8 per query (beam 32)", found_causal, 8, True),
     ]
     rows = []
     for length in LENGTHS:
         sdpa = {causal: min(fastest_sdpa(1, length, causal).values()) for causal in (False, True)}
         for name, run, leaves, causal in cases:
-            tree = binary(length, leaves)
+            tree = windows_of_16(length) if run is windows else binary(length, leaves)
             q, k, v, _ = random(tree)
             with torch.no_grad():
                 graph = milliseconds(partial(run, q, k, v, tree), graph=True)
@@ -254,17 +258,25 @@ def multiscale_rows() -> list[list[Any]]:
 def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
     """Finding, choosing, attending."""
     causal = run is found_causal
-    order = None if run is windows else hsa.find_key_order(k, tree, chunk=256 if causal else 1024)
+    order = None if run is windows else hsa.find_key_order(k, tree, chunk=256 if causal else 512)
     if run is windows:
         choose = partial(hsa.open_families, q, k, tree, near=1, refine=2, beam=8)
     else:
         groups = None if causal else hsa.Queries.windows(tree, 16)
         choose = partial(
-            hsa.open_families, q, k, tree, queries=groups, refine=16, beam=32, key_order=order, causal=causal
+            hsa.open_families,
+            q,
+            k,
+            tree,
+            queries=groups,
+            refine=16,
+            beam=32 if causal else 16,
+            key_order=order,
+            causal=causal,
         )
     opened = choose()
     attend = partial(hsa.multiscale_attention, q, k, v, tree, opened=opened, key_order=order, causal=causal)
-    find = partial(hsa.find_key_order, k, tree, chunk=256 if causal else 1024)
+    find = partial(hsa.find_key_order, k, tree, chunk=256 if causal else 512)
     finding = None if order is None else milliseconds(find, graph=True)
     return [finding, milliseconds(choose, graph=True), milliseconds(attend, graph=True)]
 
@@ -366,30 +378,37 @@ def run() -> None:
     bytes_per_ms = bandwidth()
     rows = hierarchical_rows(bytes_per_ms)
     multi = multiscale_rows()
-    sections = [
-        (
-            "Hierarchical attention",
-            ["pass", "batch × tokens", "floor ms", "graph ms", "of the floor", "calls ms", "torch backend ms", *(f"SDPA {b} ms" for b in BACKENDS), "× faster SDPA"],
-            rows,
-        ),
+    sdpa = [f"SDPA {name} ms" for name in BACKENDS]
+    columns = ["pass", "batch × tokens", "floor ms", "graph ms", "of the floor", "calls ms", "torch backend ms", *sdpa]
+    parts = ["finding", "choosing", "attending"]
+    sections: list[Section] = [
+        ("Hierarchical attention", [*columns, "× faster SDPA"], rows),
         (
             "Multiscale attention, forward",
-            ["configuration", "tokens", "graph ms", "calls ms", "finding", "choosing", "attending", "faster SDPA ms", "× SDPA"],
+            ["configuration", "tokens", "graph ms", "calls ms", *parts, "faster SDPA ms", "× SDPA"],
             multi,
         ),
-        ("Against FlexAttention at 1 × 32,768", ["what", "ours ms", "blocks of 128 ms", "blocks of 256 ms", "× FlexAttention"], flex_rows()),
-        ("Against the paper's scheme: sparse products per level, forward", ["batch × tokens", "ours ms", "scheme ms", "×"], [scheme_row()]),
+        (
+            "Against FlexAttention at 1 × 32,768",
+            ["what", "ours ms", "blocks of 128 ms", "blocks of 256 ms", "× FlexAttention"],
+            flex_rows(),
+        ),
+        (
+            "Against the paper's scheme: sparse products per level, forward",
+            ["batch × tokens", "ours ms", "scheme ms", "×"],
+            [scheme_row()],
+        ),
         ("Memory, forward + backward", ["batch × tokens", "ms", "peak extra GiB", "of q + k + v + o"], [memory_row()]),
         ("Building the plan of a batch", ["batch × tokens", "ms"], [plan_row()]),
-    ]  # fmt: skip
+    ]
     plot(rows, multi)
     write_table(
         "gpu_attention",
         f"Attention on a GPU: {HEADS} heads × {DIM}, bfloat16",
         sections,
-        f"The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the {bytes_per_ms / 1e9:.2f}\n"
-        "TB/s that a large copy reaches in the same run. `graph`: replays of a CUDA graph; `calls`: from Python. Text-like\n"
-        "trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Multiscale times include choosing and finding;\n"
-        "inputs are random, the hardest case for caches: neighbouring queries of real text choose alike.\n\n"
+        "The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the bandwidth of a\n"
+        f"large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: replays of a CUDA graph; `calls`: from Python.\n"
+        "Text-like trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Multiscale times include choosing and\n"
+        "finding; inputs are random.\n\n"
         "![times against length](gpu_attention.png)",
     )

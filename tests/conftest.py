@@ -7,7 +7,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, if asked for by name; read when they are first imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # kernels run on the CPU, if asked for by name; read when they are first imported
+    )
 
 torch.set_num_threads(1)  # tests are small and run side by side: teams of threads would fight for the cores
 

@@ -37,7 +37,9 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
         reasons.append("it has its own attention inside families: family_attention must be 'exact'")
     if reasons:
         return reasons
-    return hierarchical_reasons(rooted(arguments["hierarchy"])[0], arguments["q"], arguments["v"], arguments["positions"])
+    return hierarchical_reasons(
+        rooted(arguments["hierarchy"])[0], arguments["q"], arguments["v"], arguments["positions"]
+    )
 
 
 HIERARCHICAL = (

@@ -42,9 +42,7 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
         reasons.append("it does not take positions")
     if arguments["dropout_p"] > 0:
         reasons.append("it has no dropout")
-    return reasons + multiscale_reasons(
-        rooted(arguments["hierarchy"])[0], arguments["opened"], arguments["needs_grad"]
-    )
+    return reasons + multiscale_reasons(rooted(arguments["hierarchy"])[0], arguments["opened"], arguments["needs_grad"])
 
 
 MULTISCALE = (

@@ -31,7 +31,7 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
     if q.dtype not in DTYPES:
         reasons.append(f"it has no {q.dtype}")
     width = max(q.shape[-1], v.shape[-1])
-    if not (0 < min(q.shape[-1], v.shape[-1]) and width <= widest):
+    if not (min(q.shape[-1], v.shape[-1]) > 0 and width <= widest):
         reasons.append(f"head dims must be 1 to {widest}, not {width}")
     return reasons
 

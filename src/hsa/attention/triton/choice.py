@@ -11,7 +11,6 @@ In the numbering of leaf families by first leaf, those below one node are neighb
 range" is a comparison, and the list at the start hangs on the paths from the root to the two ends of the range.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Backend "triton" of hierarchical attention: the sweeps as two custom operators, forward and gradient.
 
-Memory traffic is about 6·N·d forward (q, k, v read, y written and read, the output written) and 9·N·d backward, N·d being one
-of q, k, v or the output. Gradients are deterministic: every sum is taken by one program in a fixed order.
+Memory traffic is about 6·N·d forward (q, k, v read, y written and read, the output written) and 9·N·d backward, N·d being
+one of q, k, v or the output. Gradients are deterministic: every sum is taken by one program in a fixed order.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _empty_gradients(
     kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), d_places)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

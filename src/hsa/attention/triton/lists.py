@@ -14,7 +14,6 @@ The gradient makes the lists once more. Gradients of keys and values add up by a
 order: two runs may differ in the last bits. Everything else is reproducible.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,16 +1,15 @@
 """Means over the leaves below every row of a plan: the pooled keys and values, one pyramid per head.
 
-A mean is the mean of its children's means, weighted by their leaf counts. A first launch reads the leaves, a few families per
-program, and writes them and their means. Above them a program takes a run of neighbouring subtrees and climbs them level by
-level, reading back from the caches what it has just written, so that a deep binary tree takes two or three more launches
-instead of one per level. The gradient of a leaf collects what all rows above it got, divided by their
-leaf counts; there, each program walks up from a run of leaves.
+A mean is the mean of its children's means, weighted by their leaf counts. A first launch reads the leaves, a few families
+per program, and writes them and their means. Above them a program takes a run of neighbouring subtrees and climbs them level
+by level, reading back from the caches what it has just written, so that a deep binary tree takes two or three more launches
+instead of one per level. The gradient of a leaf collects what all rows above it got, divided by their leaf counts; there,
+each program walks up from a run of leaves.
 
 Rows are rounded to the inputs' precision level by level, sums are in float32. Roundings of different children average out
 as their values do, so the error stays at about one rounding.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -260,7 +259,9 @@ def _leaf_kernel(
         exists = member < count[:, None]
         leaf = slot if order is None else tl.load(order + head * leaves + slot, mask=exists, other=0)
         mask = exists[:, :, None] & (d < dim)
-        value = tl.load(x + leaf.to(tl.int64)[:, :, None] * x_leaf_stride + head * x_head_stride + d, mask=mask, other=0.0)
+        value = tl.load(
+            x + leaf.to(tl.int64)[:, :, None] * x_leaf_stride + head * x_head_stride + d, mask=mask, other=0.0
+        )
         tl.store(out + slot.to(tl.int64)[:, :, None] * dim + d, value, mask=mask)
         total += tl.sum(value.to(tl.float32), 1)
         past += CHILDREN

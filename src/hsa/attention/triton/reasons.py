@@ -44,7 +44,9 @@ def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -
     if width > MOST_OPEN:
         reasons.append(f"a group has up to {width} open families, more than {MOST_OPEN}")
     if needs_grad and torch.are_deterministic_algorithms_enabled():
-        reasons.append("its gradients of keys and values add up in no fixed order, and deterministic ones are asked for")
+        reasons.append(
+            "its gradients of keys and values add up in no fixed order, and deterministic ones are asked for"
+        )
     return reasons
 
 

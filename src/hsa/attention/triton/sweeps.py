@@ -5,16 +5,16 @@
     d_down  the gradient of `down`, from the leaves up
     d_up    the gradient of `up`, from the roots down; weights are computed again
 
-**Tiles.** A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones. Attention inside
-a run is one small product [SIZE, SIZE] whose entries between families are masked; families of 16 in runs of 16 waste nothing,
-and where all runs are full and in order (`FULL`) their rows are known without looking. Rows of the leaf level (`LEAVES`) come
+A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones. Attention inside a run
+is one small product [SIZE, SIZE] whose entries between families are masked; families of 16 in runs of 16 waste nothing, and
+where all runs are full and in order (`FULL`) their rows are known without looking. Rows of the leaf level (`LEAVES`) come
 from the user's tensors; rows above, numbered from 0 after the leaves, from buffers that `up` fills.
 
 The levels near the roots, where a tree has few rows, are worked through by one program per tree (`top`): launches would take
 longer. `down` and `d_up` pass over the leaves from last to first, to find in the cache what the sweep before wrote last.
 
-Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings has
-outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
+Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
+has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ kernel = triton.jit(
     # Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
     do_not_specialize=["num_groups", "num_bundles", "levels", "begin", "end", "root"],
     do_not_specialize_on_alignment=[
-        "parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr", "inner_ptr", "outer_ptr",
-        "weight_ptr", "d_weight_ptr", "d_inner_ptr",
-    ],  # fmt: skip
+        *("parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
+        *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr"),
+    ],
 )
 
 
@@ -51,8 +51,7 @@ def _product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
     if GROUPS == 1:
         left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
         return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -63,10 +62,9 @@ def _three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.conste
         total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
         total = tl.dot(tl.reshape(c, c.shape[1:]), tl.reshape(z, z.shape[1:]), acc=total, input_precision=PRECISION)
         return tl.reshape(total, (1, a.shape[1], x.shape[2]))
-    else:
-        total = tl.dot(a, x, input_precision=PRECISION)
-        total = tl.dot(b, y, acc=total, input_precision=PRECISION)
-        return tl.dot(c, z, acc=total, input_precision=PRECISION)
+    total = tl.dot(a, x, input_precision=PRECISION)
+    total = tl.dot(b, y, acc=total, input_precision=PRECISION)
+    return tl.dot(c, z, acc=total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -178,8 +176,7 @@ def _families(parent, first, exists, valid, SINGLE: tl.constexpr):
     above = first[:, None] + slots
     if SINGLE:
         return above, exists[:, None] & (slots == 0), tl.where(valid, 0, -1)
-    else:
-        return above, above <= tl.max(parent, 1)[:, None], tl.where(valid, parent - first[:, None], -1)
+    return above, above <= tl.max(parent, 1)[:, None], tl.where(valid, parent - first[:, None], -1)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The plan of the sweeps: runs of families that one program works on, level by level.
 
-A run is one family, or a few small ones that fit 16 rows together. Runs are padded to one of a few sizes; those of one size and
-level are a *job*, one launch. The levels near the roots, where a tree has few rows left, are bundled: one program takes whole
-trees through all of them.
+A run is one family, or a few small ones that fit 16 rows together. Runs are padded to one of a few sizes; those of one size
+and level are a *job*, one launch. The levels near the roots, where a tree has few rows left, are bundled: one program takes
+whole trees through all of them.
 """
 
 from __future__ import annotations
