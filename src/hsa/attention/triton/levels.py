@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.hierarchy import Hierarchy
+from hsa.hierarchy import Hierarchy, Structure
 
 MOST_ROWS = 4
 """Rows per node beyond which chains are not worth it: a comb whose leaves hang at every depth."""
@@ -28,16 +28,31 @@ MOST_ROWS = 4
 class Levels:
     """A forest with chains. One entry per row, in numpy; tensors on the hierarchy's device below."""
 
+    structure: Structure
     bounds: tuple[int, ...]  # rows bounds[l] : bounds[l + 1] are level l
     parent: np.ndarray  # row of the parent; −1 at the last level
-    first_child: np.ndarray  # row of the first member; 0 at leaves
     num_children: np.ndarray  # 0 at leaves
-    leaf_count: np.ndarray
-    first_leaf: np.ndarray
     node: np.ndarray  # the node that the row stands for: its own, or the one at the foot of its chain
     row_of_node: np.ndarray  # [nodes] the lowest row that stands for it
-    stands_for_leaf: np.ndarray  # booleans: a leaf, or a chain above a leaf that has siblings further up
     device: torch.device
+
+    @cached_property
+    def first_child(self) -> np.ndarray:
+        """Row of the first member; 0 at leaves. Families are in the order of their parents."""
+        return np.where(self.num_children > 0, np.cumsum(self.num_children) - self.num_children, 0)
+
+    @cached_property
+    def leaf_count(self) -> np.ndarray:
+        return self.structure.leaf_count[self.node]
+
+    @cached_property
+    def first_leaf(self) -> np.ndarray:
+        return self.structure.first_leaf[self.node]
+
+    @cached_property
+    def stands_for_leaf(self) -> np.ndarray:
+        """Booleans: a leaf, or a chain above a leaf that has siblings further up."""
+        return self.structure.is_leaf[self.node]
 
     @property
     def num_leaves(self) -> int:
@@ -81,6 +96,26 @@ def levels(hierarchy: Hierarchy) -> Levels | None:
 
 def _build(hierarchy: Hierarchy) -> Levels | None:
     s = hierarchy.structure
+    offsets = s.depth_offsets
+    if offsets[-1] - offsets[-2] == hierarchy.num_leaves:  # all leaves are equally deep: the depths are the levels
+        node = np.concatenate([np.arange(begin, end) for begin, end in pairwise(offsets)][::-1])
+        row_of_node = np.empty_like(node)
+        row_of_node[node] = np.arange(len(node))
+        above = s.parent[node]
+        parent = np.where(above < 0, -1, row_of_node[above])
+        bounds = np.concatenate([[0], np.cumsum(np.diff(offsets)[::-1])])
+    else:
+        chained = _with_chains(hierarchy)
+        if chained is None:
+            return None
+        node, row_of_node, parent, bounds = chained
+    num_children = np.bincount(parent[: bounds[-2]], minlength=len(node))
+    return Levels(s, tuple(bounds.tolist()), parent, num_children, node, row_of_node, hierarchy.device)
+
+
+def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """The node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
+    s = hierarchy.structure
     top = int(s.height.max(initial=0))
     above = np.where(s.parent < 0, top + 1, s.height[s.parent])  # the level of the parent
     span = above - s.height  # rows that stand for the node
@@ -94,26 +129,10 @@ def _build(hierarchy: Hierarchy) -> Levels | None:
     place = np.empty(num_rows, np.int64)
     place[order] = np.arange(num_rows)
     # One step up: the next row of the same node, or the first row of its parent.
-    last = first + span - 1
     up = np.arange(1, num_rows + 1)
-    up[last] = np.where(s.parent < 0, -1, first[s.parent])
+    up[first + span - 1] = np.where(s.parent < 0, -1, first[s.parent])
     parent = np.where(up < 0, -1, place[np.minimum(up, num_rows - 1)])[order]
-    node, level = node[order], level[order]
-    bounds = np.searchsorted(level, np.arange(top + 2))
-    num_children = np.bincount(parent[parent >= 0], minlength=num_rows)
-    first_child = np.cumsum(num_children) - num_children  # rows below the last level are families in order
-    return Levels(
-        bounds=tuple(bounds.tolist()),
-        parent=parent,
-        first_child=np.where(num_children > 0, first_child, 0),
-        num_children=num_children,
-        leaf_count=s.leaf_count[node],
-        first_leaf=s.first_leaf[node],
-        node=node,
-        row_of_node=place[first],
-        stands_for_leaf=s.is_leaf[node],
-        device=hierarchy.device,
-    )
+    return node[order], place[first], parent, np.searchsorted(level[order], np.arange(top + 2))
 
 
 def families(plan: Levels, level: int) -> np.ndarray:
@@ -124,7 +143,3 @@ def families(plan: Levels, level: int) -> np.ndarray:
     """
     begin, end = plan.bounds[level + 1], plan.bounds[level + 2]
     return np.concatenate([[0], np.cumsum(plan.num_children[begin:end])])
-
-
-def level_bounds(plan: Levels) -> list[tuple[int, int]]:
-    return list(pairwise(plan.bounds))

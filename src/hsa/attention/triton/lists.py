@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.triton.levels import Levels, level_bounds
+from hsa.attention.triton.levels import Levels
 
 SCRATCH = 2**26
 """Entries of lists in memory at once."""
@@ -139,7 +139,7 @@ def _build(plan: Levels) -> _Rows:
     parts = [table.ravel(), roots_and_levels.ravel(), np.array(plan.bounds[1:])]
     everything = torch.from_numpy(np.concatenate([x.astype(np.int32) for x in parts])).to(plan.device)
     flat, roots, level_ends = everything.split([len(x) for x in parts])
-    families = [-np.sort(-plan.num_children[begin:end]) for begin, end in level_bounds(plan)[1:]]
+    families = [-np.sort(-plan.num_children[begin:end]) for begin, end in pairwise(plan.bounds[1:])]
     largest = [int(sizes.max(initial=1)) for sizes in families]
     widest = [max(largest[:1], default=1), max(largest[1:], default=1)]
     return _Rows(flat.view(-1, COLUMNS.value), roots, level_ends, widest, families)
