@@ -42,6 +42,9 @@ class Opened:
     made_for: str | None = None
     _lowered: list[tuple[Hierarchy, Partition]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        _ = self.queries.num_queries, self.queries.most  # now, while no compiler is watching
+
     def __repr__(self) -> str:
         groups, heads, width = self.families.shape
         return f"Opened({groups:,} groups, {heads} heads, up to {width} families)"

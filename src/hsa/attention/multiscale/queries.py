@@ -59,7 +59,7 @@ class Queries:
     def host_tree(self) -> np.ndarray:
         return self.tree.cpu().numpy()
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
         return int(self.host_offsets[-1])
 
@@ -101,7 +101,7 @@ class Queries:
                 self._cache[key] = build()
         return self._cache[key]
 
-    @property
+    @cached_property
     def most(self) -> int:
         """Queries of the largest group."""
         return int(np.diff(self.host_offsets).max(initial=0))

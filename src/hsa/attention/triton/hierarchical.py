@@ -18,10 +18,10 @@ from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, comp
 from hsa.attention.triton.tiles import Job, Layout, tiles
 from hsa.hierarchy import Hierarchy
 
-GROUPS = {16: 4, 32: 4, 64: 1, 128: 1}
+GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
 """Runs per program, by their size: small ones go to a warp each, large ones are shared by all warps."""
-WARPS = {16: 4, 32: 4, 64: 4, 128: 8}
-ROWS = 64
+WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
+ROWS = 32
 """Rows per program of the down sweep."""
 OVERLAP = {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
 

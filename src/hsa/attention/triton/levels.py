@@ -10,15 +10,19 @@ Rows are numbered level by level from the leaves up, so that row i < leaves is l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hsa.hierarchy import Hierarchy, Structure
+
+T = TypeVar("T")
 
 MOST_ROWS = 4
 """Rows per node beyond which chains are not worth it: a comb whose leaves hang at every depth."""
@@ -35,6 +39,17 @@ class Levels:
     node: np.ndarray  # the node that the row stands for: its own, or the one at the foot of its chain
     row_of_node: np.ndarray  # [nodes] the lowest row that stands for it
     device: torch.device
+    _cache: dict[Any, Any] = field(default_factory=dict)
+
+    def cached(self, key: Any, build: Callable[[], T]) -> T:
+        """What kernels make of the plan, built once."""
+        return self._cache[key] if key in self._cache else self._build(key, build)
+
+    @torch.compiler.disable
+    def _build(self, key: Any, build: Callable[[], T]) -> T:
+        with torch.inference_mode(False):  # later calls may need gradients
+            self._cache[key] = value = build()
+        return value
 
     @cached_property
     def first_child(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -116,13 +116,8 @@ class _Rows:
         return self._most[width]
 
 
-_rows_of: WeakKeyDictionary[Levels, _Rows] = WeakKeyDictionary()
-
-
 def _rows(plan: Levels) -> _Rows:
-    if plan not in _rows_of:
-        _rows_of[plan] = _build(plan)
-    return _rows_of[plan]
+    return plan.cached("rows", lambda: _build(plan))
 
 
 def _build(plan: Levels) -> _Rows:

@@ -13,7 +13,6 @@ as their values do, so the error stays at about one rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,9 +37,7 @@ def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
         order: `[heads, leaves]`, the leaf that sits at each leaf slot of the tree; None: leaf i at slot i.
     """
     climb = _climb(plan)
-    leaf_families = plan.bounds[1:3]
-    widest = int(plan.num_children[leaf_families[0] : leaf_families[1]].max(initial=1))
-    return _pyramid(x, order, *_tables(plan), climb.starts, climb.stages, [*leaf_families, widest], plan.num_rows)
+    return _pyramid(x, order, *_tables(plan), climb.starts, climb.stages, climb.families, plan.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +50,11 @@ class _Climb:
 
     starts: Tensor
     stages: list[int]
-
-
-_climbs: WeakKeyDictionary[Levels, _Climb] = WeakKeyDictionary()
+    families: list[int]  # rows of the first and behind the last leaf family, and members of the largest
 
 
 def _climb(plan: Levels) -> _Climb:
-    if plan not in _climbs:
-        _climbs[plan] = _build(plan)
-    return _climbs[plan]
+    return plan.cached("climb", lambda: _build(plan))
 
 
 def _build(plan: Levels) -> _Climb:
@@ -90,7 +83,9 @@ def _build(plan: Levels) -> _Climb:
         place += (top - foot + 1) * (len(first) + 1)
         foot = top
     starts_of_all = np.concatenate([np.empty(0), *tables]).astype(np.int32)
-    return _Climb(torch.from_numpy(starts_of_all).to(plan.device), stages)
+    first, last = plan.bounds[1:3]
+    leaf_families = [first, last, int(plan.num_children[first:last].max(initial=1))]
+    return _Climb(torch.from_numpy(starts_of_all).to(plan.device), stages, leaf_families)
 
 
 def _tables(plan: Levels) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,7 +106,6 @@ def _pyramid(
     families: list[int],
     num_rows: int,
 ) -> Tensor:
-    """families: rows of the first and behind the last leaf family, and members of the largest."""
     leaves, heads, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     order = None if order is None else order.contiguous()
