@@ -407,7 +407,7 @@ def run() -> None:
         f"Attention on a GPU: {HEADS} heads × {DIM}, bfloat16",
         sections,
         "The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the bandwidth of a\n"
-        f"large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: replays of a CUDA graph; `calls`: from Python.\n"
+        f"large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: CUDA graph replays; `calls`: from Python.\n"
         "Text-like trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Multiscale times include choosing and\n"
         "finding; inputs are random.\n\n"
         "![times against length](gpu_attention.png)",

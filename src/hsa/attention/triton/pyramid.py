@@ -83,8 +83,8 @@ def _build(plan: Levels) -> _Climb:
         place += (top - foot + 1) * (len(first) + 1)
         foot = top
     starts_of_all = np.concatenate([np.empty(0), *tables]).astype(np.int32)
-    first, last = plan.bounds[1:3]
-    leaf_families = [first, last, int(plan.num_children[first:last].max(initial=1))]
+    begin, end = plan.bounds[1:3]
+    leaf_families = [begin, end, int(plan.num_children[begin:end].max(initial=1))]
     return _Climb(torch.from_numpy(starts_of_all).to(plan.device), stages, leaf_families)
 
 
