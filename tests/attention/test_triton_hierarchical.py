@@ -4,12 +4,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+import inspect
+
 import numpy as np
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy, hierarchical_attention
+from hsa.attention.hierarchical import levelwise
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import hierarchical as kernels
 from hsa.attention.triton.levels import levels
@@ -190,6 +193,11 @@ def test_compiles_without_graph_breaks():
         torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_signature():
+    theirs = inspect.signature(levelwise.hierarchical_attention).parameters
+    assert list(inspect.signature(kernels.hierarchical_attention).parameters) == list(theirs)
 
 
 def test_inference_mode_first():

@@ -4,9 +4,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+import inspect
+
 import torch
 
 from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
+from hsa.attention.multiscale import reference
+from hsa.attention.triton import multiscale as kernels
 from hsa.errors import Unsupported
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -51,6 +55,11 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(out, expected)
     ours, theirs = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_signature():
+    ours, theirs = (inspect.signature(x.multiscale_attention).parameters for x in (kernels, reference))
+    assert list(ours) == list(theirs)
 
 
 @pytest.mark.parametrize(

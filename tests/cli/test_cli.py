@@ -259,7 +259,8 @@ def test_missing_packages_say_what_to_install(call, monkeypatch, package):
     assert package in err
 
 
-def test_info(call):
+def test_info(call, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, err = call("info")
     assert (code, err) == (0, "")
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
@@ -268,6 +269,8 @@ def test_info(call):
     for operator in ("hierarchical_attention", "multiscale_attention", "energy"):
         assert "torch (cpu" in rows[operator]
         assert "reference (cpu" in rows[operator]
+    for operator in ("hierarchical_attention", "multiscale_attention"):
+        assert "triton (cuda" in rows[operator] or "triton not here: triton: " in rows[operator]  # and why
 
 
 def test_help(call):
