@@ -344,9 +344,7 @@ def test_refusals_list_every_backend():
         hierarchical_attention(*inputs, forest, normalizer="x")
     with pytest.raises(HsaError, match="reference: it is the definition"):
         hierarchical_attention(*inputs, forest, backend="reference", family_attention="linear")
-    with pytest.raises(
-        HsaError, match=r"backend: given 'cuda', expected 'auto' or one of \['triton', 'torch', 'reference'\]"
-    ):
+    with pytest.raises(HsaError, match=r"given 'cuda', expected 'auto' or one of \['triton', 'torch', 'reference'\]"):
         hierarchical_attention(*inputs, forest, backend="cuda")
 
 
