@@ -17,6 +17,7 @@ from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import choice
 from hsa.attention.triton.levels import levels
+from hsa.attention.triton.reasons import choice_reasons
 from tests.forests import forests, random_inputs, windows
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -207,12 +208,11 @@ def test_operators_are_registered_fully(near):
 
 
 def test_beams_that_do_not_fit_are_refused():
-    tables = choice.search_tables(Hierarchy.regular([64], (2, 2), repeat_last=True))
-    assert choice.why_no_beam(tables, 128, near=True) == []
-    assert "more than 128" in choice.why_no_beam(tables, 129, near=True)[0]
+    binary = Hierarchy.regular([64], (2, 2), repeat_last=True)
+    assert choice_reasons(binary, 128, any_open=True) == []
+    assert "more than 128" in choice_reasons(binary, 129, any_open=True)[0]
     deep = [5]
     for _ in range(70):
         deep = [deep]
-    tables = choice.search_tables(Hierarchy.from_nested([deep]))
-    assert choice.why_no_beam(tables, 8, near=False) == []
-    assert choice.why_no_beam(tables, 8, near=True)
+    assert choice_reasons(Hierarchy.from_nested([deep]), 8, any_open=False) == []
+    assert choice_reasons(Hierarchy.from_nested([deep]), 8, any_open=True)

@@ -11,7 +11,8 @@ from hsa import Hierarchy
 from hsa import find_key_order as without_kernels
 from hsa.attention.multiscale.find_keys import chunk_of_leaf
 from hsa.attention.triton import find_keys
-from hsa.attention.triton.find_keys import find_key_order, why_not
+from hsa.attention.triton.find_keys import find_key_order
+from hsa.errors import Unsupported
 from tests.forests import forests, random_inputs, windows
 
 seeds = st.integers(0, 10**6)
@@ -161,7 +162,9 @@ def test_the_registered_operator():
     torch.library.opcheck(torch.ops.hsa.find_key_order, arguments)
 
 
-def test_what_is_refused():
-    assert not why_not(torch.zeros(2, 1, 128))
-    assert why_not(torch.zeros(2, 1, 256))
-    assert why_not(torch.zeros(2, 1, 16, dtype=torch.float64))
+@pytest.mark.parametrize(("dim", "dtype", "reason"), [(256, torch.float32, "1 to 128"), (16, torch.float64, "float64")])
+def test_what_is_refused(dim, dtype, reason):
+    k, tree = torch.zeros(2, 1, dim, dtype=dtype), Hierarchy.flat([2])
+    with pytest.raises(Unsupported, match=reason):
+        without_kernels(k, tree, backend="triton")
+    assert without_kernels(k, tree).order.tolist() == [[0, 1]]  # torch finds it

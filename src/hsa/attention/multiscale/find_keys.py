@@ -103,7 +103,7 @@ def _find_triton(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
     k = arguments["k"]
-    return available.why_not(k, k, arguments["backend"], widest=128)
+    return available.why_not(k, k, arguments["backend"], widest=128)  # find_keys.MOST_DIM
 
 
 FIND = (Backend("triton", _find_triton, _why_not_triton), Backend("torch", _find_torch))

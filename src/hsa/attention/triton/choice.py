@@ -25,8 +25,6 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.attention.triton.levels import Levels, levels
 from hsa.hierarchy import Hierarchy
 
-MOST_PARENTS = 128
-"""Nodes that a beam may descend from at once: its width, and the start's paths to both ends of the open range."""
 CANDIDATES = 512
 """Candidates that a beam scores at once, unless the next two allow less; with more it takes several turns."""
 KEY_BYTES = 2**16
@@ -129,12 +127,6 @@ def _paths(parent: np.ndarray, row_of_node: np.ndarray, nodes: np.ndarray) -> np
         columns.append(np.where(below_root, row_of_node[nodes], -1))
         nodes = np.where(below_root, parent[nodes], nodes)
     return np.stack(columns, -1) if columns else np.empty((len(nodes), 0), np.int64)
-
-
-def why_no_beam(tables: SearchTables, width: int, near: bool) -> list[str]:
-    """Reasons why the beam cannot run here. near: some families are open from the start."""
-    parents = _parents(tables, width, near)
-    return [] if parents <= MOST_PARENTS else [f"a beam over {parents} nodes at once, more than {MOST_PARENTS}"]
 
 
 def _parents(tables: SearchTables, width: int, near: bool) -> int:

@@ -31,7 +31,6 @@ from torch import Tensor
 from hsa.attention.multiscale.find_keys import ITERATIONS, nodes_to_sort, sort_inside_leaf_families
 from hsa.hierarchy import Hierarchy, ranges
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_DIM = 128
 """The spread between dimensions has to fit the registers of one program."""
 SMALL = 64
@@ -50,16 +49,6 @@ LONG_SPLIT = 4096
 """Keys of longer pieces that a program looks at at a time."""
 
 SORT_NODES, MEASURE_NODES, MEASURE_BLOCKS, SPLIT_NODES, SPLIT_AGAIN = range(5)
-
-
-def why_not(k: Tensor) -> list[str]:
-    """Reasons why these keys are none for the kernels."""
-    reasons = []
-    if k.dtype not in DTYPES:
-        reasons.append(f"keys are {k.dtype}")
-    if k.shape[-1] > MOST_DIM:
-        reasons.append(f"keys have {k.shape[-1]} dimensions, more than {MOST_DIM}")
-    return reasons
 
 
 @torch.no_grad()

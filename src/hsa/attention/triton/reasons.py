@@ -14,7 +14,7 @@ from hsa.hierarchy import Hierarchy
 MOST_OPEN = 256
 """Open families of a group and head that a program can hold."""
 MOST_PARENTS = 128
-"""Rows whose members a program of the beam search can look at together."""
+"""Rows that a beam may descend from at once: its width, and the start's paths to both ends of the open range."""
 TILE_BYTES = 2**15
 """Of q, k or v in one tile of the sweeps: three of them and what is made of them fill the shared memory."""
 
