@@ -24,7 +24,7 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
         return ["triton is not installed: pip install triton"]
     reasons = []
     if q.device.type == "cuda":
-        if _capability(q.device) < CAPABILITY:
+        if capability(q.device) < CAPABILITY:
             reasons.append("the GPU is older than compute capability 8.0")
     elif not (q.device.type == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         reasons.append(f"its kernels run on CUDA, the tensors are on {q.device.type}")
@@ -37,5 +37,5 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from hsa.attention.rounds import rooted
-from hsa.attention.triton import sweeps
+from hsa.attention.triton import available, sweeps
 from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for
 from hsa.attention.triton.tiles import Job, Layout, tiles
 from hsa.hierarchy import Hierarchy
@@ -23,7 +23,8 @@ GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
 WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
-OVERLAP = {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
+HOPPER = (9, 0)
+"""From here on, launches can overlap."""
 
 _up, _down, _top = Launcher(sweeps.up), Launcher(sweeps.down), Launcher(sweeps.top)
 _d_up, _d_down, _d_top = Launcher(sweeps.d_up), Launcher(sweeps.d_down), Launcher(sweeps.d_top)
@@ -70,10 +71,12 @@ class _Launch:
             "D": dim, "P": place_dim, "BLOCK_D": _block(dim), "BLOCK_P": _block(place_dim), "PRECISION": precision,
             **self.values,
         }  # fmt: skip
+        overlaps = not INTERPRETED and available.capability(q.device) >= HOPPER
+        self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
         self.row_bytes = q.element_size() * max(_block(dim), _block(value_dim), _block(place_dim))
 
     def runs(self, size: int) -> dict[str, int]:
-        return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **OVERLAP}
+        return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **self.overlap}
 
     def groups(self, size: int) -> int:
         """Runs per program; fewer where rows are wide: a tile of each of q, k and v must fit the shared memory."""
@@ -168,13 +171,13 @@ def _forward(
             triton.cdiv(level.end - level.begin, ROWS) * o.heads,
             (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
              o.layout.root, o.heads),
-            {"LEAVES": False, "ROWS": ROWS, **o.values, **OVERLAP},
+            {"LEAVES": False, "ROWS": ROWS, **o.values, **o.overlap},
         )  # fmt: skip
     _down(
         key,
         triton.cdiv(leaves.end, ROWS) * o.heads,
         (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
-        {"LEAVES": True, "ROWS": ROWS, **o.values, **OVERLAP},
+        {"LEAVES": True, "ROWS": ROWS, **o.values, **o.overlap},
     )  # fmt: skip
     return out, y, up_y, pooled, inner, shares
 

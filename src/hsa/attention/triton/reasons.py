@@ -15,8 +15,8 @@ MOST_OPEN = 256
 """Open families of a group and head that a program can hold."""
 MOST_PARENTS = 128
 """Rows that a beam may descend from at once: its width, and the start's paths to both ends of the open range."""
-TILE_BYTES = 2**15
-"""Of q, k or v in one tile of the sweeps: three of them and what is made of them fill the shared memory."""
+TILE_BYTES = 2**14
+"""Of q, k or v in one tile of the sweeps: all that is made of them has to fit the shared memory, also of small GPUs."""
 
 
 def _forest_reasons(hierarchy: Hierarchy) -> list[str]:
