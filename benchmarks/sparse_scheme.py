@@ -1,7 +1,7 @@
 """The paper's own way to compute its operator (appendix E.4), as a baseline: products with sparse matrices, level by level.
 
-Pairs of siblings are the entries of a sparse matrix per level. Their logits are gathered products, softmax and averages are
-sums over entries, pooling and handing down are sparse products.
+Pairs of siblings are the entries of a sparse matrix per level. Their logits are gathered products; softmax, averages and
+pooling are sums over entries (`index_add`, in float32), handing down is a gather.
 """
 
 from __future__ import annotations

@@ -209,10 +209,13 @@ def test_operators_are_registered_fully(near):
 
 def test_beams_that_do_not_fit_are_refused():
     binary = Hierarchy.regular([64], (2, 2), repeat_last=True)
-    assert choice_reasons(binary, 128, any_open=True) == []
-    assert "more than 128" in choice_reasons(binary, 129, any_open=True)[0]
+    q = torch.empty(1, 1, 64)
+    assert choice_reasons(binary, q, 4, 128, any_open=True) == []
+    assert "more than 128" in choice_reasons(binary, q, 4, 129, any_open=True)[0]
+    assert choice_reasons(binary, q, 256, None, any_open=True) == []
+    assert "more than a program can keep" in choice_reasons(binary, q, 257, None, any_open=True)[0]
     deep = [5]
     for _ in range(70):
         deep = [deep]
-    assert choice_reasons(Hierarchy.from_nested([deep]), 8, any_open=False) == []
-    assert choice_reasons(Hierarchy.from_nested([deep]), 8, any_open=True)
+    assert choice_reasons(Hierarchy.from_nested([deep]), q, 4, 8, any_open=False) == []
+    assert choice_reasons(Hierarchy.from_nested([deep]), q, 4, 8, any_open=True)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy, hierarchical_attention
 from hsa.attention.hierarchical import levelwise
+from hsa.attention.hierarchical.operator import HIERARCHICAL
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import hierarchical as kernels
+from hsa.attention.triton import sweeps
 from hsa.attention.triton.levels import levels
+from hsa.attention.triton.operators import compiled_for
 from hsa.attention.triton.reasons import hierarchical_reasons
 from hsa.attention.triton.tiles import Layout, tiles
 from hsa.errors import Unsupported
@@ -24,7 +27,7 @@ from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 few = settings(max_examples=15)
 HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = HIERARCHICAL[0].tolerance
 
 
 def inputs(tree, heads=2, dim=5, value_dim=7, kv_heads=None, seed=0, spread=1.0):
@@ -195,6 +198,51 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(a, b)
 
 
+def test_second_derivatives_are_refused():
+    tree = Hierarchy.flat([5]).to(DEVICE)
+    q = torch.randn(5, 1, 8, device=DEVICE, requires_grad=True)
+    (d_q,) = torch.autograd.grad(
+        hierarchical_attention(q, q, q, tree, backend="triton").square().sum(), q, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_q.sum().backward()
+
+
+def test_equal_keys_of_launches_mean_equal_kernels(monkeypatch):
+    """What Triton compiles for follows from the key; a kernel compiled for other strides would read out of place."""
+    names, seen = (
+        {
+            getattr(sweeps, name): sweeps.__dict__[name].arg_names
+            for name in ("up", "down", "top", "d_up", "d_down", "d_top")
+        },
+        {},
+    )
+
+    def record(self, key, programs, arguments, constants):
+        special = []
+        for name, x in zip(names[self.kernel], arguments, strict=False):
+            if name in sweeps.VARYING or isinstance(x, float):
+                continue
+            dtype, aligned = compiled_for(x)[0] if isinstance(x, torch.Tensor) else (None, compiled_for(x)[0])
+            special.append((name, dtype, None if name in sweeps.UNALIGNED else aligned))
+        known = seen.setdefault((self.kernel, key, *constants.values()), special)
+        assert known == special
+
+    monkeypatch.setattr(kernels.Launcher, "__call__", record)
+    for heads in (1, 2, 3, 16):
+        for dim in (5, 8, 16):
+            for lengths in ([30], [64, 7], [257]):
+                tree = Hierarchy.regular(lengths, (4, 3)).to(DEVICE)
+                big = torch.randn(tree.num_leaves, 16, dim, dtype=torch.float16, device=DEVICE)
+                wide = torch.randn(tree.num_leaves, 16, 2 * dim, dtype=torch.float16, device=DEVICE)
+                for x in (big[:, :heads], big[:, :heads].contiguous(), wide[:, :heads, :dim]):
+                    x = x.detach().requires_grad_()
+                    out = hierarchical_attention(x, x, x, tree, backend="triton")
+                    for d_out in (torch.ones_like(out), big[:, :heads]):
+                        torch.autograd.grad(out, x, d_out, retain_graph=True)
+    assert len(seen) > 20
+
+
 def test_signature():
     theirs = inspect.signature(levelwise.hierarchical_attention).parameters
     assert list(inspect.signature(kernels.hierarchical_attention).parameters) == list(theirs)
@@ -242,6 +290,7 @@ def test_runs_hold_every_family_once(forest):
         ({"tree": Hierarchy.flat([129])}, "129 members"),
         ({"tree": Hierarchy.flat([100]), "dim": 200}, "at most"),
         ({"family_attention": "linear"}, "'exact'"),
+        ({"positions": torch.zeros(6, 2000, device=DEVICE)}, "at most 0"),
     ],
 )
 def test_refusals(change, reason):

@@ -28,7 +28,8 @@ def _only_exact(arguments: dict[str, Any]) -> list[str]:
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
     from hsa.attention.triton.hierarchical import hierarchical_attention
 
-    return hierarchical_attention(*arguments, **options)
+    with available.device_of(arguments[0]):
+        return hierarchical_attention(*arguments, **options)
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:

@@ -113,7 +113,14 @@ def open_families(
     widest = int(np.diff(families.tree_offsets).max())
     exact = beam == "exact" or (beam is None and widest <= EXACT_FAMILIES)
     width = None if exact else int(beam) if isinstance(beam, int) else max(32, 2 * refine)
-    asked = {"q": q, "hierarchy": hierarchy, "positions": positions, "width": width, "opening": opening}
+    asked = {
+        "q": q,
+        "hierarchy": hierarchy,
+        "positions": positions,
+        "width": width,
+        "opening": opening,
+        "refine": refine,
+    }
     chosen_by = choose("open_families", CHOICE, backend, {**asked, "backend": backend})
     with without_autocast(q):
         chosen, counted = chosen_by.run(
@@ -182,7 +189,8 @@ def _search_torch(
 def _search_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from hsa.attention.triton.multiscale import search
 
-    return search(*arguments)
+    with available.device_of(arguments[0]):
+        return search(*arguments)
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
@@ -191,7 +199,9 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
         return reasons
     if arguments["positions"] is not None:
         return ["it does not take positions"]
-    return choice_reasons(arguments["hierarchy"], arguments["width"], arguments["opening"].any)
+    return choice_reasons(
+        arguments["hierarchy"], arguments["q"], arguments["refine"], arguments["width"], arguments["opening"].any
+    )
 
 
 CHOICE = (Backend("triton", _search_triton, _why_not_triton), Backend("torch", _search_torch))

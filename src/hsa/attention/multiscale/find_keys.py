@@ -98,12 +98,13 @@ def _find_torch(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
 def _find_triton(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
     from hsa.attention.triton.find_keys import find_key_order
 
-    return find_key_order(k, hierarchy, chunk)
+    with available.device_of(k):
+        return find_key_order(k, hierarchy, chunk)
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
     k = arguments["k"]
-    return available.why_not(k, k, arguments["backend"], widest=128)  # find_keys.MOST_DIM
+    return available.why_not(k, k, arguments["backend"], widest=available.WIDEST_FOUND)
 
 
 FIND = (Backend("triton", _find_triton, _why_not_triton), Backend("torch", _find_torch))

@@ -31,7 +31,8 @@ def _run_gathered(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, open
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
     from hsa.attention.triton.multiscale import multiscale_attention
 
-    return multiscale_attention(*arguments, **options)
+    with available.device_of(arguments[0]):
+        return multiscale_attention(*arguments, **options)
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
+WIDEST_FOUND = 128
+"""Keys whose order is found: the spread between dimensions has to fit the registers of one program."""
 CAPABILITY = (8, 0)
 """Of the oldest GPUs with the products that the kernels use (Ampere)."""
 
@@ -23,17 +27,24 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
     if find_spec("triton") is None:
         return ["triton is not installed: pip install triton"]
     reasons = []
-    if q.device.type == "cuda":
+    if torch.version.hip is not None:
+        reasons.append("its kernels are written for CUDA, not for ROCm")
+    elif q.device.type == "cuda":
         if capability(q.device) < CAPABILITY:
             reasons.append("the GPU is older than compute capability 8.0")
     elif not (q.device.type == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         reasons.append(f"its kernels run on CUDA, the tensors are on {q.device.type}")
     if q.dtype not in DTYPES:
         reasons.append(f"it has no {q.dtype}")
-    width = max(q.shape[-1], v.shape[-1])
-    if not (min(q.shape[-1], v.shape[-1]) > 0 and width <= widest):
-        reasons.append(f"head dims must be 1 to {widest}, not {width}")
+    for width in {q.shape[-1], v.shape[-1]}:
+        if not 1 <= width <= widest:
+            reasons.append(f"head dims must be 1 to {widest}, not {width}")
     return reasons
+
+
+def device_of(x: Tensor) -> Any:
+    """Inside this context kernels are launched on the device of `x`; compilers see to that themselves."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)
 
 
 @cache

@@ -565,7 +565,7 @@ def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS
     return row, exists & (below > 0) & ~(look & _is_open(rows, row, low, high, look)), settled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["path_length", "num_queries", "first_root"])  # they differ from batch to batch
 def _beam_kernel(
     q,
     keys,

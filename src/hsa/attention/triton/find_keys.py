@@ -29,10 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hsa.attention.multiscale.find_keys import ITERATIONS, nodes_to_sort, sort_inside_leaf_families
+from hsa.attention.triton.available import WIDEST_FOUND
 from hsa.hierarchy import Hierarchy, ranges
 
-MOST_DIM = 128
-"""The spread between dimensions has to fit the registers of one program."""
 SMALL = 64
 """Most keys of a small node: as many pairs as a warp can hold."""
 NODE = 4096
@@ -69,7 +68,7 @@ class _Plan:
     """Launches, in order. Each step is five integers: what, where its part of the table begins, and three numbers."""
 
     slots: Tensor  # [moving] leaf slots whose keys may move; everything else counts in these
-    start: Tensor  # [MOST_DIM] where iterations start from
+    start: Tensor  # [WIDEST_FOUND] where iterations start from
     mixed_families: bool  # some leaves have siblings that are none
     table: Tensor  # int32
     steps: list[int]
@@ -114,7 +113,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
             first, last = first[last > first], last[last > first]
     table = np.concatenate(steps.parts) if steps.parts else np.zeros(0, np.int32)
     # No pattern in it, so that no spread is orthogonal to it; as in the version without kernels.
-    start = torch.arange(1, MOST_DIM + 1, dtype=torch.float64).mul(2.4).cos().float()
+    start = torch.arange(1, WIDEST_FOUND + 1, dtype=torch.float64).mul(2.4).cos().float()
     return _Plan(
         slots=torch.from_numpy(slots).to(hierarchy.device),
         start=start.to(hierarchy.device),

@@ -137,7 +137,7 @@ def _forward(
     plane = up_q.numel()
     leaves, *above = o.layout.levels
     rows = q, k, v, o.places, o.up_places, up_q, up_k, up_v
-    key = compiled_for(*rows, *strides, *o.place_strides, plane, o.heads)
+    key = compiled_for(*rows, *strides, *up_strides, *o.place_strides, plane, o.heads)
     for job in leaves.jobs:
         _up(
             key,
@@ -238,7 +238,7 @@ def _backward(
 
     values = {"PRECISION": o.widths["PRECISION"], **o.values}
     rows = d_out, q, k, v, o.places, o.up_places, up_q, up_k, up_v, up_d_q, up_d_k, up_d_v, up_d_places
-    key = compiled_for(*rows, *strides, *o.place_strides, *d_strides, o.heads)
+    key = compiled_for(*rows, *strides, *up_strides, *o.place_strides, *d_strides, *up_d_strides, o.heads)
     for job in leaves.jobs:
         _d_down(
             key,

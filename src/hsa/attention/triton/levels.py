@@ -90,8 +90,6 @@ class Levels:
             "first_child": self.first_child,
             "num_children": self.num_children,
             "leaf_count": self.leaf_count,
-            "first_leaf": self.first_leaf,
-            "stands_for_leaf": self.stands_for_leaf,
         }
         table = torch.from_numpy(np.stack([x.astype(np.int32) for x in columns.values()])).to(self.device)
         return dict(zip(columns, table, strict=True))

@@ -112,7 +112,8 @@ class _Rows:
     def most_entries(self, width: int) -> int:
         """Of a list with `width` open rows: at every level, no more than its largest families hold."""
         if width not in self._most:
-            self._most[width] = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
+            most = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
+            self._most[width] = triton.cdiv(most, 16) * 16  # lists begin where reads are wide
         return self._most[width]
 
 
@@ -512,7 +513,17 @@ def _write_gaps(
     return count
 
 
-@triton.jit
+# Numbers that differ from batch to batch: to compile for their values would be to compile again and again.
+kernel = triton.jit(
+    do_not_specialize=[
+        *("first_group", "num_items", "num_open", "open_group_stride", "open_head_stride"),
+        *("num_queries", "num_leaves", "num_rows", "list_heads", "list_head_stride"),
+    ],
+    do_not_specialize_on_alignment=["roots", "level_ends"],
+)
+
+
+@kernel
 def _list_kernel(
     open_rows,
     group_offsets,
@@ -640,7 +651,7 @@ def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
     return logit, stands_for_leaf == 0
 
 
-@triton.jit
+@kernel
 def _forward_kernel(
     q_ptr,
     keys,
@@ -723,7 +734,7 @@ def _forward_kernel(
     tl.store(mass_ptr + head * num_queries + query, total, mask=inside)
 
 
-@triton.jit
+@kernel
 def _backward_kernel(
     q_ptr,
     keys,

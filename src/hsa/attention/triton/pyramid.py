@@ -136,7 +136,7 @@ def _pyramid(
     )
     for place, programs, levels, widest in zip(*(stages[i::4] for i in range(4)), strict=True):
         block_children = min(16, block_rows, triton.next_power_of_2(widest))
-        _climb_kernel[(heads, programs)](
+        _climb_kernel[(programs, heads)](
             out,
             starts[place:],
             first_child,
@@ -182,7 +182,7 @@ def _pyramid_backward(
     if leaves:
         block_d = max(16, triton.next_power_of_2(dim))
         block_rows = max(1, TILE // block_d)
-        _walk_up_kernel[(heads, triton.cdiv(leaves, block_rows))](
+        _walk_up_kernel[(triton.cdiv(leaves, block_rows), heads)](
             d_rows,
             order,
             d_x,
@@ -218,7 +218,14 @@ def _backward(ctx, d_rows: Tensor):
 _pyramid.register_autograd(_backward, setup_context=_keep)
 
 
-@triton.jit
+# Numbers that differ from batch to batch: to compile for their values would be to compile again and again.
+kernel = triton.jit(
+    do_not_specialize=["leaves", "num_rows", "first_family", "end_family", "programs", "levels", "num_levels"],
+    do_not_specialize_on_alignment=["starts"],
+)
+
+
+@kernel
 def _leaf_kernel(
     x,
     order,
@@ -263,7 +270,7 @@ def _leaf_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * dim + d, mean.to(out.dtype.element_ty), mask=inside[:, None] & (d < dim))
 
 
-@triton.jit
+@kernel
 def _climb_kernel(
     out,
     starts,
@@ -279,8 +286,8 @@ def _climb_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program: a run of subtrees of one head, from the stage's foot up."""
-    head = tl.program_id(0).to(tl.int64)
-    program = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     out += head * num_rows * dim
     BLOCK_PARENTS: tl.constexpr = BLOCK_ROWS // BLOCK_CHILDREN
@@ -312,7 +319,7 @@ def _climb_kernel(
         level += 1
 
 
-@triton.jit
+@kernel
 def _walk_up_kernel(
     d_rows,
     order,
@@ -328,9 +335,9 @@ def _walk_up_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program: a run of leaf slots of one head, each walking up to its root."""
-    head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    slot = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    slot = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = slot < leaves
     mask = inside[:, None] & (d < dim)
     d_rows += head * num_rows * dim

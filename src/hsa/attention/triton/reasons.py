@@ -13,8 +13,12 @@ from hsa.hierarchy import Hierarchy
 
 MOST_OPEN = 256
 """Open families of a group and head that a program can hold."""
+MOST_QUERIES = 2**20
+"""Of a group: its blocks of queries are programs along a short dimension of the grid."""
 MOST_PARENTS = 128
 """Rows that a beam may descend from at once: its width, and the start's paths to both ends of the open range."""
+BEST_BYTES = 2**16
+"""Of the keys of the best families that a program of the exact search keeps beside those it looks at."""
 TILE_BYTES = 2**14
 """Of q, k or v in one tile of the sweeps: all that is made of them has to fit the shared memory, also of small GPUs."""
 
@@ -33,14 +37,16 @@ def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: 
         return reasons
     largest = hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))
     widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
-    row = q.element_size() * max(16, *(1 << (width - 1).bit_length() for width in widths))
-    most = max(size for size in tiles.SIZES if size * row <= TILE_BYTES)
+    row = q.element_size() * max(map(_padded, widths))
+    most = max([0, *(size for size in tiles.SIZES if size * row <= TILE_BYTES)])
     return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
 
 
 def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -> list[str]:
     reasons = _forest_reasons(hierarchy)
     width = opened.families.shape[-1]
+    if opened.queries.most > MOST_QUERIES:
+        reasons.append(f"a group has {opened.queries.most:,} queries, more than {MOST_QUERIES:,}")
     if width > MOST_OPEN:
         reasons.append(f"a group has up to {width} open families, more than {MOST_OPEN}")
     if needs_grad and torch.are_deterministic_algorithms_enabled():
@@ -50,13 +56,20 @@ def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -
     return reasons
 
 
-def choice_reasons(hierarchy: Hierarchy, width: int | None, any_open: bool) -> list[str]:
+def choice_reasons(hierarchy: Hierarchy, q: Tensor, refine: int, width: int | None, any_open: bool) -> list[str]:
+    """`width` of the beam; None: exact."""
     reasons = _forest_reasons(hierarchy)
+    if width is None and _padded(refine) * _padded(q.shape[-1]) * q.element_size() > BEST_BYTES:
+        reasons.append(f"refine={refine} is more than a program can keep at this head dim")
     if reasons or width is None:
         return reasons
     deepest = hierarchy.cached("deepest leaf family", lambda: _deepest(hierarchy))
     parents = max(width, 1 + 2 * deepest) if any_open else width
     return [] if parents <= MOST_PARENTS else [f"the beam looks at {parents} rows at once, more than {MOST_PARENTS}"]
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def _deepest(hierarchy: Hierarchy) -> int:

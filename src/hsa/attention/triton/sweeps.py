@@ -27,14 +27,13 @@ SLOTS = tl.constexpr(16)
 """Families in a run, at most."""
 
 
-kernel = triton.jit(
-    # Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
-    do_not_specialize=["num_groups", "num_bundles", "levels", "begin", "end", "root"],
-    do_not_specialize_on_alignment=[
-        *("parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
-        *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr"),
-    ],
-)
+# Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
+VARYING = ["num_groups", "num_bundles", "levels", "begin", "end", "root"]
+UNALIGNED = [
+    *("parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
+    *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr"),
+]
+kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 
 
 @triton.jit
@@ -274,7 +273,7 @@ def _up_tile(
         parts = tl.where(_members(slot), part[:, None, :], 0.0)
         _pool(up_q_ptr, parts, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
         _pool(up_q_ptr + plane, parts, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
-        _pool(up_q_ptr + 2 * plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+        _pool(up_q_ptr + plane + plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
 
 
 @triton.jit
