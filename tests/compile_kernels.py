@@ -1,0 +1,84 @@
+"""Compile the kernels for a GPU that is not there: `python tests/compile_kernels.py CAPABILITY few|all`.
+
+The operators run on CPU tensors with a driver that only names the GPU: every launch is compiled as it would be there, and
+then left out. Results are never looked at.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
+from hsa.attention.triton import available, choice, find_keys, hierarchical, multiscale, pyramid  # noqa: F401
+from hsa.attention.triton.levels import levels
+
+SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
+compiled = set()
+
+
+def note(kernel):
+    compiled.add((kernel.name, kernel.hash))
+    assert kernel.metadata.shared <= SMALLEST_SHARED_MEMORY, (kernel.name, kernel.metadata.shared)
+    return lambda *arguments: None
+
+
+def prepare(capability):
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    CompiledKernel._init_handles = lambda kernel: None
+    CompiledKernel.run = property(note)
+    torch.cuda.current_device = lambda: 0
+    available.capability = lambda device: divmod(capability, 10)
+    available.device_of = lambda x: nullcontext()
+    os.environ["TRITON_INTERPRET"] = "1"  # now only "kernels may be asked for on the CPU"
+
+
+def inputs(tree, dtype):
+    return [torch.randn(tree.num_leaves, 4, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def compile_hierarchical(tree, dtype):
+    hierarchical_attention(*inputs(tree, dtype), tree, backend="triton").sum().backward()
+
+
+def compile_multiscale(tree, dtype, causal):
+    q, k, v = inputs(tree, dtype)
+    order = find_key_order(k, tree, chunk=256, backend="torch")
+    find_keys.find_key_order(k.detach(), tree, 256)
+    groups = None if causal else Queries.windows(tree, 16)
+    options = {"queries": groups, "refine": 4, "beam": 8, "key_order": order, "causal": causal, "backend": "torch"}
+    opened = open_families(q, k, tree, **options)
+    multiscale_attention(
+        q, k, v, tree, opened=opened, key_order=order, causal=causal, backend="triton"
+    ).sum().backward()
+    queries, keys = opened.queries, pyramid.pyramid(k.detach(), levels(tree), order.order)
+    low = torch.zeros(queries.num_groups, dtype=torch.long)
+    where = (q.detach(), keys, choice.search_tables(tree), queries.offsets, queries.tree)
+    asked = {"limit": opened.limit, "scale": 0.1, "refine": 4, "most_queries": queries.most}
+    choice.search_beam(*where, low, low + 1, width=8, **asked)
+    choice.search_exact(*where, None, None, **asked)
+
+
+if __name__ == "__main__":
+    prepare(int(sys.argv[1]))
+    regular = Hierarchy.regular([512], (16, 4))
+    compile_hierarchical(regular, torch.bfloat16)
+    if sys.argv[2] == "all":
+        for dtype in (torch.bfloat16, torch.float32):
+            compile_hierarchical(regular, dtype)
+            compile_hierarchical(Hierarchy.from_nested([[5, 20, 40], [3, 3]]), dtype)
+            for causal in (False, True):
+                compile_multiscale(Hierarchy.regular([512], (8, 2), repeat_last=True), dtype, causal)
+    print(len(compiled))
