@@ -9,7 +9,8 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, below
 
 import torch
 from triton.backends.compiler import GPUTarget
