@@ -18,7 +18,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
-from hsa.attention.triton import available, choice, find_keys, hierarchical, multiscale, pyramid  # noqa: F401
+from hsa.attention.triton import available, beam, exact, find_keys, hierarchical, multiscale, pyramid, ranking  # noqa: F401
 from hsa.attention.triton.levels import levels
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
@@ -66,10 +66,10 @@ def compile_multiscale(tree, dtype, causal):
     ).sum().backward()
     queries, keys = opened.queries, pyramid.pyramid(k.detach(), levels(tree), order.order)
     low = torch.zeros(queries.num_groups, dtype=torch.long)
-    where = (q.detach(), keys, choice.search_tables(tree), queries.offsets, queries.tree)
+    where = (q.detach(), keys, ranking.search_tables(tree), queries.offsets, queries.tree)
     asked = {"limit": opened.limit, "scale": 0.1, "refine": 4, "most_queries": queries.most}
-    choice.search_beam(*where, low, low + 1, width=8, **asked)
-    choice.search_exact(*where, None, None, **asked)
+    beam.search_beam(*where, low, low + 1, width=8, **asked)
+    exact.search_exact(*where, None, None, **asked)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.attention.multiscale.pyramid import in_order
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
-from hsa.attention.triton import choice
+from hsa.attention.triton import beam as beam_search
+from hsa.attention.triton import exact as exact_search
+from hsa.attention.triton import ranking
 from hsa.attention.triton.levels import levels
 from hsa.attention.triton.reasons import choice_reasons
 from tests.forests import forests, random_inputs, windows
@@ -40,7 +42,7 @@ def search(q, k, forest, *, queries=None, near=0, refine=1, beam="exact", key_or
     families = leaf_families(forest)
     limit = key_limit(queries, forest, causal)
     low, high = torch_choice._open_from_the_start(queries, forest, families, near, key_order, limit)
-    plan, tables = levels(forest), choice.search_tables(forest)
+    plan, tables = levels(forest), ranking.search_tables(forest)
     ranges = [torch.as_tensor(x).to(DEVICE) if high.any() else None for x in (low, high)]
     groups = (queries.offsets.to(DEVICE), queries.tree.to(DEVICE), *ranges)
     options = {
@@ -52,9 +54,9 @@ def search(q, k, forest, *, queries=None, near=0, refine=1, beam="exact", key_or
     keys = pooled(k, plan, key_order).to(DEVICE)
     tables = on_device(tables)
     if beam == "exact":
-        rows, scored = choice.search_exact(q.to(DEVICE), keys, tables, *groups, **options)
+        rows, scored = exact_search.search_exact(q.to(DEVICE), keys, tables, *groups, **options)
     else:
-        rows, scored = choice.search_beam(q.to(DEVICE), keys, tables, *groups, **options, width=beam)
+        rows, scored = beam_search.search_beam(q.to(DEVICE), keys, tables, *groups, **options, width=beam)
     rows = rows.cpu()
     nodes = torch.as_tensor(plan.node)[rows.long()].where(rows >= 0, -1)
     lowest = torch.as_tensor(plan.row_of_node)[nodes].where(nodes >= 0, -1)
@@ -64,7 +66,7 @@ def search(q, k, forest, *, queries=None, near=0, refine=1, beam="exact", key_or
 
 def on_device(tables):
     moved = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in vars(tables).items()}
-    return choice.SearchTables(**moved)
+    return ranking.SearchTables(**moved)
 
 
 def expected(q, k, forest, *, refine, key_order=None, **options):
@@ -144,7 +146,7 @@ def test_groups_of_any_size_with_limits(beam, most):
 @pytest.mark.parametrize(("beam", "size"), [("exact", 16), (3, 16), (3, 1)])
 def test_more_candidates_than_a_tile(monkeypatch, beam, size):
     """A root and nodes below it with many members: several turns, whose best are merged."""
-    monkeypatch.setattr(choice, "CANDIDATES", 16)
+    monkeypatch.setattr(beam_search, "CANDIDATES", 16)
     forest = Hierarchy.regular([297], (3, 9, 11))
     q, k = inputs(forest, 3, queries=size)
     groups = Queries(torch.tensor([0, size]), torch.tensor([0]))
@@ -180,9 +182,15 @@ def test_half_precision_and_padded_heads(beam, size):
     groups = Queries.windows(forest, size)
     wide = torch.empty(16, 3, 80, dtype=torch.float16, device=DEVICE)
     wide[:, 1:] = q.half()
-    arguments = (on_device(choice.search_tables(forest)), groups.offsets.to(DEVICE), groups.tree.to(DEVICE), None, None)
+    arguments = (
+        on_device(ranking.search_tables(forest)),
+        groups.offsets.to(DEVICE),
+        groups.tree.to(DEVICE),
+        None,
+        None,
+    )
     options = {"limit": None, "scale": 80**-0.5, "refine": 2, "most_queries": size}
-    run = choice.search_exact if beam == "exact" else choice.search_beam
+    run = exact_search.search_exact if beam == "exact" else beam_search.search_beam
     options |= {} if beam == "exact" else {"width": beam}
     half = run(wide[:, 1:], keys.to(DEVICE), *arguments, **options)
     full = run(wide[:, 1:].float(), keys.float().to(DEVICE), *arguments, **options)
@@ -194,7 +202,7 @@ def test_half_precision_and_padded_heads(beam, size):
 @pytest.mark.parametrize("near", [0, 1])
 def test_operators_are_registered_fully(near):
     forest = Hierarchy.regular([4], (2, 2))
-    tables = on_device(choice.search_tables(forest))
+    tables = on_device(ranking.search_tables(forest))
     q, keys = torch.randn(4, 1, 16, device=DEVICE), torch.randn(1, len(tables.rows), 16, device=DEVICE)
     low = torch.arange(2, device=DEVICE) if near else None
     high = low + 1 if near else None
@@ -203,8 +211,8 @@ def test_operators_are_registered_fully(near):
     beam = (q, keys, tables.rows, tables.paths, *groups, limit, 0.25, 2, 2, 2, 8, tables.most_slots, tables.first_root)
     families = (tables.family_rows, tables.family_start, tables.tree_families)
     exact = (q, keys, tables.rows, *families, *groups, limit, 0.25, 2, 2)
-    for operator, arguments in ((choice._search_beam, beam), (choice._search_exact, exact)):
-        torch.library.opcheck(operator, arguments)
+    for operator, arguments in ((beam_search.operator, beam), (exact_search.operator, exact)):
+        torch.library.opcheck(operator.traced, arguments)
 
 
 def test_beams_that_do_not_fit_are_refused():

@@ -13,6 +13,7 @@ from hsa import Hierarchy, Opened, Queries, find_key_order, multiscale_attention
 from hsa.attention.multiscale.pyramid import in_order
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
+from hsa.attention.triton import attend as kernels
 from hsa.attention.triton import lists, pyramid
 from hsa.attention.triton.levels import levels
 from tests.forests import forests, windows
@@ -105,7 +106,7 @@ def attend(q, k, v, forest, opened, *, causal=False, key_order=None, include_sel
     plan = levels(rooted_forest)
     row = torch.from_numpy(plan.row_of_node).to(DEVICE)
     order = None if key_order is None else key_order.order
-    return lists.attend_lists(
+    return kernels.attend_lists(
         q,
         pyramid.pyramid(k, plan, order),
         pyramid.pyramid(v, plan, order),
@@ -278,7 +279,7 @@ def test_most_entries_is_a_bound():
     for near in range(3):
         opened = open_families(q, k, forest, near=near)
         longest = int(opened.partition(forest).lengths.max())
-        assert longest <= lists._rows(levels(rooted(forest)[0])).most_entries(opened.families.shape[2])
+        assert longest <= lists.rows_of(levels(rooted(forest)[0])).most_entries(opened.families.shape[2])
 
 
 def test_nothing_to_see_is_zero():
@@ -293,9 +294,9 @@ def test_nothing_to_see_is_zero():
 
 def test_custom_operators(monkeypatch):
     calls = {}
-    for module, name in ((pyramid, "_pyramid"), (lists, "_attend")):
-        operator = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, of=operator: calls.update({of: args}) or of(*args))
+    for module in (pyramid, kernels):
+        operator = module.operator
+        monkeypatch.setattr(module, "operator", lambda *args, of=operator: calls.update({of: args}) or of(*args))
     forest = Hierarchy.regular([5], (2, 2)).to(DEVICE)
     check(forest, 0, choose(forest, causal=True, found=True, chunk=2), causal=True)
     assert len(calls) == 2
@@ -303,4 +304,4 @@ def test_custom_operators(monkeypatch):
         arguments = [
             x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x for x in arguments
         ]
-        torch.library.opcheck(operator, tuple(arguments))
+        torch.library.opcheck(operator.traced, tuple(arguments))

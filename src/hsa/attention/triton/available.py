@@ -42,6 +42,11 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
     return reasons
 
 
+def padded(width: int) -> int:
+    """What kernels make of a width: a power of two, and at least what tensor cores take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
 def device_of(x: Tensor) -> Any:
     """Inside this context kernels are launched on the device of `x`; compilers see to that themselves."""
     return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)

@@ -21,6 +21,7 @@ one of the node's own keys: what is rounded is small where keys are near to each
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hsa.attention.multiscale.find_keys import ITERATIONS, nodes_to_sort, sort_inside_leaf_families
-from hsa.attention.triton.available import WIDEST_FOUND
+from hsa.attention.triton.available import WIDEST_FOUND, padded
+from hsa.attention.triton.operators import Operator, last_stride_1
 from hsa.hierarchy import Hierarchy, ranges
 
 SMALL = 64
@@ -54,7 +56,7 @@ SORT_NODES, MEASURE_NODES, MEASURE_BLOCKS, SPLIT_NODES, SPLIT_AGAIN = range(5)
 def find_key_order(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
     """[kv_heads, leaves] of keys [leaves, kv_heads, dim]: the leaf whose key sits at each slot, as `hsa.find_key_order`."""
     plan = hierarchy.cached(("key steps", chunk), lambda: _build(hierarchy, chunk))
-    order = _find_key_order(k, plan.start, plan.slots, plan.table, plan.steps, ITERATIONS)
+    order = operator(k, plan.start, plan.slots, plan.table, plan.steps, ITERATIONS)
     if plan.mixed_families:
         sort_inside_leaf_families(order, hierarchy)
     return order
@@ -476,18 +478,17 @@ def _sort_nodes(
 # The launches
 
 
-@torch.library.custom_op("hsa::find_key_order", mutates_args=())
 def _find_key_order(
     k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps: list[int], iterations: int
 ) -> Tensor:
     """[heads, leaves] of keys [leaves, heads, dim]."""
     leaves, heads, dim = k.shape
-    k = k if k.stride(-1) == 1 else k.contiguous()
+    k = last_stride_1(k)
     moving = len(slots)
     order = slots.to(torch.int32).expand(heads, -1).contiguous()
     coordinates = torch.empty(heads, moving, device=k.device)
     sortable, moved_order, moved_sortable = torch.empty(3, heads, moving, dtype=torch.int32, device=k.device)
-    width = max(16, triton.next_power_of_2(dim))
+    width = padded(dim)
     strides = (k.stride(0), k.stride(1))
     sizes = {"DIM": dim, "WIDTH": width}
     warps = 4 if width <= 64 else 8
@@ -538,6 +539,8 @@ def _find_key_order(
     return torch.arange(leaves, device=k.device).expand(heads, -1).index_copy(1, slots, order.to(torch.int64))
 
 
-@_find_key_order.register_fake
-def _(k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps: list[int], iterations: int) -> Tensor:
+def _empty(k: Tensor, *_: Any) -> Tensor:
     return k.new_empty(k.shape[1], k.shape[0], dtype=torch.int64)
+
+
+operator = Operator("find_key_order", _find_key_order, _empty)

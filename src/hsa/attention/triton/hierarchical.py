@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available, sweeps
-from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for
+from hsa.attention.triton.available import padded
+from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for, last_stride_1
 from hsa.attention.triton.tiles import Job, Layout, tiles
 from hsa.hierarchy import Hierarchy
 
@@ -47,7 +48,7 @@ def hierarchical_attention(
     plan = tiles(hierarchy)
     places = None if positions is None else positions.index_select(0, plan.node)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions))
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (last_stride_1(x) for x in (q, k, v))
     return forward(q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)[0]
 
 
@@ -66,14 +67,14 @@ class _Launch:
         self.place_strides = (0, 0) if places is None else (places.stride(0), places.stride(1) * (places.shape[1] > 1))
         # Half precision is summed exactly enough by the fast products; float32 asks for its own.
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.values = {"DV": value_dim, "BLOCK_DV": _block(value_dim)}
+        self.values = {"DV": value_dim, "BLOCK_DV": padded(value_dim)}
         self.widths = {
-            "D": dim, "P": place_dim, "BLOCK_D": _block(dim), "BLOCK_P": _block(place_dim), "PRECISION": precision,
+            "D": dim, "P": place_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(place_dim), "PRECISION": precision,
             **self.values,
         }  # fmt: skip
         overlaps = not INTERPRETED and available.capability(q.device) >= HOPPER
         self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
-        self.row_bytes = q.element_size() * max(_block(dim), _block(value_dim), _block(place_dim))
+        self.row_bytes = q.element_size() * max(padded(dim), padded(value_dim), padded(place_dim))
 
     def runs(self, size: int) -> dict[str, int]:
         return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **self.overlap}
@@ -102,10 +103,6 @@ def _split(pooled: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     return queries, keys, values.view(rows, heads, value_dim)
 
 
-def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -123,7 +120,7 @@ def _forward(
     y of the leaves, and of the rows between leaves and roots; pooled q, k, v and inner masses of all rows above the leaves;
     outer masses and weights of those below the roots.
     """
-    out, y, up_y, pooled, inner, shares = _empty_results(q, k, v, places, table, layout, keep=keep)
+    out, y, up_y, pooled, inner, shares = _empty_results(q, k, v, places, table, layout, keep)
     if len(q) == 0:
         return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
@@ -183,18 +180,9 @@ def _forward(
 
 
 def _empty_results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor | None,
-    table: Tensor,
-    layout: list[int],
-    include_self: bool = False,
-    causal: bool = False,
-    scale: float = 1.0,
-    keep: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, table: Tensor, layout: list[int], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    leaves, above, root, heads = *layout[:3], q.shape[1]
+    leaves, above, root, heads, keep = *layout[:3], q.shape[1], rest[-1]
     return (
         v.new_empty(leaves, heads, v.shape[2]),
         v.new_empty(leaves if keep else 0, heads, v.shape[2]),
@@ -219,7 +207,7 @@ def _backward(
     kept: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the positions of every row and head (empty without positions)."""
-    d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places, table, layout)
+    d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places)
     if len(q) == 0:
         return d_q, d_k, d_v, d_places
     y, up_y, pooled, inner, shares = kept
@@ -289,17 +277,7 @@ def _backward(
 
 
 def _empty_gradients(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor | None,
-    table: Tensor,
-    layout: list[int],
-    include_self: bool = False,
-    causal: bool = False,
-    scale: float = 1.0,
-    kept: list[Tensor] | None = None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places
@@ -315,7 +293,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if d_out is None:
         return none
     q, k, v, places, table, *kept = ctx.saved_tensors
-    d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+    d_out = last_stride_1(d_out)
     d_q, d_k, d_v, d_places = backward(
         d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept
     )

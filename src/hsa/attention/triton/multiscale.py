@@ -9,10 +9,12 @@ from hsa.attention.multiscale.choice import Opening
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
-from hsa.attention.triton.choice import search_beam, search_exact, search_tables
+from hsa.attention.triton.attend import attend_lists
+from hsa.attention.triton.beam import search_beam
+from hsa.attention.triton.exact import search_exact
 from hsa.attention.triton.levels import Levels, levels
-from hsa.attention.triton.lists import attend_lists
 from hsa.attention.triton.pyramid import pyramid
+from hsa.attention.triton.ranking import search_tables
 from hsa.hierarchy import Hierarchy
 
 

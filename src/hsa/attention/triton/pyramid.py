@@ -13,6 +13,7 @@ as their values do, so the error stays at about one rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hsa.attention.triton.available import padded
 from hsa.attention.triton.levels import Levels, families
+from hsa.attention.triton.operators import Operator, last_stride_1
 
 SUBTREE = 64
 """Rows at the foot of what one program climbs; the last few are climbed together, to save a launch."""
@@ -37,7 +40,7 @@ def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
         order: `[heads, leaves]`, the leaf that sits at each leaf slot of the tree; None: leaf i at slot i.
     """
     climb = _climb(plan)
-    return _pyramid(x, order, *_tables(plan), climb.starts, climb.stages, climb.families, plan.num_rows)
+    return operator(x, order, *_tables(plan), climb.starts, climb.stages, climb.families, plan.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,6 @@ def _tables(plan: Levels) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return t["first_child"], t["num_children"], t["leaf_count"], t["parent"]
 
 
-@torch.library.custom_op("hsa::pyramid", mutates_args=())
 def _pyramid(
     x: Tensor,
     order: Tensor | None,
@@ -107,10 +109,10 @@ def _pyramid(
     num_rows: int,
 ) -> Tensor:
     leaves, heads, dim = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = last_stride_1(x)
     order = None if order is None else order.contiguous()
-    out = x.new_empty(heads, num_rows, dim)
-    block_d = max(16, triton.next_power_of_2(dim))
+    out = _empty(x, num_rows)
+    block_d = padded(dim)
     block_rows = max(1, TILE // block_d)
     if leaves == 0:
         return out
@@ -155,23 +157,11 @@ def _pyramid(
     return out
 
 
-@_pyramid.register_fake
-def _(
-    x: Tensor,
-    order: Tensor | None,
-    first_child: Tensor,
-    num_children: Tensor,
-    leaf_count: Tensor,
-    parent: Tensor,
-    starts: Tensor,
-    stages: list[int],
-    families: list[int],
-    num_rows: int,
-) -> Tensor:
+def _empty(x: Tensor, *rest: Any) -> Tensor:
+    num_rows = rest[-1]
     return x.new_empty(x.shape[1], num_rows, x.shape[2])
 
 
-@torch.library.custom_op("hsa::pyramid_backward", mutates_args=())
 def _pyramid_backward(
     d_rows: Tensor, order: Tensor | None, leaf_count: Tensor, parent: Tensor, leaves: int, num_levels: int
 ) -> Tensor:
@@ -180,7 +170,7 @@ def _pyramid_backward(
     order = None if order is None else order.contiguous()
     d_x = d_rows.new_empty(leaves, heads, dim)
     if leaves:
-        block_d = max(16, triton.next_power_of_2(dim))
+        block_d = padded(dim)
         block_rows = max(1, TILE // block_d)
         _walk_up_kernel[(triton.cdiv(leaves, block_rows), heads)](
             d_rows,
@@ -200,8 +190,9 @@ def _pyramid_backward(
     return d_x
 
 
-@_pyramid_backward.register_fake
-def _(d_rows: Tensor, order: Tensor | None, leaf_count: Tensor, parent: Tensor, leaves: int, num_levels: int) -> Tensor:
+def _empty_gradient(
+    d_rows: Tensor, order: Tensor | None, leaf_count: Tensor, parent: Tensor, leaves: int, num_levels: int
+) -> Tensor:
     return d_rows.new_empty(leaves, d_rows.shape[0], d_rows.shape[2])
 
 
@@ -212,10 +203,11 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, d_rows: Tensor):
-    return _pyramid_backward(d_rows, *ctx.saved_tensors, ctx.leaves, ctx.num_levels), *(None,) * 9
+    return gradient(d_rows, *ctx.saved_tensors, ctx.leaves, ctx.num_levels), *(None,) * 9
 
 
-_pyramid.register_autograd(_backward, setup_context=_keep)
+operator = Operator("pyramid", _pyramid, _empty, _keep, _backward)
+gradient = Operator("pyramid_backward", _pyramid_backward, _empty_gradient)
 
 
 # Numbers that differ from batch to batch: to compile for their values would be to compile again and again.

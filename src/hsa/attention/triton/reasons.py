@@ -8,6 +8,7 @@ from torch import Tensor
 from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.triton import tiles
+from hsa.attention.triton.available import padded
 from hsa.attention.triton.levels import levels
 from hsa.hierarchy import Hierarchy
 
@@ -37,7 +38,7 @@ def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: 
         return reasons
     largest = hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))
     widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
-    row = q.element_size() * max(map(_padded, widths))
+    row = q.element_size() * max(map(padded, widths))
     most = max([0, *(size for size in tiles.SIZES if size * row <= TILE_BYTES)])
     return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
 
@@ -59,17 +60,13 @@ def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -
 def choice_reasons(hierarchy: Hierarchy, q: Tensor, refine: int, width: int | None, any_open: bool) -> list[str]:
     """`width` of the beam; None: exact."""
     reasons = _forest_reasons(hierarchy)
-    if width is None and _padded(refine) * _padded(q.shape[-1]) * q.element_size() > BEST_BYTES:
+    if width is None and padded(refine) * padded(q.shape[-1]) * q.element_size() > BEST_BYTES:
         reasons.append(f"refine={refine} is more than a program can keep at this head dim")
     if reasons or width is None:
         return reasons
     deepest = hierarchy.cached("deepest leaf family", lambda: _deepest(hierarchy))
     parents = max(width, 1 + 2 * deepest) if any_open else width
     return [] if parents <= MOST_PARENTS else [f"the beam looks at {parents} rows at once, more than {MOST_PARENTS}"]
-
-
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def _deepest(hierarchy: Hierarchy) -> int:
