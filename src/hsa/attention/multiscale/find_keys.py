@@ -26,15 +26,16 @@ from hsa.attention.dispatch import Backend, choose
 from hsa.attention.triton import available
 from hsa.hierarchy import Hierarchy
 
-ITERATIONS = 12
-"""Power iterations for a principal direction; a rough direction splits as well as an exact one."""
+ITERATIONS = 3
+"""Power iterations for a principal direction, after a first product; a rough direction splits as well as an exact one."""
 
 
 @dataclass(frozen=True, eq=False)
 class KeyOrder:
     """`order[head, slot]`: the leaf whose key sits at that leaf slot of the tree. `chunk`: see `find_key_order`.
 
-    operations: multiplications and additions that finding it took, all heads together.
+    operations: multiplications and additions of the power iterations, key by key, all heads together. A GPU may do more of
+        them where matrix products are cheaper.
     """
 
     order: Tensor  # [kv_heads, leaves]
@@ -189,8 +190,8 @@ def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tenso
 def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
     """`[…, size]` coordinates along the direction of largest spread, by power iteration. Overwrites the members.
 
-    The iteration runs on the smaller of the two matrices that share their leading directions: between dimensions, or
-    between members, where the leading vector is the coordinate itself.
+    The iteration runs in the smaller of two spaces: of the dimensions, or of the members, where the leading vector is the
+    coordinate itself.
     """
     size, dim = members.shape[-2:]
     if present is None:
@@ -200,33 +201,32 @@ def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
         mean = (members * weight).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True)
         centred = members.sub_(mean).mul_(weight)
     across = centred.transpose(-1, -2)
-    between_dimensions = _between_dimensions(size, dim)
-    spread = across @ centred if between_dimensions else centred @ across
+    in_dimensions = _iterates_in_dimensions(size, dim)
+    first, second = (centred, across) if in_dimensions else (across, centred)
     # A fixed start with no pattern in it, so that no spread is orthogonal to it.
-    start = torch.arange(1, spread.shape[-1] + 1, device=spread.device, dtype=torch.float64).mul(2.4).cos()
-    direction = spread @ start.to(spread.dtype)[:, None]
+    start = torch.arange(1, (dim if in_dimensions else size) + 1, device=members.device, dtype=torch.float64)
+    direction = second @ (first @ start.mul(2.4).cos().to(members.dtype)[:, None])
     for _ in range(ITERATIONS):
         length = direction.norm(dim=-2, keepdim=True)
-        direction = spread @ (direction / torch.where(length > 0, length, torch.ones_like(length)))
-    coordinate = (centred @ direction if between_dimensions else direction).squeeze(-1)
+        direction = second @ (first @ (direction / torch.where(length > 0, length, torch.ones_like(length))))
+    coordinate = (centred @ direction if in_dimensions else direction).squeeze(-1)
     # A direction and its opposite split alike: let the member farthest out be at the end.
     farthest = coordinate.gather(-1, coordinate.abs().argmax(-1, keepdim=True))
     return coordinate * farthest.sign()
 
 
-def _between_dimensions(size: int, dim: int) -> bool:
-    """Which matrix is the smaller one; the same for all sizes that are padded together, whatever the largest is.
+def _iterates_in_dimensions(size: int, dim: int) -> bool:
+    """Which space is the smaller one; the same for all sizes that are padded together, whatever the largest is.
 
-    A few iterations of the one are not those of the other: trees would depend on the others in their batch.
+    A few iterations in the one are not those in the other: trees would depend on the others in their batch.
     """
     return 1 << (size - 1).bit_length() > dim
 
 
 def _operations(size: int, dim: int) -> int:
     """Of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
-    small = dim if _between_dimensions(size, dim) else size
-    project = 2 * size * dim if _between_dimensions(size, dim) else 0
-    return 2 * size * dim * small + 2 * (ITERATIONS + 1) * small**2 + project
+    project = 2 * size * dim if _iterates_in_dimensions(size, dim) else 0
+    return 4 * (ITERATIONS + 1) * size * dim + project
 
 
 def sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:

@@ -1,0 +1,197 @@
+"""One converted layer: padded queries, keys and values → the operator → padded outputs, with a count on request."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hsa.attention.arguments import repeat_heads
+from hsa.attention.dense import dense_weights
+from hsa.attention.flops import Flops, flops
+from hsa.attention.hierarchical.operator import hierarchical_attention
+from hsa.attention.multiscale.choice import open_families
+from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.softmax import exact
+from hsa.errors import InvalidInput
+from hsa.huggingface.sequences import Sequences
+from hsa.huggingface.settings import LayerSettings
+from hsa.huggingface.trees import tree_of
+
+
+@dataclass
+class Counted:
+    """Operations of attention in the forward passes inside `counting()`: of each layer, and of exact attention there."""
+
+    layers: dict[int, Flops] = field(default_factory=dict)
+    exact: dict[int, int] = field(default_factory=dict)
+
+    def add(self, layer: int, found: Flops, exact: int) -> None:
+        before = self.layers.get(layer, Flops(0, 0))
+        self.layers[layer] = Flops(
+            *(getattr(before, name) + getattr(found, name) for name in ("attention", "pooling", "choice", "finding"))
+        )
+        self.exact[layer] = self.exact.get(layer, 0) + exact
+
+    @property
+    def total(self) -> int:
+        return sum(layer.total for layer in self.layers.values())
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer operations than exact attention, everything counted."""
+        return sum(self.exact.values()) / self.total if self.total else math.nan
+
+
+_counter: ContextVar[Counted | None] = ContextVar("hsa_counter", default=None)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counted]:
+    """Counts the operations of attention of every forward pass of models on "hsa" attention inside this context."""
+    counted = Counted()
+    token = _counter.set(counted)
+    try:
+        yield counted
+    finally:
+        _counter.reset(token)
+
+
+def count_exact(layer: int, q: Tensor, sequences: Sequences) -> None:
+    """Adds a layer that attends exactly."""
+    counted = _counter.get()
+    if counted is not None:
+        operations = exact_operations(q, sequences)
+        counted.add(layer, Flops(operations, 0), operations)
+
+
+def exact_operations(q: Tensor, sequences: Sequences) -> int:
+    """Of softmax attention: an entry per query and key that it may see, as `flops_flat` counts them."""
+    heads, dim = q.shape[1], q.shape[-1]
+    pairs = 0
+    for asking, total in zip(sequences.queries.lengths, sequences.keys.lengths, strict=True):
+        pairs += asking * total - (asking * (asking - 1) // 2 if sequences.causal else 0)
+    return (4 * heads * dim + heads) * pairs
+
+
+def attend(
+    settings: LayerSettings,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float | None,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`[batch, queries, heads, dim]`, and on request the dense weights `[batch, heads, queries, keys]`."""
+    packed = sequences.queries.pack(q), sequences.keys.pack(k), sequences.keys.pack(v)
+    tree = tree_of(settings, sequences)
+    if settings.operator == "hierarchical":
+        if sequences.causal:
+            raise InvalidInput(
+                "operator",
+                given="'hierarchical' in a causal layer",
+                expected="'multiscale'",
+                fix="its rows are tied, so earlier tokens would see later ones",
+            )
+        inside: Any = partial(_dropped, dropout_p=dropout_p) if dropout_p else "exact"
+        operator: Callable[..., Tensor] = partial(
+            hierarchical_attention, include_self=True, family_attention=inside, scale=scale
+        )
+        found = flops(tree, *_width(packed[0])) if _counter.get() is not None else None
+    else:
+        operator, found = _multiscale(settings, packed[0], packed[1], tree, sequences, scale, dropout_p)
+    counted = _counter.get()
+    if counted is not None and found is not None:
+        counted.add(layer, found, exact_operations(q, sequences))
+    out = sequences.queries.unpack(operator(*packed, tree)).transpose(1, 2)
+    dense = _dense(operator, packed[0], packed[1], tree, sequences) if weights else None
+    return out, dense
+
+
+def _multiscale(
+    settings: LayerSettings,
+    q: Tensor,
+    k: Tensor,
+    tree: Any,
+    sequences: Sequences,
+    scale: float | None,
+    dropout_p: float,
+) -> tuple[Callable[..., Tensor], Flops | None]:
+    causal = sequences.causal
+    key_order = None
+    if settings.hierarchy == "keys":
+        key_order = find_key_order(k, tree, chunk=settings.chunk_size if causal else None)
+    share = 1 if causal and (settings.refine or key_order is not None) else settings.share
+    if share is None and key_order is not None:
+        share = 1
+    opened = open_families(
+        q,
+        k,
+        tree,
+        queries=sequences.groups(tree, share),
+        near=settings.near,
+        refine=settings.refine,
+        beam=settings.beam,
+        key_order=key_order,
+        causal=causal,
+        scale=scale,
+    )
+    bias: float | Tensor = (
+        torch.tensor(settings.pooled_bias, device=q.device)
+        if isinstance(settings.pooled_bias, tuple)
+        else settings.pooled_bias
+    )
+    operator = partial(
+        multiscale_attention,
+        opened=opened,
+        key_order=key_order,
+        causal=causal,
+        pooled_bias=bias,
+        dropout_p=dropout_p,
+        scale=scale,
+    )
+    if _counter.get() is None:
+        return operator, None
+    return operator, flops(opened, *_width(q), hierarchy=tree, key_order=key_order)
+
+
+def _width(q: Tensor) -> tuple[int, int]:
+    return q.shape[1] * q.shape[2], q.shape[1]
+
+
+def _dropped(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Attention inside a family with dropout on its weights. An operator is linear in its values, so weights are what it
+    makes of the identity; families are small."""
+    size = k.shape[-2]
+    identity = torch.eye(size, dtype=v.dtype, device=v.device).expand(*k.shape[:-1], size)
+    weights, lse = exact(q, k, identity, bias, mask, scale=scale)
+    return torch.nn.functional.dropout(weights, dropout_p) @ v, lse
+
+
+def _dense(operator: Callable[..., Tensor], q: Tensor, k: Tensor, tree: Any, sequences: Sequences) -> Tensor:
+    weights = dense_weights(operator, q, repeat_heads(k, q.shape[1]), tree)  # [heads, queries, keys]
+    batch, seq = sequences.mask.shape
+    asking = sequences.queries.mask.shape[1]
+    heads = len(weights)
+    dense = weights.new_zeros(batch, heads, asking, seq)
+    row = col = 0
+    for b, (n, total) in enumerate(zip(sequences.queries.lengths, sequences.keys.lengths, strict=True)):
+        block = weights[:, row : row + n, col : col + total]
+        rows, cols = sequences.queries.mask[b].nonzero().squeeze(-1), sequences.mask[b].nonzero().squeeze(-1)
+        dense[b, :, rows[:, None], cols] = block
+        row, col = row + n, col + total
+    return dense

@@ -1,0 +1,213 @@
+"""`convert` and `revert`: hierarchical attention in the layers of a pre-trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.huggingface.interface import NAME, ConvertedLayer, Pass, enter_pass, leave_pass, register
+from hsa.huggingface.layers import attention_layers, slides
+from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
+from hsa.huggingface.vocabulary import Vocabulary
+
+Model = TypeVar("Model")
+
+
+class _Conversion:
+    """What a converted model carries besides its config: how to undo it."""
+
+    def __init__(self, before: str, state: Pass):
+        self.before = before  # its attention implementation
+        self.state = state
+        self.hook: Any = None
+
+
+def convert(
+    model: Model,
+    layers: Iterable[int] | None = None,
+    *,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> Model:
+    """Replace attention in layers of a transformers model, in place. The other layers keep PyTorch's exact attention.
+
+    Called again, it changes the layers that are named and leaves the others as they are. Without settings, a model whose
+    config already has some (it was converted, saved and loaded) gets those back. `revert` undoes it all.
+
+    Args:
+        model: a `PreTrainedModel` that takes its attention from transformers' interface. Its weights are not touched.
+        layers: numbers from 0, negative from the end; all that see the whole sequence, unless given.
+        tokenizer: the model's; needed for `sinks="special"` and `hierarchy="sentences"`.
+        settings: any of
+
+            operator: "multiscale" (every query keeps its row) or "hierarchical" (the paper's).
+            hierarchy: "keys": trees found from the keys of each head, the most faithful; "windows" of consecutive tokens;
+                "sentences" of the text; or a function from a list of ids per sequence to a `Hierarchy`, a tree per sequence.
+            branching: members per family, from the leaves up. Multiscale trees repeat the last factor up to the root; the
+                paper's join what is left under it.
+            near: neighbouring families that are exact too (not with "keys").
+            refine: how many more families are exact: the best by the queries' own scores. The fidelity dial.
+            beam: width of the search for them; "exact" looks at all.
+            pooled_bias: added to the logits of pooled nodes, one number or one per head.
+            sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
+            share: neighbouring queries that share a choice; one for "keys", those of a family for the others, unless given.
+            chunk: in causal models, how many tokens are searched for trees together once they are complete ("keys").
+
+    Returns:
+        the same model.
+
+    Raises:
+        Unsupported: a model that does not take its attention from transformers' interface.
+        InvalidInput: layers that are not there, settings that do not fit.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
+    >>> model = convert(model, layers=[1, -1], refine=4)
+    >>> sorted(model.config.hsa["layers"])
+    ['1', '2']
+    """
+    register()
+    modules = attention_layers(model)
+    config: Any = model.config  # type: ignore[attr-defined]
+    written = Settings.of(config) or Settings({})
+    chosen = _chosen(layers, modules, written, bool(settings))
+    unknown = sorted(set(settings) - set(LayerSettings.__dataclass_fields__))
+    if unknown:
+        raise InvalidInput(unknown[0], given="a setting", expected=f"one of {list(LayerSettings.__dataclass_fields__)}")
+    if settings or not written.layers:
+        new = LayerSettings(**settings)
+        _check_heads(new, modules, chosen)
+        by_number = {**written.layers, **dict.fromkeys(chosen, new)}
+    else:
+        by_number = dict(written.layers)
+    vocabulary = _vocabulary(model, tokenizer, by_number.values(), written)
+    _apply(model, modules, Settings(by_number, vocabulary.special_ids), vocabulary)
+    return model
+
+
+def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
+    """Give layers (all, unless named) their exact attention back; with the last one, the model is what it was."""
+    register()
+    modules = attention_layers(model)
+    config: Any = model.config  # type: ignore[attr-defined]
+    written = Settings.of(config)
+    if written is None:
+        return model
+    gone = set(_numbers(layers, len(modules)) if layers is not None else written.layers)
+    left = {number: layer for number, layer in written.layers.items() if number not in gone}
+    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
+    if left:
+        vocabulary = conversion.state.vocabulary if conversion else Vocabulary(written.special_ids)
+        _apply(model, modules, Settings(left, written.special_ids), vocabulary)
+        return model
+    del config.hsa
+    for module in modules:
+        if hasattr(module, "hsa_layer"):
+            del module.hsa_layer
+        leave_pass(module.config)
+    if conversion is not None:
+        conversion.hook.remove()
+        del model.hsa_conversion  # type: ignore[attr-defined]
+        model.set_attn_implementation(conversion.before)  # type: ignore[attr-defined]
+    return model
+
+
+def settings_of(model: Any) -> dict[int, LayerSettings]:
+    """The settings of the converted layers of a model, by number."""
+    written = Settings.of(model.config)
+    return {} if written is None else dict(written.layers)
+
+
+def _chosen(layers: Any, modules: list[Any], written: Settings, anew: bool) -> list[int]:
+    if layers is not None:
+        return _numbers(layers, len(modules))
+    if written.layers and not anew:
+        outside = [n for n in written.layers if not 0 <= n < len(modules)]
+        if outside:
+            raise InvalidInput(
+                "config.hsa['layers']", given=outside[0], expected=f"0 to {len(modules) - 1}, as the model has layers"
+            )
+        return list(written.layers)
+    return [number for number, module in enumerate(modules) if not slides(module)]
+
+
+def _numbers(layers: Any, count: int) -> list[int]:
+    if isinstance(layers, (int, np.integer)) and not isinstance(layers, bool):
+        layers = [layers]
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise InvalidInput("layers", given=repr(layers), expected="layer numbers, such as [7, 9, 11]")
+    found = []
+    for number in layers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not -count <= number < count:
+            raise InvalidInput(
+                "layers", given=repr(number), expected=f"numbers from 0 to {count - 1}: the model has {count} layers"
+            )
+        found.append(int(number) % count)
+    if not found:
+        raise InvalidInput("layers", given="none", expected="at least one", fix="use revert(model) to undo a conversion")
+    return sorted(set(found))
+
+
+def _check_heads(settings: LayerSettings, modules: list[Any], chosen: list[int]) -> None:
+    """A bias per head fits the heads."""
+    if not isinstance(settings.pooled_bias, tuple):
+        return
+    for number in chosen:
+        heads = getattr(modules[number].config, "num_attention_heads", None)
+        if heads is not None and heads != len(settings.pooled_bias):
+            raise InvalidInput(
+                "pooled_bias",
+                given=f"{len(settings.pooled_bias)} numbers",
+                expected=f"one, or one for each of the {heads} heads of layer {number}",
+            )
+
+
+def _vocabulary(
+    model: Any, tokenizer: Any, layers: Iterable[LayerSettings], written: Settings
+) -> Vocabulary:
+    if tokenizer is not None:
+        return Vocabulary.of(tokenizer)
+    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
+    if conversion is not None and conversion.state.vocabulary.tokenizer is not None:
+        return conversion.state.vocabulary
+    known = Vocabulary(written.special_ids)
+    for settings in layers:
+        if settings.hierarchy == "sentences" or (settings.sinks == "special" and not known.special_ids):
+            raise InvalidInput(
+                "tokenizer",
+                given="None",
+                expected="the model's tokenizer: sinks='special' and hierarchy='sentences' are read off token ids",
+                fix="convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
+            )
+    return known
+
+
+def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocabulary) -> None:
+    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
+    if conversion is None:
+        before = model.config._attn_implementation
+        conversion = _Conversion("sdpa" if before == NAME else before, Pass(vocabulary))
+        conversion.hook = model.register_forward_pre_hook(_remember(conversion.state), with_kwargs=True)
+        model.hsa_conversion = conversion
+        model.set_attn_implementation(NAME)
+    conversion.state.vocabulary = vocabulary
+    for number, module in enumerate(modules):
+        module.hsa_layer = ConvertedLayer(number, settings.layers.get(number))
+        enter_pass(module.config, conversion.state)
+    model.config.hsa = settings.to_json()
+
+
+def _remember(state: Pass) -> Callable[..., None]:
+    """A hook that notes the token ids of every forward pass."""
+
+    def note(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        ids = options.get("input_ids", arguments[0] if arguments else None)
+        is_ids = ids is not None and hasattr(ids, "dtype") and ids.ndim == 2 and not ids.is_floating_point()
+        state.ids = ids if is_ids else None
+
+    return note

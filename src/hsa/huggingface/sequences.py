@@ -1,0 +1,125 @@
+"""`Sequences`: the tokens of one forward pass, as an attention layer must know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.queries import Queries
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.huggingface.vocabulary import Vocabulary
+from hsa.padding import Padding
+
+T = TypeVar("T")
+
+
+class Sequences:
+    """Which positions of a padded batch hold tokens, what they are, and who may see whom.
+
+    Args:
+        mask: `[batch, keys]`, true where there is a token.
+        causal: a token sees those up to itself only.
+        first_query: the position of the first query among the keys; more than 0 when earlier keys come from a cache.
+        ids: `[batch, keys]` token ids, if they are known.
+        vocabulary: what the ids mean.
+    """
+
+    def __init__(
+        self,
+        mask: Tensor,
+        *,
+        causal: bool,
+        first_query: int = 0,
+        ids: Tensor | None = None,
+        vocabulary: Vocabulary | None = None,
+    ):
+        self.mask = mask
+        self.causal = causal
+        self.first_query = first_query
+        self.ids = ids
+        self.vocabulary = vocabulary or Vocabulary()
+        self._cache: dict[Any, Any] = {}
+
+    @cached_property
+    def keys(self) -> Padding:
+        return Padding(self.mask)
+
+    @cached_property
+    def queries(self) -> Padding:
+        return self.keys if self.first_query == 0 else Padding(self.mask[:, self.first_query :])
+
+    @cached_property
+    def full(self) -> bool:
+        """No padding at all."""
+        return min(self.keys.lengths) == self.mask.shape[1]
+
+    def cached(self, key: Any, build: Callable[[], T]) -> T:
+        """What follows from these tokens alone, made by the first layer that needs it."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def known_ids(self, purpose: str) -> Tensor:
+        """`[tokens]` the ids, without padding."""
+        if self.ids is None:
+            raise InvalidInput(
+                "input_ids",
+                given="a forward pass that does not say which tokens it holds",
+                expected=f"token ids, which {purpose} is made from",
+                fix="call hsa.huggingface.convert(model) after loading and pass input_ids; or convert with "
+                "hierarchy='keys' or 'windows' and a number for sinks",
+            )
+        if self.ids.shape != self.mask.shape:
+            raise InvalidInput(
+                "input_ids",
+                given=f"shape {tuple(self.ids.shape)} for keys {tuple(self.mask.shape)}",
+                expected=f"the ids of all keys, which {purpose} is made from",
+                fix="with a cache of earlier keys, convert with a number for sinks and hierarchy='keys' or 'windows'",
+            )
+        return self.ids[self.mask]
+
+    def sink_mask(self, sinks: str | int | None) -> np.ndarray | int | None:
+        """Sinks as `Hierarchy` takes them."""
+        if sinks != "special":
+            return sinks  # type: ignore[return-value]
+        ids = self.known_ids("sinks='special'")
+        special = torch.isin(ids, torch.tensor(self.vocabulary.special_ids, device=ids.device, dtype=ids.dtype))
+        return special.cpu().numpy()
+
+    def groups(self, hierarchy: Hierarchy, share: int | None) -> Queries | None:
+        """The queries of a multiscale layer; None: one group per leaf family. `share`: queries that share a choice."""
+        if self.first_query == 0:
+            return None if share is None else Queries.windows(hierarchy, share)
+        return self.cached("queries", self._later_queries)
+
+    def _later_queries(self) -> Queries:
+        """The last tokens of every sequence ask, each for itself; the cache holds keys before them."""
+        device, total, asking = self.mask.device, self.keys.lengths, self.queries.lengths
+        first = np.cumsum(total) - total + np.subtract(total, asking)  # leaf of every sequence's first query
+        leaves = np.concatenate([np.arange(f, f + n) for f, n in zip(first, asking, strict=True)])
+        return Queries(
+            offsets=torch.arange(len(leaves) + 1, device=device),
+            tree=torch.arange(len(total), device=device).repeat_interleave(torch.tensor(asking, device=device)),
+            leaves=torch.as_tensor(leaves).to(device),
+        )
+
+    def allowed(self) -> Tensor | None:
+        """The mask for PyTorch's attention, `[batch, 1, queries or 1, keys]`; None: all, or causal from the first key."""
+        return self.cached("allowed", self._allowed)
+
+    def _allowed(self) -> Tensor | None:
+        if self.full and (not self.causal or self.first_query == 0):
+            return None
+        present = self.mask[:, None, None, :]
+        if not self.causal:
+            return present
+        keys = torch.arange(self.mask.shape[1], device=self.mask.device)
+        # A padded query sees itself: a row without any key would be NaN.
+        own = keys == keys[self.first_query :, None]
+        return ((keys <= keys[self.first_query :, None]) & present) | own

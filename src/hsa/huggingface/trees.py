@@ -1,0 +1,128 @@
+"""The hierarchies of converted layers: fixed windows, the text's own sentences, or from a function."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.huggingface.sequences import Sequences
+from hsa.huggingface.settings import GIVEN, LayerSettings
+
+_KEPT = 64
+_WINDOWS: OrderedDict[Any, Hierarchy] = OrderedDict()
+"""Window trees of recent batches: batches of the same lengths come again, and plans hang on a tree."""
+
+
+def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
+    """The tree of every sequence, one leaf per token that is no padding."""
+    kind = settings.hierarchy
+    if callable(kind):
+        return sequences.cached(("tree", kind), lambda: _given_tree(kind, sequences))
+    if kind == GIVEN:
+        raise InvalidInput(
+            "hierarchy",
+            given="a config whose hierarchies came from a function",
+            expected="that function",
+            fix="call hsa.huggingface.convert(model, hierarchy=function) after loading",
+        )
+    repeats = settings.operator == "multiscale"
+    key = ("tree", kind == "sentences", settings.branching, repeats, settings.sinks)
+    return sequences.cached(
+        key, lambda: _sentence_tree(settings, sequences) if kind == "sentences" else _window_tree(settings, sequences)
+    )
+
+
+def _window_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
+    sinks = sequences.sink_mask(settings.sinks)
+    repeats = settings.operator == "multiscale"
+    device = sequences.mask.device
+    lengths = sequences.keys.lengths
+    kept_as = (
+        tuple(lengths),
+        settings.branching,
+        repeats,
+        sinks.tobytes() if isinstance(sinks, np.ndarray) else sinks,
+        device,
+    )
+    if kept_as not in _WINDOWS:
+        tree = Hierarchy.regular(lengths, settings.branching, repeat_last=repeats, sinks=sinks)
+        _WINDOWS[kept_as] = tree.to(device)
+        if len(_WINDOWS) > _KEPT:
+            _WINDOWS.popitem(last=False)
+    _WINDOWS.move_to_end(kept_as)
+    return _WINDOWS[kept_as]
+
+
+def _given_tree(function: Callable[..., Any], sequences: Sequences) -> Hierarchy:
+    ids = sequences.known_ids("a hierarchy of your own").split(sequences.keys.lengths)
+    tree = function(list(ids))
+    if not isinstance(tree, Hierarchy):
+        raise InvalidInput("hierarchy(ids)", given=type(tree).__name__, expected="an hsa.Hierarchy")
+    if tree.lengths != sequences.keys.lengths:
+        raise InvalidInput(
+            "hierarchy(ids)",
+            given=f"trees of {_few(tree.lengths)} leaves",
+            expected=f"{_few(sequences.keys.lengths)}: a tree per sequence with a leaf per token, padding left out",
+        )
+    return tree.to(sequences.mask.device)
+
+
+def _sentence_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
+    """Sentences in pieces of at most the first factor; the other factors group sentences."""
+    ids = sequences.known_ids("hierarchy='sentences'")
+    sinks = sequences.sink_mask(settings.sinks)
+    starts = sequences.vocabulary.sentence_starts(ids.tolist(), sequences.keys.lengths)
+    return sentence_hierarchy(
+        starts, sequences.keys.lengths, settings.branching, settings.operator == "multiscale", sinks
+    ).to(sequences.mask.device)
+
+
+def sentence_hierarchy(
+    starts: np.ndarray, lengths: list[int], branching: tuple[int, ...], repeat_last: bool, sinks: Any = None
+) -> Hierarchy:
+    """Trees from where sentences start.
+
+    >>> starts = np.array([1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
+    >>> print(sentence_hierarchy(starts, [10], (4, 2), True).show())
+    tree 0 · 10 leaves
+    ├─ 2 members · 8 leaves
+    │  ├─ 1 member · 3 leaves
+    │  │  └─ 3 leaves
+    │  └─ 2 members · 5 leaves
+    │     ├─ 4 leaves
+    │     └─ 1 leaf
+    └─ 1 member · 2 leaves
+       └─ 1 member · 2 leaves
+          └─ 2 leaves
+    """
+    starts = starts.copy()
+    ends = np.cumsum(lengths)
+    starts[ends - lengths] = True
+    begin = np.flatnonzero(starts)
+    size = np.diff(np.append(begin, len(starts)))
+    pieces = -(-size // branching[0])
+    first_piece = np.cumsum(pieces) - pieces
+    piece = np.repeat(begin - first_piece * branching[0], pieces) + np.arange(int(pieces.sum())) * branching[0]
+    levels = [np.append(piece, len(starts)), np.append(first_piece, len(piece))]
+    members = np.bincount(np.searchsorted(ends, begin, side="right"), minlength=len(lengths))  # sentences per tree
+    factors = list(branching[1:])
+    while members.max() > 1 and factors:
+        factor = factors[0] if len(factors) == 1 and repeat_last else factors.pop(0)
+        if members.max() <= factor:
+            break
+        groups = -(-members // factor)
+        first = np.cumsum(members) - members
+        begin = np.repeat(first - (np.cumsum(groups) - groups) * factor, groups) + np.arange(groups.sum()) * factor
+        levels.append(np.append(begin, members.sum()))
+        members = groups
+    levels.append(np.concatenate([[0], np.cumsum(members)]))
+    return Hierarchy.from_offsets(*levels, sinks=sinks)
+
+
+def _few(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths[:4])) + (", …" if len(lengths) > 4 else "")

@@ -1,0 +1,71 @@
+"""What token ids mean to a converted layer: which are special, and where sentences start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hsa.errors import InvalidInput, MissingExtra
+
+_SPECIAL = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(eq=False)
+class Vocabulary:
+    """Of one model. The tokenizer is needed for sentences only."""
+
+    special_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        ids = {getattr(tokenizer, name, None) for name in _SPECIAL}
+        return cls(tuple(sorted(i for i in ids if i is not None)), tokenizer)
+
+    def sentence_starts(self, ids: list[int], lengths: list[int]) -> np.ndarray:
+        """Which tokens start a sentence, by the text that they spell. Special tokens start one, and end it.
+
+        Args:
+            ids: of all sequences, one after the other, without padding.
+            lengths: tokens per sequence.
+        """
+        try:
+            from sentencex import get_sentence_boundaries  # type: ignore[import-untyped]
+        except ImportError:
+            raise MissingExtra("sentencex", "text", "splitting text into sentences") from None
+        if self.tokenizer is None:
+            raise InvalidInput(
+                "tokenizer", given="None", expected="the model's, to find sentences", fix="convert(…, tokenizer=…)"
+            )
+        piece = self._pieces()
+        starts = np.zeros(len(ids), bool)
+        begin = 0
+        for length in lengths:
+            pieces = [piece(i) for i in ids[begin : begin + length]]
+            ends = np.cumsum([len(text) for text in pieces])
+            for boundary in get_sentence_boundaries("en", "".join(pieces)):
+                # The token that holds the first character of the sentence that is no space.
+                at = boundary["start_index"] + len(boundary["text"]) - len(boundary["text"].lstrip())
+                starts[begin + min(int(np.searchsorted(ends, at, side="right")), length - 1)] = True
+            begin += length
+        special = np.isin(ids, self.special_ids)
+        starts |= special
+        starts[1:] |= special[:-1]
+        return starts
+
+    def _pieces(self) -> Any:
+        """The text of a single token inside a text: what it adds after another token."""
+        tokenizer, special = self.tokenizer, set(self.special_ids)
+        anchor = tokenizer.encode("a", add_special_tokens=False)[:1]
+
+        @lru_cache(maxsize=None)
+        def piece(token: int) -> str:
+            if token in special:
+                return " "
+            whole = tokenizer.decode([*anchor, token], clean_up_tokenization_spaces=False)
+            return whole[len(tokenizer.decode(anchor)) :]
+
+        return piece
