@@ -149,7 +149,9 @@ def _numbers(layers: Any, count: int) -> list[int]:
             )
         found.append(int(number) % count)
     if not found:
-        raise InvalidInput("layers", given="none", expected="at least one", fix="use revert(model) to undo a conversion")
+        raise InvalidInput(
+            "layers", given="none", expected="at least one", fix="use revert(model) to undo a conversion"
+        )
     return sorted(set(found))
 
 
@@ -167,9 +169,7 @@ def _check_heads(settings: LayerSettings, modules: list[Any], chosen: list[int])
             )
 
 
-def _vocabulary(
-    model: Any, tokenizer: Any, layers: Iterable[LayerSettings], written: Settings
-) -> Vocabulary:
+def _vocabulary(model: Any, tokenizer: Any, layers: Iterable[LayerSettings], written: Settings) -> Vocabulary:
     if tokenizer is not None:
         return Vocabulary.of(tokenizer)
     conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
