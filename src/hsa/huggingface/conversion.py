@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.huggingface.interface import NAME, ConvertedLayer, Pass, enter_pass, leave_pass, register
 from hsa.huggingface.layers import attention_layers, slides
-from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
+from hsa.huggingface.settings import LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
 Model = TypeVar("Model")

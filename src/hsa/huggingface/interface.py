@@ -1,8 +1,8 @@
 """`attn_implementation="hsa"`: the two functions that transformers calls, and how they are registered.
 
-The mask function runs once per forward pass and returns a `[batch, keys]` mask, to which the pass's `Sequences` is bound; the
-attention function runs once per layer and finds it there. A mask that is kept for later, as gradient checkpointing does,
-keeps its `Sequences`.
+The mask function runs once per forward pass and returns a `[batch, keys]` mask, to which the `Sequences` of the pass are
+bound; the attention function runs once per layer and finds them there. A mask that is kept for later, as gradient
+checkpointing does, keeps its `Sequences`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class ConvertedLayer:
 
 
 def register() -> None:
-    """Makes `attn_implementation="hsa"` known to transformers. Importing hsa.huggingface does this.
+    """Makes `from_pretrained(…, attn_implementation="hsa")` known to transformers. `convert` does this by itself.
+
+    A model loaded so attends as its config says, or, where that says nothing, as `convert` does by default.
 
     Raises:
         MissingExtra: transformers is not installed.
@@ -94,18 +96,21 @@ def hsa_mask(
         q_length, q_offset, device = len(cache_position), int(cache_position[0]), cache_position.device
     plain = (library.bidirectional_mask_function, library.causal_mask_function)
     if mask_function not in plain or kv_offset:
-        where = {"cache_position": cache_position} if cache_position is not None else {}
-        if cache_position is None:
-            where = {"q_length": q_length, "q_offset": q_offset, "device": device}
-        return library.sdpa_mask(
+        where: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset, "device": device}
+        if cache_position is not None:
+            where = {"cache_position": cache_position}
+        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        allowed = library.sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             **where,
-            **{**others, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+            **others,
         )
+        assert allowed is not None  # it may not be skipped
+        return allowed
     if attention_mask is None:
         mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class Vocabulary:
         tokenizer, special = self.tokenizer, set(self.special_ids)
         anchor = tokenizer.encode("a", add_special_tokens=False)[:1]
 
-        @lru_cache(maxsize=None)
+        @cache
         def piece(token: int) -> str:
             if token in special:
                 return " "
