@@ -21,7 +21,6 @@ from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.softmax import exact
-from hsa.errors import InvalidInput
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from hsa.huggingface.trees import tree_of
@@ -73,6 +72,17 @@ def count_exact(layer: int, q: Tensor, sequences: Sequences) -> None:
         counted.add(layer, Flops(operations, 0), operations)
 
 
+def count_mask(layer: int, q: Tensor, mask: Tensor | None) -> None:
+    """Adds a layer that attends exactly to what a mask `[batch, heads or 1, queries, keys]` of another form lets it see."""
+    counted = _counter.get()
+    if counted is not None and mask is not None and mask.ndim == 4:
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        asks = seen.diagonal(seen.shape[-1] - seen.shape[-2], -2, -1)  # padded queries see others but no padding
+        pairs = int((seen & asks[..., None]).expand(len(q), *seen.shape[1:]).sum()) // seen.shape[1]
+        operations = (4 * q.shape[1] * q.shape[-1] + q.shape[1]) * pairs
+        counted.add(layer, Flops(operations, 0), operations)
+
+
 def exact_operations(q: Tensor, sequences: Sequences) -> int:
     """Of softmax attention: an entry per query and key that it may see, as `flops_flat` counts them."""
     heads, dim = q.shape[1], q.shape[-1]
@@ -95,16 +105,10 @@ def attend(
     weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`[batch, queries, heads, dim]`, and on request the dense weights `[batch, heads, queries, keys]`."""
+    settings.check_direction(layer, may_look_ahead=not sequences.causal)
     packed = sequences.queries.pack(q), sequences.keys.pack(k), sequences.keys.pack(v)
     tree = tree_of(settings, sequences)
     if settings.operator == "hierarchical":
-        if sequences.causal:
-            raise InvalidInput(
-                "operator",
-                given="'hierarchical' in a causal layer",
-                expected="'multiscale'",
-                fix="its rows are tied, so earlier tokens would see later ones",
-            )
         inside: Any = partial(_dropped, dropout_p=dropout_p) if dropout_p else "exact"
         operator: Callable[..., Tensor] = partial(
             hierarchical_attention, include_self=True, family_attention=inside, scale=scale
@@ -118,6 +122,23 @@ def attend(
     out = sequences.queries.unpack(operator(*packed, tree)).transpose(1, 2)
     dense = _dense(operator, packed[0], packed[1], tree, sequences) if weights else None
     return out, dense
+
+
+def attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention with its weights `[batch, heads, queries, keys]`; `mask` as PyTorch's attention takes it."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None and causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    if mask is not None:
+        # Not −∞: a padded query may see nothing, and what it gives must be a number.
+        lowest = torch.finfo(logits.dtype).min
+        logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
+    weights = torch.nn.functional.dropout(logits.softmax(-1), dropout_p)
+    return (weights @ v).transpose(1, 2), weights
 
 
 def _multiscale(

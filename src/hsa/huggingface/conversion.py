@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hsa.errors import InvalidInput
-from hsa.huggingface.interface import NAME, ConvertedLayer, Pass, enter_pass, leave_pass, register
-from hsa.huggingface.layers import attention_layers, slides
-from hsa.huggingface.settings import LayerSettings, Settings
+from hsa.errors import InvalidInput, Unsupported
+from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, register
+from hsa.huggingface.layers import attention_layers, looks_back, slides
+from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
 Model = TypeVar("Model")
-
-
-class _Conversion:
-    """What a converted model carries besides its config: how to undo it."""
-
-    def __init__(self, before: str, state: Pass):
-        self.before = before  # its attention implementation
-        self.state = state
-        self.hook: Any = None
 
 
 def convert(
@@ -73,17 +65,14 @@ def convert(
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
     written = Settings.of(config) or Settings({})
-    chosen = _chosen(layers, modules, written, bool(settings))
+    written.check_numbers(len(modules))
     unknown = sorted(set(settings) - set(LayerSettings.__dataclass_fields__))
     if unknown:
         raise InvalidInput(unknown[0], given="a setting", expected=f"one of {list(LayerSettings.__dataclass_fields__)}")
-    if settings or not written.layers:
-        new = LayerSettings(**settings)
-        _check_heads(new, modules, chosen)
-        by_number = {**written.layers, **dict.fromkeys(chosen, new)}
-    else:
-        by_number = dict(written.layers)
-    vocabulary = _vocabulary(model, tokenizer, by_number.values(), written)
+    by_number = _by_number(modules, written, layers, settings)
+    for number, layer in by_number.items():
+        layer.check_direction(number, may_look_ahead=not looks_back(modules[number]))
+    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), written)
     _apply(model, modules, Settings(by_number, vocabulary.special_ids), vocabulary)
     return model
 
@@ -94,24 +83,27 @@ def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
     written = Settings.of(config)
+    if written is None and config._attn_implementation == NAME:  # loaded so, with nothing said
+        written = Settings(dict.fromkeys(_by_default(modules), LayerSettings()))
     if written is None:
         return model
     gone = set(_numbers(layers, len(modules)) if layers is not None else written.layers)
     left = {number: layer for number, layer in written.layers.items() if number not in gone}
-    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
+    conversion = _conversion_of(modules)
     if left:
-        vocabulary = conversion.state.vocabulary if conversion else Vocabulary(written.special_ids)
+        vocabulary = conversion.vocabulary if conversion else Vocabulary(written.special_ids)
         _apply(model, modules, Settings(left, written.special_ids), vocabulary)
         return model
-    del config.hsa
-    for module in modules:
+    if hasattr(config, "hsa"):
+        del config.hsa
+    for module in model.modules():  # type: ignore[attr-defined]
         if hasattr(module, "hsa_layer"):
             del module.hsa_layer
-        leave_pass(module.config)
     if conversion is not None:
-        conversion.hook.remove()
-        del model.hsa_conversion  # type: ignore[attr-defined]
-        model.set_attn_implementation(conversion.before)  # type: ignore[attr-defined]
+        conversion.leave()
+    if config._attn_implementation == NAME:
+        before = "sdpa" if conversion is None else conversion.before
+        model.set_attn_implementation(before)  # type: ignore[attr-defined]
     return model
 
 
@@ -121,16 +113,39 @@ def settings_of(model: Any) -> dict[int, LayerSettings]:
     return {} if written is None else dict(written.layers)
 
 
-def _chosen(layers: Any, modules: list[Any], written: Settings, anew: bool) -> list[int]:
-    if layers is not None:
-        return _numbers(layers, len(modules))
-    if written.layers and not anew:
-        outside = [n for n in written.layers if not 0 <= n < len(modules)]
-        if outside:
+def _by_number(
+    modules: list[Any], written: Settings, layers: Any, settings: dict[str, Any]
+) -> dict[int, LayerSettings]:
+    """The settings of all converted layers, those of before included."""
+    if layers is None and written.layers and set(settings) <= {"hierarchy"}:
+        function: Any = settings.get("hierarchy")
+        missing = [number for number, layer in written.layers.items() if layer.hierarchy == GIVEN]
+        if missing and not callable(function):
             raise InvalidInput(
-                "config.hsa['layers']", given=outside[0], expected=f"0 to {len(modules) - 1}, as the model has layers"
+                "hierarchy",
+                given=f"a config in which that of layer {missing[0]} came from a function, which no config can hold",
+                expected="that function",
+                fix="hsa.huggingface.convert(model, hierarchy=function); the other settings are read from the config",
             )
-        return list(written.layers)
+        if missing or not settings:
+            again = {number: replace(written.layers[number], hierarchy=function) for number in missing}
+            return {**written.layers, **again}
+    if settings.get("hierarchy") == GIVEN:
+        raise InvalidInput("hierarchy", given=repr(GIVEN), expected="the function itself")
+    new = LayerSettings(**settings)
+    chosen = _by_default(modules) if layers is None else _numbers(layers, len(modules))
+    if not chosen:
+        raise InvalidInput(
+            "model",
+            given="layers that all look no further than a window",
+            expected="some that see the whole sequence",
+            fix="name layers if they should be converted all the same",
+        )
+    _check_heads(new, modules, chosen)
+    return {**written.layers, **dict.fromkeys(chosen, new)}
+
+
+def _by_default(modules: list[Any]) -> list[int]:
     return [number for number, module in enumerate(modules) if not slides(module)]
 
 
@@ -167,12 +182,18 @@ def _check_heads(settings: LayerSettings, modules: list[Any], chosen: list[int])
             )
 
 
-def _vocabulary(model: Any, tokenizer: Any, layers: Iterable[LayerSettings], written: Settings) -> Vocabulary:
+def _conversion_of(modules: list[Any]) -> Conversion | None:
+    """Of the model that these layers belong to, whether it or one around or inside it was converted."""
+    marks = (getattr(module, "hsa_layer", None) for module in modules)
+    return next((mark.conversion for mark in marks if mark is not None and mark.conversion is not None), None)
+
+
+def _vocabulary(modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettings], written: Settings) -> Vocabulary:
     if tokenizer is not None:
         return Vocabulary.of(tokenizer)
-    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
-    if conversion is not None and conversion.state.vocabulary.tokenizer is not None:
-        return conversion.state.vocabulary
+    conversion = _conversion_of(modules)
+    if conversion is not None and conversion.vocabulary.tokenizer is not None:
+        return conversion.vocabulary
     known = Vocabulary(written.special_ids)
     for settings in layers:
         if settings.hierarchy == "sentences" or (settings.sinks == "special" and not known.special_ids):
@@ -186,26 +207,18 @@ def _vocabulary(model: Any, tokenizer: Any, layers: Iterable[LayerSettings], wri
 
 
 def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocabulary) -> None:
-    conversion: _Conversion | None = getattr(model, "hsa_conversion", None)
-    if conversion is None:
-        before = model.config._attn_implementation
-        conversion = _Conversion("sdpa" if before == NAME else before, Pass(vocabulary))
-        conversion.hook = model.register_forward_pre_hook(_remember(conversion.state), with_kwargs=True)
-        model.hsa_conversion = conversion
+    from transformers import PreTrainedModel
+
+    before = model.config._attn_implementation
+    if before != NAME:
         model.set_attn_implementation(NAME)
-    conversion.state.vocabulary = vocabulary
+        if model.config._attn_implementation != NAME:
+            raise Unsupported(f"transformers cannot set the attention of {type(model).__name__}")
+    conversion = _conversion_of(modules) or Conversion("sdpa" if before == NAME else before)
+    conversion.vocabulary = vocabulary
+    conversion.leave()
+    if any(layer.needs_ids for layer in settings.layers.values()):
+        conversion.listen(module for module in model.modules() if isinstance(module, PreTrainedModel))
     for number, module in enumerate(modules):
-        module.hsa_layer = ConvertedLayer(number, settings.layers.get(number))
-        enter_pass(module.config, conversion.state)
+        module.hsa_layer = ConvertedLayer(number, settings.layers.get(number), conversion)
     model.config.hsa = settings.to_json()
-
-
-def _remember(state: Pass) -> Callable[..., None]:
-    """A hook that notes the token ids of every forward pass."""
-
-    def note(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        ids = options.get("input_ids", arguments[0] if arguments else None)
-        is_ids = ids is not None and hasattr(ids, "dtype") and ids.ndim == 2 and not ids.is_floating_point()
-        state.ids = ids if is_ids else None
-
-    return note

@@ -7,6 +7,9 @@ checkpointing does, keeps its `Sequences`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,32 +17,72 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.huggingface.attend import attend, count_exact
-from hsa.huggingface.layers import crosses_over
+from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask
+from hsa.huggingface.layers import crosses_over, looks_back, slides
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
 NAME = "hsa"
-_BOUND: Any = WeakIdKeyDictionary()  # mask → Sequences
-_PASSES: Any = WeakIdKeyDictionary()  # config → Pass
+_BOUND: Any = WeakIdKeyDictionary()  # mask → Sequences, which must not hold that mask: it would never go away
+_CURRENT: ContextVar[Pass | None] = ContextVar("hsa_pass", default=None)
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
+_UNKNOWN_TO_TORCH = ("softcap", "s_aux")
 
 
+@dataclass(frozen=True)
 class Pass:
-    """The forward pass that a model is in: what a hook saw of its arguments."""
+    """A forward pass of a converted model: what hooks saw of its arguments."""
 
-    def __init__(self, vocabulary: Vocabulary):
-        self.vocabulary = vocabulary
-        self.ids: Tensor | None = None
+    ids: Tensor | None
+    vocabulary: Vocabulary
+    outer: Pass | None
+
+
+class Conversion:
+    """What the layers of a converted model share: what its ids mean, and how to undo it all.
+
+    Its hooks note the token ids of every forward pass, if a layer needs them. They are methods, so that copies of a model,
+    and pickled ones, listen to themselves.
+    """
+
+    def __init__(self, before: str | None):
+        self.before = before  # the model's attention implementation
+        self.vocabulary = Vocabulary()
+        self._hooks: list[Any] = []
+
+    def listen(self, models: Iterable[Any]) -> None:
+        self.leave()
+        for model in models:
+            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(self._end, always_call=True))
+
+    def leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @torch.compiler.disable
+    def _begin(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        outer = _CURRENT.get()
+        ids = options.get("input_ids", arguments[0] if arguments else None)
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+            ids = None if outer is None else outer.ids  # a model inside another may get their embeddings
+        _CURRENT.set(Pass(ids, self.vocabulary, outer))
+
+    @torch.compiler.disable
+    def _end(self, module: Any, arguments: Any, output: Any) -> None:
+        current = _CURRENT.get()
+        _CURRENT.set(None if current is None else current.outer)
 
 
 class ConvertedLayer:
     """What a converted model hangs on each of its attention modules."""
 
-    def __init__(self, number: int, settings: LayerSettings | None):
+    def __init__(self, number: int, settings: LayerSettings | None, conversion: Conversion | None = None):
         self.number = number
         self.settings = settings  # None: exact
+        self.conversion = conversion
 
 
 def register() -> None:
@@ -61,15 +104,6 @@ def _library() -> Any:
     except ImportError:
         raise MissingExtra("transformers", "hf", "hierarchical attention in pre-trained models") from None
     return transformers
-
-
-def enter_pass(config: Any, state: Pass) -> None:
-    """From now on, masks made for this config belong to this model's passes."""
-    _PASSES[config] = state
-
-
-def leave_pass(config: Any) -> None:
-    _PASSES.pop(config, None)
 
 
 @torch.compiler.disable
@@ -111,20 +145,24 @@ def hsa_mask(
         )
         assert allowed is not None  # it may not be skipped
         return allowed
-    if attention_mask is None:
-        mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    else:
-        mask = attention_mask[:, :kv_length].bool().clone()
-    here = _PASSES.get(config)
     causal = mask_function is library.causal_mask_function
-    _BOUND[mask] = Sequences(
-        mask,
-        causal=causal,
-        first_query=int(q_offset) if causal else 0,
-        ids=None if here is None else here.ids,
-        vocabulary=None if here is None else here.vocabulary,
-    )
+    first_query = int(q_offset) if causal else 0
+    # A cache of fixed size has places for later keys, which no query may see.
+    seen = min(kv_length, first_query + q_length) if causal and q_length is not None else kv_length
+    if attention_mask is None:
+        mask = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
+    else:
+        mask = attention_mask[:, :seen].bool()
+    sequences = Sequences(mask.clone(), causal=causal, first_query=first_query, **_known())
+    mask = torch.nn.functional.pad(mask, (0, kv_length - seen)) if seen < kv_length else mask.clone()
+    _BOUND[mask] = sequences
     return mask
+
+
+def _known() -> dict[str, Any]:
+    """What the forward pass that we are in says about its tokens."""
+    current = _CURRENT.get()
+    return {} if current is None else {"ids": current.ids, "vocabulary": current.vocabulary}
 
 
 @torch.compiler.disable
@@ -140,35 +178,59 @@ def hsa_attention(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`[batch, queries, heads, dim]`, and the weights if they are asked for."""
-    layer = _layer_of(module)
+    with_weights = bool(others.pop("output_attentions", getattr(module.config, "output_attentions", False)))
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    crosses = crosses_over(module)
-    sequences = None if crosses else _sequences_of(attention_mask, query, key, causal)
-    if layer.settings is None or crosses:
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "weights": with_weights}
+    if crosses_over(module):
+        mask = _for_torch(attention_mask)
+        return _exactly(module, query, key, value, mask, False, others, **options)
+    layer = _layer_of(module)
+    sequences = _sequences_of(attention_mask, query, key, causal)
+    if sequences is not None and sequences.mask.shape[1] < key.shape[2]:  # a cache of fixed size, not full yet
+        key, value = (x[:, :, : sequences.mask.shape[1]] for x in (key, value))
+    if layer.settings is None:
         if sequences is not None:
             count_exact(layer.number, query, sequences)
-            attention_mask, is_causal = sequences.allowed(), sequences.causal
-        elif attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = attention_mask[:, None, None, :]
-        others.pop("output_attentions", None)  # PyTorch's attention has none to give
-        run = _library().AttentionInterface()["sdpa"]
-        return run(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
-        )
-    _check_terms(layer, module, others, key.shape[2])
+            mask, causal = sequences.allowed(), sequences.causal
+        elif causal and attention_mask is not None and attention_mask.ndim == 2:
+            raise _unknown_mask(layer, attention_mask)
+        else:
+            mask = _for_torch(attention_mask)
+            count_mask(layer.number, query, mask)
+        return _exactly(module, query, key, value, mask, causal, others, **options)
+    _check_terms(layer.number, module, others, key.shape[2])
     if sequences is None:
         raise _unknown_mask(layer, attention_mask)
-    return attend(
-        layer.settings,
-        layer.number,
-        query,
-        key,
-        value,
-        sequences,
-        scale=scaling,
-        dropout_p=dropout,
-        weights=bool(others.get("output_attentions")),
-    )
+    return attend(layer.settings, layer.number, query, key, value, sequences, **options)
+
+
+def _for_torch(mask: Tensor | None) -> Tensor | None:
+    return mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask
+
+
+def _exactly(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    others: dict[str, Any],
+    *,
+    scale: float | None,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """PyTorch's attention; our own where weights are asked for, which PyTorch's has none to give."""
+    for name in _UNKNOWN_TO_TORCH:
+        if others.get(name) is not None:
+            raise InvalidInput(
+                type(module).__name__, given=f"attention with {name}", expected="attention that PyTorch's own can do"
+            )
+    if weights and others.get("position_bias") is None:
+        return attend_exactly(query, key, value, mask, causal=causal, scale=scale, dropout_p=dropout_p)
+    run = _library().AttentionInterface()["sdpa"]
+    return run(module, query, key, value, mask, dropout=dropout_p, scaling=scale, is_causal=causal, **others)
 
 
 def _layer_of(module: Any) -> ConvertedLayer:
@@ -177,73 +239,93 @@ def _layer_of(module: Any) -> ConvertedLayer:
     if layer is not None:
         return layer
     number = getattr(module, "layer_idx", None)
-    written = Settings.of(getattr(module, "config", None))
-    if written is None:  # nothing said: every layer, as `convert` does by default
-        settings: LayerSettings | None = LayerSettings()
+    written = Settings.of(module.config)
+    settings: LayerSettings | None
+    if getattr(module, "is_decoder", False) and getattr(module.config, "is_encoder_decoder", False):
+        settings = None  # shares its config with the encoder, which may be converted
+    elif written is None:  # nothing said: every layer that sees the whole sequence, as `convert` does by default
+        settings = None if slides(module) else LayerSettings()
     elif number is None:
         raise InvalidInput(
             "attn_implementation",
             given=f"'hsa' for {type(module).__name__}, whose layers do not know their numbers",
-            expected="hsa.huggingface.convert(model), which numbers them",
+            expected="a model loaded as usual",
+            fix="call hsa.huggingface.convert(model), which numbers them, after loading",
         )
     else:
+        written.check_numbers(getattr(module.config, "num_hidden_layers", None))
         settings = written.layers.get(number)
+    if settings is not None:
+        settings.check_direction(-1 if number is None else number, may_look_ahead=not looks_back(module))
     module.hsa_layer = ConvertedLayer(-1 if number is None else number, settings)
     return module.hsa_layer
 
 
 def _sequences_of(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Sequences | None:
     """The `Sequences` bound to a mask, or read off a mask that somebody else made; None: a mask of another form."""
-    if mask is None:
-        everything = torch.ones(len(query), key.shape[2], dtype=torch.bool, device=query.device)
-        return Sequences(everything, causal=causal, first_query=key.shape[2] - query.shape[2])
-    sequences = _BOUND.get(mask)
-    if sequences is None and mask.ndim == 4:
-        sequences = _read_off(mask)
-        if sequences is not None:
-            _BOUND[mask] = sequences
-    if sequences is None or sequences.mask.shape != (len(query), key.shape[2]):
+    batch, queries, keys = len(query), query.shape[2], key.shape[2]
+    if queries > keys:
         return None
-    return sequences if sequences.first_query + query.shape[2] == key.shape[2] else None
+    if mask is None:
+        everything = torch.ones(batch, keys, dtype=torch.bool, device=query.device)
+        return Sequences(everything, causal=causal, first_query=keys - queries, **_known())
+    sequences = _BOUND.get(mask)
+    if sequences is None:
+        if mask.ndim == 4:
+            sequences = _read_off(mask, batch, queries, causal)
+        elif mask.ndim == 2 and mask[:, -1].any():  # a copy of one of ours, on another device for example
+            sequences = Sequences(mask.bool().clone(), causal=causal, first_query=keys - queries if causal else 0)
+        if sequences is None:
+            return None
+        _BOUND[mask] = sequences
+    known = sequences.mask.shape[1]
+    fits = len(sequences.mask) == batch and sequences.first_query + queries == known
+    return sequences if fits and (known == keys or (sequences.causal and known < keys)) else None
 
 
-def _read_off(mask: Tensor) -> Sequences | None:
-    """`[batch, 1 or heads, 1 or queries, keys]` that hides padding, or padding and what is later; else None."""
+def _read_off(mask: Tensor, batch: int, queries: int, causal: bool) -> Sequences | None:
+    """`[batch or 1, heads or 1, queries or 1, keys]` that hides padding, or padding and what is later; else None.
+
+    A single query at the end of its keys sees the same either way; there `causal` decides.
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return None
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     if mask.dtype != torch.bool and ((mask != 0) & seen).any():
         return None  # a bias
-    queries, keys = seen.shape[-2:]
+    keys = seen.shape[-1]
     first = keys - queries
+    if len(seen) not in (1, batch) or seen.shape[2] not in (1, queries) or first < 0:
+        return None
     if not torch.equal(seen, seen[:, :1].expand_as(seen)):
         return None
-    seen = seen[:, 0]
-    present = seen.any(1)
-    if not present.any(1).all():
+    rows = seen[:, 0].expand(batch, queries, keys)
+    present = rows.any(1)
+    asks = present[:, first:]
+    if not asks.any(1).all():
         return None
-    asks = present if queries == 1 and keys > 1 else present[:, first:]
-    rows = seen.expand(-1, asks.shape[1], -1)
     if torch.equal(rows[asks], present[:, None].expand_as(rows)[asks]):
-        causal = False
+        causal = causal and queries == 1
     else:
         place = torch.arange(keys, device=mask.device)
         before = (place <= place[first:, None]) & present[:, None]
         if not torch.equal(rows[asks], before[asks]):
             return None
         causal = True
-    return Sequences(present.clone(), causal=causal, first_query=first if causal else 0)
+    return Sequences(present.clone(), causal=causal, first_query=first, **_known())
 
 
-def _check_terms(layer: ConvertedLayer, module: Any, others: dict[str, Any], keys: int) -> None:
+def _check_terms(layer: int, module: Any, others: dict[str, Any], keys: int) -> None:
     """Terms that change the weights, which no tree knows of."""
     for name in _UNKNOWN_TERMS:
         value = others.get(name)
         if value is None or (name == "sliding_window" and value >= keys):
             continue
         raise InvalidInput(
-            f"layer {layer.number} ({type(module).__name__})",
+            f"layer {layer} ({type(module).__name__})",
             given=f"attention with {name}",
             expected="plain softmax attention",
-            fix=f"leave this layer out: convert(model, layers=…) without {layer.number}",
+            fix=f"leave this layer out: convert(model, layers=…) without {layer}",
         )
 
 

@@ -22,11 +22,19 @@ def attention_layers(model: Any) -> list[nn.Module]:
 
     if not isinstance(model, PreTrainedModel):
         raise Unsupported(f"{type(model).__name__} is no transformers model; convert takes a PreTrainedModel")
-    if getattr(model.config, "is_encoder_decoder", False):
+    asking = [module for module in model.modules() if _asks(type(module))]
+    if getattr(model.config, "is_encoder_decoder", False) and any(getattr(m, "is_decoder", False) for m in asking):
         raise Unsupported(
-            f"{type(model).__name__} has an encoder and a decoder; convert one of them: convert(model.get_encoder())"
+            f"{type(model).__name__} has a decoder that attends to an encoder; convert the encoder alone: "
+            "convert(model.get_encoder())"
         )
-    layers = [module for module in model.modules() if _asks(type(module)) and not crosses_over(module)]
+    layers = [module for module in asking if not crosses_over(module)]
+    parts = {type(module.config).__name__ for module in layers} - {type(model.config).__name__}
+    if parts:
+        raise Unsupported(
+            f"{type(model).__name__} is made of models with configs of their own ({', '.join(sorted(parts))}); convert them "
+            "one by one, for example convert(model.language_model)"
+        )
     if not layers:
         raise Unsupported(
             f"{type(model).__name__} computes its attention itself instead of asking transformers' attention interface, "
@@ -44,6 +52,17 @@ def slides(module: nn.Module) -> bool:
     )
 
 
+def set_attention_dropout(model: Any, p: float) -> None:
+    """Dropout of attention weights in all layers, by the names that families have for it."""
+    for module in attention_layers(model):
+        for name in ("dropout", "attn_dropout", "attention_dropout"):
+            held = getattr(module, name, None)
+            if isinstance(held, nn.Dropout):
+                held.p = p
+            elif isinstance(held, float):
+                setattr(module, name, p)
+
+
 def _asks(kind: type[nn.Module]) -> bool:
     try:
         return _MARK in inspect.getsource(kind.forward)
@@ -52,4 +71,14 @@ def _asks(kind: type[nn.Module]) -> bool:
 
 
 def crosses_over(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
+    """Whether a layer attends to another sequence. Families that use one class for both mark causal self-attention."""
+    return (
+        bool(getattr(module, "is_cross_attention", False))
+        or "Cross" in type(module).__name__
+        or (bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True))
+    )
+
+
+def looks_back(module: Any) -> bool:
+    """Whether a layer sees nothing later. A config can make decoders see everything."""
+    return bool(getattr(module, "is_causal", False)) and bool(getattr(module.config, "is_causal", True))

@@ -87,6 +87,25 @@ class LayerSettings:
     def needs_ids(self) -> bool:
         return self.sinks == "special" or self.hierarchy == "sentences" or callable(self.hierarchy)
 
+    def check_direction(self, layer: int, *, may_look_ahead: bool) -> None:
+        """Causal layers take only what lets nothing later through."""
+        if may_look_ahead:
+            return
+        if self.operator == "hierarchical":
+            raise InvalidInput(
+                "operator",
+                given=f"'hierarchical' in layer {layer}, which is causal",
+                expected="'multiscale'",
+                fix="its rows are tied, so earlier tokens would see later ones",
+            )
+        if self.hierarchy == "sentences":
+            raise InvalidInput(
+                "hierarchy",
+                given=f"'sentences' in layer {layer}, which is causal",
+                expected="'keys' or 'windows'",
+                fix="where a sentence ends depends on what follows, so earlier tokens would see later ones",
+            )
+
     def to_json(self) -> dict[str, Any]:
         """For a config: only what differs from the defaults is left to be read, but all is written."""
         values = asdict(replace(self, hierarchy=GIVEN) if callable(self.hierarchy) else self)
@@ -101,15 +120,14 @@ class LayerSettings:
             unknown = sorted(set(values) - known) if isinstance(values, Mapping) else type(values).__name__
             raise InvalidInput(where, given=unknown, expected=f"some of {sorted(known)}", fix=_NEWER)
         values = dict(values)
-        if "branching" in values:
-            values["branching"] = tuple(values["branching"])
         if "pooled_bias" in values:
-            bias = values["pooled_bias"]
-            values["pooled_bias"] = tuple(map(float, bias)) if isinstance(bias, list) else float(bias)
+            values["pooled_bias"] = _bias_from_json(f"{where}.pooled_bias", values["pooled_bias"])
         try:
             return cls(**values)
         except InvalidInput as error:
-            raise InvalidInput(f"{where}.{error.where}", given=error.given, expected=error.expected) from None
+            raise InvalidInput(
+                f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
+            ) from None
 
 
 _NEWER = "it may have been written by a newer hsa: pip install -U hsa"
@@ -137,8 +155,8 @@ class Settings:
         if written is None:
             return None
         where = "config.hsa"
-        if not isinstance(written, Mapping) or not isinstance(written.get("version"), int):
-            raise InvalidInput(where, given=type(written).__name__, expected="what hsa.huggingface.convert writes")
+        if not isinstance(written, Mapping) or type(written.get("version")) is not int:
+            raise InvalidInput(where, given=_short(written), expected="what hsa.huggingface.convert writes")
         if written["version"] > VERSION:
             raise InvalidInput(
                 f"{where}['version']",
@@ -146,11 +164,25 @@ class Settings:
                 expected=f"at most {VERSION}, which this hsa writes",
                 fix="pip install -U hsa",
             )
-        layers = written.get("layers", {})
+        layers, special = written.get("layers", {}), written.get("special_ids", [])
+        if not isinstance(layers, Mapping) or not all(str(n).isdecimal() for n in layers):
+            raise InvalidInput(
+                f"{where}['layers']", given=_short(layers), expected="settings by layer number", fix=_NEWER
+            )
+        if not isinstance(special, Sequence) or not all(type(i) is int for i in special):
+            raise InvalidInput(f"{where}['special_ids']", given=_short(special), expected="token ids", fix=_NEWER)
         return cls(
             {int(n): LayerSettings.from_json(f"{where}['layers'][{n!r}]", layer) for n, layer in layers.items()},
-            tuple(written.get("special_ids", ())),
+            tuple(special),
         )
+
+    def check_numbers(self, count: int | None) -> None:
+        """They are numbers of a model with so many layers."""
+        for number in self.layers:
+            if count is not None and not number < count:
+                raise InvalidInput(
+                    "config.hsa['layers']", given=number, expected=f"0 to {count - 1}, as the model has layers"
+                )
 
 
 def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
@@ -185,6 +217,18 @@ def _biases(bias: Any) -> float | tuple[float, ...]:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number < math.inf:
             raise InvalidInput("pooled_bias", given=repr(number), expected="a number below +∞, or one per head")
     return tuple(map(float, numbers)) if several else float(numbers)
+
+
+def _bias_from_json(where: str, written: Any) -> Any:
+    try:
+        return tuple(map(float, written)) if isinstance(written, list) else float(written)
+    except (TypeError, ValueError):
+        raise InvalidInput(where, given=_short(written), expected="a number, or one per head") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _number_to_json(number: float) -> float | str:
