@@ -154,8 +154,8 @@ def _multiscale(
     key_order = None
     if settings.hierarchy == "keys":
         key_order = find_key_order(k, tree, chunk=settings.chunk_size if causal else None)
-    share = 1 if causal and (settings.refine or key_order is not None) else settings.share
-    if share is None and key_order is not None:
+    share = None if causal else settings.share  # written token by token, nothing could be shared
+    if share is None and (key_order is not None or (causal and settings.refine)):
         share = 1
     opened = open_families(
         q,

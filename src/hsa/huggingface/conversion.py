@@ -46,6 +46,7 @@ def convert(
             pooled_bias: added to the logits of pooled nodes, one number or one per head.
             sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
             share: neighbouring queries that share a choice; one for "keys", those of a family for the others, unless given.
+                In causal models every query chooses for itself.
             chunk: in causal models, how many tokens are searched for trees together once they are complete ("keys").
 
     Returns:

@@ -1,0 +1,120 @@
+"""Causal models: nothing later matters, and writing token by token is the whole pass."""
+
+import pytest
+import torch
+
+from hsa import Hierarchy
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert, revert
+from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, word_tokenizer
+
+WAYS = {
+    "chunks": {"hierarchy": "keys", "branching": (4, 2), "refine": 1, "chunk": 8},
+    "chunks, beam": {"hierarchy": "keys", "branching": (4, 2), "refine": 2, "chunk": 16, "beam": 2, "sinks": None},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "near": 1},
+    "windows, shared": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "share": 6, "pooled_bias": -0.5},
+    "windows, sinks": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "sinks": 3, "share": 6},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_later_matters(way):
+    model = tiny("llama", num_hidden_layers=3)
+    ids, mask = random_ids([53, 47])
+    exact = run(model, input_ids=ids, attention_mask=mask)
+    convert(model, **WAYS[way])
+    before = run(model, input_ids=ids, attention_mask=mask)
+    assert (before - exact)[mask.bool()].abs().max() > 1e-3
+    for first in (1, 9, 24, 37, 46):
+        others = ids.clone()
+        others[:, first:] = ids[:, first:].flip(1)
+        assert torch.equal(run(model, input_ids=others, attention_mask=mask)[:, :first], before[:, :first])
+
+
+def stepwise(model, ids, mask, steps):
+    """Greedy writing with a whole pass for every token."""
+    for _ in range(steps):
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = run(model, input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return ids, logits
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_writing_token_by_token_is_the_whole_pass(way, family):
+    model = convert(tiny(family), **WAYS[way])
+    model.generation_config.eos_token_id = None
+    ids, mask = random_ids([19, 11, 15], side="left")
+    whole, logits = stepwise(model, ids, mask, 20)  # chunks and windows close on the way
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
+    written = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
+    assert torch.equal(written.sequences, whole)
+    torch.testing.assert_close(written.logits[-1], logits.float())  # generate rounds them
+    assert not torch.equal(revert(model).generate(ids, attention_mask=mask, **options), whole)
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_a_cache_of_fixed_size(layers):
+    """Its last places are empty; exact layers must not see them either."""
+    model = convert(tiny("llama"), layers, **WAYS["windows"])
+    ids, mask = random_ids([19, 11, 15], side="left")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "attention_mask": mask}
+    growing = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), growing)
+
+
+def test_several_tokens_at_once_after_a_cache():
+    model = convert(tiny("llama"), **WAYS["chunks"])
+    ids, mask = random_ids([40, 33], side="left")
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    cache, parts = None, []
+    for part in (slice(0, 13), slice(13, 14), slice(14, 31), slice(31, 40)):
+        with torch.no_grad():
+            out = model(
+                ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=place[:, part],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rtol=1e-9, atol=1e-9)
+
+
+def test_what_would_let_later_tokens_through():
+    """The paper's operator ties rows; where a sentence ends depends on what follows."""
+    paper = {"operator": "hierarchical", "hierarchy": "windows"}
+    for family, changes in (("llama", {}), ("gpt2", {}), ("bert", {"is_decoder": True})):
+        model = tiny(family, **changes)
+        with pytest.raises(InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'multiscale'"):
+            convert(model, **paper)
+        with pytest.raises(InvalidInput, match=r"'sentences' in layer 1, which is causal.*'keys' or 'windows'"):
+            convert(model, layers=[1], hierarchy="sentences", tokenizer=word_tokenizer())
+        assert not hasattr(model.config, "hsa")
+        assert model.config._attn_implementation != "hsa"
+
+
+def test_a_decoder_that_looks_both_ways():
+    """`config.is_causal = False` makes an encoder of it."""
+    model = tiny("llama", is_causal=False)
+    ids, mask = random_ids()
+    exact = run(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    later = ids.clone()
+    later[:, 25] = 5
+    assert (run(model, input_ids=later, attention_mask=mask, use_cache=False) - exact)[:, :25].abs().max() > 1e-3
+    convert(model, operator="hierarchical", hierarchy="windows", branching=(64,), sinks=None)
+    tied = run(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    torch.testing.assert_close(tied[mask.bool()], exact[mask.bool()])
+
+
+def test_ids_of_a_cache_are_not_known():
+    """Trees of one's own need all ids; the message says what to do instead."""
+    model = convert(tiny("llama"), hierarchy=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
+    ids, _ = random_ids([20])
+    run(model, input_ids=ids)
+    with pytest.raises(InvalidInput, match=r"given shape \(1, 1\) for keys \(1, 21\).*with a cache of earlier keys"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)

@@ -1,0 +1,114 @@
+"""Every family of models: all open is the exact model, few open is not, and reverting leaves nothing behind."""
+
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert, revert, settings_of
+from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny
+
+OPEN = {
+    "found trees": {"hierarchy": "keys", "branching": (4, 2), "refine": 99},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 99, "sinks": None},
+    "neighbours": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99},
+    "one window": {"hierarchy": "windows", "branching": (64,), "refine": 0, "sinks": None},
+}
+NAMES = [name for name in FAMILIES if name != "bart"]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_all_open_is_the_exact_model(family):
+    model = tiny(family)
+    inputs, counts = inputs_of(family)
+    exact = run(model, **inputs)
+    for settings in OPEN.values():
+        convert(model, **settings)
+        torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
+        revert(model)
+    convert(model, hierarchy="windows", branching=(4, 2), refine=1)
+    assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_the_papers_operator_with_one_family_is_the_exact_model(family):
+    model = tiny(family)
+    inputs, counts = inputs_of(family)
+    exact = run(model, **inputs)
+    convert(model, operator="hierarchical", hierarchy="windows", branching=(64,), sinks=None)
+    torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
+    revert(model)
+    convert(model, operator="hierarchical", hierarchy="windows", branching=(4, 2), sinks=1)
+    assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("before", ["sdpa", "eager"])
+def test_revert_leaves_nothing_behind(family, before):
+    model = tiny(family)
+    model.set_attn_implementation(before)
+    part = model.get_encoder() if family == "bart" else model
+    inputs, counts = inputs_of(family)
+    traces = [(set(vars(module)), dict(module._forward_hooks)) for module in model.modules()]
+    config, exact = model.config.to_dict(), run(model, **inputs)
+    assert convert(part, branching=(4, 2), refine=1) is part
+    if family != "vit":  # hooks are there for token ids
+        convert(part, hierarchy=lambda ids: None)
+    assert model.config._attn_implementation == "hsa"
+    assert revert(part) is part
+    assert torch.equal(run(model, **inputs)[counts], exact[counts])
+    assert model.config._attn_implementation == before
+    assert model.config.to_dict() == config
+    assert not hasattr(model.config, "hsa")
+    assert [(set(vars(module)), dict(module._forward_hooks)) for module in model.modules()] == traces
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert revert(part) is part
+
+
+def test_sliding_layers_stay_exact():
+    """ModernBERT: every third layer sees the whole text, and is converted."""
+    model = tiny("modernbert")
+    inputs, _ = inputs_of("modernbert")
+    convert(model, branching=(4, 2), refine=1)
+    assert sorted(settings_of(model)) == [0, 3]
+    convert(model, layers=[1], branching=(4, 2), refine=1)
+    with pytest.raises(InvalidInput, match=r"layer 1 \(ModernBertAttention\).*sliding_window.*without 1"):
+        run(model, **inputs)
+    short, mask = random_ids([4, 3])  # the window holds all of it
+    exact = run(revert(model), input_ids=short, attention_mask=mask)
+    convert(model, layers=range(4), refine=99)
+    torch.testing.assert_close(run(model, input_ids=short, attention_mask=mask)[mask.bool()], exact[mask.bool()])
+    everything_slides = tiny("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=8)
+    with pytest.raises(InvalidInput, match="layers that all look no further than a window"):
+        convert(everything_slides)
+
+
+def test_sliding_layers_of_a_decoder_stay_exact():
+    """Their cache forgets what is out of sight, so that its keys start later than the text."""
+    shape = {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
+    model = tiny("qwen3", **shape)
+    ids, mask = random_ids(side="left")
+    exact = run(model, input_ids=ids, attention_mask=mask)
+    written = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+    assert sorted(settings_of(model)) == [0, 1]
+    torch.testing.assert_close(run(model, input_ids=ids, attention_mask=mask)[mask.bool()], exact[mask.bool()])
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), written)
+
+
+@pytest.mark.parametrize("reenters", [False, True])
+def test_decoders_that_cross_over(reenters):
+    """GPT-2 and BERT with cross-attention: only self-attention is converted."""
+    for family, changes in (("gpt2", {}), ("bert", {"is_decoder": True})):
+        model = tiny(family, add_cross_attention=True, **changes)
+        inputs, counts = inputs_of(family)
+        width = 41 if reenters else 23  # as many encoder states as tokens, or not
+        states = torch.randn(3, width, 32, dtype=torch.float64)
+        seen = torch.ones(3, width, dtype=torch.long)
+        seen[0, 11:] = 0
+        inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}
+        exact = run(model, **inputs)
+        convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+        assert sorted(settings_of(model)) == [0, 1]
+        torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
+        convert(model, hierarchy="windows", branching=(4, 2), refine=1)
+        assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
