@@ -65,8 +65,7 @@ def convert(
     register()
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
-    written = Settings.of(config) or Settings({})
-    written.check_numbers(len(modules))
+    written = _settings(config, modules) or Settings({})
     unknown = sorted(set(settings) - set(LayerSettings.__dataclass_fields__))
     if unknown:
         raise InvalidInput(unknown[0], given="a setting", expected=f"one of {list(LayerSettings.__dataclass_fields__)}")
@@ -83,7 +82,7 @@ def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
     register()
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
-    written = Settings.of(config)
+    written = _settings(config, modules)
     if written is None and config._attn_implementation == NAME:  # loaded so, with nothing said
         written = Settings(dict.fromkeys(_by_default(modules), LayerSettings()))
     if written is None:
@@ -110,8 +109,25 @@ def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
 
 def settings_of(model: Any) -> dict[int, LayerSettings]:
     """The settings of the converted layers of a model, by number."""
-    written = Settings.of(model.config)
+    if Settings.of(model.config) is None:
+        return {}
+    written = _settings(model.config, attention_layers(model))
     return {} if written is None else dict(written.layers)
+
+
+def _settings(config: Any, modules: list[Any]) -> Settings | None:
+    """What a model's config says, with the functions that only its layers know."""
+    written = Settings.of(config)
+    if written is None:
+        return None
+    written.check_numbers(len(modules))
+    marks = {number: getattr(modules[number], "hsa_layer", None) for number in written.layers}
+    functions = {
+        number: mark.settings
+        for number, mark in marks.items()
+        if mark is not None and written.layers[number].hierarchy == GIVEN and mark.settings is not None
+    }
+    return replace(written, layers={**written.layers, **functions})
 
 
 def _by_number(
