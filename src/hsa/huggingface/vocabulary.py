@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ class Vocabulary:
 
     special_ids: tuple[int, ...] = ()
     tokenizer: Any = None
+    _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
@@ -40,11 +40,10 @@ class Vocabulary:
             raise InvalidInput(
                 "tokenizer", given="None", expected="the model's, to find sentences", fix="convert(…, tokenizer=…)"
             )
-        piece = self._pieces()
         starts = np.zeros(len(ids), bool)
         begin = 0
         for length in lengths:
-            pieces = [piece(i) for i in ids[begin : begin + length]]
+            pieces = [self._piece(i) for i in ids[begin : begin + length]]
             ends = np.cumsum([len(text) for text in pieces])
             for boundary in get_sentence_boundaries("en", "".join(pieces)):
                 # The token that holds the first character of the sentence that is no space.
@@ -56,16 +55,12 @@ class Vocabulary:
         starts[1:] |= special[:-1]
         return starts
 
-    def _pieces(self) -> Any:
+    def _piece(self, token: int) -> str:
         """The text of a single token inside a text: what it adds after another token."""
-        tokenizer, special = self.tokenizer, set(self.special_ids)
-        anchor = tokenizer.encode("a", add_special_tokens=False)[:1]
-
-        @cache
-        def piece(token: int) -> str:
-            if token in special:
-                return " "
-            whole = tokenizer.decode([*anchor, token], clean_up_tokenization_spaces=False)
-            return whole[len(tokenizer.decode(anchor)) :]
-
-        return piece
+        if token in self.special_ids:
+            return " "
+        if token not in self._texts:
+            before = self.tokenizer.encode("a", add_special_tokens=False)[:1]
+            whole = self.tokenizer.decode([*before, token], clean_up_tokenization_spaces=False)
+            self._texts[token] = whole[len(self.tokenizer.decode(before, clean_up_tokenization_spaces=False)) :]
+        return self._texts[token]

@@ -1,0 +1,229 @@
+"""Which layers are converted, what is merged and undone, and which models are refused."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hsa.errors import InvalidInput, MissingExtra, Unsupported
+from hsa.huggingface import convert, register, revert, settings_of
+from hsa.huggingface.layers import attention_layers
+from hsa.huggingface.settings import LayerSettings
+from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
+
+FEW = {"hierarchy": "windows", "branching": (4, 2), "refine": 0}
+
+
+def test_layers_are_merged_and_undone_one_by_one():
+    model = tiny("bert", num_hidden_layers=4)
+    inputs, _ = inputs_of("bert")
+    exact = run(model, **inputs)
+    convert(model, [1], **FEW)
+    only_one = run(model, **inputs)
+    convert(model, [-1, 2], refine=3, branching=(4, 2))
+    assert settings_of(model) == {
+        1: LayerSettings(**FEW),
+        2: LayerSettings(refine=3, branching=(4, 2)),
+        3: LayerSettings(refine=3, branching=(4, 2)),
+    }
+    convert(model, 0)  # defaults
+    convert(model, [2], **FEW)  # changed
+    assert {n: s.refine for n, s in settings_of(model).items()} == {0: 8, 1: 0, 2: 0, 3: 3}
+    everything = run(model, **inputs)
+    convert(model)  # as it is
+    assert torch.equal(run(model, **inputs), everything)
+    revert(model, [0, 2])
+    revert(model, -1)
+    assert settings_of(model) == {1: LayerSettings(**FEW)}
+    assert torch.equal(run(model, **inputs), only_one)
+    revert(model, [0])  # exact already
+    revert(model, [1])
+    assert settings_of(model) == {}
+    assert torch.equal(run(model, **inputs), exact)
+
+
+@pytest.mark.parametrize("layers", [[2], [-3], "01", [0.5], [True], None, [], 1.0])
+def test_layers_that_are_not_there(layers):
+    model = tiny("bert")
+    if layers is None:
+        layers = object()
+    with pytest.raises(InvalidInput, match="layers: given"):
+        convert(model, layers)
+    convert(model)
+    with pytest.raises(InvalidInput, match="layers: given"):
+        revert(model, layers)
+
+
+def test_copies_and_pickles():
+    """They run as the model does, and are undone by themselves."""
+    ids, mask = random_ids()
+    ids[:, 0], ids[:, 12] = CLS, SEP
+    model = tiny("bert")
+    exact = run(model, input_ids=ids, attention_mask=mask)
+    convert(model, tokenizer=word_tokenizer(), sinks="special", **FEW)
+    expected = run(model, input_ids=ids, attention_mask=mask)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(other, input_ids=ids, attention_mask=mask), expected)
+        revert(other)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in other.modules())
+        assert torch.equal(run(other, input_ids=ids, attention_mask=mask), exact)
+        assert torch.equal(run(model, input_ids=ids, attention_mask=mask), expected)
+
+
+def test_a_model_inside_another():
+    """Either can be converted, and either undoes it all."""
+    torch.manual_seed(1)
+    whole = transformers.BertForMaskedLM(tiny("bert").config).double().eval()
+    inputs, _ = inputs_of("bert")
+    exact = run(whole, **inputs)
+    kinds = (whole, whole.bert)
+    for first in kinds:
+        for second in kinds:
+            for third in kinds:
+                convert(first, [0], tokenizer=word_tokenizer(), sinks="special", **FEW)
+                convert(second, [1], **FEW)
+                assert sorted(settings_of(whole)) == sorted(settings_of(whole.bert)) == [0, 1]
+                assert (run(whole, **inputs) - exact).abs().max() > 1e-3
+                revert(third)
+                assert torch.equal(run(whole, **inputs), exact)
+                assert not any(module._forward_pre_hooks or module._forward_hooks for module in whole.modules())
+
+
+def test_attention_set_by_hand():
+    """Whoever sets another implementation has it; converting again brings ours back."""
+    model = convert(tiny("bert"), **FEW)
+    inputs, _ = inputs_of("bert")
+    expected = run(model, **inputs)
+    model.set_attn_implementation("eager")
+    assert (run(model, **inputs) - expected).abs().max() > 1e-3
+    assert torch.equal(run(convert(model), **inputs), expected)
+    model.set_attn_implementation("eager")
+    revert(model)
+    assert model.config._attn_implementation == "eager"
+
+
+OWN = {
+    "mpnet": lambda: transformers.MPNetModel(
+        transformers.MPNetConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, vocab_size=59
+        )
+    ),
+    "deberta": lambda: transformers.DebertaV2Model(
+        transformers.DebertaV2Config(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, vocab_size=59
+        )
+    ),
+    "longformer": lambda: transformers.LongformerModel(
+        transformers.LongformerConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            intermediate_size=40,
+            vocab_size=59,
+            attention_window=8,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_models_with_attention_of_their_own(name):
+    model = OWN[name]()
+    with pytest.raises(
+        Unsupported, match=rf"{type(model).__name__} computes its attention itself.*families that ask include"
+    ):
+        convert(model)
+    assert not hasattr(model.config, "hsa")
+
+
+def test_what_is_no_transformers_model():
+    for thing in (nn.Linear(2, 2), nn.TransformerEncoderLayer(8, 2), None, "bert-base-uncased"):
+        with pytest.raises(Unsupported, match=rf"{type(thing).__name__} is no transformers model"):
+            convert(thing)
+
+
+def test_an_encoder_and_a_decoder():
+    """Only the encoder is converted; they share a config, and the decoder stays exact."""
+    model = tiny("bart")
+    inputs, counts = inputs_of("bart")
+    exact = run(model, **inputs)
+    for part in (model, model.model, model.get_decoder()):
+        with pytest.raises(Unsupported, match=r"convert the encoder alone: convert\(model.get_encoder\(\)\)"):
+            convert(part)
+    encoder = model.get_encoder()
+    states = run(encoder, **inputs)
+    convert(encoder, hierarchy="windows", branching=(4, 2), refine=99)
+    torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
+    convert(encoder, [1], operator="hierarchical", hierarchy="windows", branching=(4, 2))
+    assert (run(encoder, **inputs) - states)[counts].abs().max() > 1e-3
+    written = run(model, **inputs)
+    assert (written - exact)[counts].abs().max() > 1e-3
+    # The decoder alone, on given states, is what it was.
+    later = torch.arange(3, 20)[None].expand(3, -1)
+    decoder = {"input_ids": later, "encoder_hidden_states": states, "encoder_attention_mask": inputs["attention_mask"]}
+    with_ours = run(model.get_decoder(), **decoder)
+    revert(encoder)
+    torch.testing.assert_close(run(model.get_decoder(), **decoder), with_ours)
+    assert torch.equal(run(model, **inputs), exact)
+
+
+def test_an_encoder_and_a_decoder_come_back(tmp_path):
+    model = tiny("bart")
+    inputs, _ = inputs_of("bart")
+    convert(model.get_encoder(), [1], **FEW)
+    expected = run(model, **inputs)
+    model.save_pretrained(tmp_path)
+    register()
+    kind, options = transformers.BartForConditionalGeneration, {"dtype": torch.float64}
+    loaded = kind.from_pretrained(tmp_path, attn_implementation="hsa", **options).eval()
+    assert torch.equal(run(loaded, **inputs), expected)
+    loaded = kind.from_pretrained(tmp_path, **options).eval()
+    convert(loaded.get_encoder())
+    assert torch.equal(run(loaded, **inputs), expected)
+    ids, mask = random_ids([20, 17])
+    wrote = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=1)
+    assert torch.equal(wrote, loaded.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=1))
+
+
+def test_models_of_several_parts():
+    """Their parts have configs of their own, and are converted one by one."""
+    shape = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2}
+    text = {**shape, "vocab_size": 59, "bos_token_id": CLS, "eos_token_id": SEP, "max_position_embeddings": 97}
+    config = transformers.CLIPConfig(text_config=text, vision_config={**shape, "image_size": 28, "patch_size": 4})
+    model = transformers.CLIPModel(config).double().eval()
+    with pytest.raises(Unsupported, match="configs of their own"):
+        convert(model)
+    ids, mask = random_ids()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    exact = run(model.text_model, **inputs)
+    convert(model.text_model, hierarchy="windows", branching=(4, 2), refine=99)
+    torch.testing.assert_close(run(model.text_model, **inputs)[mask.bool()], exact[mask.bool()])
+    pictures = inputs_of("vit")[0]
+    patches = run(model.vision_model, **pictures)
+    convert(model.vision_model, [1], **FEW)
+    assert (run(model.vision_model, **pictures) - patches).abs().max() > 1e-6
+    assert sorted(settings_of(model.vision_model)) == [1]
+    assert sorted(settings_of(model.text_model)) == [0, 1]
+
+
+def test_layers_are_in_the_order_of_the_model():
+    for family in ("bert", "llama", "gpt2", "modernbert"):
+        modules = attention_layers(tiny(family))
+        assert [module.layer_idx for module in modules] == list(range(len(modules)))
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'hsa\[hf\]'"):
+        register()
+
+
+def test_functions_are_found_by_name():
+    import hsa.huggingface as here
+
+    assert {name: getattr(here, name).__name__ for name in here.__all__} == {name: name for name in here.__all__}
+    with pytest.raises(AttributeError, match="no attribute 'transmute'"):
+        here.transmute  # noqa: B018
