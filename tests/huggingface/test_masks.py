@@ -244,6 +244,23 @@ def test_ids_of_an_earlier_pass_are_forgotten():
         run(whole, inputs_embeds=whole.get_input_embeddings()(ids))
 
 
+def test_a_mask_that_is_written_to():
+    """Its memory is the same, what it says is not."""
+    ids, mask = random_ids([41, 41])
+    model = convert(tiny("bert"), **WAYS["windows"])
+    seen = four_dimensional(mask, False, "bool").clone()
+    before = run(model, input_ids=ids, attention_mask=seen)
+    with torch.inference_mode():
+        frozen = seen.clone()
+        torch.testing.assert_close(model(input_ids=ids, attention_mask=frozen)[0], before)
+    for changing in (seen, frozen):
+        with torch.inference_mode(changing.is_inference()):
+            changing[:, :, :, 30:] = False
+            after = model(input_ids=ids, attention_mask=changing)[0][:, :30]
+        mask[:, 30:] = 0
+        torch.testing.assert_close(after, run(model, input_ids=ids, attention_mask=mask)[:, :30])
+
+
 def test_nothing_is_kept_of_past_masks():
     ids, mask = random_ids()
     for family in ("bert", "llama"):

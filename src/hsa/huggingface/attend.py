@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import repeat_heads
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
@@ -204,7 +203,7 @@ def _dropped(
 
 
 def _dense(operator: Callable[..., Tensor], q: Tensor, k: Tensor, tree: Any, sequences: Sequences) -> Tensor:
-    weights = dense_weights(operator, q, repeat_heads(k, q.shape[1]), tree)  # [heads, queries, keys]
+    weights = dense_weights(operator, q, k, tree)  # [heads, queries, keys]
     batch, seq = sequences.mask.shape
     asking = sequences.queries.mask.shape[1]
     heads = len(weights)

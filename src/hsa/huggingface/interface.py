@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask
@@ -24,10 +24,47 @@ from hsa.huggingface.settings import LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
 NAME = "hsa"
-_BOUND: Any = WeakIdKeyDictionary()  # mask → Sequences, which must not hold that mask: it would never go away
 _CURRENT: ContextVar[Pass | None] = ContextVar("hsa_pass", default=None)
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
 _UNKNOWN_TO_TORCH = ("softcap", "s_aux")
+
+
+class _Bindings:
+    """`Sequences` by the memory of their mask, for as long as that lives: autograd may hand a mask back as another object.
+
+    A `Sequences` must not hold its mask, which would never go away then.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[StorageWeakRef, int | None, Sequences]] = {}
+
+    def __len__(self) -> int:
+        self._forget()
+        return len(self._found)
+
+    def get(self, mask: Tensor) -> Sequences | None:
+        _, version, sequences = self._found.get(self._key(mask), (None, None, None))
+        return sequences if version == _version(mask) else None  # else it has been written to
+
+    def bind(self, mask: Tensor, sequences: Sequences) -> None:
+        self._forget()
+        self._found[self._key(mask)] = StorageWeakRef(mask.untyped_storage()), _version(mask), sequences
+
+    def _forget(self) -> None:
+        for key, (memory, _, _) in list(self._found.items()):
+            if memory.expired():
+                self._found.pop(key, None)
+
+    @staticmethod
+    def _key(mask: Tensor) -> Any:
+        return mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype
+
+
+def _version(mask: Tensor) -> int | None:
+    return None if mask.is_inference() else mask._version
+
+
+_BOUND = _Bindings()
 
 
 @dataclass(frozen=True)
@@ -155,7 +192,7 @@ def hsa_mask(
         mask = attention_mask[:, :seen].bool()
     sequences = Sequences(mask.clone(), causal=causal, first_query=first_query, **_known())
     mask = torch.nn.functional.pad(mask, (0, kv_length - seen)) if seen < kv_length else mask.clone()
-    _BOUND[mask] = sequences
+    _BOUND.bind(mask, sequences)
     return mask
 
 
@@ -178,7 +215,7 @@ def hsa_attention(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`[batch, queries, heads, dim]`, and the weights if they are asked for."""
-    with_weights = bool(others.pop("output_attentions", getattr(module.config, "output_attentions", False)))
+    with_weights = _wants_weights(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "weights": with_weights}
     if crosses_over(module):
@@ -202,6 +239,18 @@ def hsa_attention(
     if sequences is None:
         raise _unknown_mask(layer, attention_mask)
     return attend(layer.settings, layer.number, query, key, value, sequences, **options)
+
+
+def _wants_weights(module: Any, others: dict[str, Any]) -> bool:
+    """Whether the model was asked for its attentions. Not all families pass that on; transformers collects them."""
+    if others.pop("output_attentions", False) or getattr(module.config, "output_attentions", False):
+        return True
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # before 5.2
+        return False
+    collected = _active_collector.get() or {}
+    return "attentions" in collected or "cross_attentions" in collected
 
 
 def _for_torch(mask: Tensor | None) -> Tensor | None:
@@ -277,7 +326,8 @@ def _sequences_of(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool)
             sequences = Sequences(mask.bool().clone(), causal=causal, first_query=keys - queries if causal else 0)
         if sequences is None:
             return None
-        _BOUND[mask] = sequences
+        if not mask.is_inference():  # what is written to such a tensor leaves no trace
+            _BOUND.bind(mask, sequences)
     known = sequences.mask.shape[1]
     fits = len(sequences.mask) == batch and sequences.first_query + queries == known
     return sequences if fits and (known == keys or (sequences.causal and known < keys)) else None
