@@ -44,8 +44,7 @@ def test_the_papers_operator_with_one_family_is_the_exact_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
 def test_revert_leaves_nothing_behind(family, before):
-    model = tiny(family)
-    model.set_attn_implementation(before)
+    model = tiny(family, attn_implementation=before)
     part = model.get_encoder() if family == "bart" else model
     inputs, counts = inputs_of(family)
     traces = [(set(vars(module)), dict(module._forward_hooks)) for module in model.modules()]
@@ -55,7 +54,8 @@ def test_revert_leaves_nothing_behind(family, before):
         convert(part, hierarchy=lambda ids: None)
     assert model.config._attn_implementation == "hsa"
     assert revert(part) is part
-    assert torch.equal(run(model, **inputs)[counts], exact[counts])
+    after = run(model, **inputs)[counts]
+    torch.testing.assert_close(after, exact[counts], rtol=0, atol=0, equal_nan=True)  # eager ModernBERT has some
     assert model.config._attn_implementation == before
     assert model.config.to_dict() == config
     assert not hasattr(model.config, "hsa")

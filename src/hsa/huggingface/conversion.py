@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hsa.errors import InvalidInput, Unsupported
+from hsa.errors import InvalidInput
 from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, register
 from hsa.huggingface.layers import attention_layers, looks_back, slides
 from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
@@ -103,7 +103,15 @@ def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
         conversion.leave()
     if config._attn_implementation == NAME:
         before = "sdpa" if conversion is None else conversion.before
-        model.set_attn_implementation(before)  # type: ignore[attr-defined]
+        _set_attention(model, before)
+    return model
+
+
+def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer: Any = None) -> Model:
+    """Convert exactly these layers, each in its own way, such as `settings_of` another model; the others are exact."""
+    revert(model)
+    for number, layer in settings.items():
+        convert(model, [number], tokenizer=tokenizer, **vars(layer))
     return model
 
 
@@ -228,9 +236,7 @@ def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocab
 
     before = model.config._attn_implementation
     if before != NAME:
-        model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
-            raise Unsupported(f"transformers cannot set the attention of {type(model).__name__}")
+        _set_attention(model, NAME)
     conversion = _conversion_of(modules) or Conversion("sdpa" if before == NAME else before)
     conversion.vocabulary = vocabulary
     conversion.leave()
@@ -239,3 +245,11 @@ def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocab
     for number, module in enumerate(modules):
         module.hsa_layer = ConvertedLayer(number, settings.layers.get(number), conversion)
     model.config.hsa = settings.to_json()
+
+
+def _set_attention(model: Any, name: str | None) -> None:
+    """transformers looks for a certain phrase in the source of a model and, without it, only warns; we know that it asks."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name
