@@ -7,12 +7,12 @@ import torch
 
 from hsa import Hierarchy, Padding, Queries, find_key_order, flops, flops_flat, open_families
 from hsa.huggingface import convert, counting, revert
-from hsa.huggingface.attend import attend
+from hsa.huggingface.attend import attend, attend_exactly
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import inputs_of, random_ids, run, tiny
 
-OPEN = {"hierarchy": "windows", "branching": (4, 2), "refine": 99}
+OPEN = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99}
 WAYS = {
     "keys": {"branching": (4, 2), "refine": 1},
     "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "near": 1},
@@ -59,6 +59,29 @@ def test_weights_give_the_output(way, causal, side):
             place = torch.arange(mask.shape[1])
             later = place > place[mask.shape[1] - q.shape[2] :, None]
             assert weights[later.expand_as(weights)].abs().max() == 0
+
+
+@pytest.mark.parametrize("way", ["keys", "windows", "neighbours", "one window"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_open_is_softmax(way, causal):
+    """By the operator itself: models whose texts are short go to PyTorch's attention instead."""
+    settings = {
+        "keys": LayerSettings(branching=(4, 2), refine=99, chunk=8 if causal else None),
+        "windows": LayerSettings(hierarchy="windows", branching=(4, 2), refine=99),
+        "neighbours": LayerSettings(hierarchy="windows", branching=(4, 2), refine=0, near=99),
+        "one window": LayerSettings(hierarchy="windows", branching=(64,), refine=0, sinks=None),
+    }[way]
+    q, k, v, mask = padded([23, 17, 1], side="left")
+    sequences = Sequences(mask, causal=causal)
+    out, _ = attend(settings, 0, q, k, v, sequences, scale=0.7, dropout_p=0.0, weights=False)
+    seen = mask[:, None, None, :] & (torch.ones(23, 23, dtype=torch.bool).tril() if causal else True)
+    exact, weights = attend_exactly(q, k, v, seen, causal=causal, scale=0.7, dropout_p=0.0)
+    torch.testing.assert_close(out[mask], exact[mask], rtol=1e-9, atol=1e-9)
+    own = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), attn_mask=seen, scale=0.7
+    )
+    torch.testing.assert_close(exact[mask], own.transpose(1, 2)[mask], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close((weights @ v.repeat_interleave(3, 1)).transpose(1, 2), exact)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "modernbert"])

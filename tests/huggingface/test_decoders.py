@@ -6,7 +6,7 @@ import torch
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert
-from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, word_tokenizer
+from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
     "chunks": {"hierarchy": "keys", "branching": (4, 2), "refine": 1, "chunk": 8},
@@ -63,11 +63,17 @@ def test_a_cache_of_fixed_size(layers):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "attention_mask": mask}
     growing = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), growing)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+    whole = run(model, input_ids=ids)
+    first = run(model, input_ids=ids[:, :11], past_key_values=cache)  # nothing said about padding
+    torch.testing.assert_close(torch.cat([first, run(model, input_ids=ids[:, 11:], past_key_values=cache)], 1), whole)
 
 
-def test_several_tokens_at_once_after_a_cache():
-    model = convert(tiny("llama"), **WAYS["chunks"])
-    ids, mask = random_ids([40, 33], side="left")
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 33]])
+def test_several_tokens_at_once_after_a_cache(layers, lengths):
+    model = convert(tiny("llama"), layers, **WAYS["chunks"])
+    ids, mask = random_ids(lengths, side="left")
     place = (mask.cumsum(1) - 1).clamp(min=0)
     whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
     cache, parts = None, []

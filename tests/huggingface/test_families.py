@@ -5,7 +5,7 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert, settings_of
-from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny
+from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny, transformers
 
 OPEN = {
     "found trees": {"hierarchy": "keys", "branching": (4, 2), "refine": 99},
@@ -89,10 +89,25 @@ def test_sliding_layers_of_a_decoder_stay_exact():
     ids, mask = random_ids(side="left")
     exact = run(model, input_ids=ids, attention_mask=mask)
     written = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
     assert sorted(settings_of(model)) == [0, 1]
     torch.testing.assert_close(run(model, input_ids=ids, attention_mask=mask)[mask.bool()], exact[mask.bool()])
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), written)
+
+
+def test_a_decoder_of_a_family_with_encoders():
+    """One class does its self-attention and its cross-attention; only the former is converted."""
+    torch.manual_seed(1)
+    config = tiny("bart").config
+    config.is_decoder, config.is_encoder_decoder = True, False
+    model = transformers.BartForCausalLM(config).double().eval()
+    inputs, counts = inputs_of("bart")
+    states = torch.randn(3, 23, 32, dtype=torch.float64)
+    exact, crossing = run(model, **inputs), run(model, **inputs, encoder_hidden_states=states)
+    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    assert sorted(settings_of(model)) == [0, 1]
+    torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
+    torch.testing.assert_close(run(model, **inputs, encoder_hidden_states=states)[counts], crossing[counts])
 
 
 @pytest.mark.parametrize("reenters", [False, True])
@@ -107,7 +122,7 @@ def test_decoders_that_cross_over(reenters):
         seen[0, 11:] = 0
         inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}
         exact = run(model, **inputs)
-        convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+        convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
         assert sorted(settings_of(model)) == [0, 1]
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
         convert(model, hierarchy="windows", branching=(4, 2), refine=1)

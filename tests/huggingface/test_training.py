@@ -40,7 +40,7 @@ def test_all_open_has_the_gradients_of_the_exact_model(family):
     model = tiny(family, **(STILL if family == "bert" else {})).train()
     inputs, _ = inputs_of(family)
     exact = gradients(model, loss_of(model, inputs))
-    convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
     for name, gradient in gradients(model, loss_of(model, inputs)).items():
         torch.testing.assert_close(gradient, exact[name], rtol=1e-8, atol=1e-9)
 
@@ -122,7 +122,8 @@ def test_low_precision(family):
     inputs, counts = inputs_of(family)
     model = tiny(family, initializer_range=0.1)
     exact = run(model, **inputs)[counts]
-    for settings in ({"hierarchy": "windows", "branching": (4, 2), "refine": 99}, {"branching": (4, 2), "refine": 99}):
+    windows = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99}
+    for settings in (windows, {"branching": (4, 2), "refine": 9, "sinks": None}):
         half = convert(tiny(family, initializer_range=0.1, dtype=torch.bfloat16), **settings)
         found = run(half, **inputs)
         assert found.dtype == torch.bfloat16
