@@ -61,6 +61,28 @@ def test_weights_give_the_output(way, causal, side):
             assert weights[later.expand_as(weights)].abs().max() == 0
 
 
+@pytest.mark.parametrize("hierarchy", ["keys", "windows"])
+def test_a_bias_for_every_head(hierarchy):
+    """Each head is as if all had its bias; without pooled nodes, weight is left on open leaves only."""
+    q, k, v, mask = padded([23, 17])
+    biases = (0.0, -math.inf, -1.0, 0.5, -math.inf, 2.0)
+
+    def weights(bias):
+        settings = LayerSettings(hierarchy=hierarchy, branching=(4, 2), refine=1, pooled_bias=bias)
+        sequences = Sequences(mask, causal=False)
+        return attend(settings, 0, q, k, v, sequences, scale=None, dropout_p=0.0, weights=True)[1]
+
+    together = weights(biases)
+    for head, bias in enumerate(biases):
+        torch.testing.assert_close(together[:, head], weights(bias)[:, head], rtol=1e-9, atol=1e-9)
+    plain = weights(0.0)
+    assert (plain - together)[:, 2:4].abs().max() > 1e-3
+    left = together[:, 1] > 0
+    assert (left.sum(-1) < mask.sum(1, keepdim=True))[mask].all()
+    kept = plain[:, 1].where(left, 0)
+    torch.testing.assert_close(together[:, 1][mask], (kept / kept.sum(-1, keepdim=True))[mask])
+
+
 @pytest.mark.parametrize("way", ["keys", "windows", "neighbours", "one window"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_open_is_softmax(way, causal):

@@ -36,7 +36,8 @@ def joined(parts):
 def test_sentences_of_whole_words():
     tokenizer = word_tokenizer()
     words = [tokenizer.encode(sentence, add_special_tokens=False) for sentence in SENTENCES]
-    documents = [[[CLS], *words, [SEP]], [[CLS], *words[1:3], [SEP]], [[CLS], words[0], [SEP], words[3], [SEP]]]
+    cut = [words[0][:3], [SEP], words[0][3:]]  # special tokens end a sentence too
+    documents = [[[CLS], *words, [SEP]], [[CLS], *words[1:3], [SEP]], [[CLS], *cut, words[3], [SEP]]]
     ids = [joined(parts) for parts in documents]
     assert ids[0] == tokenizer(" ".join(SENTENCES))["input_ids"]
     found = Vocabulary.of(tokenizer).sentence_starts(joined(ids), [len(i) for i in ids])
@@ -72,6 +73,10 @@ def test_trees_of_sentences(documents, branching, repeat_last):
     lengths = [sum(sizes) for sizes in documents]
     tree = sentence_hierarchy(starts, lengths, branching, repeat_last)
     assert tree.lengths == lengths
+    first_of_documents = np.cumsum(lengths) - lengths
+    unsaid = starts.copy()
+    unsaid[first_of_documents] = False
+    assert sentence_hierarchy(unsaid, lengths, branching, repeat_last) == tree
     first, end, height = (tree.tensor(name).numpy() for name in ("first_leaf", "end_leaf", "height"))
     nodes = list(zip(first.tolist(), end.tolist(), strict=True))
     ends = np.append(np.flatnonzero(starts)[1:], len(starts))
@@ -108,6 +113,7 @@ def test_windows_and_special_tokens():
             assert tree_of(settings, known) is tree_of(settings, known)
     sentences = LayerSettings(hierarchy="sentences", branching=(4, 2), sinks="special")
     tree = tree_of(sentences, known)
+    assert tree != tree_of(LayerSettings(hierarchy="windows", branching=(4, 2), sinks="special"), known)
     assert tree.lengths == lengths
     leaf = tree.tensor("leaf_nodes")
     under_root = tree.parent[tree.parent[leaf]] < 0
