@@ -73,6 +73,25 @@ def test_copies_and_pickles():
         assert torch.equal(run(model, input_ids=ids, attention_mask=mask), expected)
 
 
+def test_hooks_come_and_go_with_the_need_for_ids():
+    def hooks(model):
+        return any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+    model = convert(tiny("bert"), **FEW)
+    assert not hooks(model)
+    assert hooks(convert(model, [1], tokenizer=word_tokenizer(), sinks="special", **FEW))
+    assert not hooks(convert(model, [1], **FEW))
+
+
+def test_what_is_left_knows_its_ids():
+    ids, mask = random_ids()
+    ids[:, 0], ids[:, 12] = CLS, SEP
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    special = {"tokenizer": word_tokenizer(), "sinks": "special", **FEW}
+    only_one = run(convert(tiny("bert"), [1], **special), **inputs)
+    assert torch.equal(run(revert(convert(tiny("bert"), **special), [0]), **inputs), only_one)
+
+
 def test_a_model_inside_another():
     """Either can be converted, and either undoes it all."""
     torch.manual_seed(1)
