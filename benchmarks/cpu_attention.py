@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hsa
-from benchmarks.measure import check, extra_memory, medians, write_table
+from benchmarks.measure import check, medians, write_table
+from hsa.analysis.memory import extra_memory
 
 HEADS, DIM = 8, 64
 BRANCHING = (16, 8, 8, 16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import statistics
 import time
@@ -30,23 +29,6 @@ def medians(candidates: dict[str, Callable[[], Any]], repeats: int = 7, seconds:
         if turn >= 2 and time.perf_counter() - began > seconds:
             break
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def extra_memory(run: Callable[[], Any]) -> float | None:
-    """MiB that a call needs at its peak beyond what is held before it; None where the system cannot say."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def kib(name: str) -> int:
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
-
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken
-        reset.write_text("5")  # the peak starts anew
-        before = kib("VmRSS")
-        run()
-        return (kib("VmHWM") - before) / 1024
-    except (OSError, AttributeError, StopIteration):
-        return None
 
 
 def check(name: str, out: Tensor, reference: Tensor, tolerance: float) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu_attention, data_pipeline, gpu_attention, structures
+from benchmarks import converted_encoder, cpu_attention, data_pipeline, gpu_attention, structures
 
 BENCHMARKS = {
+    "converted_encoder": converted_encoder.run,
     "cpu_attention": cpu_attention.run,
     "data_pipeline": data_pipeline.run,
     "gpu_attention": gpu_attention.run,

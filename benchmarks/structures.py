@@ -6,7 +6,8 @@ import torch
 
 import hsa
 from benchmarks.cpu_attention import text_like
-from benchmarks.measure import extra_memory, medians, write_table
+from benchmarks.measure import medians, write_table
+from hsa.analysis.memory import extra_memory
 
 
 def run() -> None:

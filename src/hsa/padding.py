@@ -46,19 +46,25 @@ class Padding:
                 fix="leave empty sequences out of the batch",
             )
 
+    @property
+    def full(self) -> bool:
+        """There is no padding: nothing has to be copied."""
+        return len(self._rows) == self.mask.numel()
+
     def pack(self, x: Tensor) -> Tensor:
         """`[batch, heads, seq, dim]` → `[leaves, heads, dim]`."""
         batch, seq = self.mask.shape
         if x.ndim != 4 or (x.shape[0], x.shape[2]) != (batch, seq):
             raise InvalidInput("x", given=f"shape {tuple(x.shape)}", expected=f"[{batch}, heads, {seq}, head_dim]")
-        return x.transpose(1, 2).flatten(0, 1).index_select(0, self._rows)
+        rows = x.transpose(1, 2).flatten(0, 1)
+        return rows if self.full else rows.index_select(0, self._rows)
 
     def unpack(self, x: Tensor) -> Tensor:
         """`[leaves, heads, dim]` → `[batch, heads, seq, dim]`, zeros at padding."""
         batch, seq = self.mask.shape
         if x.ndim != 3 or len(x) != len(self._rows):
             raise InvalidInput("x", given=f"shape {tuple(x.shape)}", expected=f"[{len(self._rows)}, heads, head_dim]")
-        padded = x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, self._rows, x)
+        padded = x if self.full else x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, self._rows, x)
         return padded.unflatten(0, (batch, seq)).transpose(1, 2)
 
 

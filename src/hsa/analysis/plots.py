@@ -17,7 +17,7 @@ from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
 from hsa.models.classifier import HierarchicalClassifier
 
-_COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#00798c", "#66a182")
+COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#00798c", "#66a182")
 
 
 def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> None:
@@ -27,8 +27,8 @@ def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> 
         histories: model → epoch records.
         score: the name of the validation score.
     """
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for color, (name, history) in zip(_COLORS * 3, histories.items(), strict=False):
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for color, (name, history) in zip(COLORS * 3, histories.items(), strict=False):
         epochs = [record.epoch for record in history]
         left.plot(epochs, [record.loss for record in history], color=color, marker="o", ms=3, label=name)
         left.plot(epochs, [record.validation_loss for record in history], color=color, ls=":", lw=1)
@@ -40,14 +40,14 @@ def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> 
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     right.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence[str], title: str) -> None:
     """Which classes are taken for which: a row per true class, shares of the row as colour, counts as text."""
     counts = np.array(table)
     size = min(12.0, 2.6 + 0.42 * len(classes))
-    figure, axes = _pyplot().subplots(figsize=(size + 0.8, size), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(size + 0.8, size), layout="constrained")
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(classes) <= 24:
@@ -60,7 +60,7 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_title(_shown(title, 60), parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_attention(
@@ -75,7 +75,7 @@ def plot_attention(
     weights, families = attention_matrix(model, example)
     leaves = len(weights)
     size = min(11.0, 3.0 + 0.13 * leaves)
-    figure, axes = _pyplot().subplots(figsize=(size + 1, size), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(size + 1, size), layout="constrained")
     # A matrix of attention spans orders of magnitude: a root shows the small weights too.
     image = axes.imshow(np.sqrt(weights), cmap="magma_r", vmin=0)
     for place, depth in families:
@@ -94,7 +94,7 @@ def plot_attention(
     top = float(np.sqrt(weights.max())) or 1.0
     ticks = np.linspace(0, top, 5)
     bar.set_ticks(ticks.tolist(), labels=[f"{tick**2:.2g}" for tick in ticks])
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def _shown(text: str, most: int) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -146,11 +146,11 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     kind = path.suffix.removeprefix(".")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens of other scripts are drawn as boxes
             write_then_rename(path, lambda beside: figure.savefig(beside, dpi=140, format=kind))
     finally:
-        _pyplot().close(figure)
+        pyplot().close(figure)

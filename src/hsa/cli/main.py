@@ -56,16 +56,20 @@ def build_app() -> App:
     """All commands."""
     from cyclopts import App, Parameter
 
+    from hsa.cli.convert import convert
     from hsa.cli.evaluate import evaluate
+    from hsa.cli.finetune import finetune
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
     from hsa.cli.predict import predict
+    from hsa.cli.reproduce import reproduce
     from hsa.cli.train import train
 
     app = App(
         name="hsa",
         help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
         "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
+        "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
         "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
         default_parameter=Parameter(negative=(), consume_multiple=True),
@@ -73,6 +77,9 @@ def build_app() -> App:
     app.command(train)
     app.command(evaluate)
     app.command(predict)
+    app.command(convert)
+    app.command(finetune)
+    app.command(reproduce)
     app.command(inspect)
     app.command(info)
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.choice import open_families
-from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.find_keys import find_key_order, operations_per_key
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.softmax import exact
 from hsa.huggingface.sequences import Sequences
@@ -91,6 +91,41 @@ def exact_operations(q: Tensor, sequences: Sequences) -> int:
     return (4 * heads * dim + heads) * pairs
 
 
+_probe: ContextVar[tuple[Sequence[float], dict[int, Tensor]] | None] = ContextVar("hsa_probe", default=None)
+
+
+@contextlib.contextmanager
+def probing(biases: Sequence[float]) -> Iterator[dict[int, Tensor]]:
+    """How far converted layers are from exact attention on their own inputs, for each bias of pooled nodes.
+
+    Yields what forward passes inside this context fill: layer → `[biases, heads]` sums of squared differences.
+    """
+    errors: dict[int, Tensor] = {}
+    token = _probe.set((biases, errors))
+    try:
+        yield errors
+    finally:
+        _probe.reset(token)
+
+
+def saves_nothing(settings: LayerSettings, sequences: Sequences) -> bool:
+    """Whether sequences are so short that exact attention takes no more operations; then it is what is done.
+
+    Per query, in entries of attention: the families that are exact, a share of every node above them, half an entry for each
+    family that is scored, and what finding takes.
+    """
+    if settings.operator != "multiscale" or settings.hierarchy not in ("keys", "windows"):
+        return False
+    size, found = settings.branching[0], settings.hierarchy == "keys"
+    longest = max(sequences.keys.lengths)
+    families = -(-longest // size)
+    own = (settings.chunk_size if sequences.causal else 0) if found else (1 + 2 * settings.near) * size
+    levels = math.log(max(families, 1), settings.branching[-1])
+    scored = families / 2 if settings.refine else 0.0
+    finding = operations_per_key(levels) / 4 if found else 0.0
+    return own + settings.refine * size + levels + scored + finding >= longest * (0.5 if sequences.causal else 1.0)
+
+
 def attend(
     settings: LayerSettings,
     layer: int,
@@ -118,9 +153,30 @@ def attend(
     counted = _counter.get()
     if counted is not None and found is not None:
         counted.add(layer, found, exact_operations(q, sequences))
+    if _probe.get() is not None and settings.operator == "multiscale":
+        _note_errors(operator, layer, packed, tree, (q, k, v), sequences, scale)
     out = sequences.queries.unpack(operator(*packed, tree)).transpose(1, 2)
     dense = _dense(operator, packed[0], packed[1], tree, sequences) if weights else None
     return out, dense
+
+
+def _note_errors(
+    operator: Callable[..., Tensor],
+    layer: int,
+    packed: tuple[Tensor, Tensor, Tensor],
+    tree: Any,
+    padded: tuple[Tensor, Tensor, Tensor],
+    sequences: Sequences,
+    scale: float | None,
+) -> None:
+    probe = _probe.get()
+    assert probe is not None
+    biases, errors = probe
+    q, k, v = padded
+    exact, _ = attend_exactly(q, k, v, sequences.allowed(), causal=sequences.causal, scale=scale, dropout_p=0.0)
+    exact = sequences.queries.pack(exact.transpose(1, 2)).float()
+    found = [(operator(*packed, tree, pooled_bias=bias).float() - exact).square().sum((0, 2)) for bias in biases]
+    errors[layer] = errors.get(layer, 0) + torch.stack(found)
 
 
 def attend_exactly(
@@ -152,7 +208,7 @@ def _multiscale(
     causal = sequences.causal
     key_order = None
     if settings.hierarchy == "keys":
-        key_order = find_key_order(k, tree, chunk=settings.chunk_size if causal else None)
+        key_order = find_key_order(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
     share = None if causal else settings.share  # written token by token, nothing could be shared
     if share is None and (key_order is not None or (causal and settings.refine)):
         share = 1

@@ -47,7 +47,8 @@ def convert(
             sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
             share: neighbouring queries that share a choice; one for "keys", those of a family for the others, unless given.
                 In causal models every query chooses for itself.
-            chunk: in causal models, how many tokens are searched for trees together once they are complete ("keys").
+            chunk: how many tokens are searched for trees together ("keys"): in causal models 256, once they are complete,
+                else all, unless given.
 
     Returns:
         the same model.

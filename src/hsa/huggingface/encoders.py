@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hsa.batch import Batch
-from hsa.errors import InvalidInput, MissingExtra
+from hsa.errors import InvalidInput
+from hsa.huggingface.loading import load_weights, loading, most_tokens, transformers_library
 from hsa.signals import Grid, Leaf, Signal
 from hsa.signals.readers import read_image
 
 _T5 = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 # Their first token is the picture's, their last are its patches, row by row.
 _VISION = ("vit", "deit", "vit_msn", "dinov2", "dinov2_with_registers")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-_USUAL_LENGTH = 512  # of T5, which has no limit of its own
 
 
 class _Encoder:
@@ -70,8 +66,8 @@ class TextEncoder(_Encoder):
         batch_tokens: int = 16_384,
         dtype: torch.dtype = torch.float32,
     ):
-        library, name = _transformers(), str(path)
-        with _loading(name):
+        library, name = transformers_library(), str(path)
+        with loading(name):
             config = library.AutoConfig.from_pretrained(name)
             _check_text_type(config, name)
             self.tokenizer = library.AutoTokenizer.from_pretrained(name)
@@ -79,9 +75,9 @@ class TextEncoder(_Encoder):
                 self.tokenizer.all_special_tokens
             ):  # made up where files are missing
                 raise OSError("no vocabulary of a tokenizer")
-            self._hold(_weights(getattr(library, _T5.get(config.model_type, "AutoModel")), name, dtype))
+            self._hold(_whole(getattr(library, _T5.get(config.model_type, "AutoModel")), name, dtype))
         self._before, self._after = _special_tokens(self.tokenizer)
-        most = _most_tokens(self.model, self.tokenizer)
+        most = most_tokens(self.model, self.tokenizer)
         least = len(self._before) + len(self._after) + 1
         if longest is not None and not least <= longest <= most:
             raise InvalidInput("longest", given=longest, expected=f"{least}..{most}")
@@ -156,7 +152,7 @@ class TextEncoder(_Encoder):
         whole = [[*self._before, *row, *self._after] for row in rows]
         lengths = np.array([len(row) for row in whole], np.int64)
         pad = self.tokenizer.pad_token_id or 0
-        for chosen in _alike(lengths, self.batch_tokens):
+        for chosen in alike(lengths, self.batch_tokens):
             longest = int(lengths[chosen[0]])
             ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in chosen.tolist()], device=device)
             size = torch.from_numpy(lengths[chosen]).to(device)
@@ -192,15 +188,15 @@ class ImageEncoder(_Encoder):
     """
 
     def __init__(self, path: str | PathLike[str], *, batch_size: int = 32, dtype: torch.dtype = torch.float32):
-        library, name = _transformers(), str(path)
-        with _loading(name):
+        library, name = transformers_library(), str(path)
+        with loading(name):
             config = library.AutoConfig.from_pretrained(name)
             if config.model_type not in _VISION:
                 raise InvalidInput(
                     name, given=f"a model of type {config.model_type!r}", expected=f"one of {', '.join(_VISION)}"
                 )
             self.processor = library.AutoImageProcessor.from_pretrained(name)
-            self._hold(_weights(library.AutoModel, name, dtype))
+            self._hold(_whole(library.AutoModel, name, dtype))
         self.batch_size = batch_size
 
     def image_vectors(self, images: Sequence[Any]) -> Tensor:
@@ -251,43 +247,9 @@ def _pixels(picture: Any, where: str | None) -> np.ndarray:
     return signal.values.reshape(*signal.domain.shape, 3).numpy()
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra("transformers", "hf", "a pre-trained encoder") from None
-    return transformers
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Says how to get a model that cannot be loaded. Reports of weights are `_weights`' own affair, so they are silenced."""
-    logging = _transformers().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        if not Path(name).is_dir() and not _HUB_NAME.fullmatch(name):
-            raise OSError("no such folder")
-        yield
-    except InvalidInput:
-        raise
-    except (OSError, ValueError) as error:
-        hub = name if _HUB_NAME.fullmatch(name) and not Path(name).is_dir() else "OWNER/MODEL"
-        folder = name if hub != name else f"models/{name.rpartition('/')[2]}"
-        raise InvalidInput(
-            name,
-            given=f"no model that loads ({str(error).strip().partition(chr(10))[0]})",
-            expected="a folder with config.json, weights and tokenizer or preprocessor, or a name on the hub",
-            fix=f"where there is a network, run: hf download {hub} --local-dir {folder}, then give that folder",
-        ) from error
-    finally:
-        logging.set_verbosity(before)
-
-
-def _weights(kind: Any, name: str, dtype: torch.dtype) -> Any:
+def _whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
     """The model with all its weights from the checkpoint, but for the pooler, which nothing here uses."""
-    model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    missing = sorted(key for key in {*report["missing_keys"], *report["mismatched_keys"]} if "pooler." not in str(key))
+    model, missing = load_weights(kind, name, dtype)
     if missing:
         raise InvalidInput(
             name,
@@ -312,10 +274,10 @@ def _check_text_type(config: Any, name: str) -> None:
         )
 
 
-def _alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+def alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     """Batches of rows, the longest first: at most `budget` tokens with the padding, and at most half of each row padding.
 
-    >>> [batch.tolist() for batch in _alike(np.array([1, 9, 5, 2, 4, 8]), 20)]
+    >>> [batch.tolist() for batch in alike(np.array([1, 9, 5, 2, 4, 8]), 20)]
     [[1, 5], [2, 4], [3, 0]]
     """
     order = np.argsort(-lengths, kind="stable")
@@ -323,8 +285,8 @@ def _alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     begin = 0
     while begin < len(order):
         longest = int(falling[begin])
-        alike = int(np.searchsorted(-falling, -longest / 2, side="right"))
-        end = max(begin + 1, min(alike, begin + budget // longest))
+        enough = int(np.searchsorted(-falling, -longest / 2, side="right"))
+        end = max(begin + 1, min(enough, begin + budget // longest))
         yield order[begin:end]
         begin = end
 
@@ -334,14 +296,3 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:begin], whole[begin + len(bare) :]
-
-
-def _most_tokens(model: nn.Module, tokenizer: Any) -> int:
-    """The longest input: what the table of positions holds, if there is one, and what the tokenizer knows of it."""
-    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
-    table = next((m for m in tables if isinstance(m, nn.Embedding)), None)
-    if table is not None:  # RoBERTa counts from beyond the padding
-        positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-    else:
-        positions = getattr(model.config, "max_position_embeddings", None) or _USUAL_LENGTH
-    return min(positions, tokenizer.model_max_length)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask
+from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask, saves_nothing
 from hsa.huggingface.layers import crosses_over, looks_back, slides
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings, Settings
@@ -225,7 +225,11 @@ def hsa_attention(
     sequences = _sequences_of(attention_mask, query, key, causal)
     if sequences is not None and sequences.mask.shape[1] < key.shape[2]:  # a cache of fixed size, not full yet
         key, value = (x[:, :, : sequences.mask.shape[1]] for x in (key, value))
-    if layer.settings is None:
+    if layer.settings is not None:
+        _check_terms(layer.number, module, others, key.shape[2])
+        if sequences is None:
+            raise _unknown_mask(layer, attention_mask)
+    if layer.settings is None or (sequences is not None and saves_nothing(layer.settings, sequences)):
         if sequences is not None:
             count_exact(layer.number, query, sequences)
             mask, causal = sequences.allowed(), sequences.causal
@@ -235,9 +239,7 @@ def hsa_attention(
             mask = _for_torch(attention_mask)
             count_mask(layer.number, query, mask)
         return _exactly(module, query, key, value, mask, causal, others, **options)
-    _check_terms(layer.number, module, others, key.shape[2])
-    if sequences is None:
-        raise _unknown_mask(layer, attention_mask)
+    assert sequences is not None
     return attend(layer.settings, layer.number, query, key, value, sequences, **options)
 
 

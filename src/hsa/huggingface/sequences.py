@@ -54,11 +54,6 @@ class Sequences:
     def queries(self) -> Padding:
         return self.keys if self.first_query == 0 else Padding(self.mask[:, self.first_query :])
 
-    @cached_property
-    def full(self) -> bool:
-        """No padding at all."""
-        return min(self.keys.lengths) == self.mask.shape[1]
-
     def cached(self, key: Any, build: Callable[[], T]) -> T:
         """What follows from these tokens alone, made by the first layer that needs it."""
         if key not in self._cache:
@@ -114,7 +109,7 @@ class Sequences:
         return self.cached("allowed", self._allowed)
 
     def _allowed(self) -> Tensor | None:
-        if self.full and (not self.causal or self.first_query == 0):
+        if self.keys.full and (not self.causal or self.first_query == 0):
             return None
         present = self.mask[:, None, None, :]
         if not self.causal:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.models.saved import load_model
 from hsa.training.experiment import Result
@@ -45,23 +46,9 @@ def columns(results: list[Result]) -> tuple[list[str], list[list[str]]]:
 
 def result_table(results: list[Result]) -> Table:
     """For the terminal."""
-    from rich import box
-    from rich.table import Table
-
     header, rows = columns(results)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        caption="operations: of attention, per test example, all layers; F1: mean over classes",
-        caption_justify="left",
-    )
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    caption = "operations: of attention, per test example, all layers; F1: mean over classes"
+    return terminal_table(header, rows, caption)
 
 
 def report_lines(prepared: Prepared, results: list[Result]) -> list[str]:
@@ -113,8 +100,7 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
             pictures[-1], model, example.batch, _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
         )
     header, rows = columns(results)
-    lines = [f"# {prepared.name}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
     lines += [
         "",
         "Operations: of attention, per test example, all layers. F1: mean over classes. Error: mean absolute.",

@@ -223,6 +223,11 @@ def _iterates_in_dimensions(size: int, dim: int) -> bool:
     return 1 << (size - 1).bit_length() > dim
 
 
+def operations_per_key(levels: float) -> float:
+    """About how many operations finding takes per key and dimension, in a tree of so many levels."""
+    return (4 * (ITERATIONS + 1) + 2) * levels
+
+
 def _operations(size: int, dim: int) -> int:
     """Of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
     project = 2 * size * dim if _iterates_in_dimensions(size, dim) else 0

@@ -1,0 +1,128 @@
+"""Pictures of conversions: operations per layer, time by length, the frontier of a search, bars over start layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsa.analysis.plots import COLORS, pyplot, save_figure
+
+PARTS = ("attention", "choice", "finding", "pooling")
+
+
+def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: str) -> None:
+    """Operations of each layer by what they are for, as a share of exact attention.
+
+    Args:
+        layers: per layer the operations of each of `PARTS`, and `exact`.
+    """
+    figure, axes = pyplot().subplots(figsize=(max(5.0, 1.6 + 0.45 * len(layers)), 3.6), layout="constrained")
+    bottom = np.zeros(len(layers))
+    for color, part in zip(COLORS, PARTS, strict=False):
+        height = np.array([100 * layer[part] / layer["exact"] for layer in layers])
+        axes.bar(range(len(layers)), height, bottom=bottom, color=color, label=part, width=0.75)
+        bottom += height
+    axes.axhline(100, color="#333333", lw=1, ls="--")
+    axes.text(len(layers) - 0.5, 101, "exact", ha="right", va="bottom", fontsize=8)
+    axes.set(xlabel="layer", ylabel="operations, % of exact attention", ylim=(0, max(112.0, bottom.max() * 1.08)))
+    axes.set_title(title, parse_math=False)
+    axes.set_xticks(range(len(layers)))
+    axes.legend(frameon=False, ncols=len(PARTS), fontsize=8, loc="upper left")
+    _tidy(axes)
+    save_figure(figure, path)
+
+
+def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
+    """Time and memory of a forward pass by length, before and after. `rows`: length, before_ms, after_ms, …_mib."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    lengths = [row.length for row in rows]
+    for color, when, name in ((COLORS[2], "before", "exact"), (COLORS[0], "after", "converted")):
+        left.plot(lengths, [getattr(row, f"{when}_ms") for row in rows], color=color, marker="o", ms=4, label=name)
+        memory = [getattr(row, f"{when}_mib") for row in rows]
+        if all(value is not None for value in memory):
+            right.plot(lengths, memory, color=color, marker="o", ms=4, label=name)
+    left.set(xlabel="tokens", ylabel="ms", title="Time of a forward pass")
+    right.set(xlabel="tokens", ylabel="MiB", title="Memory beyond the weights")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.minorticks_off()
+        _tidy(axes)
+    left.legend(frameon=False)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    save_figure(figure, path)
+
+
+def plot_frontier(
+    path: Path, points: Sequence[Mapping[str, Any]], metric: str, original: float | None, title: str
+) -> None:
+    """A score against operations saved, a point per step of the search; the chosen one is marked."""
+    figure, axes = pyplot().subplots(figsize=(5.6, 3.8), layout="constrained")
+    axes.plot([p["ops"] for p in points], [p[metric] for p in points], color=COLORS[0], marker="o", ms=4)
+    for point in points:
+        if point.get("chosen"):
+            axes.plot(
+                point["ops"], point[metric], marker="o", ms=11, mfc="none", mec=COLORS[1], mew=2, label="chosen", ls=""
+            )
+    if original is not None:
+        axes.axhline(original, color="#333333", lw=1, ls="--", label="original")
+    axes.set(xlabel="times fewer operations", ylabel=metric)
+    axes.set_title(title, parse_math=False)
+    axes.legend(frameon=False)
+    _tidy(axes)
+    save_figure(figure, path)
+
+
+def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequence[str], title: str) -> None:
+    """How far the answers move when one layer alone is converted in one way: layers across, ways down, logarithmic colour.
+
+    Args:
+        rows: `layer`, `way` (its place in `ways`), `distance`.
+    """
+    layers = sorted({row["layer"] for row in rows})
+    table = np.full((len(ways), len(layers)), np.nan)
+    for row in rows:
+        table[row["way"], layers.index(row["layer"])] = max(row["distance"], 1e-9)
+    size = (2.8 + 0.45 * len(layers), 1.2 + 0.34 * len(ways))
+    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+    image = axes.imshow(np.log10(table), cmap="magma_r", aspect="auto")
+    axes.set_xticks(range(len(layers)), layers)
+    axes.set_yticks(range(len(ways)), ways, fontsize=8)
+    axes.set(xlabel="layer")
+    axes.set_title(title, parse_math=False)
+    figure.colorbar(image, ax=axes, label="log₁₀ distance of answers")
+    save_figure(figure, path)
+
+
+def plot_start_layers(
+    path: Path, scores: Mapping[str, Sequence[float]], original: float, metric: str, title: str
+) -> None:
+    """Bars over the first converted layer (every other one from there is converted), a colour per hierarchy.
+
+    Args:
+        scores: hierarchy → score per start layer.
+        original: of the model without conversion, the bar on the right.
+    """
+    starts = len(next(iter(scores.values())))
+    width = 0.8 / len(scores)
+    figure, axes = pyplot().subplots(figsize=(max(6.0, 1.5 + 0.75 * starts), 3.4), layout="constrained")
+    for i, (color, (name, values)) in enumerate(zip(COLORS * 2, scores.items(), strict=False)):
+        places = np.arange(starts) + (i - (len(scores) - 1) / 2) * width
+        axes.bar(places, values, width=width * 0.95, color=color, label=name)
+    axes.bar(starts, original, width=0.5, color="#333333")
+    axes.set_xticks(range(starts + 1), [*map(str, range(starts)), "original"])
+    lowest = min([original, *(min(values) for values in scores.values())])
+    axes.set(xlabel="first converted layer", ylabel=metric, ylim=(max(0.0, lowest - 0.1), min(1.0, original + 0.12)))
+    axes.set_title(title, parse_math=False)
+    axes.legend(frameon=False, fontsize=8, ncols=len(scores), loc="upper left")
+    _tidy(axes)
+    save_figure(figure, path)
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, axis="y")

@@ -1,0 +1,82 @@
+"""`hsa finetune`: a pre-trained encoder as a classifier of the user's texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from hsa.cli.convert import SettingOptions, TextOptions
+from hsa.cli.progress import Bars
+from hsa.fidelity.finetuning import FinetuneOptions
+
+
+def finetune(
+    model: str,
+    /,
+    *,
+    data: Path,
+    out: Path,
+    convert: bool = False,
+    fresh: bool = False,
+    cpu: bool = False,
+    read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(limit=None, split="train"),  # noqa: B008
+    training: Annotated[FinetuneOptions, Parameter(name="*", group="Training")] = FinetuneOptions(),  # noqa: B008
+    settings: Annotated[SettingOptions, Parameter(name="*", group="Settings, with --convert")] = SettingOptions(),  # noqa: B008
+) -> None:
+    """Fine-tune a pre-trained encoder on labelled texts, to convert it afterwards; or lightly, after converting.
+
+    A run that was broken off goes on from its last epoch when it is started again with the same options.
+
+    Args:
+        model: A folder or a name on the hub: an encoder, a classifier, or a converted one (its attention stays converted).
+        data: A .csv, .tsv, .json, .jsonl or .parquet file of texts and labels.
+        out: Folder for the model.
+        convert: Train with hierarchical attention, as the settings say.
+        fresh: Start from new weights, not from those of the model.
+        cpu: Do not use a GPU.
+    """
+    import torch
+    from rich.console import Console
+    from rich.text import Text
+
+    from hsa.fidelity.examples import load_examples
+    from hsa.fidelity.finetuning import class_names, finish
+    from hsa.fidelity.finetuning import finetune as train
+    from hsa.huggingface.conversion import convert as convert_layers
+    from hsa.huggingface.conversion import settings_of
+    from hsa.huggingface.loading import load_for_training
+
+    console = Console()
+    bars = Bars(console)
+    split = read.split if "split" in _columns(data) else None
+    examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
+    classes = class_names(examples)
+    bars.say(f"loading {model}")
+    torch.manual_seed(training.seed)
+    network, tokenizer = load_for_training(model, classes, fresh=fresh)
+    network.to("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    if convert:
+        convert_layers(network, settings.layers or None, tokenizer=tokenizer, **settings.values())
+    elif settings_of(network):
+        convert_layers(network, tokenizer=tokenizer)
+    console.print(Text(f"{examples.name}: {len(examples):,} texts, {len(classes)} classes: {', '.join(classes[:8])}"))
+    last = [0.0]
+    with bars.running() as watch:
+
+        def step(done: int, total: int, loss: float) -> None:
+            last[0] = loss
+            watch("fine-tuning", done, total)
+
+        train(network, tokenizer, examples, training, folder=out, watch=step)
+    finish(out, network, tokenizer)
+    console.print(
+        Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} --data FILE"), soft_wrap=True
+    )
+
+
+def _columns(data: Path) -> tuple[str, ...]:
+    from hsa.signals.readers.rows import load_rows
+
+    return load_rows(data).columns
