@@ -115,6 +115,7 @@ def convert(
     from rich.console import Console
 
     from hsa.fidelity.report import write_report
+    from hsa.huggingface.loading import save_model
 
     console = Console(stderr=json)
     folder = out or Path("runs") / f"convert-{Path(model).name}"
@@ -122,8 +123,7 @@ def convert(
     report, converted, tokenizer = _convert(
         model, data, task, budget, calibration, calibrate_on, every_layer, folder, lengths, cpu, read, settings, bars
     )
-    converted.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_model(folder / "model", converted, tokenizer)
     pictures = write_report(folder, report)
     if json:
         print((folder / "report.json").read_text())
@@ -249,7 +249,7 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
         )
     )
     table(HEADERS["scores"], report.score_rows())
-    table(HEADERS["layers"], report.layer_rows(), "M: million operations per text; choice and finding counted")
+    table(HEADERS["layers"], report.layer_rows(), "million operations per text")
     if report.calibration is not None:
         table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts searched on")
     table(HEADERS["times"], report.time_rows(), "one sequence, forward")

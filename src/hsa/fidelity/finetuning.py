@@ -16,6 +16,7 @@ from hsa.errors import InvalidInput
 from hsa.fidelity.examples import Examples, Tokens, class_numbers, tokenize
 from hsa.files import read_json, write_json, write_then_rename
 from hsa.huggingface.layers import set_attention_dropout
+from hsa.huggingface.loading import save_model
 
 STATE = "finetuning.pt"
 OPTIONS = "finetuning.json"
@@ -124,8 +125,7 @@ def _check_finite(loss: torch.Tensor, options: FinetuneOptions) -> None:
 
 def finish(folder: Path, model: Any, tokenizer: Any) -> None:
     """The model as any other is saved; the state of training is no longer needed."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, model, tokenizer)
     (folder / STATE).unlink(missing_ok=True)
 
 

@@ -152,8 +152,8 @@ class Report:
 
 HEADERS = {
     "scores": ["", "original", "converted", "change"],
-    "layers": ["layer", "attention", "exact M", *(f"{part} M" for part in PARTS), "times fewer"],
-    "times": ["tokens", "exact ms", "converted ms", "times faster", "exact MiB", "converted MiB"],
+    "layers": ["layer", "", "exact", *PARTS, "× fewer"],
+    "times": ["tokens", "exact ms", "converted ms", "× faster", "exact MiB", "converted MiB"],
 }
 
 
@@ -162,7 +162,7 @@ def frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["times fewer", "layers", *frontier_metrics(points), ""]
+    return ["× fewer", "layers", *frontier_metrics(points), ""]
 
 
 def describe(settings: LayerSettings) -> str:
@@ -228,12 +228,13 @@ def _markdown(report: Report) -> list[str]:
             lines += [*markdown_table(HEADERS[name], rows), ""]
     if report.calibration is not None:
         lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
-    lines += ["M: million operations per text. Choice: which families are exact. Finding: trees from keys.", ""]
+    lines += ["Layers: million operations per text. Choice: which families are exact. Finding: trees from keys.", ""]
     return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]
 
 
 def _mega(operations: float) -> str:
-    return f"{operations / 1e6:.2f}"
+    millions = operations / 1e6
+    return f"{millions:.0f}" if millions >= 100 else f"{millions:.2f}"
 
 
 def _change(name: str, before: float, after: float) -> str:

@@ -237,7 +237,8 @@ class Sweep:
         return None if (self.data / task.train).exists() else f"{task.train} is not in {self.data}"
 
     def _task(self, name: str, task: Task, done: set[str]) -> Iterator[dict[str, Any]]:
-        model, tokenizer = self._classifier(name, task)
+        fresh = all(variant.fresh for variant in self.recipe.variants)  # then there is no original to compare with
+        model, tokenizer = self._untrained(task) if fresh else self._classifier(name, task)
         count = len(attention_layers(model))
         variants = [(v, layers) for v, layers in expanded(self.recipe.variants, count) if v.name not in done]
         if self.from_hub and task.hub_layers:
@@ -245,9 +246,9 @@ class Sweep:
         if not variants:
             return
         judge = self._judge(name, task, model, tokenizer)
-        before = judge.ask(model)
+        before = None if fresh else judge.ask(model)
         length = float(judge.tokens.lengths.mean())
-        if "original" not in done:
+        if before is not None and "original" not in done:
             yield self._keep(
                 {
                     "task": name,
@@ -273,7 +274,7 @@ class Sweep:
         layers: list[int],
         model: Any,
         judge: Judge,
-        before: Answers,
+        before: Answers | None,
         after: Answers,
         length: float,
     ) -> dict[str, Any]:
@@ -286,7 +287,7 @@ class Sweep:
             "examples": len(judge),
             "mean length": length,
             **judge.scores(after),
-            **judge.compare(before, after),
+            **({} if before is None else judge.compare(before, after)),
         }
         if variant.exact:
             return row
@@ -319,6 +320,10 @@ class Sweep:
             finish(folder, model, tokenizer)
         return load_for_task(source or str(folder), "classify", dtype=dtype or self.dtype, device=self.device)
 
+    def _untrained(self, task: Task) -> tuple[Any, Any]:
+        assert self.model is not None
+        return load_for_training(self.model, class_names(self._training(task)), fresh=True)
+
     def _training(self, task: Task) -> Examples:
         assert task.train is not None
         split = "train" if task.test is None else None
@@ -347,11 +352,7 @@ class Sweep:
             return model if variant.exact else convert(model, layers, tokenizer=tokenizer, **variant.settings)
         examples = self._training(task)
         torch.manual_seed(variant.seed)
-        if variant.fresh:
-            assert self.model is not None
-            trained, _ = load_for_training(self.model, class_names(examples), fresh=True)
-        else:
-            trained, _ = self._classifier(name, task, torch.float32)
+        trained, _ = self._untrained(task) if variant.fresh else self._classifier(name, task, torch.float32)
         trained.to(self.device)
         if not variant.exact:
             convert(trained, layers, tokenizer=tokenizer, **variant.settings)

@@ -267,7 +267,8 @@ def _dense(operator: Callable[..., Tensor], q: Tensor, k: Tensor, tree: Any, seq
     row = col = 0
     for b, (n, total) in enumerate(zip(sequences.queries.lengths, sequences.keys.lengths, strict=True)):
         block = weights[:, row : row + n, col : col + total]
-        rows, cols = sequences.queries.mask[b].nonzero().squeeze(-1), sequences.mask[b].nonzero().squeeze(-1)
+        asks, there = sequences.queries.mask[b], sequences.mask[b]
+        rows, cols = (where.to(dense.device).nonzero().squeeze(-1) for where in (asks, there))
         dense[b, :, rows[:, None], cols] = block
         row, col = row + n, col + total
     return dense

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hsa.errors import InvalidInput, MissingExtra
+from hsa.errors import InvalidInput
 from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask, saves_nothing
 from hsa.huggingface.layers import crosses_over, looks_back, slides
+from hsa.huggingface.loading import transformers_library
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
 NAME = "hsa"
+_PURPOSE = "hierarchical attention in pre-trained models"
 _CURRENT: ContextVar[Pass | None] = ContextVar("hsa_pass", default=None)
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
 _UNKNOWN_TO_TORCH = ("softcap", "s_aux")
@@ -130,17 +132,9 @@ def register() -> None:
     Raises:
         MissingExtra: transformers is not installed.
     """
-    library = _library()
+    library = transformers_library(_PURPOSE)
     library.AttentionInterface.register(NAME, hsa_attention)
     library.AttentionMaskInterface.register(NAME, hsa_mask)
-
-
-def _library() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra("transformers", "hf", "hierarchical attention in pre-trained models") from None
-    return transformers
 
 
 @torch.compiler.disable
@@ -190,7 +184,8 @@ def hsa_mask(
         mask = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     else:
         mask = attention_mask[:, :seen].bool()
-    sequences = Sequences(mask.clone(), causal=causal, first_query=first_query, **_known())
+    full = attention_mask is None
+    sequences = Sequences(mask.clone(), causal=causal, first_query=first_query, full=full, **_known())
     mask = torch.nn.functional.pad(mask, (0, kv_length - seen)) if seen < kv_length else mask.clone()
     _BOUND.bind(mask, sequences)
     return mask
@@ -280,7 +275,7 @@ def _exactly(
             )
     if weights and others.get("position_bias") is None:
         return attend_exactly(query, key, value, mask, causal=causal, scale=scale, dropout_p=dropout_p)
-    run = _library().AttentionInterface()["sdpa"]
+    run = transformers_library(_PURPOSE).AttentionInterface()["sdpa"]
     return run(module, query, key, value, mask, dropout=dropout_p, scaling=scale, is_causal=causal, **others)
 
 
@@ -319,7 +314,7 @@ def _sequences_of(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool)
         return None
     if mask is None:
         everything = torch.ones(batch, keys, dtype=torch.bool, device=query.device)
-        return Sequences(everything, causal=causal, first_query=keys - queries, **_known())
+        return Sequences(everything, causal=causal, first_query=keys - queries, full=True, **_known())
     sequences = _BOUND.get(mask)
     if sequences is None:
         if mask.ndim == 4:

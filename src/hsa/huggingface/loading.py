@@ -31,15 +31,12 @@ def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Says how to get a model that cannot be loaded. The library's own reports of weights are silenced."""
-    logging = transformers_library().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Says how to get a model that cannot be loaded."""
     try:
         if not Path(name).is_dir() and not _HUB_NAME.fullmatch(name):
             raise OSError("no such folder")
-        yield
+        with _quiet():
+            yield
     except InvalidInput:
         raise
     except (OSError, ValueError) as error:
@@ -51,9 +48,28 @@ def loading(name: str) -> Iterator[None]:
             expected="a folder with config.json, weights and tokenizer or preprocessor, or a name on the hub",
             fix=f"where there is a network, run: hf download {hub} --local-dir {folder}, then give that folder",
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library's own reports and bars are silenced."""
+    logging = transformers_library().logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         logging.set_verbosity(before)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """A model and its tokenizer, as any other is saved."""
+    with _quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def load_weights(kind: Any, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:

@@ -28,6 +28,7 @@ class Sequences:
         first_query: the position of the first query among the keys; more than 0 when earlier keys come from a cache.
         ids: `[batch, keys]` token ids, if they are known.
         vocabulary: what the ids mean.
+        full: there is known to be no padding, so that nobody has to look, for which a GPU would have to be waited for.
     """
 
     def __init__(
@@ -38,21 +39,27 @@ class Sequences:
         first_query: int = 0,
         ids: Tensor | None = None,
         vocabulary: Vocabulary | None = None,
+        full: bool = False,
     ):
         self.mask = mask
         self.causal = causal
         self.first_query = first_query
         self.ids = ids
         self.vocabulary = vocabulary or Vocabulary()
+        self._full = full
         self._cache: dict[Any, Any] = {}
 
     @cached_property
     def keys(self) -> Padding:
-        return Padding(self.mask)
+        return self._padding(self.mask)
 
     @cached_property
     def queries(self) -> Padding:
-        return self.keys if self.first_query == 0 else Padding(self.mask[:, self.first_query :])
+        return self.keys if self.first_query == 0 else self._padding(self.mask[:, self.first_query :])
+
+    def _padding(self, mask: Tensor) -> Padding:
+        batch, width = mask.shape
+        return Padding(lengths=[width] * batch, width=width) if self._full else Padding(mask)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
         """What follows from these tokens alone, made by the first layer that needs it."""
