@@ -152,7 +152,7 @@ class Report:
 
 HEADERS = {
     "scores": ["", "original", "converted", "change"],
-    "layers": ["layer", "", "exact", *PARTS, "× fewer"],
+    "layers": ["layer", "", "exact", "attend", "choose", "find", "pool", "× fewer"],
     "times": ["tokens", "exact ms", "converted ms", "× faster", "exact MiB", "converted MiB"],
 }
 
@@ -228,7 +228,7 @@ def _markdown(report: Report) -> list[str]:
             lines += [*markdown_table(HEADERS[name], rows), ""]
     if report.calibration is not None:
         lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
-    lines += ["Layers: million operations per text. Choice: which families are exact. Finding: trees from keys.", ""]
+    lines += ["Layers: million operations per text. Choose: which families are exact. Find: trees from keys.", ""]
     return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]
 
 

@@ -1,7 +1,7 @@
 """Hierarchical attention in pre-trained transformers models, and frozen encoders as embeddings.
 
-`convert` and `revert` change a model; `calibrate` finds settings for a budget; `counting` counts operations. Functions load,
-and register `attn_implementation="hsa"` with transformers, when they are first used.
+`convert` and `revert` change a model, `counting` counts its operations. Functions load when they are first used, and `convert`
+registers `attn_implementation="hsa"` with transformers.
 """
 
 from importlib import import_module
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hsa.huggingface.attend import counting
-    from hsa.huggingface.conversion import convert, revert, settings_of
+    from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
 
 _HOMES = {
     "convert": "conversion",
+    "convert_as": "conversion",
     "counting": "attend",
     "register": "interface",
     "revert": "conversion",
     "settings_of": "conversion",
 }
 
-__all__ = ["convert", "counting", "register", "revert", "settings_of"]
+__all__ = ["convert", "convert_as", "counting", "register", "revert", "settings_of"]
 
 
 def __getattr__(name: str) -> Any:
