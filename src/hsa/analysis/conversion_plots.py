@@ -115,8 +115,10 @@ def plot_start_layers(
         axes.bar(places, values, width=width * 0.95, color=color, label=name)
     axes.bar(starts, original, width=0.5, color="#333333")
     axes.set_xticks(range(starts + 1), [*map(str, range(starts)), "original"])
-    lowest = min([original, *(min(values) for values in scores.values())])
-    axes.set(xlabel="first converted layer", ylabel=metric, ylim=(max(0.0, lowest - 0.1), min(1.0, original + 0.12)))
+    every = [original, *(value for values in scores.values() for value in values)]
+    lowest, room = min(every), 0.12  # for the legend
+    bottom = lowest - 0.1 if lowest < 0 else max(0.0, lowest - 0.1)  # correlations may be negative
+    axes.set(xlabel="first converted layer", ylabel=metric, ylim=(bottom, max(every) + room))
     axes.set_title(title, parse_math=False)
     axes.legend(frameon=False, fontsize=8, ncols=len(scores), loc="upper left")
     _tidy(axes)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -27,6 +28,14 @@ def terminal_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """With all its columns, however narrow the console is: numbers that are cut off mislead."""
+    before = console.width
+    console.width = max(before, console.measure(table, options=console.options.update(max_width=1000)).maximum)
+    console.print(table)
+    console.width = before
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

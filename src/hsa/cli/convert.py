@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from hsa.cli.progress import Bars
+from hsa.cli.train import NAMED
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class SettingOptions:
-    """How layers attend; see hsa.huggingface.convert.
+    """How layers attend; see hsa.huggingface.convert. Without any of these a converted model keeps its own.
 
     Args:
         layers: Numbers from 0, negative from the end; all, unless given.
@@ -105,7 +106,7 @@ def convert(
         task: What answers are compared: classes, embeddings, or the perplexity of a language model.
         budget: What to keep to; layers and settings are then searched instead of given.
         calibration: A file of texts to search on; else some of the data, which the report leaves out.
-        calibrate_on: At most so many texts to search on.
+        calibrate_on: At most so many texts to search on, and no more than half of the data.
         every_layer: With a budget: convert every layer, however little.
         out: Folder for the results; runs/convert-NAME by default. What was measured there before is used again.
         lengths: Tokens to measure time and memory at; up to the longest, unless given.
@@ -126,7 +127,7 @@ def convert(
     save_model(folder / "model", converted, tokenizer)
     pictures = write_report(folder, report)
     if json:
-        print((folder / "report.json").read_text())
+        print((folder / "report.json").read_text(encoding="utf-8"), end="")
         return
     _show(console, report, folder, pictures)
 
@@ -149,13 +150,14 @@ def _convert(
     import torch
 
     from hsa.fidelity.calibration import Budget, calibrate
-    from hsa.fidelity.examples import load_examples
+    from hsa.fidelity.examples import SPLITS, load_examples
     from hsa.fidelity.judging import Judge
     from hsa.fidelity.report import Report
     from hsa.fidelity.timing import lengths_up_to, time_model
     from hsa.huggingface.conversion import convert_as
     from hsa.huggingface.loading import load_for_task, most_tokens
 
+    _check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
@@ -164,7 +166,11 @@ def _convert(
     bars.say(f"loading {name}")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, tokenizer = load_for_task(name, task, device=device, dtype=dtype)
-    longest = min(read.length or 4096, most_tokens(model, tokenizer))
+    most = most_tokens(model, tokenizer)
+    longest = min(read.length or 4096, most)
+    too_long = next((length for length in lengths if not 1 <= length <= most), None)
+    if too_long is not None:
+        raise InvalidInput("lengths", given=too_long, expected=f"1 to {most:,}, the most that the model takes")
     budget_tokens = 2**17 if device == "cuda" else 2**13
 
     def judge_of(some: Any) -> Judge:
@@ -173,10 +179,10 @@ def _convert(
     found = None
     if budget is not None:
         if calibration is not None:
-            held = load_examples(calibration, split="train" if read.split is None else read.split, **texts)  # type: ignore[arg-type]
+            held = load_examples(calibration, usual=("train", *SPLITS), **texts)  # type: ignore[arg-type]
         else:
-            drawn = examples.sample(len(examples) - 1, seed=1).sample(calibrate_on, seed=2)
-            held, examples = drawn, _without(examples, drawn)
+            held = examples.sample(min(calibrate_on, len(examples) // 2), seed=1)
+            examples = _without(examples, held)
         with bars.running() as watch:
             found = calibrate(
                 model,
@@ -210,9 +216,19 @@ def _convert(
     return report, model, tokenizer
 
 
-def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, LayerSettings]:
-    from hsa.huggingface.conversion import convert, settings_of
+def _check_counts(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise InvalidInput(name, given=value, expected="1 or more")
 
+
+def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, LayerSettings]:
+    """What the command line says; where that says nothing, what a model that was converted before has in its config."""
+    from hsa.huggingface.conversion import convert, revert, settings_of
+
+    if settings_of(model) and not NAMED.get() & set(vars(options)):
+        return settings_of(convert(model, tokenizer=tokenizer))
+    revert(model)
     return settings_of(convert(model, options.layers or None, tokenizer=tokenizer, **options.values()))
 
 
@@ -220,12 +236,12 @@ def _without(examples: Any, drawn: Any) -> Any:
     """The rest, which the search has not seen."""
     seen = set(drawn.texts)
     rest = [i for i, texts in enumerate(examples.texts) if texts not in seen]
-    if not rest:
+    if not rest or not seen:
         raise InvalidInput(
             examples.name,
-            given=f"{len(examples)} texts, all of them needed for the search",
-            expected="more, to test what was found",
-            fix="pass --calibrate-on a smaller number, or --calibration FILE",
+            given=f"{len(set(examples.texts))} different texts",
+            expected="at least 2: some to search on, others to test what was found",
+            fix="pass --calibration FILE to search on other texts",
         )
     return examples.part(rest)
 
@@ -233,21 +249,15 @@ def _without(examples: Any, drawn: Any) -> Any:
 def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) -> None:
     from rich.text import Text
 
-    from hsa.analysis.tables import terminal_table
+    from hsa.analysis.tables import print_table, terminal_table
     from hsa.fidelity.report import HEADERS, frontier_header
 
     def table(header: list[str], rows: list[list[str]], caption: str | None = None) -> None:
         if rows:
             console.print()
-            console.print(terminal_table(header, rows, caption))
+            print_table(console, terminal_table(header, rows, caption))
 
-    console.print(
-        Text(
-            f"{report.model} on {report.data}: {report.examples:,} texts of {report.mean_length:.0f} tokens on average; "
-            f"{len(report.settings)} of {len(report.layers)} layers converted; {report.ratio:.2f} times fewer operations "
-            "of attention"
-        )
-    )
+    console.print(Text(f"{report.model} on {report.data}: {report.summary}"))
     table(HEADERS["scores"], report.score_rows())
     table(HEADERS["layers"], report.layer_rows(), "million operations per text")
     if report.calibration is not None:

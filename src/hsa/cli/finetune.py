@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from hsa.cli.convert import SettingOptions, TextOptions
+from hsa.cli.convert import SettingOptions
 from hsa.cli.progress import Bars
-from hsa.fidelity.finetuning import FinetuneOptions
+from hsa.errors import InvalidInput
+from hsa.fidelity.options import FinetuneOptions
+
+
+@dataclass(frozen=True)
+class TrainingTexts:
+    """Where the texts are.
+
+    Args:
+        text: Column of the text; two make a pair. The usual names are found by themselves.
+        label: Column of labels; "label" unless given.
+        split: Only rows whose column "split" says so; train, where there is such a column.
+        join: Several columns are one text, not a pair.
+        limit: At most so many texts, drawn at random; all, unless given.
+    """
+
+    text: tuple[str, ...] = ()
+    label: str | None = None
+    split: str | None = None
+    join: bool = False
+    limit: int | None = None
 
 
 def finetune(
@@ -21,7 +42,7 @@ def finetune(
     convert: bool = False,
     fresh: bool = False,
     cpu: bool = False,
-    read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(limit=None, split="train"),  # noqa: B008
+    read: Annotated[TrainingTexts, Parameter(name="*", group="Data")] = TrainingTexts(),  # noqa: B008
     training: Annotated[FinetuneOptions, Parameter(name="*", group="Training")] = FinetuneOptions(),  # noqa: B008
     settings: Annotated[SettingOptions, Parameter(name="*", group="Settings, with --convert")] = SettingOptions(),  # noqa: B008
 ) -> None:
@@ -50,7 +71,9 @@ def finetune(
 
     console = Console()
     bars = Bars(console)
-    split = read.split if "split" in _columns(data) else None
+    if read.limit is not None and read.limit < 1:
+        raise InvalidInput("limit", given=read.limit, expected="1 or more")
+    split = read.split or ("train" if "split" in _columns(data) else None)
     examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
     classes = class_names(examples)
     bars.say(f"loading {model}")

@@ -40,19 +40,23 @@ def reproduce(
     from rich.console import Console
     from rich.text import Text
 
-    from hsa.analysis.tables import terminal_table
+    from hsa.analysis.tables import print_table, terminal_table
     from hsa.fidelity.sweep import Sweep, load_sweep
     from hsa.fidelity.sweep_report import columns, write_sweep
 
     console = Console()
     wanted = load_sweep(recipe, tasks)
+    models = _pairs(given)
+    unknown = sorted(set(models) - set(wanted.tasks))
+    if unknown:
+        raise InvalidInput("--given", given=unknown[0], expected=f"some of {', '.join(wanted.tasks)}")
     folder = out or Path("runs") / recipe.stem
     sweep = Sweep(
         wanted,
         model,
         data,
         folder,
-        given=_pairs(given),
+        given=models,
         from_hub=hub,
         device="cuda" if torch.cuda.is_available() and not cpu else "cpu",
         limit=limit,
@@ -64,7 +68,7 @@ def reproduce(
         raise InvalidInput(str(recipe), given=f"no task that can run ({reasons})", expected="at least one")
     pictures = write_sweep(folder, wanted.title, rows, sweep.skipped)
     console.print()
-    console.print(terminal_table(*columns(rows)))
+    print_table(console, terminal_table(*columns(rows)))
     console.print()
     for name, why in sweep.skipped.items():
         console.print(Text(f"{name} was skipped: {why}", style="yellow"))

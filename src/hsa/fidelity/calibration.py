@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hsa.errors import InvalidInput
 from hsa.fidelity.judging import Answers, Judge
 from hsa.files import read_json, write_json
@@ -44,7 +42,7 @@ BIASES = (-1.0, -0.5, 0.0, 0.5)
 POINTS = 10
 """Of the path, measured."""
 _STATE = "calibration.json"
-_BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?[0-9.]+)\s*(x|%|points?)?\s*", re.IGNORECASE)
+_BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*(x|%|points?)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Budget:
         return cls(found[1].lower(), float(found[2]))
 
     def check(self, known: Sequence[str]) -> None:
+        known = [name for name in known if " " not in name]  # of intervals and extremes, which nobody keeps to
         if self.metric not in ("ops", *known):
             raise InvalidInput("budget", given=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
 
@@ -110,7 +109,7 @@ def calibrate(
     folder: Path | None = None,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
-    """Settings of a model's layers that keep to a budget on the judge's examples. The model is left as it was.
+    """Settings of a model's layers that keep to a budget on the judge's examples. The model is left unconverted.
 
     Args:
         budget: "ops 10x": ten times fewer operations, all counted, as faithful as can be; "accuracy -0.5": at most half a
@@ -122,7 +121,15 @@ def calibrate(
         watch: told what is done, how far, and of how much.
     """
     budget = Budget.parse(budget) if isinstance(budget, str) else budget
-    search = _Search(model, judge, candidates, tokenizer, folder, watch or (lambda *_: None))
+    try:
+        return _calibrate(
+            _Search(model, judge, candidates, tokenizer, folder, watch or (lambda *_: None)), budget, every_layer
+        )
+    finally:
+        revert(model)
+
+
+def _calibrate(search: _Search, budget: Budget, every_layer: bool) -> Calibration:
     budget.check(list(search.known_metrics))
     path = search.path(every_layer)
     frontier = search.frontier(path, budget)
@@ -130,9 +137,8 @@ def calibrate(
     # The most faithful that is cheap enough; or the cheapest that is faithful enough; else the nearest to that.
     first, last = (good or frontier[-1:])[0], (good or frontier[:1])[-1]
     chosen = first if budget.metric == "ops" else last
-    settings = search.with_biases(path[chosen["step"]])
+    settings = search.with_biases(path[chosen["step"]], budget)
     shown = [{**point, "chosen": point is chosen} for point in frontier]
-    revert(model)
     return Calibration(settings, shown, search.sensitivity_table(), bool(good))
 
 
@@ -161,9 +167,12 @@ class _Search:
 
     def _fingerprint(self) -> str:
         """Of all that measurements depend on."""
-        what = [self.judge.task, self.judge.tokens.ids, [c.to_json() for c in self.candidates]]
+        labels = None if self.judge.labels is None else self.judge.labels.tolist()
+        what = [self.judge.task, self.judge.tokens.ids, labels, [c.to_json() for c in self.candidates]]
         digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(self.before.values.round(3)).tobytes())
+        for weight in self.model.parameters():  # some of each: all change when a model is trained
+            some = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
+            digest.update(some.float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _earlier(self) -> dict[str, Any]:
@@ -264,8 +273,8 @@ class _Search:
         self.watch("along the path", POINTS + 3, POINTS + 3)
         return [measured[place] for place in sorted(measured)]
 
-    def with_biases(self, settings: dict[int, LayerSettings]) -> dict[int, LayerSettings]:
-        """The same with a bias per head, where that brings answers nearer."""
+    def with_biases(self, settings: dict[int, LayerSettings], budget: Budget) -> dict[int, LayerSettings]:
+        """The same with a bias per head, if that brings answers nearer and the budget is kept as before."""
         self.watch("bias of pooled nodes", 0, 1)
         self.apply(settings)
         with probing(BIASES) as errors:
@@ -274,7 +283,9 @@ class _Search:
         for number, error in errors.items():  # layers that pool something
             best = error.argmin(0).tolist()
             biased[number] = replace(settings[number], pooled_bias=tuple(BIASES[i] for i in best))
-        better = self.measure(biased)["distance"] < self.measure(settings)["distance"]
+        after, before = self.measure(biased), self.measure(settings)
+        kept = budget.holds(after, self.original) >= budget.holds(before, self.original)
+        better = kept and after["distance"] < before["distance"]
         self.watch("bias of pooled nodes", 1, 1)
         return biased if better else settings
 
@@ -296,5 +307,8 @@ def hull(
             return taken
         slopes = [((way[1] - distance) / (operations - way[0]), way) for way in cheaper]
         slope, best = min(slopes, key=lambda pair: (pair[0], pair[1][0]))
+        slope = max(
+            [slope, *(earlier for earlier, _ in taken[-1:])]
+        )  # on a straight line rounding could turn them round
         taken.append((slope, best[2]))
         operations, distance = best[:2]

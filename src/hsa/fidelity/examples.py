@@ -50,20 +50,21 @@ def load_examples(
     label: str | None = None,
     split: str | None = None,
     join: bool = False,
+    usual: Sequence[str] = SPLITS,
 ) -> Examples:
     """The rows of a .csv, .tsv, .json, .jsonl or .parquet file.
 
     Args:
         text: one column of text, or two that make a pair; by default those among the usual names that are there.
         label: the column of labels; "label" if there is one, unless given. Rows whose label is −1 or missing are left out.
-        split: only rows whose column "split" says so; "validation", else "test", where there is such a column.
+        split: only rows whose column "split" says so; the first of `usual` that is there, unless given.
         join: several columns are one text, not a pair.
 
     Raises:
         InvalidInput: naming the file, and the row where that helps.
     """
     rows = load_rows(path)
-    chosen = _rows_of_split(rows, split)
+    chosen = _rows_of_split(rows, split, usual)
     columns = tuple(text) or _usual_columns(rows)
     if len(columns) > 2 and not join:
         raise InvalidInput(
@@ -82,19 +83,25 @@ def load_examples(
     if label is None:
         return Examples(Path(path).stem, texts)
     labels = rows.column(label)
-    kept = [i for i, row in enumerate(chosen) if labels[row] not in (None, "", _UNLABELLED, str(_UNLABELLED))]
+    kept = [i for i, row in enumerate(chosen) if _is_label(labels[row])]
     found = Examples(Path(path).stem, texts, [labels[row] for row in chosen])
     return found.part(kept) if kept else replace(found, labels=None)
 
 
-def _rows_of_split(rows: Rows, split: str | None) -> list[int]:
+def _is_label(value: Any) -> bool:
+    return (
+        value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value
+    )  # NaN is what tables have for nothing
+
+
+def _rows_of_split(rows: Rows, split: str | None, usual: Sequence[str]) -> list[int]:
     if "split" not in rows.columns:
         if split is not None:
             raise InvalidInput(rows.file, given="no column 'split'", expected=f"one that says {split!r} in some rows")
         return list(range(len(rows)))
     of_row = rows.column("split")
     there = set(of_row)
-    wanted = split or next((name for name in SPLITS if name in there), None)
+    wanted = split or next((name for name in usual if name in there), None)
     if wanted is None:
         return list(range(len(rows)))
     if wanted not in there:
@@ -128,10 +135,13 @@ def class_numbers(examples: Examples, label2id: dict[str, int], num_labels: int)
             expected="a label per row, to say how good answers are",
             fix="pass --label COLUMN, and a --split that is labelled",
         )
+    if num_labels < 2:
+        raise InvalidInput("model", given=f"a head of {num_labels} output", expected="a class each: 2 or more")
     numbers = []
     for label in examples.labels:
+        label = int(label) if isinstance(label, float) and label.is_integer() else label  # beside missing ones
         number = label2id.get(str(label))
-        if number is None and _is_count(label) and int(label) < num_labels:
+        if number is None and _is_count(label) and 0 <= int(label) < num_labels:
             number = int(label)
         if number is None:
             known = ", ".join(map(repr, list(label2id)[:8]))
@@ -185,8 +195,12 @@ class Tokens:
 
 def tokenize(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
     """Cut to `longest` tokens, special ones included."""
+    parts = len(examples.texts[0])
+    least = tokenizer.num_special_tokens_to_add(pair=parts == 2) + parts
+    if longest < least:
+        raise InvalidInput("length", given=longest, expected=f"at least {least}: special tokens and one of each text")
     first = [texts[0] for texts in examples.texts]
-    second = [texts[1] for texts in examples.texts] if len(examples.texts[0]) == 2 else None
+    second = [texts[1] for texts in examples.texts] if parts == 2 else None
     found = tokenizer(first, second, truncation=True, max_length=longest)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return Tokens(found["input_ids"], found.get("token_type_ids"), pad)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,15 @@ import torch.nn.functional as F
 
 from hsa.errors import InvalidInput
 from hsa.fidelity.examples import Examples, Tokens, class_numbers, tokenize
+from hsa.fidelity.options import FinetuneOptions
 from hsa.files import read_json, write_json, write_then_rename
 from hsa.huggingface.layers import set_attention_dropout
-from hsa.huggingface.loading import save_model
+from hsa.huggingface.loading import most_tokens, save_model
 
 STATE = "finetuning.pt"
 OPTIONS = "finetuning.json"
 LOOK = 20
 """Steps between looks at the loss."""
-
-
-@dataclass(frozen=True)
-class FinetuneOptions:
-    """How to fine-tune.
-
-    Args:
-        epochs: Passes over the training data.
-        batch_size: Examples per step.
-        learning_rate: The highest; it rises over the first tenth of the steps and falls to zero.
-        weight_decay: Of all weights but biases and norms.
-        length: Longest input in tokens; longer texts are cut.
-        attention_dropout: Of attention weights; the model's own unless given. The GPU kernels run without any.
-        seed: Of the order of examples, of new weights and dropout.
-    """
-
-    epochs: int = 3
-    batch_size: int = 32
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.01
-    length: int = 512
-    attention_dropout: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "length"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
-        if not self.learning_rate > 0:
-            raise InvalidInput("learning_rate", given=self.learning_rate, expected="more than 0")
 
 
 def class_names(examples: Examples) -> list[str]:
@@ -61,6 +32,10 @@ def class_names(examples: Examples) -> list[str]:
             examples.name, given="no labels", expected="a label per row", fix="pass --label COLUMN or another --split"
         )
     names = {str(label) for label in examples.labels}
+    if len(names) < 2:
+        raise InvalidInput(
+            f"{examples.name}: label", given=f"nothing but {names.pop()!r}", expected="at least 2 classes"
+        )
     return sorted(names, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
 
 
@@ -83,7 +58,7 @@ def finetune(
     device = next(model.parameters()).device
     if options.attention_dropout is not None:
         set_attention_dropout(model, options.attention_dropout)
-    tokens = tokenize(examples, tokenizer, options.length)
+    tokens = tokenize(examples, tokenizer, min(options.length, most_tokens(model, tokenizer)))
     labels = class_numbers(examples, model.config.label2id, model.config.num_labels)
     per_epoch = math.ceil(len(examples) / options.batch_size)
     steps = per_epoch * options.epochs
@@ -94,7 +69,8 @@ def finetune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, max(0.0, (steps - step) / max(1, steps - warm_up)))
     )
-    done = _restore(folder, options, model, optimizer, schedule)
+    made_for = {**asdict(options), "texts": len(examples), "classes": model.config.num_labels}
+    done = _restore(folder, made_for, model, optimizer, schedule)
     for epoch in range(done, options.epochs):
         torch.manual_seed(options.seed + epoch)
         model.train()
@@ -111,8 +87,8 @@ def finetune(
             if step % LOOK == 0 or step + 1 == per_epoch:  # seldom: looking waits for the GPU
                 _check_finite(loss, options)
                 if watch is not None:
-                    watch(epoch * per_epoch + step + 1, steps, float(loss))
-        _keep(folder, options, model, optimizer, schedule, epoch + 1)
+                    watch(epoch * per_epoch + step + 1, steps, loss.item())
+        _keep(folder, made_for, model, optimizer, schedule, epoch + 1)
     return model.eval()
 
 
@@ -151,7 +127,9 @@ def _groups(model: Any, decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def _keep(folder: Path | None, options: FinetuneOptions, model: Any, optimizer: Any, schedule: Any, done: int) -> None:
+def _keep(
+    folder: Path | None, made_for: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any, done: int
+) -> None:
     if folder is None:
         return
     state = {
@@ -160,22 +138,22 @@ def _keep(folder: Path | None, options: FinetuneOptions, model: Any, optimizer: 
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
     }
-    write_json(folder / OPTIONS, asdict(options))
+    write_json(folder / OPTIONS, made_for)
     write_then_rename(folder / STATE, lambda beside: torch.save(state, beside))
 
 
-def _restore(folder: Path | None, options: FinetuneOptions, model: Any, optimizer: Any, schedule: Any) -> int:
+def _restore(folder: Path | None, made_for: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
     """The epochs that an earlier run has done."""
     if folder is None or not (folder / STATE).exists():
         return 0
     before = read_json(folder / OPTIONS, "the options of an earlier run")
-    if before != asdict(options):
-        changed = next(name for name, value in asdict(options).items() if before.get(name) != value)
+    changed = next((name for name, value in made_for.items() if before.get(name) != value), None)
+    if changed is not None:
         raise InvalidInput(
             str(folder),
             given=f"a run with {changed} {before.get(changed)}",
-            expected=f"one with {changed} {getattr(options, changed)}",
-            fix="pass the same options to go on with it, or another folder",
+            expected=f"one with {changed} {made_for[changed]}",
+            fix="pass the same data and options to go on with it, or another folder",
         )
     state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])

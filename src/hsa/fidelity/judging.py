@@ -18,6 +18,7 @@ from hsa.training.metrics import confusion
 
 TASKS = ("classify", "embed", "perplexity")
 BATCH_TOKENS = 16384
+_MOST_LOGITS = 2**28  # 1 GiB, of which a few copies are held at once
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,20 @@ class Judge:
     ):
         if task not in TASKS:
             raise InvalidInput("task", given=repr(task), expected=f"one of {', '.join(TASKS)}")
+        if not len(examples):
+            raise InvalidInput(examples.name, given="no texts", expected="at least one")
         self.task = task
         self.examples = examples
         self.batch_tokens = max(batch_tokens, longest)
         self.warm_up = warm_up
         self.labels: np.ndarray | None = None
         if task == "perplexity":
+            if longest - 1 <= warm_up:
+                raise InvalidInput(
+                    "length", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
+                )
             self.tokens = _pieces(examples, tokenizer, longest)
+            self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
             return
         if task == "classify":
             self.labels = class_numbers(examples, model.config.label2id, model.config.num_labels)
@@ -173,12 +181,13 @@ def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of ranks; equal values share their mean rank.
+    """Correlation of ranks; equal values share their mean rank. 0 if all values of a side are equal.
 
     >>> round(spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 40.0, 20.0])), 3)
     0.5
     """
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+    ranks = _ranks(a), _ranks(b)
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

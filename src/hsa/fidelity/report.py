@@ -70,8 +70,15 @@ class Report:
     @property
     def ratio(self) -> float:
         """How many times fewer operations of attention, all layers, everything counted."""
-        return sum(layer["exact"] for layer in self.layers) / sum(
-            layer[part] for layer in self.layers for part in PARTS
+        taken = sum(layer[part] for layer in self.layers for part in PARTS)
+        return sum(layer["exact"] for layer in self.layers) / taken if taken else 1.0
+
+    @property
+    def summary(self) -> str:
+        converted = f"{len(self.settings)} of {len(self.layers)} layers" if self.settings else "no layer"
+        return (
+            f"{self.examples:,} texts of {self.mean_length:.0f} tokens on average; {converted} converted; "
+            f"{self.ratio:.2f} times fewer operations of attention, all counted"
         )
 
     def score_rows(self) -> list[list[str]]:
@@ -88,6 +95,8 @@ class Report:
         return rows
 
     def layer_rows(self) -> list[list[str]]:
+        if not self.layers:  # nothing is converted, so nothing was counted
+            return []
         rows = []
         for layer in self.layers:
             number = int(layer["layer"])
@@ -134,7 +143,7 @@ class Report:
     def remarks(self) -> list[str]:
         """What a reader should not miss."""
         found = []
-        if self.ratio < 1.05:
+        if self.settings and self.ratio < 1.05:
             found.append(
                 f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay on long ones. "
                 "Convert for longer inputs, or leave the model as it is."
@@ -183,8 +192,10 @@ def describe(settings: LayerSettings) -> str:
 
 def write_report(folder: Path, report: Report) -> list[Path]:
     """`report.md`, `report.json` and pictures; returns the pictures."""
-    pictures = [folder / "operations.png"]
-    plot_operations(pictures[0], report.layers, f"{report.model}: attention in each layer")
+    pictures = []
+    if report.layers:
+        pictures.append(folder / "operations.png")
+        plot_operations(pictures[0], report.layers, f"{report.model}: attention in each layer")
     if report.timed:
         pictures.append(folder / "timing.png")
         plot_timing(pictures[-1], report.timed, report.model)
@@ -209,6 +220,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     values["timed"] = [asdict(row) for row in report.timed]
     values["times_fewer_operations"] = report.ratio
     if report.calibration is not None:
+        values["holds"] = report.calibration.holds
         values["frontier"] = report.calibration.frontier
         values["sensitivities"] = report.calibration.sensitivities
     return values
@@ -218,8 +230,7 @@ def _markdown(report: Report) -> list[str]:
     lines = [
         f"# {report.model} on {report.data}",
         "",
-        f"{report.examples:,} texts of {report.mean_length:.0f} tokens on average; {len(report.settings)} of "
-        f"{len(report.layers)} layers converted; {report.ratio:.2f} times fewer operations of attention, all counted.",
+        f"{report.summary}.",
         "",
     ]
     tables = {"scores": report.score_rows(), "layers": report.layer_rows(), "times": report.time_rows()}

@@ -21,9 +21,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -31,11 +32,13 @@ import torch
 from hsa.attention.flops import flops_flat, flops_regular
 from hsa.errors import InvalidInput
 from hsa.fidelity.examples import Examples, load_examples
-from hsa.fidelity.finetuning import FinetuneOptions, class_names, finetune, finish
+from hsa.fidelity.finetuning import class_names, finetune, finish
 from hsa.fidelity.judging import Answers, Judge
+from hsa.fidelity.options import FinetuneOptions
+from hsa.files import write_text
 from hsa.huggingface.conversion import convert, revert
-from hsa.huggingface.layers import attention_layers
-from hsa.huggingface.loading import load_for_task, load_for_training
+from hsa.huggingface.layers import attention_layers, slides
+from hsa.huggingface.loading import load_for_task, load_for_training, most_tokens
 from hsa.huggingface.settings import LayerSettings
 from hsa.training.recipe import load_yaml
 
@@ -97,13 +100,16 @@ class SweepRecipe:
 def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
     """A recipe, or only some of its tasks. Raises InvalidInput, naming the file and what in it does not fit."""
     given = load_yaml(path)
-    unknown = sorted(set(given) - {"title", "tasks", "variants"})
+    unknown = sorted(map(str, set(given) - {"title", "tasks", "variants"}))
     if unknown or not given.get("tasks") or not given.get("variants"):
         raise InvalidInput(str(path), given=unknown or sorted(given), expected="title, tasks and variants")
     tasks: dict[str, Task] = {}
-    for name, values in given["tasks"].items():
-        tasks[name] = _task(f"{path}: tasks.{name}", values or {}, tasks)
-    variants = [_variant(f"{path}: variants.{name}", name, values or {}) for name, values in given["variants"].items()]
+    for name, values in _named(f"{path}: tasks", given["tasks"]).items():
+        tasks[str(name)] = _task(f"{path}: tasks.{name}", values, tasks)
+    variants = [
+        _variant(f"{path}: variants.{name}", name, values)
+        for name, values in _named(f"{path}: variants", given["variants"]).items()
+    ]
     missing = sorted(set(only) - set(tasks))
     if missing:
         raise InvalidInput("tasks", given=missing[0], expected=f"some of {', '.join(tasks)}")
@@ -111,14 +117,67 @@ def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
     return SweepRecipe(str(given.get("title", path.stem)), chosen, variants)
 
 
+def _named(where: str, given: Any) -> dict[Any, dict[str, Any]]:
+    """Names, each with options by name; nothing is no options."""
+    if not isinstance(given, dict):
+        raise InvalidInput(where, given=f"a {type(given).__name__}", expected="names, each with its options")
+    for name, values in given.items():
+        if not isinstance(values, (dict, type(None))):
+            raise InvalidInput(f"{where}.{name}", given=repr(values), expected="options, such as {epochs: 3}")
+    return {name: values or {} for name, values in given.items()}
+
+
 def _task(where: str, values: dict[str, Any], earlier: Mapping[str, Task]) -> Task:
-    known = {f.name for f in fields(Task)}
     if "uses" in values and values["uses"] not in earlier:
         raise InvalidInput(f"{where}.uses", given=values["uses"], expected=f"a task before it: {sorted(earlier)}")
-    if not set(values) <= known:
-        raise InvalidInput(where, given=sorted(set(values) - known), expected=f"some of {sorted(known)}")
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return replace(earlier.get(values.get("uses", ""), Task()), **{**values, **lists})
+    own = _values(where, Task, values)
+    task = replace(earlier.get(values.get("uses", ""), Task()), **own)
+    if "uses" in values:  # the one that has the model
+        task = replace(task, uses=earlier[values["uses"]].uses or values["uses"])
+    with _inside(where):
+        _options(task)
+    return task
+
+
+def _values(where: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, as their types want them."""
+    types = get_type_hints(kind)
+    unknown = sorted(map(str, set(values) - set(types)))
+    if unknown:
+        raise InvalidInput(where, given=unknown, expected=f"some of {sorted(types)}")
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        wanted = [kind for kind in (get_args(types[name]) or (types[name],)) if kind is not ...]
+        if value is None and type(None) in wanted:
+            found[name] = None
+        elif get_origin(types[name]) is tuple or any(get_origin(kind) is tuple for kind in wanted):
+            inner = int if "int" in str(types[name]) else str
+            items = value if isinstance(value, list) else [value]
+            found[name] = tuple(_single(f"{where}.{name}", item, [inner]) for item in items)
+        else:
+            found[name] = _single(f"{where}.{name}", value, wanted)
+    return found
+
+
+def _single(where: str, value: Any, wanted: Collection[type]) -> Any:
+    if type(value) in wanted:
+        return value
+    if float in wanted and not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            return float(value)  # YAML takes 1e-4 for a string
+    names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in wanted)
+    raise InvalidInput(where, given=repr(value), expected=f"a value of type {names}")
+
+
+@contextmanager
+def _inside(where: str) -> Iterator[None]:
+    """Says in which part of a recipe an option stands that does not fit."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
+        ) from None
 
 
 def _variant(where: str, name: str, values: dict[str, Any]) -> Variant:
@@ -127,16 +186,28 @@ def _variant(where: str, name: str, values: dict[str, Any]) -> Variant:
     if not set(values) <= known:
         raise InvalidInput(where, given=sorted(set(values) - known), expected=f"some of {sorted(known)}")
     options = {key: value for key, value in values.items() if key in own}
-    if isinstance(options.get("layers"), list):
-        options["layers"] = tuple(options["layers"])
+    if "layers" in options:
+        options["layers"] = _layers(f"{where}.layers", options["layers"])
+    for key, kind in (("exact", bool), ("fresh", bool), ("seed", int)):
+        if key in options:
+            _single(f"{where}.{key}", options[key], [kind])
+    if "finetune" in options:
+        further = _named(where, {"finetune": options["finetune"]})["finetune"]
+        options["finetune"] = _values(f"{where}.finetune", FinetuneOptions, further)
+        with _inside(f"{where}.finetune"):
+            FinetuneOptions(**options["finetune"])
     settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in own}
-    try:
+    with _inside(where):
         LayerSettings(**settings)
-    except InvalidInput as error:
-        raise InvalidInput(
-            f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
-        ) from None
     return Variant(name=str(name), settings=settings, **options)
+
+
+def _layers(where: str, given: Any) -> str | tuple[int, ...]:
+    if given in ("all", "late", "each start"):
+        return given
+    if isinstance(given, list) and given and all(type(number) is int for number in given):
+        return tuple(given)
+    raise InvalidInput(where, given=repr(given), expected="numbers, all, late or each start")
 
 
 def late_layers(count: int) -> list[int]:
@@ -148,8 +219,8 @@ def late_layers(count: int) -> list[int]:
     return list(range(count - 1, -1, -2))[: max(1, math.ceil(count / 4))][::-1]
 
 
-def expanded(variants: list[Variant], count: int) -> Iterator[tuple[Variant, list[int]]]:
-    """Variants with their layers as numbers, for a model of so many layers."""
+def expanded(variants: list[Variant], count: int, sliding: Collection[int] = ()) -> Iterator[tuple[Variant, list[int]]]:
+    """Variants with their layers as numbers, for a model of so many layers; "all" are those that do not slide."""
     for variant in variants:
         layers = variant.layers
         if layers == "each start":
@@ -158,13 +229,13 @@ def expanded(variants: list[Variant], count: int) -> Iterator[tuple[Variant, lis
         elif layers == "late":
             yield variant, late_layers(count)
         elif layers == "all":
-            yield variant, list(range(count))
-        elif isinstance(layers, tuple):
-            yield variant, [number for number in layers if number < count]
+            yield variant, [number for number in range(count) if number not in sliding]
         else:
-            raise InvalidInput(
-                f"variants.{variant.name}.layers", given=layers, expected="numbers, all, late or each start"
-            )
+            wrong = next((n for n in layers if not isinstance(n, int) or not -count <= n < count), None)
+            if wrong is not None:
+                expected = f"0 to {count - 1}: the model has {count} layers"
+                raise InvalidInput(f"variants.{variant.name}.layers", given=wrong, expected=expected)
+            yield variant, sorted({int(number) % count for number in layers})
 
 
 class Sweep:
@@ -209,14 +280,23 @@ class Sweep:
         for name, task in self.recipe.tasks.items():
             reason = self._why_not(name, task)
             if reason is not None:
-                self.skipped[name] = reason
-                self.say(f"{name}: skipped: {reason}")
+                self._skip(name, reason)
                 continue
             yield from self._task(name, task, {row["variant"] for row in earlier if row["task"] == name})
 
+    def _skip(self, name: str, reason: str) -> None:
+        self.skipped[name] = reason
+        self.say(f"{name}: skipped: {reason}")
+
     def _earlier(self) -> list[dict[str, Any]]:
         path = self.out / RESULTS
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a run that was broken off may have left half a line
+        if whole != text:
+            write_text(path, whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -228,24 +308,37 @@ class Sweep:
         test = task.test or task.train
         if test is None or not (self.data / test).exists():
             return f"{test} is not in {self.data}"
-        if self._model_of(name, task) is not None:
+        given = self._model_of(name, task) is not None
+        fresh = any(variant.fresh for variant in self.recipe.variants)
+        if given and not fresh and all(variant.finetune is None for variant in self.recipe.variants):
             return None
         if task.train is None:
-            return f"there is nothing to train on; give a fine-tuned model: --given {name}=FOLDER"
-        if self.model is None:
-            return f"no model: pass --model, or --given {name}=FOLDER"
+            return "there is nothing to train on" + (
+                "" if given else f"; give a fine-tuned model: --given {name}=FOLDER"
+            )
+        if self.model is None and (fresh or not given):
+            return "no model: pass --model" + ("" if fresh else f", or --given {name}=FOLDER")
         return None if (self.data / task.train).exists() else f"{task.train} is not in {self.data}"
 
     def _task(self, name: str, task: Task, done: set[str]) -> Iterator[dict[str, Any]]:
         fresh = all(variant.fresh for variant in self.recipe.variants)  # then there is no original to compare with
         model, tokenizer = self._untrained(task) if fresh else self._classifier(name, task)
-        count = len(attention_layers(model))
-        variants = [(v, layers) for v, layers in expanded(self.recipe.variants, count) if v.name not in done]
+        modules = attention_layers(model)
+        count, sliding = len(modules), {number for number, module in enumerate(modules) if slides(module)}
+        variants = [(v, layers) for v, layers in expanded(self.recipe.variants, count, sliding) if v.name not in done]
         if self.from_hub and task.hub_layers:
             variants = [(v, list(task.hub_layers) if v.layers == "late" else layers) for v, layers in variants]
         if not variants:
             return
-        judge = self._judge(name, task, model, tokenizer)
+        test = self._test(name, task, tokenizer)
+        if not len(test):
+            self._skip(name, f"no test text has {task.shortest} tokens")
+            return
+        longest, budget = (
+            min(task.length, most_tokens(model, tokenizer)),
+            2**18 if self.device.type == "cuda" else 2**14,
+        )
+        judge = Judge(test, "classify", model, tokenizer, longest=longest, batch_tokens=budget)
         before = None if fresh else judge.ask(model)
         length = float(judge.tokens.lengths.mean())
         if before is not None and "original" not in done:
@@ -296,9 +389,10 @@ class Sweep:
         row["ops ratio, converted layers"] = exact / sum(f.total for f in converted.values())
         row["attention ratio, converted layers"] = exact / sum(f.attention for f in converted.values())
         row["ops ratio, all layers"] = counted.ratio
-        if variant.settings.get("operator") == "hierarchical":
+        settings = LayerSettings(**variant.settings)
+        if settings.operator == "hierarchical" and settings.hierarchy == "windows":
             width, heads, n = config.hidden_size, config.num_attention_heads, round(length)
-            row["padded MFLOP per layer"] = flops_regular(n, variant.settings["branching"], width, heads) / 1e6
+            row["padded MFLOP per layer"] = flops_regular(n, settings.branching, width, heads) / 1e6
             row["flat MFLOP per layer"] = flops_flat(n, width, heads) / 1e6
         return row
 
@@ -329,7 +423,7 @@ class Sweep:
         split = "train" if task.test is None else None
         return load_examples(self.data / task.train, text=task.text, label=task.label, split=split, join=task.join)
 
-    def _judge(self, name: str, task: Task, model: Any, tokenizer: Any) -> Judge:
+    def _test(self, name: str, task: Task, tokenizer: Any) -> Examples:
         test = load_examples(
             self.data / str(task.test or task.train),
             text=task.test_text or task.text,
@@ -342,9 +436,7 @@ class Sweep:
                 len(ids) for ids in tokenizer([" ".join(texts) for texts in test.texts], verbose=False)["input_ids"]
             ]
             test = test.part(np.flatnonzero(np.array(lengths) >= task.shortest))
-        test = replace(test.sample(self.limit or task.limit), name=name)
-        budget = 2**18 if self.device.type == "cuda" else 2**14
-        return Judge(test, "classify", model, tokenizer, longest=task.length, batch_tokens=budget)
+        return replace(test.sample(self.limit or task.limit), name=name)
 
     def _changed(self, name: str, task: Task, variant: Variant, layers: list[int], model: Any, tokenizer: Any) -> Any:
         """The model that a variant describes; the one given, converted, unless it is trained."""

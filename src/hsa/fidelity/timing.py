@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hsa.analysis.memory import extra_memory
+from hsa.errors import InvalidInput
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.settings import LayerSettings
 
@@ -52,6 +53,9 @@ def time_model(
     watch: Callable[[int], None] | None = None,
 ) -> list[Timed]:
     """Forward passes on random tokens, in turns; the model is left converted."""
+    bad = next((length for length in lengths if length < 1), None)
+    if bad is not None:
+        raise InvalidInput("lengths", given=bad, expected="1 or more")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     most = min(1000, model.config.vocab_size)

@@ -59,7 +59,7 @@ def set_attention_dropout(model: Any, p: float) -> None:
             held = getattr(module, name, None)
             if isinstance(held, nn.Dropout):
                 held.p = p
-            elif isinstance(held, float):
+            elif isinstance(held, (int, float)):
                 setattr(module, name, p)
 
 

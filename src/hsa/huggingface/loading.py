@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hsa.errors import InvalidInput, MissingExtra
+from hsa.errors import HsaError, InvalidInput, MissingExtra
+from hsa.huggingface.layers import attention_layers, looks_back
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 KINDS = {
@@ -33,13 +35,13 @@ def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
 def loading(name: str) -> Iterator[None]:
     """Says how to get a model that cannot be loaded."""
     try:
-        if not Path(name).is_dir() and not _HUB_NAME.fullmatch(name):
+        if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or _looks_local(name)):
             raise OSError("no such folder")
         with _quiet():
             yield
-    except InvalidInput:
+    except HsaError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, _damaged()) as error:
         hub = name if _HUB_NAME.fullmatch(name) and not Path(name).is_dir() else "OWNER/MODEL"
         folder = name if hub != name else f"models/{name.rpartition('/')[2]}"
         raise InvalidInput(
@@ -50,17 +52,34 @@ def loading(name: str) -> Iterator[None]:
         ) from error
 
 
+def _looks_local(name: str) -> bool:
+    """In a folder that is here: the hub, which takes long to answer where there is no network, need not be asked."""
+    parent = Path(name).parent
+    return parent != Path() and parent.is_dir()
+
+
+def _damaged() -> type[Exception]:
+    """What is raised for weights that are cut off."""
+    from safetensors import SafetensorError  # transformers needs it
+
+    return SafetensorError
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The library's own reports and bars are silenced."""
     logging = transformers_library().logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = getLogger("huggingface_hub")  # tells of every attempt to reach it
+    hub_before = hub.level
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub.setLevel("ERROR")
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        hub.setLevel(hub_before)
         if bars:
             logging.enable_progress_bar()
 
@@ -75,7 +94,8 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 def load_weights(kind: Any, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:
     """The model, and the names of weights that are not in the checkpoint; the pooler's are not missed."""
     model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
-    missing = {*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])}
+    mismatched = (key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])  # with their shapes
+    missing = {*report["missing_keys"], *mismatched}
     return model, sorted(key for key in missing if "pooler." not in key)
 
 
@@ -98,7 +118,24 @@ def load_for_task(
             expected=f"all of a {type(model).__name__}",
             fix="fine-tune it first: hsa finetune" if task == "classify" else None,
         )
+    if task == "perplexity" and not any(looks_back(layer) for layer in attention_layers(model)):
+        raise InvalidInput(
+            name,
+            given=f"{type(model).__name__}, whose tokens see later ones",
+            expected="a causal language model",
+            fix="for an encoder, pass --task classify or embed",
+        )
+    if task == "classify":
+        _name_padding(model, tokenizer)
     return model.eval().to(device), tokenizer
+
+
+def _name_padding(model: Any, tokenizer: Any) -> None:
+    """Classifiers made from language models look for the last token that is no padding, which many have no token for."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> tuple[Any, Any]:
@@ -110,7 +147,9 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
         kind = library.AutoModelForSequenceClassification
         if fresh:
             config = library.AutoConfig.from_pretrained(name, num_labels=len(classes), **labels)
-            return kind.from_config(config, dtype=torch.float32), tokenizer
+            model = kind.from_config(config, dtype=torch.float32)
+            _name_padding(model, tokenizer)
+            return model, tokenizer
         model, missing = load_weights(
             kind, name, torch.float32, num_labels=len(classes), ignore_mismatched_sizes=True, **labels
         )
@@ -121,6 +160,7 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
             given=f"a checkpoint without {len(inside)} of the encoder's weights, such as {inside[0]}",
             expected=f"all of a {type(model.base_model).__name__}",
         )
+    _name_padding(model, tokenizer)
     return model, tokenizer
 
 

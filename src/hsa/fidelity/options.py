@@ -1,0 +1,42 @@
+"""The options of fine-tuning, which the command line knows without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hsa.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """How to fine-tune.
+
+    Args:
+        epochs: Passes over the training data.
+        batch_size: Examples per step.
+        learning_rate: The highest; it rises over the first tenth of the steps and falls to zero.
+        weight_decay: Of all weights but biases and norms.
+        length: Longest input in tokens; longer texts are cut.
+        attention_dropout: Of attention weights; the model's own unless given. The GPU kernels run without any.
+        seed: Of the order of examples, of new weights and dropout.
+    """
+
+    epochs: int = 3
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01
+    length: int = 512
+    attention_dropout: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "length"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
+        if not self.learning_rate > 0:
+            raise InvalidInput("learning_rate", given=self.learning_rate, expected="more than 0")
+        for name in ("weight_decay", "seed"):
+            if not getattr(self, name) >= 0:
+                raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
+        if self.attention_dropout is not None and not 0 <= self.attention_dropout < 1:
+            raise InvalidInput("attention_dropout", given=self.attention_dropout, expected="at least 0 and less than 1")
