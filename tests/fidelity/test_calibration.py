@@ -1,5 +1,6 @@
 """The search for settings: budgets, its path, what it keeps, and what it leaves behind."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -58,7 +59,7 @@ def test_budgets(text, metric, value):
 
 @pytest.mark.parametrize("text", ["", "ops", "4x", "ops fast", "ops 1.2.3", "ops .", "ops 4y", "ops 4x more", "kept -"])
 def test_budgets_that_are_none(text):
-    with pytest.raises(InvalidInput, match="budget: given .*expected such as"):
+    with pytest.raises(InvalidInput, match=r"budget: given .*expected such as"):
         Budget.parse(text)
 
 
@@ -97,11 +98,11 @@ def test_the_hull_falls_at_rising_cost(points, first):
     slopes = [slope for slope, _ in taken]
     assert slopes == sorted(slopes)
     operations = [first[0], *(points[place][0] for _, place in taken)]
-    assert all(later < earlier for earlier, later in zip(operations, operations[1:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(operations))
     assert operations[-1] == min([first[0], *(p[0] for p in points)])  # down to the cheapest
     # No way lies below the line from one that is taken to the next.
     corners = [first, *(points[place] for _, place in taken)]
-    for (x0, y0), (x1, y1) in zip(corners, corners[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         for x, y in points:
             if x1 <= x < x0 and x0 - x1 > 1e-6:
                 assert y >= y1 + (y0 - y1) * (x - x1) / (x0 - x1) - 1e-6 * (1 + abs(y0) + abs(y1))
@@ -250,11 +251,11 @@ def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
 
 
 def test_what_does_not_fit(model, judge):
-    with pytest.raises(InvalidInput, match="budget: given 'speed', expected one of ops, accuracy, .*, kept$"):
+    with pytest.raises(InvalidInput, match=r"budget: given 'speed', expected one of ops, accuracy, .*, kept$"):
         calibrate(model, judge, "speed 2x", candidates=WAYS)
     encoder = classifier().bert
     texts = Judge(examples(4, labels=False, parts=2), "embed", encoder, tokenizer(), longest=LONGEST)
-    with pytest.raises(InvalidInput, match="budget: given 'spearman', expected one of ops, cosine$"):
+    with pytest.raises(InvalidInput, match=r"budget: given 'spearman', expected one of ops, cosine$"):
         calibrate(encoder, texts, "spearman -1", candidates=WAYS)
 
 

@@ -90,7 +90,7 @@ def test_labels_by_name_and_number():
             InvalidInput, match=re.escape(f"t: label: given {wrong!r}, expected one of the model's classes: 'neg'")
         ):
             numbers(["pos", wrong])
-    with pytest.raises(InvalidInput, match="t: given no labels, expected a label per row.*--label"):
+    with pytest.raises(InvalidInput, match=r"t: given no labels, expected a label per row.*--label"):
         class_numbers(Examples("t", [("x",)]), NAMES, 3)
     with pytest.raises(InvalidInput, match="model: given a head of 1 output, expected a class each: 2 or more"):
         class_numbers(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)

@@ -79,7 +79,7 @@ def test_other_options_and_data_are_refused(tmp_path):
     assert json.loads((tmp_path / OPTIONS).read_text())["learning_rate"] == 3e-3
     changed = FinetuneOptions(epochs=2, batch_size=8, learning_rate=1e-3)
     with pytest.raises(
-        InvalidInput, match="given a run with learning_rate 0.003, expected one with learning_rate 0.001"
+        InvalidInput, match=r"given a run with learning_rate 0.003, expected one with learning_rate 0.001"
     ):
         finetune(calm(), tokenizer(), data, changed, folder=tmp_path)
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite():
     with torch.no_grad():
         model.classifier.weight.fill_(float("nan"))
     with pytest.raises(
-        InvalidInput, match="learning_rate: given 0.003, expected a smaller one: the loss is not finite"
+        InvalidInput, match=r"learning_rate: given 0.003, expected a smaller one: the loss is not finite"
     ):
         finetune(model, tokenizer(), learnable(8), FinetuneOptions(**SHORT))
 

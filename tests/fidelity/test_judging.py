@@ -61,7 +61,7 @@ def test_pairs_are_embedded_apart():
     assert judge.scores(answers) == {"spearman": spearman(cosine, np.array(pairs.labels))}
     alike = judge_of("embed", model, Examples("a", pairs.texts, [str(c) for c in cosine]))  # as CSV has them
     assert alike.scores(answers)["spearman"] == pytest.approx(1)
-    with pytest.raises(InvalidInput, match="a: label: given .*'maybe'.*, expected how alike two texts are"):
+    with pytest.raises(InvalidInput, match=r"a: label: given .*'maybe'.*, expected how alike two texts are"):
         judge_of("embed", model, Examples("a", pairs.texts, ["maybe"] * 8))
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit():
     model = language_model()
     with pytest.raises(InvalidInput, match="task: given 'guess', expected one of classify, embed, perplexity"):
         judge_of("guess", model)
-    with pytest.raises(InvalidInput, match="small: given .* tokens, expected at least 5000, one piece.*--length"):
+    with pytest.raises(InvalidInput, match=r"small: given .* tokens, expected at least 5000, one piece.*--length"):
         judge_of("perplexity", model, longest=5000)
     for longest, warm_up in ((1, 0), (12, 11)):
         with pytest.raises(InvalidInput, match=f"length: given {longest}, expected more than {warm_up + 1}"):

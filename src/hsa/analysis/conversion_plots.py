@@ -19,7 +19,7 @@ def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: st
     Args:
         layers: per layer the operations of each of `PARTS`, and `exact`.
     """
-    figure, axes = pyplot().subplots(figsize=(max(5.0, 1.6 + 0.45 * len(layers)), 3.6), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(min(14.0, max(5.0, 1.6 + 0.45 * len(layers))), 3.6), layout="constrained")
     bottom = np.zeros(len(layers))
     for color, part in zip(COLORS, PARTS, strict=False):
         height = np.array([100 * layer[part] / layer["exact"] for layer in layers])
@@ -91,7 +91,7 @@ def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequen
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     image = axes.imshow(np.log10(table), cmap="magma_r", aspect="auto")
     axes.set_xticks(range(len(layers)), layers)
-    axes.set_yticks(range(len(ways)), ways, fontsize=8)
+    axes.set_yticks(range(len(ways)), ways, fontsize=8, parse_math=False)
     axes.set(xlabel="layer")
     axes.set_title(title, parse_math=False)
     figure.colorbar(image, ax=axes, label="log₁₀ distance of answers")
@@ -120,7 +120,9 @@ def plot_start_layers(
     bottom = lowest - 0.1 if lowest < 0 else max(0.0, lowest - 0.1)  # correlations may be negative
     axes.set(xlabel="first converted layer", ylabel=metric, ylim=(bottom, max(every) + room))
     axes.set_title(title, parse_math=False)
-    axes.legend(frameon=False, fontsize=8, ncols=len(scores), loc="upper left")
+    legend = axes.legend(frameon=False, fontsize=8, ncols=len(scores), loc="upper left")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     _tidy(axes)
     save_figure(figure, path)
 
