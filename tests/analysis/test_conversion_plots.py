@@ -64,7 +64,7 @@ def test_operations_that_are_more(tmp_path, limits):
 @pytest.mark.parametrize("mib", [None, 0.0, 3.5])
 @pytest.mark.parametrize("count", [1, 6])
 def test_timing(tmp_path, mib, count):
-    rows = [Timed(100 * 2**i, 1.5**i, 2.0, mib, None if mib is None else 2.0) for i in range(count)]
+    rows = [Timed(100 * 2**i, 1.5**i, 2.0, mib, mib) for i in range(count)]
     plot_timing(tmp_path / "a.png", rows, ODD)
     check_picture(tmp_path / "a.png")
 

@@ -5,6 +5,7 @@ import random
 import torch
 
 from hsa.fidelity.examples import Examples
+from hsa.huggingface.loading import save_model
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import DECODER, ENCODER, FAMILIES, WORDS, transformers, word_tokenizer
 
@@ -33,8 +34,7 @@ def language_model(seed=1):
 
 
 def save(folder, model):
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    save_model(folder, model, tokenizer())
     return folder
 
 

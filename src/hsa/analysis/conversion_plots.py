@@ -43,7 +43,8 @@ def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
         left.plot(lengths, [getattr(row, f"{when}_ms") for row in rows], color=color, marker="o", ms=4, label=name)
         memory = [getattr(row, f"{when}_mib") for row in rows]
         if all(value is not None for value in memory):
-            right.plot(lengths, memory, color=color, marker="o", ms=4, label=name)
+            some = np.maximum(memory, 0.1)  # less than the system can tell, and the axis is logarithmic
+            right.plot(lengths, some, color=color, marker="o", ms=4, label=name)
     left.set(xlabel="tokens", ylabel="ms", title="Time of a forward pass")
     right.set(xlabel="tokens", ylabel="MiB", title="Memory beyond the weights")
     for axes in (left, right):
@@ -109,7 +110,7 @@ def plot_start_layers(
     """
     starts = len(next(iter(scores.values())))
     width = 0.8 / len(scores)
-    figure, axes = pyplot().subplots(figsize=(max(6.0, 1.5 + 0.75 * starts), 3.4), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(min(16.0, max(6.0, 1.5 + 0.75 * starts)), 3.4), layout="constrained")
     for i, (color, (name, values)) in enumerate(zip(COLORS * 2, scores.items(), strict=False)):
         places = np.arange(starts) + (i - (len(scores) - 1) / 2) * width
         axes.bar(places, values, width=width * 0.95, color=color, label=name)

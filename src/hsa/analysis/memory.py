@@ -29,6 +29,6 @@ def extra_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> 
         reset.write_text("5")  # the peak starts anew
         held = kib("VmRSS")
         run()
-        return (kib("VmHWM") - held) / 1024
+        return max(0, kib("VmHWM") - held) / 1024
     except (OSError, AttributeError, StopIteration):
         return None

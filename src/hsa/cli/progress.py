@@ -22,7 +22,7 @@ class Bars:
     def say(self, message: str) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"{message} …", style="dim"))
+        self.console.print(Text(f"{message} …", style="dim"), soft_wrap=True)
 
     @contextmanager
     def running(self) -> Iterator[Watch]:

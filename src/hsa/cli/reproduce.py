@@ -60,7 +60,7 @@ def reproduce(
         from_hub=hub,
         device="cuda" if torch.cuda.is_available() and not cpu else "cpu",
         limit=limit,
-        say=lambda message: console.print(Text(f"{message} …", style="dim")),
+        say=lambda message: console.print(Text(f"{message} …", style="dim"), soft_wrap=True),
     )
     rows = list(sweep.run())
     if not rows:

@@ -1,0 +1,351 @@
+"""`hsa convert`, `hsa finetune`, `hsa reproduce`, from the command line."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsa.cli.main import run
+from hsa.fidelity.calibration import calibrate
+from hsa.fidelity.examples import load_examples
+from hsa.fidelity.judging import Judge
+from hsa.huggingface import convert, settings_of
+from hsa.huggingface.loading import load_for_task
+from hsa.huggingface.settings import LayerSettings
+from tests.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, tokenizer
+from tests.tables import write_rows
+
+WINDOWS = ("--hierarchy", "windows", "--branching", "4", "2", "--refine", "0")
+QUICK = ("--cpu", "--lengths", "11")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Run the command in this process: exit code, stdout, stderr."""
+
+    def run_it(*arguments, columns=100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as caught:
+            run([str(argument) for argument in arguments])
+        return caught.value.code, *capsys.readouterr()
+
+    return run_it
+
+
+@pytest.fixture
+def fails(call):
+    """The one line that a command says when it cannot do what it was asked for."""
+
+    def run_it(*arguments):
+        code, _, err = call(*arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        return err.rstrip("\n")
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """One folder per task, and an encoder without a head."""
+    folder = tmp_path_factory.mktemp("models")
+    save(folder / "classify", classifier())
+    save(folder / "embed", classifier(seed=2).bert)
+    save(folder / "perplexity", language_model())
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    both = [*rows(8, split="train"), *rows(6, seed=1, split="validation")]
+    return write_rows(tmp_path / "data.csv", both)
+
+
+@pytest.mark.parametrize("task", ["classify", "embed", "perplexity"])
+def test_the_three_tasks(call, models, data, task):
+    code, out, err = call(
+        "convert", models / task, "--data", data, "--task", task, "--out", "out", *WINDOWS, *QUICK, columns=60
+    )
+    assert (code, err) == (0, "")
+    assert "…" not in "".join(line for line in out.splitlines() if not line.endswith(" …"))  # no cell is cut
+    assert f"{task} on data: " in out
+    assert "2 of 2 layers converted" in " ".join(out.split())
+    report = json.loads(Path("out/report.json").read_text())
+    assert (report["model"], report["data"], report["task"]) == (task, "data", task)
+    assert set(report["settings"]) == {"0", "1"}
+    assert {LayerSettings.from_json("", layer) for layer in report["settings"].values()} == {CHEAP}
+    assert [row["length"] for row in report["timed"]] == [11]
+    assert Path("out/report.md").read_text().startswith(f"# {task} on data\n")
+
+    # What was saved gives the answers that were reported.
+    model, known = load_for_task("out/model", task)
+    original, _ = load_for_task(str(models / task), task)
+    assert {LayerSettings(**vars(s)) for s in settings_of(model).values()} == {CHEAP}
+    judge = Judge(load_examples(data), task, model, known, longest=LONGEST, batch_tokens=2**13)
+    before, after = judge.ask(original), judge.ask(convert(model))
+    assert len(judge) == report["examples"]
+    assert judge.scores(before) == pytest.approx(report["original"])
+    assert judge.scores(after) == pytest.approx(report["converted"])
+    assert judge.compare(before, after) == pytest.approx(report["comparison"])
+    assert judge.distance(before, after) != pytest.approx(0, abs=1e-6)
+    assert report["times_fewer_operations"] == pytest.approx(after.counted.ratio)
+    assert report["times_fewer_operations"] > 1
+
+
+def test_some_layers_and_texts(call, models, data):
+    arguments = ("--layers", "-1", "--limit", "3", "--length", "33", "--split", "train", *WINDOWS, *QUICK)
+    code, out, _ = call("convert", models / "classify", "--data", data, *arguments)
+    assert code == 0
+    folder = Path("runs/convert-classify")  # unless another is named
+    assert f"model     {folder / 'model'}" in out
+    report = json.loads((folder / "report.json").read_text())
+    assert (set(report["settings"]), report["examples"], report["mean_length"]) == ({"1"}, 3, 33)
+    assert settings_of(load_for_task(str(folder / "model"), "classify")[0]) == {1: CHEAP}
+
+
+def test_json_alone_on_stdout(call, models, data):
+    code, out, err = call("convert", models / "classify", "--data", data, "--json", "--out", "out", *WINDOWS, *QUICK)
+    assert code == 0
+    assert out == Path("out/report.json").read_text()
+    assert json.loads(out)["task"] == "classify"
+    assert all(line.endswith(" …") for line in err.splitlines())  # what is being done
+
+
+def test_a_budget(call, models, data):
+    few = ("--calibrate-on", "3", "--out", "out", *QUICK)
+    code, out, err = call("convert", models / "classify", "--data", data, "--budget", "ops 1.2x", *few)
+    assert (code, err) == (0, "")
+    report = json.loads(Path("out/report.json").read_text())
+    assert (report["budget"], report["holds"], report["examples"]) == ("ops 1.2x", True, 3)  # the other half
+    assert sum(point["chosen"] for point in report["frontier"]) == 1
+    chosen = next(point for point in report["frontier"] if point["chosen"])
+    assert chosen["ops"] >= 1.2
+    assert "chosen" in out
+    assert Path("out/frontier.png").exists()
+    assert Path("out/sensitivity.png").exists()
+    saved = settings_of(load_for_task("out/model", "classify")[0])
+    assert {str(n): s.to_json() for n, s in saved.items()} == report["settings"]
+
+
+def test_a_budget_that_nothing_keeps_to_on_texts_of_their_own(call, models, data, tmp_path, monkeypatch):
+    monkeypatch.setitem(calibrate.__kwdefaults__, "candidates", (CHEAP,))
+    own = write_rows(tmp_path / "own.jsonl", rows(4, seed=5))  # without a column of splits
+    budget = ("--budget", "kept 101%", "--calibration", own)
+    code, out, err = call("convert", models / "classify", "--data", data, *budget, "--out", "out", *QUICK)
+    assert (code, err) == (0, "")
+    assert "No setting that was tried keeps to the budget 'kept 101%'" in " ".join(out.split())
+    assert "no layer converted" in " ".join(out.split())
+    report = json.loads(Path("out/report.json").read_text())
+    assert (report["settings"], report["holds"], report["examples"]) == ({}, False, 6)
+    assert report["original"] == report["converted"]
+
+
+def test_fine_tuning_then_converting(call, models, data):
+    """An encoder becomes a classifier of the training rows; converted, trained on, it keeps its settings."""
+    code, out, err = call(
+        "finetune", models / "embed", "--data", data, "--out", "tuned", "--epochs", "1", "--text", "text", "--cpu"
+    )
+    assert (code, err) == (0, "")
+    assert "data: 8 texts, 2 classes: 0, 1" in out  # those of the split "train"
+    assert "next: hsa convert tuned --data FILE" in out
+    code, out, err = call("convert", "tuned", "--data", data, "--out", "out", "--layers", "1", *WINDOWS, *QUICK)
+    assert (code, err) == (0, "")
+    code, _, err = call("finetune", "out/model", "--data", data, "--out", "light", "--epochs", "1", "--cpu")
+    assert (code, err) == (0, "")
+    model, _ = load_for_task("light", "classify")
+    assert settings_of(model) == {1: CHEAP}
+    code, _, _ = call("convert", "light", "--data", data, "--out", "again", *QUICK)
+    assert code == 0
+    assert list(json.loads(Path("again/report.json").read_text())["settings"]) == ["1"]
+    code, _, _ = call("convert", "light", "--data", data, "--out", "other", "--layers", "0", *WINDOWS, *QUICK)
+    assert code == 0
+    assert list(json.loads(Path("other/report.json").read_text())["settings"]) == ["0"]
+
+
+def test_fine_tuning_converted_and_from_new_weights(call, models, data):
+    arguments = ("--data", data, "--epochs", "1", "--limit", "4", "--cpu", "--split", "validation")
+    code, out, err = call("finetune", models / "embed", "--out", "a", "--convert", *WINDOWS, *arguments)
+    assert (code, err) == (0, "")
+    assert "4 texts" in out
+    assert settings_of(load_for_task("a", "classify")[0]) == {0: CHEAP, 1: CHEAP}
+    code, _, err = call("finetune", models / "embed", "--out", "b", "--fresh", *arguments)
+    assert (code, err) == (0, "")
+    trained, first = (load_for_task(str(p), t)[0] for p, t in (("b", "classify"), (models / "embed", "embed")))
+    assert not torch.allclose(
+        trained.bert.embeddings.word_embeddings.weight, first.embeddings.word_embeddings.weight, atol=0.1
+    )
+
+
+def test_an_experiment(call, models, data, tmp_path):
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(
+        "title: Toys\n"
+        "tasks: {toy: {train: data.csv, epochs: 1}, gone: {train: none.csv}}\n"
+        "variants: {cheap: {hierarchy: windows, branching: [4, 2], refine: 0}}\n"
+    )
+    arguments = ("reproduce", recipe, "--data", tmp_path, "--model", models / "embed", "--cpu")
+    code, out, err = call(*arguments, columns=60)
+    assert (code, err) == (0, "")
+    assert "gone was skipped: none.csv is not in" in " ".join(out.split())
+    table = [line.split() for line in out.splitlines() if line.startswith("toy (")]
+    assert [cells[2] for cells in table] == ["original", "cheap"]
+    assert "…" not in out[out.index("task (tokens)") :]
+    assert len(Path("runs/toy/results.jsonl").read_text().splitlines()) == 2
+    code, again, _ = call(*arguments, columns=60)
+    assert again[again.index("task (tokens)") :] == out[out.index("task (tokens)") :]
+    assert len(Path("runs/toy/results.jsonl").read_text().splitlines()) == 2
+    code, _, err = call(*arguments, "--given", "toy")
+    assert (code, err) == (2, "--given: given toy, expected TASK=FOLDER\n")
+    code, _, err = call(*arguments, "--given", "tie=x")
+    assert (code, err) == (2, "--given: given tie, expected some of toy, gone\n")
+    code, _, err = call("reproduce", recipe, "--data", tmp_path, "--tasks", "gone", "--out", "other")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "given no task that can run (gone: none.csv is not in" in err
+
+
+def test_experiments_that_cannot_run(fails, tmp_path):
+    assert fails("reproduce", "none.yaml", "--data", tmp_path).startswith("none.yaml: given No such file")
+    Path("bad.yaml").write_text("tasks: {a: {epochs: x}}\nvariants: {v: {}}")
+    assert fails("reproduce", "bad.yaml", "--data", ".") == (
+        "bad.yaml: tasks.a.epochs: given 'x', expected a value of type int"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "7"], "layers: given 7, expected numbers from 0 to 1: the model has 2 layers"),
+        (["--label", "mark"], "data.csv: given the column 'mark', expected one of 'text', 'label', 'split'"),
+        (["--text", "txt"], "data.csv: given the column 'txt', expected one of .*; did you mean 'text'"),
+        (["--split", "dev"], r"data.csv: split: given 'dev', expected one of \['train', 'validation'\]"),
+        (["--budget", "fast"], "budget: given 'fast', expected such as"),
+        (["--budget", "ops 1.2.3"], "budget: given 'ops 1.2.3', expected such as"),
+        (["--budget", "speed 2x"], "budget: given 'speed', expected one of ops, accuracy, "),
+        (["--limit", "0"], "limit: given 0, expected 1 or more"),
+        (["--length", "0"], "length: given 0, expected 1 or more"),
+        (["--length", "2"], "length: given 2, expected at least 3"),
+        (["--calibrate-on", "0"], "calibrate_on: given 0, expected 1 or more"),
+        (["--lengths", "62"], "lengths: given 62, expected 1 to 61, the most that the model takes"),
+        (["--lengths", "0"], "lengths: given 0, expected 1 to 61"),
+        (["--refine=-1"], "refine: given -1, expected 0 or a positive number"),
+        (["--sinks", "many"], "sinks: given 'many', expected 'special', a number of first tokens, or None"),
+        (["--branching", "1"], "branching"),
+        (["--near", "1"], "near: given 1, expected 0 with hierarchy='keys'"),
+        (["--task", "perplexity"], "given a checkpoint without .* of the weights"),
+    ],
+)
+def test_options_that_do_not_fit(fails, models, data, arguments, message):
+    assert re.search(message, fails("convert", models / "classify", "--data", data.name, "--out", "out", *arguments))
+    assert not Path("out/model").exists()
+
+
+def test_models_that_do_not_fit(fails, models, data, tmp_path):
+    line = fails("convert", tmp_path / "none", "--data", data)
+    assert line.startswith(f"{tmp_path / 'none'}: given no model that loads (no such folder), expected a folder with")
+    (tmp_path / "here").mkdir()
+    line = fails("convert", "here/none", "--data", data)  # looks like a name on the hub
+    assert line.startswith("here/none: given no model that loads (no such folder)")
+    line = fails("convert", models / "embed", "--data", data)
+    assert "given a checkpoint without 2 of the weights, such as classifier.bias" in line
+    assert line.endswith("fine-tune it first: hsa finetune")
+    save(tmp_path / "cut", classifier())
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cut: given no model that loads (" in fails("convert", tmp_path / "cut", "--data", data)
+    (tmp_path / "cut" / "config.json").write_text("{")
+    assert "cut: given no model that loads (" in fails("convert", tmp_path / "cut", "--data", data)
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": "nonesuch"}')
+    assert "cut: given no model that loads (" in fails("finetune", tmp_path / "cut", "--data", data, "--out", "x")
+    from tests.huggingface.tiny_models import ENCODER, transformers
+
+    save(tmp_path / "masked", transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)))
+    line = fails("convert", tmp_path / "masked", "--data", data, "--task", "perplexity")
+    assert "given BertLMHeadModel, whose tokens see later ones, expected a causal language model" in line
+
+
+def test_data_that_do_not_fit(fails, models, data, tmp_path):
+    def line(some, *more):
+        return fails("convert", models / "classify", "--data", some, "--out", "out", *more)
+
+    assert line("none.csv") == "none.csv: given no such file, expected a readable file"
+    (tmp_path / "empty.csv").write_text("")
+    assert line("empty.csv") == "empty.csv: given an empty file, expected rows"
+    (tmp_path / "bare.csv").write_text("text,label\n")
+    assert line("bare.csv") == "bare.csv: given no rows, expected at least one"
+    (tmp_path / "notes.txt").write_text("a")
+    assert line("notes.txt").startswith("notes.txt: given the suffix '.txt', expected one of .csv")
+    unlabelled = write_rows(tmp_path / "u.jsonl", [{"text": "the cat sat"}])
+    assert line(unlabelled).startswith("u: given no labels, expected a label per row, to say how good answers are")
+    assert fails("finetune", models / "embed", "--data", unlabelled, "--out", "o").startswith("u: given no labels")
+    other = write_rows(
+        tmp_path / "o.jsonl", [{"text": "the cat sat", "label": "cat"}, {"text": "a dog", "label": "dog"}]
+    )
+    assert line(other).startswith("o: label: given 'cat', expected one of the model's classes: 'LABEL_0', 'LABEL_1'")
+    one = write_rows(tmp_path / "one.jsonl", rows(1))
+    assert line(one, "--budget", "ops 2x").startswith("one: given 1 different texts, expected at least 2")
+    assert fails("finetune", models / "embed", "--data", one, "--out", "o").startswith(
+        "one: label: given nothing but '0', expected at least 2 classes"
+    )
+    assert "split: given 'dev'" in fails("finetune", models / "embed", "--data", data, "--out", "o", "--split", "dev")
+    assert fails("finetune", models / "embed", "--data", data, "--out", "o", "--limit", "0").startswith(
+        "limit: given 0"
+    )
+
+
+def test_a_run_that_was_broken_off_with_other_options(call, fails, models, data, monkeypatch):
+    arguments = ("finetune", models / "embed", "--data", data, "--out", "o", "--cpu")
+    from hsa.fidelity import finetuning
+
+    monkeypatch.setattr(finetuning, "finish", lambda *_: None)  # as if it had not come so far
+    assert call(*arguments, "--epochs", "1")[0] == 0
+    assert "given a run with epochs 1, expected one with epochs 2" in fails(*arguments, "--epochs", "2")
+    assert call(*arguments, "--epochs", "1")[0] == 0
+
+
+@pytest.mark.slow
+def test_nothing_but_the_command_speaks(models, data, tmp_path):
+    """In a process of its own: no warnings, no bars of the libraries."""
+    arguments = [
+        "convert",
+        str(models / "classify"),
+        "--data",
+        str(data),
+        *WINDOWS,
+        *QUICK,
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    code = f"from hsa.cli.main import run; run({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("loading ")
+
+
+def test_the_libraries_may_speak_again_afterwards(models):
+    from tests.huggingface.tiny_models import transformers
+
+    hub = logging.getLogger("huggingface_hub")
+    before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled(), hub.level
+    load_for_task(str(models / "classify"), "classify")
+    assert before == (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled(), hub.level)
+    assert tokenizer().model_max_length == LONGEST
+
+
+@pytest.mark.parametrize("command", ["convert", "finetune", "reproduce"])
+def test_help(call, command):
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert "--data" in out
+    for option in ("--length ", "--limit ", "--split ", "--epochs "):
+        assert out.count(option) <= 1  # each option stands for one thing
