@@ -107,7 +107,7 @@ class LayerSettings:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For a config: only what differs from the defaults is left to be read, but all is written."""
+        """For a config, which holds no functions and no infinities."""
         values = asdict(replace(self, hierarchy=GIVEN) if callable(self.hierarchy) else self)
         bias = values["pooled_bias"]
         written = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
