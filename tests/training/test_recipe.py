@@ -7,7 +7,8 @@ from hsa.errors import InvalidInput
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+CONVERSIONS = (Path(__file__).parents[2] / "recipes").glob("convert_*.yaml")  # tests/fidelity/test_sweep.py reads those
+RECIPES = sorted(set((Path(__file__).parents[2] / "recipes").glob("*.yaml")) - set(CONVERSIONS))
 
 
 @pytest.fixture

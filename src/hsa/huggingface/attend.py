@@ -108,22 +108,26 @@ def probing(biases: Sequence[float]) -> Iterator[dict[int, Tensor]]:
         _probe.reset(token)
 
 
-def saves_nothing(settings: LayerSettings, sequences: Sequences) -> bool:
-    """Whether sequences are so short that exact attention takes no more operations; then it is what is done.
+def saves_nothing(settings: LayerSettings, length: int, *, causal: bool) -> bool:
+    """Whether a sequence of so many tokens is so short that exact attention takes no more operations; then it is done.
 
     Per query, in entries of attention: the families that are exact, a share of every node above them, half an entry for each
-    family that is scored, and what finding takes.
+    family that is scored, and what finding takes. In causal layers only where nothing would be pooled: what a token sees
+    must not depend on how long the text becomes.
     """
     if settings.operator != "multiscale" or settings.hierarchy not in ("keys", "windows"):
         return False
     size, found = settings.branching[0], settings.hierarchy == "keys"
-    longest = max(sequences.keys.lengths)
-    families = -(-longest // size)
-    own = (settings.chunk_size if sequences.causal else 0) if found else (1 + 2 * settings.near) * size
-    levels = math.log(max(families, 1), settings.branching[-1])
+    families = -(-length // size)
+    if causal:
+        return (found and length <= settings.chunk_size) or (
+            families <= settings.refine and settings.sinks != "special"
+        )
+    own = 0 if found else (1 + 2 * settings.near) * size
+    levels = math.log(families, settings.branching[-1])
     scored = families / 2 if settings.refine else 0.0
     finding = operations_per_key(levels) / 4 if found else 0.0
-    return own + settings.refine * size + levels + scored + finding >= longest * (0.5 if sequences.causal else 1.0)
+    return own + settings.refine * size + levels + scored + finding >= length
 
 
 def attend(

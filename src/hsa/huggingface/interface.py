@@ -220,11 +220,7 @@ def hsa_attention(
     sequences = _sequences_of(attention_mask, query, key, causal)
     if sequences is not None and sequences.mask.shape[1] < key.shape[2]:  # a cache of fixed size, not full yet
         key, value = (x[:, :, : sequences.mask.shape[1]] for x in (key, value))
-    if layer.settings is not None:
-        _check_terms(layer.number, module, others, key.shape[2])
-        if sequences is None:
-            raise _unknown_mask(layer, attention_mask)
-    if layer.settings is None or (sequences is not None and saves_nothing(layer.settings, sequences)):
+    if layer.settings is None:
         if sequences is not None:
             count_exact(layer.number, query, sequences)
             mask, causal = sequences.allowed(), sequences.causal
@@ -234,8 +230,41 @@ def hsa_attention(
             mask = _for_torch(attention_mask)
             count_mask(layer.number, query, mask)
         return _exactly(module, query, key, value, mask, causal, others, **options)
-    assert sequences is not None
-    return attend(layer.settings, layer.number, query, key, value, sequences, **options)
+    _check_terms(layer.number, module, others, key.shape[2])
+    if sequences is None:
+        raise _unknown_mask(layer, attention_mask)
+    return _each_as_it_should(module, layer, query, key, value, sequences, others, options)
+
+
+def _each_as_it_should(
+    module: Any,
+    layer: ConvertedLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    others: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """A converted layer: trees, but exact attention for sequences that are too short, whoever shares their batch."""
+    assert layer.settings is not None
+    lengths = sequences.keys.lengths
+    short = [saves_nothing(layer.settings, length, causal=sequences.causal) for length in lengths]
+    if not any(short):
+        return attend(layer.settings, layer.number, query, key, value, sequences, **options)
+    if all(short):
+        count_exact(layer.number, query, sequences)
+        mask = sequences.allowed()
+        return _exactly(module, query, key, value, mask, sequences.causal, others, **options)
+    parts = [[i for i, is_short in enumerate(short) if is_short is wanted] for wanted in (True, False)]
+    found = [
+        _each_as_it_should(module, layer, query[rows], key[rows], value[rows], sequences.part(rows), others, options)
+        for rows in parts
+    ]
+    order = torch.tensor(parts[0] + parts[1], device=query.device).argsort()
+    outputs, weights = zip(*found, strict=True)
+    dense = None if weights[0] is None else torch.cat(weights)[order]
+    return torch.cat(outputs)[order], dense
 
 
 def _wants_weights(module: Any, others: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -66,6 +66,21 @@ class Sequences:
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
+
+    def part(self, chosen: Sequence[int]) -> Sequences:
+        """Some of the sequences, by number; their padding stays."""
+        rows = torch.tensor(chosen, device=self.mask.device)
+        return self.cached(
+            ("part", tuple(chosen)),
+            lambda: Sequences(
+                self.mask[rows],
+                causal=self.causal,
+                first_query=self.first_query,
+                ids=None if self.ids is None or len(self.ids) != len(self.mask) else self.ids[rows],
+                vocabulary=self.vocabulary,
+                full=self._full,
+            ),
+        )
 
     def known_ids(self, purpose: str) -> Tensor:
         """`[tokens]` the ids, without padding."""
