@@ -232,6 +232,11 @@ def test_experiments_that_cannot_run(fails, tmp_path):
         (["--budget", "fast"], "budget: given 'fast', expected such as"),
         (["--budget", "ops 1.2.3"], "budget: given 'ops 1.2.3', expected such as"),
         (["--budget", "speed 2x"], "budget: given 'speed', expected one of ops, accuracy, "),
+        (["--budget", "accuracy 98"], r"budget: given accuracy \+98, expected what it may lose, in points"),
+        (
+            ["--budget", "ops 2x", "--refine", "4"],
+            "--refine: given a setting, with --budget, expected one or the other",
+        ),
         (["--limit", "0"], "limit: given 0, expected 1 or more"),
         (["--length", "0"], "length: given 0, expected 1 or more"),
         (["--length", "2"], "length: given 2, expected at least 3"),

@@ -160,6 +160,14 @@ def _convert(
     _check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
+        given = sorted(NAMED.get() & set(vars(options)))
+        if given:
+            raise InvalidInput(
+                f"--{given[0].replace('_', '-')}",
+                given="a setting, with --budget",
+                expected="one or the other",
+                fix="a budget searches layers and settings itself",
+            )
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
     texts = {"text": read.text, "label": read.label, "join": read.join}
     examples = load_examples(data, split=read.split, **texts)  # type: ignore[arg-type]

@@ -69,6 +69,12 @@ class Budget:
         known = [name for name in known if " " not in name]  # of intervals and extremes, which nobody keeps to
         if self.metric not in ("ops", *known):
             raise InvalidInput("budget", given=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
+        if self.metric not in ("ops", "kept", "cosine", "perplexity") and self.value > 0:
+            raise InvalidInput(
+                "budget",
+                given=f"{self.metric} {self.value:+g}",
+                expected=f"what it may lose, in points, such as {self.metric} -0.5",
+            )
 
     def holds(self, point: Mapping[str, float], original: Mapping[str, float]) -> bool:
         """Changes of scores are in points of a hundred, of perplexity in percent; shares in percent; cosines as they are."""
