@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,6 +25,23 @@ class InvalidInput(HsaError, ValueError):
         self.fix = fix
         message = f"{where}: given {given}, expected {expected}"
         super().__init__(message if fix is None else f"{message}; {fix}")
+
+
+@contextmanager
+def inside(where: str) -> Iterator[None]:
+    """Says of what an error names that it stands inside something.
+
+    >>> with inside("recipe"):
+    ...     raise InvalidInput("epochs", given=0, expected="1 or more")
+    Traceback (most recent call last):
+    hsa.errors.InvalidInput: recipe.epochs: given 0, expected 1 or more
+    """
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
+        ) from None
 
 
 class Unsupported(HsaError, NotImplementedError):

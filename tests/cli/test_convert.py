@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hsa.cli.main import run
 from hsa.fidelity.calibration import calibrate
 from hsa.fidelity.examples import load_examples
 from hsa.fidelity.judging import Judge
@@ -28,31 +27,6 @@ QUICK = ("--cpu", "--lengths", "11")
 def _alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def call(capsys, monkeypatch):
-    """Run the command in this process: exit code, stdout, stderr."""
-
-    def run_it(*arguments, columns=100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as caught:
-            run([str(argument) for argument in arguments])
-        return caught.value.code, *capsys.readouterr()
-
-    return run_it
-
-
-@pytest.fixture
-def fails(call):
-    """The one line that a command says when it cannot do what it was asked for."""
-
-    def run_it(*arguments):
-        code, _, err = call(*arguments)
-        assert (code, err.count("\n")) == (2, 1), err
-        return err.rstrip("\n")
-
-    return run_it
 
 
 @pytest.fixture(scope="module")

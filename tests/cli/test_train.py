@@ -36,32 +36,6 @@ def _alone(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def call(capsys, monkeypatch):
-    """Run the command in this process: exit code, stdout, stderr."""
-
-    def run_it(*arguments, columns=100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as caught:
-            run([str(argument) for argument in arguments])
-        return caught.value.code, *capsys.readouterr()
-
-    return run_it
-
-
-@pytest.fixture
-def fails(call):
-    """The one line that a command says when it cannot do what it was asked for."""
-
-    def run_it(*arguments):
-        code, _, err = call(*arguments)
-        assert code == 2
-        assert err.count("\n") == 1
-        return err.rstrip("\n")
-
-    return run_it
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A model of rows: its folder, and the rows."""

@@ -9,7 +9,8 @@ import pytest
 from hsa.errors import InvalidInput
 from hsa.fidelity import sweep as module
 from hsa.fidelity.judging import Judge
-from hsa.fidelity.sweep import RESULTS, Sweep, Task, Variant, expanded, late_layers, load_sweep
+from hsa.fidelity.sweep import RESULTS, Sweep
+from hsa.fidelity.sweep_recipe import Task, Variant, expanded, late_layers, load_sweep
 from hsa.fidelity.sweep_report import columns, write_sweep
 from hsa.huggingface.loading import load_for_task
 from tests.fidelity.small import LONGEST, classifier, examples, rows, save, tokenizer
@@ -264,4 +265,4 @@ def test_checkpoints_of_the_paper(tmp_path, data, trained, monkeypatch):
     assert found[1]["layers"] == [0]
     found, _, _ = run(path, data, tmp_path / "given", given={"a": trained})
     assert found[1]["layers"] == [1]
-    assert module.late_layers(2) == [1]
+    assert late_layers(2) == [1]

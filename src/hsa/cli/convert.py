@@ -218,7 +218,6 @@ def _convert(
             tokenizer=tokenizer,
             watch=lambda length: watch("time at each length", places.index(length) + 1, len(places)),
         )
-    convert_as(model, settings, tokenizer=tokenizer)
     short = Path(name).name if Path(name).is_dir() else name
     report = Report.of(short, judge, settings, before, after, timed=timed, calibration=found, budget=budget)
     return report, model, tokenizer

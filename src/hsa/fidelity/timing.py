@@ -52,7 +52,7 @@ def time_model(
     tokenizer: Any = None,
     watch: Callable[[int], None] | None = None,
 ) -> list[Timed]:
-    """Forward passes on random tokens, in turns; the model is left converted."""
+    """Forward passes on random tokens, before and after at each length; the model is left converted."""
     bad = next((length for length in lengths if length < 1), None)
     if bad is not None:
         raise InvalidInput("lengths", given=bad, expected="1 or more")

@@ -69,18 +69,19 @@ class Sequences:
 
     def part(self, chosen: Sequence[int]) -> Sequences:
         """Some of the sequences, by number; their padding stays."""
-        rows = torch.tensor(chosen, device=self.mask.device)
-        return self.cached(
-            ("part", tuple(chosen)),
-            lambda: Sequences(
+
+        def build() -> Sequences:
+            rows = torch.tensor(chosen, device=self.mask.device)
+            return Sequences(
                 self.mask[rows],
                 causal=self.causal,
                 first_query=self.first_query,
                 ids=None if self.ids is None or len(self.ids) != len(self.mask) else self.ids[rows],
                 vocabulary=self.vocabulary,
                 full=self._full,
-            ),
-        )
+            )
+
+        return self.cached(("part", tuple(chosen)), build)
 
     def known_ids(self, purpose: str) -> Tensor:
         """`[tokens]` the ids, without padding."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hsa.attention.arguments import check_count
-from hsa.errors import InvalidInput
+from hsa.errors import InvalidInput, inside
 
 VERSION = 1
 """Of what is written into a config. A reader refuses newer ones."""
@@ -122,12 +122,8 @@ class LayerSettings:
         values = dict(values)
         if "pooled_bias" in values:
             values["pooled_bias"] = _bias_from_json(f"{where}.pooled_bias", values["pooled_bias"])
-        try:
+        with inside(where):
             return cls(**values)
-        except InvalidInput as error:
-            raise InvalidInput(
-                f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
-            ) from None
 
 
 _NEWER = "it may have been written by a newer hsa: pip install -U hsa"
