@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hsa.errors import InvalidInput
-from hsa.fidelity import sweep as module
 from hsa.fidelity.judging import Judge
 from hsa.fidelity.sweep import RESULTS, Sweep
 from hsa.fidelity.sweep_recipe import Task, Variant, expanded, late_layers, load_sweep
