@@ -140,3 +140,23 @@ def test_windows_of_queries_share_a_choice():
     order = find_key_order(k, forest)
     opened = open_families(q, k, forest, queries=Queries.windows(forest, 7), refine=2, key_order=order)
     assert opened.families.shape == (5, 6, 2)
+
+
+def test_what_a_causal_query_opens_does_not_depend_on_the_length_of_its_tree(monkeypatch):
+    """Without a limit short trees are searched whole; with one, always by a beam."""
+    monkeypatch.setattr("hsa.attention.multiscale.choice.EXACT_FAMILIES", 100)
+    tree, part = (Hierarchy.regular([n], (2, 2), repeat_last=True) for n in (251, 170))
+    q, k, _ = random_inputs(tree, 5, heads=4)
+    long = open_families(q, k, tree, refine=3, causal=True)
+    short = open_families(q[:170], k[:170], part, refine=3, causal=True)
+
+    def first_leaves(opened, forest):
+        return [forest.structure.first_leaf[n] if n >= 0 else -1 for n in opened.families[:170].flatten()]
+
+    assert first_leaves(long, tree) == first_leaves(short, part)
+    assert torch.equal(long.families, open_families(q, k, tree, refine=3, beam=32, causal=True).families)
+    assert not torch.equal(long.families, open_families(q, k, tree, refine=3, beam="exact", causal=True).families)
+    assert torch.equal(
+        open_families(q[:170], k[:170], part, refine=3).families,
+        open_families(q[:170], k[:170], part, refine=3, beam="exact").families,
+    )

@@ -46,7 +46,8 @@ from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
 EXACT_FAMILIES = 4096
-"""Trees with more leaf families than this are searched by a beam unless the caller says otherwise."""
+"""Trees with more leaf families than this are searched by a beam unless the caller says otherwise; causal ones always, as
+what a query sees must not depend on how long its tree becomes."""
 TILE = 2**21
 """Scores held at once."""
 FEW_CANDIDATES = 512
@@ -78,8 +79,8 @@ def open_families(
             query, because a choice shared with later queries would leak them.
         near: neighbouring leaf families to open on each side.
         refine: how many more to open: the best by the group's own queries, per head.
-        beam: width of the top-down search; "exact" scores every family; None takes "exact" for trees of up to 4,096 leaf
-            families and a beam of max(32, 2·refine) above.
+        beam: width of the top-down search; "exact" scores every family. None takes a beam of max(32, 2·refine) for causal
+            queries and for trees of more than 4,096 leaf families, else "exact".
         key_order: from `find_key_order`; then leaf families have no neighbours, so `near` must be 0.
         positions, causal, scale: as for `multiscale_attention`.
         backend: "auto", "triton" (CUDA) or "torch".
@@ -111,8 +112,8 @@ def open_families(
     if refine == 0 or len(q) == 0 or len(families.nodes) == 0:
         return Opened(opening.table, queries, 0, limit, key_order, made_for)
     widest = int(np.diff(families.tree_offsets).max())
-    exact = beam == "exact" or (beam is None and widest <= EXACT_FAMILIES)
-    width = None if exact else int(beam) if isinstance(beam, int) else max(32, 2 * refine)
+    exact = beam == "exact" or (beam is None and limit is None and widest <= EXACT_FAMILIES)
+    width = None if exact else int(beam) if isinstance(beam, int) else default_width(refine)
     asked = {
         "q": q,
         "hierarchy": hierarchy,
@@ -128,6 +129,11 @@ def open_families(
         )
     both = torch.cat([opening.table.expand(-1, q.shape[1], -1), chosen], -1)
     return Opened(both, queries, counted, limit, key_order, made_for)
+
+
+def default_width(refine: int) -> int:
+    """Of the beam that opens so many families."""
+    return max(32, 2 * refine)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +403,7 @@ class _Search:
                 logits = self.q.new_empty(shape)
             torch.bmm(self.q[rows].transpose(0, 1) * self.scale, keys, out=logits)
             scores, candidate, count = self._score_groups(logits, nodes, allowed, rows, groups)
-            best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
+            best, valid = top(scores.transpose(0, 1), candidate[:, None], refine)
             chosen[groups, :, : best.shape[-1]] = nodes[best].masked_fill(~valid, -1)
             self.scored += heads * count
         return chosen
@@ -509,12 +515,12 @@ class _Search:
             if every:
                 break
             number = max(width, int(((nodes >= 0) & finished).sum(-1).max()))
-            best, valid = _top(score, score >= 0, number)
+            best, valid = top(score, score >= 0, number)
             valid &= finished | (torch.arange(best.shape[-1], device=best.device) < width)
             nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
             settled = settled.gather(-1, best) | ~valid
             nodes, settled = self._children(nodes, settled)
-        best, valid = _top(score, score >= 0, refine)
+        best, valid = top(score, score >= 0, refine)
         found = nodes.gather(-1, best).masked_fill(~valid, -1)
         return torch.nn.functional.pad(found, (0, refine - found.shape[-1]), value=-1)
 
@@ -560,15 +566,15 @@ class _Search:
             parent = self.hierarchy.parent[leaf[:, 0]]
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int((allowed & counted[:, :, None]).sum())
-        return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
+        return softmax_of_allowed(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
 
 
-def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
+def softmax_of_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the allowed entries; zeros where none is."""
     return logits.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0)
 
 
-def _top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Indices of the `number` largest non-negative scores, ties to the lower index, and which of them are candidates.
 
     The bits of a non-negative float32 order like the number, so that score and index fit one integer without ties.
