@@ -1,0 +1,812 @@
+"""`FoundCache`: trees found from the keys, for decoding token by token.
+
+The keys of the chunk in progress are in the order of time, and a token reads them exactly. When a chunk is complete, its
+keys are ordered once per key/value head (`find_key_order`) and pooled bottom up; above the chunks the tree goes on, so that
+what a token reads of the past grows with the logarithm of the length. A token
+
+1. starts at the largest complete nodes before its own chunk,
+2. descends by a beam to the `refine` best groups, as `open_families` does,
+3. attends to the sinks, its own chunk up to itself, the keys of those groups, and the pooled rest: the largest nodes that
+   hold none of them.
+
+Pooled nodes lie in a heap: node i has the children i·factor + 1, …, and groups are its last level. It has room for the
+complete tree over the capacity; nodes that are not complete are never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.arguments import DTYPES, check_count, scale_or_default, without_autocast
+from hsa.attention.cache.interface import Memory
+from hsa.attention.multiscale.choice import default_width, softmax_of_allowed, top
+from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
+from hsa.attention.multiscale.operator import per_head
+from hsa.attention.multiscale.pyramid import in_order
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the trees, and of the search in them."""
+
+    group: int  # keys of a group
+    factor: int  # members of every node above
+    chunk: int  # keys that are ordered together: those of one node
+    refine: int
+    width: int | None  # of the beam; None: every group is scored
+    sinks: int
+
+    @cached_property
+    def chunk_height(self) -> int:
+        """Of the node that is a chunk; groups have height 1."""
+        height, size = 1, self.group
+        while size < self.chunk:
+            height, size = height + 1, size * self.factor
+        if size != self.chunk:
+            raise InvalidInput(
+                "chunk",
+                given=f"{self.chunk} with branching {(self.group, self.factor)}",
+                expected="the keys of a whole node: branching[0] times a power of branching[1]",
+                fix=f"for example chunk={size}",
+            )
+        return height
+
+    def chunks(self, length: int) -> int:
+        """Complete ones among so many tokens."""
+        return max(0, length - self.sinks) // self.chunk
+
+    def starts(self, chunks: int) -> list[tuple[int, int]]:
+        """The largest complete nodes over so many chunks, from left to right: (height, number at that height)."""
+        found: list[list[tuple[int, int]]] = []
+        height, end = self.chunk_height, chunks
+        while end:
+            first = end - end % self.factor
+            found.append([(height, number) for number in range(first, end)])
+            height, end = height + 1, end // self.factor
+        return [node for nodes in reversed(found) for node in nodes]
+
+    def candidates(self, chunks: int) -> list[tuple[int, int]]:
+        """Where the search begins to leave nodes out: the starts, replaced by children as long as all of them are kept."""
+        nodes = self.starts(chunks)
+        if self.width is None:
+            return [(1, group) for group in range(chunks * (self.chunk // self.group))]
+        while len(nodes) <= self.width and any(height > 1 for height, _ in nodes):
+            below: list[tuple[int, int]] = []
+            for height, number in nodes:
+                children = range(number * self.factor, (number + 1) * self.factor)
+                below += [(height - 1, child) for child in children] if height > 1 else [(height, number)]
+            nodes = below
+        return nodes
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Where nodes are: heights from 1 (groups) to `levels` (the one root)."""
+
+    factor: int
+    levels: int
+
+    def first(self, height: int) -> int:
+        """The node of a height that comes first."""
+        return int((self.factor ** (self.levels - height) - 1) // (self.factor - 1))
+
+    @property
+    def groups(self) -> int:
+        return int(self.factor ** (self.levels - 1))
+
+    @property
+    def nodes(self) -> int:
+        return self.first(1) + self.groups
+
+
+@lru_cache(maxsize=32)
+def _log_counts(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[nodes] of the keys below each."""
+    with torch.inference_mode(False):
+        sizes = torch.tensor([heap.factor**level for level in range(heap.levels)])
+        counts = group * sizes.flip(0).repeat_interleave(sizes)
+        return counts.double().log().to(dtype).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Past:
+    """What a token may read of complete chunks: follows from their numbers, so it is made once per chunk."""
+
+    candidates: Tensor  # [batch, most] nodes of the heap where the search begins, −1 after them
+    starts: Tensor  # [batch, most] the largest complete nodes, −1 after them
+    ends: Tensor  # [batch, most] the group after the last one of each
+    height: Tensor  # [batch, most]
+    rounds: int  # how often the search goes down a level
+    tallest: int  # height of the tallest start; 0: no complete chunk
+    pooled: int  # no list has more pooled entries
+
+
+@lru_cache(maxsize=64)
+def _past(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.device) -> _Past:
+    def table(rows: list[list[int]], fill: int) -> Tensor:
+        padded = np.full((len(rows), max(1, *map(len, rows))), fill)
+        for row, values in zip(padded, rows, strict=True):
+            row[: len(values)] = values
+        return torch.from_numpy(padded).to(device)
+
+    starts = [shape.starts(n) for n in chunks]
+    nodes = [shape.candidates(n) if shape.refine else [] for n in chunks]
+    tallest = max((height for row in starts for height, _ in row), default=0)
+    most = max(chunks) * shape.chunk // shape.group  # groups
+    levels = [most // shape.factor ** (height - 1) for height in range(2, tallest + 1)]
+    pooled = (shape.factor - 1) * sum(min(shape.refine, count) for count in levels) + max(map(len, starts))
+    with torch.inference_mode(False):
+        return _Past(
+            candidates=table([[heap.first(height) + i for height, i in row] for row in nodes], -1),
+            starts=table([[heap.first(height) + i for height, i in row] for row in starts], -1),
+            ends=table([[(i + 1) * shape.factor ** (height - 1) for height, i in row] for row in starts], heap.groups),
+            height=table([[height for height, _ in row] for row in starts], 0),
+            rounds=max((height - 1 for row in nodes for height, _ in row), default=0),
+            tallest=tallest,
+            pooled=pooled,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One more token in every sequence; the same for all layers."""
+
+    past: _Past
+    written: Tensor  # [batch · kv_heads] rows of the leaves, all sequences and heads flattened, that the token goes to
+    exact: Tensor  # [batch, kv_heads, most] rows of the sinks and of the own chunk up to the token
+    there: Tensor | None  # [batch, most] which of them there are; None: all
+    closing: tuple[int, ...]  # sequences whose chunk this token completes
+    closed: tuple[int, ...]  # and the numbers of those chunks
+
+
+@lru_cache(maxsize=64)
+def _step(
+    shape: Shape, heap: Heap, lengths: tuple[int, ...], capacity: int, kv_heads: int, device: torch.device
+) -> _Step:
+    """`lengths`: before the token."""
+    place = np.array(lengths)
+    chunks = np.maximum(place - shape.sinks, 0) // shape.chunk
+    own = shape.sinks + chunks * shape.chunk
+    most = int((np.minimum(place + 1, shape.sinks) + np.maximum(place + 1 - own, 0)).max())
+    entry = np.arange(most)
+    slots = np.where(entry < shape.sinks, entry, own[:, None] - shape.sinks + entry)
+    there = slots <= place[:, None]
+    first = np.arange(len(place) * kv_heads).reshape(len(place), kv_heads) * capacity
+    rows = first[..., None] + np.where(there, slots, 0)[:, None]
+    closing = np.flatnonzero((place >= shape.sinks) & ((place + 1 - shape.sinks) % shape.chunk == 0))
+    with torch.inference_mode(False):
+        return _Step(
+            past=_past(shape, heap, tuple(chunks.tolist()), device),
+            written=torch.from_numpy((first + place[:, None]).flatten()).to(device),
+            exact=torch.from_numpy(rows).to(device),
+            there=None if there.all() else torch.from_numpy(there).to(device),
+            closing=tuple(closing.tolist()),
+            closed=tuple(chunks[closing].tolist()),
+        )
+
+
+@dataclass
+class Counted:
+    """Products that steps took, all heads and sequences together."""
+
+    entries: int = 0  # keys and pooled nodes that were attended to
+    scored: int = 0  # pooled nodes that the search looked at
+
+
+@dataclass
+class _Layer:
+    """What is kept of one layer. Leaves of complete chunks are in the order of their tree, the others in that of time."""
+
+    keys: Tensor  # [batch, kv_heads, capacity, dim]
+    values: Tensor
+    place: Tensor  # [batch, kv_heads, capacity] of a leaf of a complete chunk: its place in time inside the chunk
+    pooled_keys: Tensor  # [batch, kv_heads, nodes, dim]
+    pooled_values: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(vars(self))
+
+
+class FoundCache:
+    """Keys and values of a growing batch under trees found from the keys; all leaves are kept.
+
+    Decoding step by step gives what the full pass gives:
+
+        tree   = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
+        order  = find_key_order(k, tree, chunk=chunk)
+        opened = open_families(q, k, tree, refine=refine, beam=beam, key_order=order, causal=True)
+        out    = multiscale_attention(q, k, v, tree, opened=opened, key_order=order, causal=True)
+
+    Args:
+        layers, batch, kv_heads, head_dim: what is kept.
+        branching: keys of a group, members of every node above.
+        chunk: tokens that are ordered together once they are there: the keys of a whole node.
+        refine: groups of earlier chunks that a token reads exactly, per query head.
+        beam: width of the search for them; "exact" scores every group; None: max(32, 2·refine).
+        sinks: first tokens, which are always exact.
+        max_length: tokens per sequence to make room for at once, and never more; by default room doubles as it is needed.
+        value_dim: `head_dim` unless given.
+
+    >>> q, k, v = torch.randn(3, 70, 2, 8).unbind(0)  # 70 tokens, 2 heads of 8
+    >>> cache = FoundCache(1, 1, 2, 8, branching=(4, 2), chunk=16, refine=2)
+    >>> tree = cache.begin([69])  # the prompt in one pass …
+    >>> cache.fill(0, k[:69], v[:69])
+    >>> cache.append()  # … then token by token
+    >>> cache.attend(0, q[69:], k[69:], v[69:]).shape
+    torch.Size([1, 2, 8])
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        branching: Sequence[int] = (8, 2),
+        chunk: int = 256,
+        refine: int = 16,
+        beam: int | str | None = None,
+        sinks: int = 0,
+        max_length: int | None = None,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: Any = "cpu",
+    ):
+        self.layers = check_count("layers", layers, "1 or more layers", 1)
+        self.batch = check_count("batch", batch, "1 or more sequences", 1)
+        self.kv_heads = check_count("kv_heads", kv_heads, "1 or more heads", 1)
+        self.head_dim = check_count("head_dim", head_dim, "1 or more dimensions", 1)
+        self.value_dim = self.head_dim if value_dim is None else check_count("value_dim", value_dim, "1 or more", 1)
+        if max_length is not None:
+            max_length = check_count("max_length", max_length, "a positive number of tokens, or None", 1)
+        self.max_length = max_length
+        if dtype not in DTYPES:
+            raise InvalidInput("dtype", given=dtype, expected="float16, bfloat16, float32 or float64")
+        self.dtype, self.device = dtype, torch.empty(0, device=device).device
+        self.shape = _shape(branching, chunk, refine, beam, sinks)
+        self.lengths = [0] * self.batch
+        self._begun: Hierarchy | None = None
+        self._step: _Step | None = None
+        self._done = set(range(self.layers))  # layers that have the last token
+        self._capacity, self._heap = self._room(max_length or self.shape.sinks + self.shape.chunk)
+        self._kept = [self._empty(self._capacity, self._heap) for _ in range(self.layers)]
+
+    def __repr__(self) -> str:
+        return f"FoundCache({self.layers} layers, {self.batch} sequences of up to {max(self.lengths):,} tokens)"
+
+    def begin(self, lengths: Any, closes: Any = None) -> Hierarchy:
+        """An empty cache meets its prompts, of so many tokens each; `fill` then brings the keys and values of every layer.
+
+        Returns:
+            The trees of the prompts, for the full pass.
+        """
+        if any(self.lengths):
+            raise InvalidInput("begin", given=f"{self!r}", expected="an empty cache", fix="make a new one")
+        _check_closes(closes)
+        if len(lengths) != self.batch:
+            raise InvalidInput("lengths", given=f"{len(lengths)} prompts", expected=f"{self.batch}, the batch")
+        branching = (self.shape.group, self.shape.factor)
+        tree = Hierarchy.regular(list(lengths), branching, repeat_last=True, sinks=self.shape.sinks)
+        self._make_room(max(tree.lengths))
+        self.lengths, self._begun, self._done = list(tree.lengths), tree.to(self.device), set()
+        return self._begun
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def fill(self, layer: int, k: Tensor, v: Tensor, key_order: KeyOrder | None = None) -> None:
+        """The keys and values of the prompts, after `begin`.
+
+        Args:
+            k, v: `[tokens, kv_heads, dim]`, packed.
+            key_order: what the full pass found, `find_key_order(k, tree, chunk=chunk)`; found here unless given.
+        """
+        tree = self._begun
+        if tree is None or layer in self._done:
+            raise InvalidInput(f"fill({layer})", given="no prompts for this layer", expected="begin before it")
+        self._check("k", k, (tree.num_leaves, self.kv_heads, self.head_dim))
+        self._check("v", v, (tree.num_leaves, self.kv_heads, self.value_dim))
+        chunks = [self.shape.chunks(length) for length in self.lengths]
+        if key_order is None and any(chunks):
+            key_order = find_key_order(k, tree, chunk=self.shape.chunk)
+        if key_order is not None:
+            self._check_order(key_order, tree)
+            k, v = in_order(k, key_order.order), in_order(v, key_order.order)
+        kept = self._kept[layer]
+        sequence, place = _sequence_and_place(tree)
+        kept.keys[sequence, :, place] = k
+        kept.values[sequence, :, place] = v
+        if key_order is not None:
+            first = tree.tensor("leaf_offsets")[sequence] + self.shape.sinks
+            kept.place[sequence, :, place] = ((key_order.order - first) % self.shape.chunk).T.to(kept.place.dtype)
+        self._pool_whole(kept, max(chunks))
+        self._finish(layer)
+
+    def append(self, closes: Any = None) -> None:
+        """Every sequence grows by one token, whose keys and values `attend` brings, layer by layer."""
+        _check_closes(closes)
+        self._check_done("append")
+        self._make_room(max(self.lengths) + 1)
+        self._step = _step(self.shape, self._heap, tuple(self.lengths), self._capacity, self.kv_heads, self.device)
+        self.lengths = [length + 1 for length in self.lengths]
+        self._done = set()
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        pooled_bias: float | Tensor = 0.0,
+        scale: float | None = None,
+        counted: Counted | None = None,
+    ) -> Tensor:
+        """Keep the new token's keys and values, and attend to what it may see: `[batch, heads, value_dim]`.
+
+        Args:
+            q: `[batch, heads, dim]`; k, v: `[batch, kv_heads, dim]`.
+            pooled_bias, scale: as for `multiscale_attention`.
+            counted: takes the count of entries that were attended to and scored.
+        """
+        if self._step is None or layer in self._done:
+            raise InvalidInput(f"attend({layer})", given="no new token for this layer", expected="append before it")
+        heads = q.shape[1] if q.ndim == 3 else 0
+        if heads == 0 or heads % self.kv_heads:
+            raise InvalidInput(
+                "q",
+                given=f"shape {tuple(q.shape)}",
+                expected=f"[batch, heads, dim], a multiple of {self.kv_heads} heads",
+            )
+        self._check("q", q, (self.batch, heads, self.head_dim))
+        self._check("k", k, (self.batch, self.kv_heads, self.head_dim))
+        self._check("v", v, (self.batch, self.kv_heads, self.value_dim))
+        kept, step = self._kept[layer], self._step
+        kept.keys.view(-1, self.head_dim).index_copy_(0, step.written, k.reshape(-1, self.head_dim))
+        kept.values.view(-1, self.value_dim).index_copy_(0, step.written, v.reshape(-1, self.value_dim))
+        with without_autocast(q):
+            token = _Token(self, kept, step, q, scale_or_default(scale, q), counted)
+            out = token.attend(per_head(pooled_bias, q)).to(q.dtype)
+            if step.closing:
+                self._close(kept, step)
+        self._finish(layer)
+        return out
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def reorder(self, index: Any) -> None:
+        """Sequence `index[i]` into place i; their number may change."""
+        self._check_done("reorder")
+        chosen = torch.as_tensor(index, device=self.device)
+        numbers = chosen.tolist() if chosen.ndim == 1 else []
+        if not numbers or chosen.is_floating_point() or not all(0 <= i < self.batch for i in numbers):
+            raise InvalidInput("index", given=repr(index), expected=f"numbers of sequences, 0 to {self.batch - 1}")
+        for kept in self._kept:
+            for name, tensor in kept.tensors().items():
+                setattr(kept, name, tensor.index_select(0, chosen))
+        self.batch, self.lengths = len(numbers), [self.lengths[i] for i in numbers]
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Forget the last tokens of every sequence, down to these lengths. Chunks that lose some are in progress again."""
+        self._check_done("crop")
+        if len(lengths) != self.batch or not all(0 <= n <= have for n, have in zip(lengths, self.lengths, strict=True)):
+            raise InvalidInput("lengths", given=list(lengths), expected=f"at most {self.lengths}, one per sequence")
+        shape = self.shape
+        opened = [
+            (sequence, shape.chunks(n))
+            for sequence, (n, have) in enumerate(zip(lengths, self.lengths, strict=True))
+            if shape.chunks(n) < shape.chunks(have) and (n - shape.sinks) % shape.chunk and n > shape.sinks
+        ]
+        if opened:
+            at = self._leaves_of_chunks(*zip(*opened, strict=True))
+            for kept in self._kept:
+                place = kept.place[at].long()
+                for leaves in (kept.keys, kept.values):
+                    moved = leaves[at]
+                    leaves[at] = torch.empty_like(moved).scatter_(2, place[..., None].expand_as(moved), moved)
+        self.lengths, self._step = list(lengths), None
+        self._done = set(range(self.layers))
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def leaves(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values as they came, packed: `[tokens, kv_heads, dim]`."""
+        kept, shape = self._kept[layer], self.shape
+        longest = max(self.lengths)
+        slot = torch.arange(longest, device=self.device)
+        complete = torch.tensor([shape.chunks(n) for n in self.lengths], device=self.device)
+        end = shape.sinks + complete * shape.chunk
+        in_tree = (slot >= shape.sinks) & (slot < end[:, None])  # [batch, longest]
+        first = slot - (slot - shape.sinks) % shape.chunk
+        time = torch.where(in_tree[:, None], first + kept.place[:, :, :longest], slot)  # [batch, kv_heads, longest]
+        there = slot < torch.tensor(self.lengths, device=self.device)[:, None]
+
+        def packed(leaves: Tensor) -> Tensor:
+            moved = leaves[:, :, :longest]
+            in_time = torch.empty_like(moved).scatter_(2, time[..., None].expand_as(moved), moved)
+            return in_time.transpose(1, 2)[there]
+
+        return packed(kept.keys), packed(kept.values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for `torch.save`."""
+        self._check_done("state_dict")
+        kept = [{name: x.clone() for name, x in layer.tensors().items()} for layer in self._kept]
+        return {"settings": self._settings(), "lengths": list(self.lengths), "capacity": self._capacity, "layers": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Everything as it was when `state_dict` was called; the batch is that of then."""
+        if state.get("settings") != self._settings():
+            raise InvalidInput(
+                "state",
+                given=f"a cache with {state.get('settings')}",
+                expected=f"one with {self._settings()}",
+                fix="make the cache with the settings it was saved with",
+            )
+        self._capacity, self._heap = self._room(state["capacity"])
+        self._kept = [
+            _Layer(**{name: x.to(self.device, copy=True) for name, x in layer.items()}) for layer in state["layers"]
+        ]
+        self.lengths, self.batch = list(state["lengths"]), len(state["lengths"])
+        self._begun = self._step = None
+        self._done = set(range(self.layers))
+
+    def _settings(self) -> dict[str, Any]:
+        """What another cache must have in common to take this one's state."""
+        sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return {**sizes, "value_dim": self.value_dim, "dtype": str(self.dtype), **asdict(self.shape)}
+
+    def memory(self) -> Memory:
+        """What is kept, and what a plain cache of the same tokens would keep."""
+        total = sum(x.numel() * x.element_size() for kept in self._kept for x in kept.tensors().values())
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        flat = sum(self.lengths) * self.layers * self.kv_heads * (self.head_dim + self.value_dim) * size
+        return Memory(total, flat, leaves_kept=True)
+
+    def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(x.shape) != shape:
+            raise InvalidInput(
+                name, given=f"shape {tuple(x.shape)}", expected=f"{shape}", fix=f"the cache was made for {self!r}"
+            )
+        if x.dtype != self.dtype or x.device != self.device:
+            raise InvalidInput(
+                name, given=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as the cache"
+            )
+
+    def _check_order(self, key_order: KeyOrder, tree: Hierarchy) -> None:
+        if key_order.chunk != self.shape.chunk or key_order.order.shape != (self.kv_heads, tree.num_leaves):
+            raise InvalidInput(
+                "key_order",
+                given=f"order {tuple(key_order.order.shape)} in chunks of {key_order.chunk}",
+                expected=f"{(self.kv_heads, tree.num_leaves)} in chunks of {self.shape.chunk}",
+                fix=f"use find_key_order(k, tree, chunk={self.shape.chunk})",
+            )
+
+    def _check_done(self, what: str) -> None:
+        if len(self._done) < self.layers:
+            missing = min(set(range(self.layers)) - self._done)
+            raise InvalidInput(
+                what,
+                given=f"a cache whose layer {missing} has not met its last tokens",
+                expected="fill or attend for every layer before",
+            )
+
+    def _finish(self, layer: int) -> None:
+        self._done.add(layer)
+        if len(self._done) == self.layers:
+            self._begun = self._step = None
+
+    def _room(self, length: int) -> tuple[int, Heap]:
+        """Tokens there is room for, in whole chunks unless there is a maximum, and the heap over their chunks."""
+        shape = self.shape
+        chunks = max(1, -(-max(0, length - shape.sinks) // shape.chunk))
+        levels = shape.chunk_height
+        while shape.factor ** (levels - shape.chunk_height) < chunks:
+            levels += 1
+        return shape.sinks + chunks * shape.chunk, Heap(shape.factor, levels)
+
+    def _empty(self, capacity: int, heap: Heap) -> _Layer:
+        """Zeros: what is hidden by a mask must still be numbers."""
+        pooled = torch.promote_types(self.dtype, torch.float32)
+
+        def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+            with torch.inference_mode(False):
+                return torch.zeros(self.batch, self.kv_heads, *sizes, dtype=dtype, device=self.device)
+
+        return _Layer(
+            keys=zeros(capacity, self.head_dim, dtype=self.dtype),
+            values=zeros(capacity, self.value_dim, dtype=self.dtype),
+            place=zeros(capacity, dtype=torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
+            pooled_keys=zeros(heap.nodes, self.head_dim, dtype=pooled),
+            pooled_values=zeros(heap.nodes, self.value_dim, dtype=pooled),
+        )
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _make_room(self, length: int) -> None:
+        if self.max_length is not None and length > self.max_length:
+            raise InvalidInput(
+                "append",
+                given=f"{length:,} tokens",
+                expected=f"at most max_length={self.max_length:,}",
+                fix="make the cache with a larger max_length, or with None, which grows",
+            )
+        if length <= self._capacity:
+            return
+        old, have = self._heap, self._capacity
+        self._capacity, self._heap = self._room(max(length, 2 * have))
+        for number, kept in enumerate(self._kept):
+            self._kept[number] = grown = self._empty(self._capacity, self._heap)
+            for name in ("keys", "values", "place"):
+                getattr(grown, name)[:, :, :have] = getattr(kept, name)
+            for height in range(1, old.levels + 1):
+                before, now = old.first(height), self._heap.first(height)
+                count = old.factor ** (old.levels - height)
+                for name in ("pooled_keys", "pooled_values"):
+                    getattr(grown, name)[:, :, now : now + count] = getattr(kept, name)[:, :, before : before + count]
+
+    def _leaves_of_chunks(self, sequences: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Index of the leaves `[sequences, kv_heads, chunk]` of one chunk of each of these sequences."""
+        chunk, device = self.shape.chunk, self.device
+        first = self.shape.sinks + torch.tensor(numbers, device=device) * chunk
+        slots = first[:, None, None] + torch.arange(chunk, device=device)
+        return torch.tensor(sequences, device=device)[:, None, None], self._heads, slots
+
+    @property
+    def _heads(self) -> Tensor:
+        """[1, kv_heads, 1]"""
+        return torch.arange(self.kv_heads, device=self.device)[:, None]
+
+    def _close(self, kept: _Layer, step: _Step) -> None:
+        """Chunks that have just become complete: their order, their nodes, and the nodes above that they complete."""
+        shape, several = self.shape, len(step.closing)
+        at = self._leaves_of_chunks(step.closing, step.closed)
+        keys, values = kept.keys[at], kept.values[at]  # [several, kv_heads, chunk, dim]
+        tree = _chunk_trees(shape, several, self.device)
+        order = find_key_order(keys.transpose(1, 2).flatten(0, 1), tree).order
+        place = order.view(self.kv_heads, several, shape.chunk).transpose(0, 1) % shape.chunk
+        kept.place[at] = place.to(kept.place.dtype)
+        numbers = torch.tensor(step.closed, device=self.device)
+        for leaves, pooled, moved in (
+            (kept.keys, kept.pooled_keys, keys),
+            (kept.values, kept.pooled_values, values),
+        ):
+            moved = moved.gather(2, place[..., None].expand_as(moved))
+            leaves[at] = moved
+            members = shape.group
+            for height in range(1, shape.chunk_height + 1):
+                moved = _means(moved, members, pooled.dtype)
+                nodes = self._heap.first(height) + numbers[:, None] * moved.shape[2]
+                nodes = nodes + torch.arange(moved.shape[2], device=self.device)
+                pooled[at[0], self._heads, nodes[:, None]] = moved
+                members = shape.factor
+        self._close_above(kept, step)
+
+    def _close_above(self, kept: _Layer, step: _Step) -> None:
+        height, nodes = self.shape.chunk_height, list(zip(step.closing, step.closed, strict=True))
+        while nodes := [(row, number // self.shape.factor) for row, number in nodes if self._is_last(number)]:
+            rows, parents = (torch.tensor(x, device=self.device)[:, None] for x in zip(*nodes, strict=True))
+            children = self._heap.first(height) + parents * self.shape.factor
+            children = (children + torch.arange(self.shape.factor, device=self.device))[:, None]
+            height += 1
+            for pooled in (kept.pooled_keys, kept.pooled_values):
+                mean = pooled[rows[..., None], self._heads, children].mean(2)
+                pooled[rows, self._heads.T, self._heap.first(height) + parents] = mean
+
+    def _is_last(self, number: int) -> bool:
+        """Of its family."""
+        return (number + 1) % self.shape.factor == 0
+
+    def _pool_whole(self, kept: _Layer, chunks: int) -> None:
+        """All nodes over the first chunks; where a sequence has fewer, its nodes are made again when they are complete."""
+        shape = self.shape
+        for leaves, pooled in ((kept.keys, kept.pooled_keys), (kept.values, kept.pooled_values)):
+            level = leaves[:, :, shape.sinks : shape.sinks + chunks * shape.chunk]
+            members, height = shape.group, 1
+            while count := level.shape[2] // members:
+                level = _means(level[:, :, : count * members], members, pooled.dtype)
+                first = self._heap.first(height)
+                pooled[:, :, first : first + count] = level
+                members, height = shape.factor, height + 1
+
+
+class _Token:
+    """One token of every sequence in one layer: whom it attends to."""
+
+    def __init__(self, cache: FoundCache, kept: _Layer, step: _Step, q: Tensor, scale: float, counted: Counted | None):
+        self.kept, self.step, self.past, self.counted = kept, step, step.past, counted
+        self.shape, self.heap = cache.shape, cache._heap
+        self.heads, self.kv_heads, self.capacity = q.shape[1], cache.kv_heads, cache._capacity
+        self.device = q.device
+        self.q = q.to(kept.pooled_keys.dtype) * scale  # [batch, heads, dim]
+        sequence = torch.arange(len(q), device=q.device)[:, None] * self.kv_heads
+        head = torch.arange(self.heads, device=q.device) // (self.heads // self.kv_heads)
+        self.tree = (sequence + head)[..., None]  # [batch, heads, 1] of the trees of all sequences and key/value heads
+        self.log_count = _log_counts(self.heap, self.shape.group, self.q.dtype, q.device)
+
+    def attend(self, bias: Tensor | None) -> Tensor:
+        """[batch, heads, value_dim]"""
+        grouped = self.q.unflatten(1, (self.kv_heads, -1))
+        own_keys, own_values = (self._rows(x, self.step.exact) for x in (self.kept.keys, self.kept.values))
+        own = (grouped @ own_keys.transpose(-1, -2)).flatten(1, 2)
+        if self.step.there is not None:
+            own = own.masked_fill(~self.step.there[:, None], -math.inf)
+        logits, parts = [own], []
+        if self.past.tallest:
+            for keys, values, added in self._earlier(bias):
+                logits.append((keys @ self.q[..., None]).squeeze(-1) + added)
+                parts.append(values)
+        sizes = [part.shape[-1] for part in logits]
+        own_weights, *weights = torch.cat(logits, -1).softmax(-1).split(sizes, -1)
+        out = (own_weights.unflatten(1, (self.kv_heads, -1)) @ own_values).flatten(1, 2)
+        for weight, values in zip(weights, parts, strict=True):
+            out = out + (weight[..., None, :] @ values).squeeze(-2)
+        if self.counted is not None:
+            self.counted.entries += sum(int((part > -math.inf).sum()) for part in logits)
+        return out
+
+    def _earlier(self, bias: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values and what is added to the logits: of the groups that are opened, and of the pooled rest."""
+        groups, valid = self._choose()
+        slots = self.shape.sinks + groups[..., None] * self.shape.group
+        slots = (slots + torch.arange(self.shape.group, device=self.device)).flatten(-2)
+        rows = self.tree * self.capacity + slots.where(valid.repeat_interleave(self.shape.group, -1), 0)
+        hidden = torch.zeros(slots.shape, dtype=self.q.dtype, device=self.device)
+        hidden = hidden.masked_fill(~valid.repeat_interleave(self.shape.group, -1), -math.inf)
+        opened = self._rows(self.kept.keys, rows), self._rows(self.kept.values, rows), hidden
+        nodes, there = self._rest(groups, valid)
+        added = self.log_count[nodes] if bias is None else self.log_count[nodes] + bias.to(self.q.dtype)[:, None]
+        rows = self.tree * self.heap.nodes + nodes
+        keys, values = (self._rows(x, rows) for x in (self.kept.pooled_keys, self.kept.pooled_values))
+        return [opened, (keys, values, added.masked_fill(~there, -math.inf))]
+
+    def _rows(self, leaves: Tensor, rows: Tensor) -> Tensor:
+        """`[…, dim]` rows of all sequences and heads flattened."""
+        chosen = leaves.flatten(0, 2).index_select(0, rows.flatten())
+        return chosen.to(self.q.dtype).unflatten(0, rows.shape)
+
+    def _choose(self) -> tuple[Tensor, Tensor]:
+        """[batch, heads, opened] numbers of the groups to open, ascending, and which of them there are; as `_descend` of
+        `open_families` does, without its first rounds, in which every candidate is kept."""
+        nodes = self.past.candidates[:, None].expand(-1, self.heads, -1)
+        first_group, width, factor = self.heap.first(1), self.shape.width, self.shape.factor
+        member = torch.arange(factor, device=self.device)
+        for _ in range(self.past.rounds):
+            assert width is not None
+            finished = self._settled(nodes).all(-1, keepdim=True)
+            score = self._score(nodes, counted=~finished)
+            best, valid = top(score, score >= 0, width)
+            parents = nodes.gather(-1, best).masked_fill(~valid, -1)[..., None]
+            children = torch.where(
+                self._settled(parents), parents.where(member == 0, -1), parents * factor + 1 + member
+            ).flatten(-2)
+            wider = children.shape[-1] - nodes.shape[-1]  # a search that has come to the end waits for the others
+            nodes = torch.where(
+                finished,
+                torch.nn.functional.pad(nodes, (0, max(0, wider)), value=-1),
+                torch.nn.functional.pad(children, (0, max(0, -wider)), value=-1),
+            )
+        if self.shape.refine == 0:
+            nodes = nodes[..., :0]
+        elif nodes.shape[-1] > self.shape.refine:
+            score = self._score(nodes)
+            best, valid = top(score, score >= 0, self.shape.refine)
+            nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
+        groups = torch.where(nodes < 0, self.heap.groups, nodes - first_group).sort(-1).values
+        return groups, groups < self.heap.groups
+
+    def _settled(self, nodes: Tensor) -> Tensor:
+        return (nodes < 0) | (nodes >= self.heap.first(1))
+
+    def _score(self, nodes: Tensor, counted: Tensor | None = None) -> Tensor:
+        """[batch, heads, nodes] softmax over the candidates; −1 where there is none."""
+        there = nodes >= 0
+        known = nodes.clamp(min=0)
+        keys = self._rows(self.kept.pooled_keys, self.tree * self.heap.nodes + known)
+        logits = (keys @ self.q[..., None]).squeeze(-1) + self.log_count[known]
+        if self.counted is not None:
+            self.counted.scored += int((there if counted is None else there & counted).sum())
+        return softmax_of_allowed(logits, there).masked_fill(~there, -1)
+
+    def _rest(self, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, heads, entries] the largest nodes that hold no open group, and which of them there are."""
+        past, factor = self.past, self.shape.factor
+        # Of every group the start above it; a start is pooled if it is above none.
+        start = (groups[..., None] >= past.ends[:, None, None]).sum(-1)
+        above = torch.zeros(*groups.shape[:2], past.starts.shape[-1] + 1, dtype=torch.bool, device=self.device)
+        above.scatter_(-1, start.where(valid, past.starts.shape[-1]), True)
+        starts = past.starts[:, None].expand(-1, self.heads, -1)
+        nodes, there = [starts.clamp(min=0)], [(starts >= 0) & ~above[..., :-1]]
+        if groups.shape[-1] and past.tallest > 1:
+            height = torch.arange(1, past.tallest, device=self.device)[:, None]  # of members; [heights, 1]
+            power = factor ** (height - 1)
+            ancestor = groups[:, :, None] // power  # [batch, heads, heights, groups]
+            parent = ancestor // factor
+            # Groups ascend, so those below one parent are neighbours; the first of them stands for the family.
+            first = torch.ones_like(parent, dtype=torch.bool)
+            first[..., 1:] = parent[..., 1:] != parent[..., :-1]
+            index = torch.arange(groups.shape[-1], device=self.device)
+            stands = index.where(first, 0).cummax(-1).values
+            holds = torch.zeros(*parent.shape[:-1], groups.shape[-1] * factor, dtype=torch.bool, device=self.device)
+            holds.scatter_(-1, stands * factor + ancestor % factor, True)
+            limit = past.height.gather(-1, start.clamp(max=past.starts.shape[-1] - 1).flatten(1)).view_as(start)
+            inside = first & valid[:, :, None] & (height < limit[:, :, None])
+            pooled = inside[..., None] & ~holds.unflatten(-1, (-1, factor))
+            base = torch.tensor([self.heap.first(h) for h in range(1, past.tallest)], device=self.device)[:, None]
+            member = (base + parent * factor)[..., None] + torch.arange(factor, device=self.device)
+            there.append(pooled.flatten(2))
+            nodes.append(member.flatten(2))
+        node, is_there = torch.cat(nodes, -1), torch.cat(there, -1)
+        if node.shape[-1] > past.pooled:  # the gaps to the end, and away with them
+            order = is_there.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., : past.pooled]
+            node, is_there = node.gather(-1, order), is_there.gather(-1, order)
+        return node.where(is_there, 0), is_there
+
+
+def _means(x: Tensor, members: int, dtype: torch.dtype) -> Tensor:
+    """`[…, n, dim]` → `[…, n / members, dim]`"""
+    return x.unflatten(2, (-1, members)).to(dtype).mean(3)
+
+
+@lru_cache(maxsize=32)
+def _chunk_trees(shape: Shape, several: int, device: torch.device) -> Hierarchy:
+    with torch.inference_mode(False):
+        tree = Hierarchy.regular([shape.chunk] * several, (shape.group, shape.factor), repeat_last=True)
+        return tree.to(device)
+
+
+def _sequence_and_place(tree: Hierarchy) -> tuple[Tensor, Tensor]:
+    """[leaves] the tree of every leaf and its number there."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor(tree.lengths)
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        place = torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
+        return sequence.to(tree.device), place.to(tree.device)
+
+    return tree.cached("sequence and place", build)
+
+
+def _shape(branching: Any, chunk: Any, refine: Any, beam: Any, sinks: Any) -> Shape:
+    if not isinstance(branching, Sequence) or isinstance(branching, str) or len(branching) not in (1, 2):
+        raise InvalidInput("branching", given=repr(branching), expected="keys of a group and a factor, such as (8, 2)")
+    group, factor = (
+        check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate((*branching, branching[-1])[:2])
+    )
+    refine = check_count("refine", refine, "0 or a positive number of groups")
+    if beam is None:
+        width: int | None = default_width(refine)
+    elif isinstance(beam, str) and beam == "exact":
+        width = None
+    else:
+        least = max(refine, 1)
+        width = check_count("beam", beam, f"'exact', None, or a width of at least {least} (refine)", least)
+    shape = Shape(
+        group=group,
+        factor=factor,
+        chunk=check_count("chunk", chunk, "a positive number of tokens", 1),
+        refine=refine,
+        width=width,
+        sinks=check_count("sinks", sinks, "0 or a number of first tokens"),
+    )
+    _ = shape.chunk_height
+    return shape
+
+
+def _check_closes(closes: Any) -> None:
+    if closes is not None:
+        raise InvalidInput("closes", given="levels to close", expected="None", fix="found trees follow no text")

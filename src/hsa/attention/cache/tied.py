@@ -1,0 +1,420 @@
+"""`TiedCache`: the paper's own cache (appendix G.2), for its own operator: pooled queries and energies on the path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.arguments import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
+from hsa.attention.cache.interface import Memory
+from hsa.attention.hierarchical.operator import energy
+from hsa.attention.softmax import exact
+from hsa.errors import InvalidInput
+from hsa.growth import grown
+from hsa.hierarchy import Hierarchy, integers
+
+
+class TiedCache:
+    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal=True, include_self=True)`.
+
+    Kept per layer: of every open node on the path to the newest token the sum of its queries and the energy of its finished
+    members, of every finished member on the path its pooled key, pooled value and leaf count. A token costs O(b·depth):
+
+        upwards    inner(P) = (Σ over finished members C of count(C)·mass(C) + count(A)·mass(A)) / count(P)
+                   mass(A)  = log(e^inner(A) + e^outer(A)),  outer(A) over the finished members of P     (A: P's path member)
+        downwards  out ← out + weight · share(outer(A)) · y(A),  weight ← weight · share(inner(A))
+
+    The row of a token is the one it has in the tree as it was then. This operator ties rows, so that a pass over the longer
+    sequence gives earlier tokens *other* rows: pooled queries and energies change with every token that joins a node. That
+    is what appendix G describes, and why models here decode with `HierarchicalCache`, whose rows never change.
+
+    Args:
+        batch: sequences that grow together, one token each per step.
+        branching: members per node from the leaves up; the last factor repeats.
+        layers: of the model.
+        sinks: first tokens that hang directly under the root.
+
+    >>> from hsa import Hierarchy, hierarchical_attention
+    >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 tokens, 2 heads of 4
+    >>> cache = TiedCache(1, (2, 2))
+    >>> for t in range(9):
+    ...     cache.append()
+    ...     out = cache.attend(0, q[t : t + 1], k[t : t + 1], v[t : t + 1])
+    >>> tree = Hierarchy.regular([9], (2, 2), repeat_last=True)
+    >>> full = hierarchical_attention(q, k, v, tree, causal=True, include_self=True)
+    >>> torch.allclose(out[0], full[-1], atol=1e-5)
+    True
+    """
+
+    def __init__(self, batch: int, branching: Sequence[int], *, layers: int = 1, sinks: int = 0):
+        self.batch = check_count("batch", batch, "1 or more sequences", minimum=1)
+        self.layers = check_count("layers", layers, "1 or more", minimum=1)
+        self.sinks = check_count("sinks", sinks, "0 or more first tokens")
+        factors = [check_count(f"branching[{i}]", b, "1 or more members", minimum=1) for i, b in enumerate(branching)]
+        if not factors or factors[-1] < 2:
+            raise InvalidInput(
+                "branching",
+                given=tuple(factors),
+                expected="factors, the last of them 2 or more",
+                fix="the last factor repeats: with 1 it would never come down to a root",
+            )
+        self.branching = tuple(factors)
+        self.lengths = [0] * self.batch
+        self._root = _Level(self.batch, self.sinks)
+        self._levels: list[_Level] = []
+        self._steps: list[_Step] | None = None
+        self._prompts: _Prompts | None = None
+        self._attended: set[int] = set(range(self.layers))
+        self._widths: tuple[Any, ...] | None = None  # heads, key/value heads, dim, value_dim, dtype, device
+
+    def begin(self, lengths: Any, closes: Any = None) -> Hierarchy:
+        """An empty cache meets its prompts: structure only.
+
+        Args:
+            lengths: `[batch]` tokens of every prompt.
+            closes: `[tokens]` what each of them closes, prompts one after another; None for nothing.
+
+        Returns:
+            The forest of the prompts, for `hierarchical_attention`.
+        """
+        if any(self.lengths):
+            raise InvalidInput("begin", given="a cache with tokens", expected="an empty one", fix="make a new one")
+        hierarchy = grown(lengths, self.branching, closes, sinks=self.sinks)
+        if hierarchy.num_trees != self.batch:
+            raise InvalidInput("lengths", given=f"{hierarchy.num_trees} prompts", expected=f"{self.batch} sequences")
+        length, first = np.array(hierarchy.lengths), hierarchy.structure.leaf_offsets[:-1]
+        heights = np.zeros(hierarchy.num_leaves, np.int64) if closes is None else integers("closes", closes)
+        for t in range(int(length.max())):
+            there = t < length
+            self._advance(there, heights[first + np.minimum(t, length - 1)])
+        self._prompts = _Prompts.of(hierarchy, [level.counts for level in (self._root, *reversed(self._levels))])
+        self._attended = set()
+        return hierarchy
+
+    @torch.no_grad()
+    def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> None:
+        """What the path needs of the prompts, after `begin`.
+
+        Args:
+            layer: each once.
+            q, k, v: `[tokens, heads, dim]`, packed.
+        """
+        if self._prompts is None or layer in self._attended:
+            raise InvalidInput("fill", given=f"layer {layer} without prompts", expected="begin before it")
+        check_inputs({"q": q, "k": k, "v": v}, self._prompts.members.to(q.device))
+        self._check_widths(layer, q, k, v)
+        self._attended.add(layer)
+        self._prompts.fill(layer, q, k, v, [self._root, *reversed(self._levels)], scale_or_default(scale, q))
+        if len(self._attended) == self.layers:
+            self._prompts = None
+
+    def append(self, closes: Any = None) -> None:
+        """Every sequence grows by one token; the nodes that it completes close.
+
+        Args:
+            closes: `[batch]` the level up to which the token closes nodes, whatever their size; 0 for none.
+        """
+        self._check_finished("append")
+        heights = np.zeros(self.batch, np.int64) if closes is None else integers("closes", closes)
+        if heights.shape != (self.batch,) or (heights < 0).any():
+            raise InvalidInput("closes", given=repr(closes), expected=f"{self.batch} levels, 0 or more each")
+        self._steps, self._attended = self._advance(np.ones(self.batch, bool), heights), set()
+        if self._widths is not None:
+            self._upload()
+
+    def _advance(self, there: np.ndarray, heights: np.ndarray) -> list[_Step]:
+        """The structure with one more token in some of the sequences, and the nodes on its path."""
+        in_tree = there & (np.array(self.lengths) >= self.sinks)
+        complete, size, steps = in_tree, np.ones(self.batch, np.int64), []  # of the path's member of a level
+        for height, level in enumerate(self._levels, start=1):
+            closing = complete & ((level.sizes + 1 == self._factor(height)) | (heights >= height))
+            steps.append(level.step(complete, closing, size))
+            complete, size = closing, steps[-1].count
+        while complete.any():
+            level = _Level(self.batch, self._factor(len(self._levels) + 1) - 1)
+            if self._widths is not None:
+                level.allocate(self.layers, *self._widths)
+            closing = complete & ((self._factor(len(self._levels) + 1) == 1) | (heights > len(self._levels)))
+            self._levels.append(level)
+            steps.append(level.step(complete, closing, size))
+            complete, size = closing, steps[-1].count
+        steps.append(self._root.step(there & ~in_tree, np.zeros(self.batch, bool), size))
+        self.lengths = (np.array(self.lengths) + there).tolist()
+        return steps
+
+    @torch.no_grad()
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        """Store the new token of every sequence and give its row.
+
+        Args:
+            layer: each once after every `append`.
+            q: `[batch, heads, dim]`.
+            k, v: `[batch, kv_heads, dim]`, `[batch, kv_heads, value_dim]`; fewer heads than q: grouped.
+
+        Returns:
+            `[batch, heads, value_dim]`.
+        """
+        self._check(layer, q, k, v)
+        self._attended.add(layer)
+        scale, heads, wide = scale_or_default(scale, q), q.shape[1], torch.promote_types(q.dtype, torch.float32)
+        query, key, value = q.to(wide), k.to(wide), v.to(wide)  # a sum, and two means, of the path's member
+        count = torch.ones(self.batch, 1, dtype=wide, device=q.device)
+        inner = scale * (query * repeat_heads(key, heads)).sum(-1)
+        path = []
+        with without_autocast(q):
+            for level, step in zip([*self._levels, self._root], self._steps or [], strict=True):
+                y, outer = level.siblings(layer, query / count[..., None], step, scale)
+                path.append((y, (outer - inner)[..., None]))  # −∞ without siblings: all goes down
+                mass = torch.logaddexp(inner, outer)
+                query, inner, key, value, count = level.join(layer, query, mass, key, value, count, step)
+        out, weight = torch.zeros_like(path[0][0]), torch.ones_like(path[0][1])
+        for y, more in reversed(path):
+            out = out + weight * torch.sigmoid(more) * y
+            weight = weight * torch.sigmoid(-more)
+        return (out + weight * repeat_heads(v.to(wide), heads)).to(v.dtype)
+
+    def reorder(self, index: Any) -> None:
+        """Beam search: the sequence to copy into each place. The batch may change."""
+        index = integers("index", index)
+        if index.ndim != 1 or len(index) == 0 or ((index < 0) | (index >= self.batch)).any():
+            raise InvalidInput("index", given=index.tolist(), expected=f"a vector of sequences in 0..{self.batch - 1}")
+        self._check_finished("reorder")
+        self.batch, self.lengths = len(index), [self.lengths[i] for i in index]
+        for level in (*self._levels, self._root):
+            level.reorder(index)
+        self._steps = None
+
+    def memory(self) -> Memory:
+        """What is kept, and what a flat cache of keys and values would keep."""
+        if self._widths is None:
+            return Memory(0, 0, leaves_kept=False)
+        _, kv_heads, dim, value_dim, dtype, _ = self._widths
+        flat = sum(self.lengths) * kv_heads * (dim + value_dim) * dtype.itemsize * self.layers
+        kept = sum(x.nbytes for level in (*self._levels, self._root) for x in level.tensors.values())
+        return Memory(kept, flat, leaves_kept=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is, as tensors and plain values."""
+        self._check_finished("state_dict")
+        return {
+            "settings": self._settings(),
+            "lengths": list(self.lengths),
+            "widths": self._widths and (*self._widths[:-1], str(self._widths[-1])),
+            "levels": [level.state() for level in (*self._levels, self._root)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The cache as it was. Tensors stay on the device they are on."""
+        if state.get("settings") != self._settings():
+            raise InvalidInput(
+                "state", given=f"a cache of {state.get('settings')}", expected=f"{self._settings()}, as this one"
+            )
+        self.lengths = list(state["lengths"])
+        self.batch = len(self.lengths)
+        *levels, self._root = (_Level.restored(level) for level in state["levels"])
+        self._levels = levels
+        self._widths = state["widths"] and (*state["widths"][:-1], torch.device(state["widths"][-1]))
+        self._steps, self._attended = None, set(range(self.layers))
+
+    def _settings(self) -> dict[str, Any]:
+        return {"branching": list(self.branching), "layers": self.layers, "sinks": self.sinks}
+
+    def _factor(self, height: int) -> int:
+        return self.branching[min(height, len(self.branching)) - 1]
+
+    def _upload(self) -> None:
+        if self._steps is not None and self._widths is not None:
+            wide, device = torch.promote_types(self._widths[4], torch.float32), self._widths[5]
+            for step in self._steps:
+                step.upload(wide, device)
+
+    def _check_finished(self, where: str) -> None:
+        if len(self._attended) < self.layers:
+            raise InvalidInput(
+                where,
+                given=f"a cache whose last tokens {len(self._attended)} of {self.layers} layers have seen",
+                expected="all of them",
+                fix="call attend (after begin: fill) once per layer",
+            )
+
+    def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if self._steps is None or layer in self._attended:
+            raise InvalidInput("attend", given=f"layer {layer} without a new token", expected="append before it")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 3 or len(x) != self.batch:
+                raise InvalidInput(
+                    name, given=f"shape {tuple(x.shape)}", expected=f"[{self.batch}, heads, dim]: a row per sequence"
+                )
+        fits = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
+        if not fits or not q.dtype == k.dtype == v.dtype:
+            raise InvalidInput(
+                "k",
+                given=f"{tuple(k.shape)} {k.dtype} for q {tuple(q.shape)} {q.dtype} and v {tuple(v.shape)} {v.dtype}",
+                expected="one head_dim and dtype, and heads of k and v that divide those of q",
+            )
+        self._check_widths(layer, q, k, v)
+
+    def _check_widths(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if check_count("layer", layer, f"a layer in 0..{self.layers - 1}") >= self.layers:
+            raise InvalidInput("layer", given=layer, expected=f"a layer in 0..{self.layers - 1}")
+        widths = (q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device)
+        if self._widths is None:
+            self._widths = widths
+            for level in (*self._levels, self._root):
+                level.allocate(self.layers, *widths)
+            self._upload()
+        elif widths != self._widths:
+            raise InvalidInput(
+                "q",
+                given=f"heads, key/value heads, dim, value_dim, dtype, device {widths}",
+                expected=f"{self._widths}, as the tokens before",
+                fix="a cache belongs to one model",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompts:
+    """The finished members on the paths of some prompts, which together hold every token once, oldest first."""
+
+    members: Hierarchy  # one tree each
+    places: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per level, top down: sequence, slot, tree
+
+    @staticmethod
+    def of(hierarchy: Hierarchy, counts: list[np.ndarray]) -> _Prompts:
+        """`counts`: `[batch, width]` leaves of the members per level, top down."""
+        wide = np.concatenate(counts, 1)
+        sizes = wide[wide > 0]
+        s, end = hierarchy.structure, np.cumsum(sizes)
+        # What is not inside a member is still open, and leaves the forest.
+        inside = s.end_leaf <= end[np.searchsorted(end, s.first_leaf, side="right")]
+        number = np.cumsum(inside) - 1
+        parent = np.where((s.parent >= 0) & np.append(inside, False)[s.parent], number[s.parent], -1)[inside]
+        members = Hierarchy._from_parent_array(parent, s.first_leaf[inside])
+        tree = np.cumsum(wide > 0).reshape(wide.shape) - 1
+        bounds = np.cumsum([0, *(c.shape[1] for c in counts)])
+        places = []
+        for begin, level in zip(bounds, counts, strict=False):
+            sequence, slot = np.nonzero(level)
+            places.append((sequence, slot, tree[sequence, begin + slot]))
+        return _Prompts(members, places)
+
+    def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, levels: list[_Level], scale: float) -> None:
+        """Members' means, and the energies they add up to. A member sees those before it in its node."""
+        members = self.members.to(q.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        inner = -energy(q, k, members, causal=True, include_self=True, scale=scale).to(wide)
+        lengths = members.tensor("leaf_offsets").diff()
+        means = [torch.segment_reduce(x.to(wide), "mean", lengths=lengths) for x in (q, k, v)]
+        for level, place in zip(levels, self.places, strict=True):
+            sequence, slot, tree = (torch.as_tensor(x).to(q.device) for x in place)
+            query, key, value = (x.new_zeros(*level.counts.shape, *x.shape[1:]) for x in means)
+            own = inner.new_zeros(*level.counts.shape, inner.shape[1])
+            for padded, packed in ((query, means[0]), (key, means[1]), (value, means[2]), (own, inner)):
+                padded[sequence, slot] = packed[tree]
+            weights = torch.as_tensor(level.counts).to(q.device, wide)
+            before = torch.ones(2 * level.counts.shape[1:], dtype=torch.bool, device=q.device).tril(-1)
+            inputs = (repeat_heads(x.transpose(1, 2), q.shape[1]) for x in (query, key, value))
+            _, outer = exact(*inputs, weights.log()[:, None, None], before, scale=scale)
+            mass = torch.logaddexp(own, outer.transpose(1, 2)).masked_fill(weights[..., None] == 0, 0)
+            mine = {name: x[layer] for name, x in level.tensors.items()}
+            mine["k"].copy_(key)
+            mine["v"].copy_(value)
+            mine["query"].copy_(torch.einsum("bw,bwhd->bhd", weights, query))
+            mine["energy"].copy_(torch.einsum("bw,bwh->bh", weights, mass))
+
+
+@dataclass
+class _Step:
+    """One node on the path while a token joins it, per sequence."""
+
+    counts: np.ndarray  # [batch, width] leaves of its finished members; 0: none there
+    slot: np.ndarray  # [batch] where its path member goes when that is finished
+    complete: np.ndarray  # [batch] whether it is
+    closing: np.ndarray  # [batch] whether the node itself is finished then
+    count: np.ndarray  # [batch] leaves of the node, the new one included
+
+    def upload(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.weights = torch.as_tensor(self.counts).to(device, dtype)
+        self.bias = self.weights.log()[:, None, None]
+        self.stays = torch.as_tensor(self.complete & ~self.closing).to(device)[:, None]
+        self.ends = torch.as_tensor(self.closing).to(device)[:, None]
+        here = np.arange(self.counts.shape[1]) == self.slot[:, None]
+        self.into = torch.as_tensor(here & (self.complete & ~self.closing)[:, None]).to(device)[..., None, None]
+
+
+class _Level:
+    """The open node of one level in every sequence: its finished members, and what they add up to."""
+
+    def __init__(self, batch: int, width: int):
+        self.counts = np.zeros((batch, width), np.int64)
+        self.tensors: dict[str, Tensor] = {}
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return (self.counts > 0).sum(1)
+
+    def allocate(
+        self, layers: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        batch, width = self.counts.shape
+        wide = torch.promote_types(dtype, torch.float32)
+        self.tensors = {
+            "k": torch.zeros(layers, batch, width, kv_heads, dim, dtype=dtype, device=device),
+            "v": torch.zeros(layers, batch, width, kv_heads, value_dim, dtype=dtype, device=device),
+            "query": torch.zeros(layers, batch, heads, dim, dtype=wide, device=device),
+            "energy": torch.zeros(layers, batch, heads, dtype=wide, device=device),
+        }
+
+    def step(self, complete: np.ndarray, closing: np.ndarray, size: np.ndarray) -> _Step:
+        """The structure before the token, for attention; afterwards it is that behind the token."""
+        step = _Step(self.counts.copy(), self.sizes, complete, closing, self.counts.sum(1) + size)
+        for sequence in np.flatnonzero(complete & ~closing):
+            self.counts[sequence, step.slot[sequence]] = size[sequence]
+        self.counts[closing] = 0
+        return step
+
+    def siblings(self, layer: int, query: Tensor, step: _Step, scale: float) -> tuple[Tensor, Tensor]:
+        """y and outer of the path's member, `[batch, heads, value_dim]` and `[batch, heads]`."""
+        heads = query.shape[1]
+        k, v = (repeat_heads(self.tensors[x][layer].transpose(1, 2), heads).to(query.dtype) for x in ("k", "v"))
+        y, outer = exact(query[:, :, None], k, v, step.bias, scale=scale)
+        return y[:, :, 0], outer[..., 0]
+
+    def join(
+        self, layer: int, query: Tensor, mass: Tensor, key: Tensor, value: Tensor, count: Tensor, step: _Step
+    ) -> tuple[Tensor, ...]:
+        """The path's member joins: sums, inner, means and leaf count of the node with it. Finished, it stays here."""
+        mine = {name: x[layer] for name, x in self.tensors.items()}
+        total = mine["query"] + query
+        energy = mine["energy"] + count * mass
+        leaves = count + step.weights.sum(1, keepdim=True)
+        means = []
+        for name, x in (("k", key), ("v", value)):
+            below = torch.einsum("bw,bwhd->bhd", step.weights, mine[name].to(x.dtype))
+            means.append((below + count[..., None] * x) / leaves[..., None])
+            mine[name].copy_(torch.where(step.into, x[:, None].to(mine[name].dtype), mine[name]))
+        for name, x in (("query", total), ("energy", energy)):
+            stays, ends = (mask if x.ndim == 2 else mask[..., None] for mask in (step.stays, step.ends))
+            mine[name].copy_(torch.where(stays, x, mine[name]).masked_fill_(ends, 0))
+        return total, energy / leaves, means[0], means[1], leaves
+
+    def reorder(self, index: np.ndarray) -> None:
+        self.counts = self.counts[index]
+        self.tensors = {
+            name: x.index_select(1, torch.as_tensor(index).to(x.device)) for name, x in self.tensors.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {"counts": torch.from_numpy(self.counts.copy()), **{n: x.clone() for n, x in self.tensors.items()}}
+
+    @staticmethod
+    def restored(state: dict[str, Any]) -> _Level:
+        level = _Level(0, 0)
+        level.counts = state["counts"].numpy().copy()
+        level.tensors = {name: x.clone() for name, x in state.items() if name != "counts"}
+        return level
