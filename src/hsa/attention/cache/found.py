@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import DTYPES, check_count, scale_or_default, without_autocast
-from hsa.attention.cache.interface import Memory
+from hsa.attention.arguments import check_count, scale_or_default, without_autocast
+from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.multiscale.choice import default_width, softmax_of_allowed, top
 from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
 from hsa.attention.multiscale.operator import per_head
@@ -217,7 +217,7 @@ class _Layer:
         return dict(vars(self))
 
 
-class FoundCache:
+class FoundCache(Cache):
     """Keys and values of a growing batch under trees found from the keys; all leaves are kept.
 
     Decoding step by step gives what the full pass gives:
@@ -263,44 +263,31 @@ class FoundCache:
         dtype: torch.dtype = torch.float32,
         device: Any = "cpu",
     ):
-        self.layers = check_count("layers", layers, "1 or more layers", 1)
-        self.batch = check_count("batch", batch, "1 or more sequences", 1)
-        self.kv_heads = check_count("kv_heads", kv_heads, "1 or more heads", 1)
-        self.head_dim = check_count("head_dim", head_dim, "1 or more dimensions", 1)
-        self.value_dim = self.head_dim if value_dim is None else check_count("value_dim", value_dim, "1 or more", 1)
-        if max_length is not None:
-            max_length = check_count("max_length", max_length, "a positive number of tokens, or None", 1)
-        self.max_length = max_length
-        if dtype not in DTYPES:
-            raise InvalidInput("dtype", given=dtype, expected="float16, bfloat16, float32 or float64")
-        self.dtype, self.device = dtype, torch.empty(0, device=device).device
+        sizes: dict[str, Any] = {"value_dim": value_dim, "max_length": max_length, "dtype": dtype, "device": device}
+        super().__init__(layers, batch, kv_heads, head_dim, **sizes)
         self.shape = _shape(branching, chunk, refine, beam, sinks)
-        self.lengths = [0] * self.batch
-        self._begun: Hierarchy | None = None
+        self._lengths = [0] * self.batch
+        self._trees: Hierarchy | None = None  # of the prompts
         self._step: _Step | None = None
-        self._done = set(range(self.layers))  # layers that have the last token
         self._capacity, self._heap = self._room(max_length or self.shape.sinks + self.shape.chunk)
         self._kept = [self._empty(self._capacity, self._heap) for _ in range(self.layers)]
 
     def __repr__(self) -> str:
-        return f"FoundCache({self.layers} layers, {self.batch} sequences of up to {max(self.lengths):,} tokens)"
+        return f"FoundCache({self.layers} layers, {self.batch} sequences of up to {max(self._lengths):,} tokens)"
 
-    def begin(self, lengths: Any, closes: Any = None) -> Hierarchy:
-        """An empty cache meets its prompts, of so many tokens each; `fill` then brings the keys and values of every layer.
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._lengths)
 
-        Returns:
-            The trees of the prompts, for the full pass.
-        """
-        if any(self.lengths):
-            raise InvalidInput("begin", given=f"{self!r}", expected="an empty cache", fix="make a new one")
+    def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
+        """Prompts of these lengths, one after another, come into an empty cache. Returns their trees, for the full pass."""
         _check_closes(closes)
-        if len(lengths) != self.batch:
-            raise InvalidInput("lengths", given=f"{len(lengths)} prompts", expected=f"{self.batch}, the batch")
+        self._lengths = list(self._meet_prompts(lengths))
         branching = (self.shape.group, self.shape.factor)
-        tree = Hierarchy.regular(list(lengths), branching, repeat_last=True, sinks=self.shape.sinks)
-        self._make_room(max(tree.lengths))
-        self.lengths, self._begun, self._done = list(tree.lengths), tree.to(self.device), set()
-        return self._begun
+        tree = Hierarchy.regular(self._lengths, branching, repeat_last=True, sinks=self.shape.sinks)
+        self._make_room(max(self._lengths))
+        self._trees = tree.to(self.device)
+        return self._trees
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -311,12 +298,10 @@ class FoundCache:
             k, v: `[tokens, kv_heads, dim]`, packed.
             key_order: what the full pass found, `find_key_order(k, tree, chunk=chunk)`; found here unless given.
         """
-        tree = self._begun
-        if tree is None or layer in self._done:
-            raise InvalidInput(f"fill({layer})", given="no prompts for this layer", expected="begin before it")
-        self._check("k", k, (tree.num_leaves, self.kv_heads, self.head_dim))
-        self._check("v", v, (tree.num_leaves, self.kv_heads, self.value_dim))
-        chunks = [self.shape.chunks(length) for length in self.lengths]
+        self._meet_layer(layer, k, v)
+        tree = self._trees
+        assert tree is not None
+        chunks = [self.shape.chunks(length) for length in self._lengths]
         if key_order is None and any(chunks):
             key_order = find_key_order(k, tree, chunk=self.shape.chunk)
         if key_order is not None:
@@ -330,16 +315,14 @@ class FoundCache:
             first = tree.tensor("leaf_offsets")[sequence] + self.shape.sinks
             kept.place[sequence, :, place] = ((key_order.order - first) % self.shape.chunk).T.to(kept.place.dtype)
         self._pool_whole(kept, max(chunks))
-        self._finish(layer)
 
     def append(self, closes: Any = None) -> None:
         """Every sequence grows by one token, whose keys and values `attend` brings, layer by layer."""
         _check_closes(closes)
-        self._check_done("append")
-        self._make_room(max(self.lengths) + 1)
-        self._step = _step(self.shape, self._heap, tuple(self.lengths), self._capacity, self.kv_heads, self.device)
-        self.lengths = [length + 1 for length in self.lengths]
-        self._done = set()
+        self._meet_token()
+        self._make_room(self._longest)
+        self._step = _step(self.shape, self._heap, tuple(self._lengths), self._capacity, self.kv_heads, self.device)
+        self._lengths = [length + 1 for length in self._lengths]
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -361,19 +344,9 @@ class FoundCache:
             pooled_bias, scale: as for `multiscale_attention`.
             counted: takes the count of entries that were attended to and scored.
         """
-        if self._step is None or layer in self._done:
-            raise InvalidInput(f"attend({layer})", given="no new token for this layer", expected="append before it")
-        heads = q.shape[1] if q.ndim == 3 else 0
-        if heads == 0 or heads % self.kv_heads:
-            raise InvalidInput(
-                "q",
-                given=f"shape {tuple(q.shape)}",
-                expected=f"[batch, heads, dim], a multiple of {self.kv_heads} heads",
-            )
-        self._check("q", q, (self.batch, heads, self.head_dim))
-        self._check("k", k, (self.batch, self.kv_heads, self.head_dim))
-        self._check("v", v, (self.batch, self.kv_heads, self.value_dim))
+        self._meet_layer(layer, k, v, q)
         kept, step = self._kept[layer], self._step
+        assert step is not None
         kept.keys.view(-1, self.head_dim).index_copy_(0, step.written, k.reshape(-1, self.head_dim))
         kept.values.view(-1, self.value_dim).index_copy_(0, step.written, v.reshape(-1, self.value_dim))
         with without_autocast(q):
@@ -381,34 +354,28 @@ class FoundCache:
             out = token.attend(per_head(pooled_bias, q)).to(q.dtype)
             if step.closing:
                 self._close(kept, step)
-        self._finish(layer)
         return out
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def reorder(self, index: Any) -> None:
         """Sequence `index[i]` into place i; their number may change."""
-        self._check_done("reorder")
-        chosen = torch.as_tensor(index, device=self.device)
-        numbers = chosen.tolist() if chosen.ndim == 1 else []
-        if not numbers or chosen.is_floating_point() or not all(0 <= i < self.batch for i in numbers):
-            raise InvalidInput("index", given=repr(index), expected=f"numbers of sequences, 0 to {self.batch - 1}")
+        chosen = self._check_index(index)
         for kept in self._kept:
             for name, tensor in kept.tensors().items():
                 setattr(kept, name, tensor.index_select(0, chosen))
-        self.batch, self.lengths = len(numbers), [self.lengths[i] for i in numbers]
+        self.batch, self._lengths = len(chosen), [self._lengths[i] for i in chosen.tolist()]
+        self._longest = max(self._lengths)
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget the last tokens of every sequence, down to these lengths. Chunks that lose some are in progress again."""
-        self._check_done("crop")
-        if len(lengths) != self.batch or not all(0 <= n <= have for n, have in zip(lengths, self.lengths, strict=True)):
-            raise InvalidInput("lengths", given=list(lengths), expected=f"at most {self.lengths}, one per sequence")
+        wanted = self._check_shorter(lengths)
         shape = self.shape
         opened = [
             (sequence, shape.chunks(n))
-            for sequence, (n, have) in enumerate(zip(lengths, self.lengths, strict=True))
+            for sequence, (n, have) in enumerate(zip(wanted, self._lengths, strict=True))
             if shape.chunks(n) < shape.chunks(have) and (n - shape.sinks) % shape.chunk and n > shape.sinks
         ]
         if opened:
@@ -418,22 +385,21 @@ class FoundCache:
                 for leaves in (kept.keys, kept.values):
                     moved = leaves[at]
                     leaves[at] = torch.empty_like(moved).scatter_(2, place[..., None].expand_as(moved), moved)
-        self.lengths, self._step = list(lengths), None
-        self._done = set(range(self.layers))
+        self._lengths, self._longest = wanted, max(wanted)
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def leaves(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values as they came, packed: `[tokens, kv_heads, dim]`."""
         kept, shape = self._kept[layer], self.shape
-        longest = max(self.lengths)
+        longest = max(self._lengths)
         slot = torch.arange(longest, device=self.device)
-        complete = torch.tensor([shape.chunks(n) for n in self.lengths], device=self.device)
+        complete = torch.tensor([shape.chunks(n) for n in self._lengths], device=self.device)
         end = shape.sinks + complete * shape.chunk
         in_tree = (slot >= shape.sinks) & (slot < end[:, None])  # [batch, longest]
         first = slot - (slot - shape.sinks) % shape.chunk
         time = torch.where(in_tree[:, None], first + kept.place[:, :, :longest], slot)  # [batch, kv_heads, longest]
-        there = slot < torch.tensor(self.lengths, device=self.device)[:, None]
+        there = slot < torch.tensor(self._lengths, device=self.device)[:, None]
 
         def packed(leaves: Tensor) -> Tensor:
             moved = leaves[:, :, :longest]
@@ -444,9 +410,14 @@ class FoundCache:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, for `torch.save`."""
-        self._check_done("state_dict")
+        self._check_nobody_waits()
         kept = [{name: x.clone() for name, x in layer.tensors().items()} for layer in self._kept]
-        return {"settings": self._settings(), "lengths": list(self.lengths), "capacity": self._capacity, "layers": kept}
+        return {
+            "settings": self._settings(),
+            "lengths": list(self._lengths),
+            "capacity": self._capacity,
+            "layers": kept,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Everything as it was when `state_dict` was called; the batch is that of then."""
@@ -461,9 +432,8 @@ class FoundCache:
         self._kept = [
             _Layer(**{name: x.to(self.device, copy=True) for name, x in layer.items()}) for layer in state["layers"]
         ]
-        self.lengths, self.batch = list(state["lengths"]), len(state["lengths"])
-        self._begun = self._step = None
-        self._done = set(range(self.layers))
+        self._lengths, self.batch = list(state["lengths"]), len(state["lengths"])
+        self._longest, self._waiting, self._prompts = max(self._lengths), set(), None
 
     def _settings(self) -> dict[str, Any]:
         """What another cache must have in common to take this one's state."""
@@ -473,19 +443,7 @@ class FoundCache:
     def memory(self) -> Memory:
         """What is kept, and what a plain cache of the same tokens would keep."""
         total = sum(x.numel() * x.element_size() for kept in self._kept for x in kept.tensors().values())
-        size = torch.empty(0, dtype=self.dtype).element_size()
-        flat = sum(self.lengths) * self.layers * self.kv_heads * (self.head_dim + self.value_dim) * size
-        return Memory(total, flat, leaves_kept=True)
-
-    def _check(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(x.shape) != shape:
-            raise InvalidInput(
-                name, given=f"shape {tuple(x.shape)}", expected=f"{shape}", fix=f"the cache was made for {self!r}"
-            )
-        if x.dtype != self.dtype or x.device != self.device:
-            raise InvalidInput(
-                name, given=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as the cache"
-            )
+        return Memory(total, self._flat_bytes(), leaves_kept=True)
 
     def _check_order(self, key_order: KeyOrder, tree: Hierarchy) -> None:
         if key_order.chunk != self.shape.chunk or key_order.order.shape != (self.kv_heads, tree.num_leaves):
@@ -495,20 +453,6 @@ class FoundCache:
                 expected=f"{(self.kv_heads, tree.num_leaves)} in chunks of {self.shape.chunk}",
                 fix=f"use find_key_order(k, tree, chunk={self.shape.chunk})",
             )
-
-    def _check_done(self, what: str) -> None:
-        if len(self._done) < self.layers:
-            missing = min(set(range(self.layers)) - self._done)
-            raise InvalidInput(
-                what,
-                given=f"a cache whose layer {missing} has not met its last tokens",
-                expected="fill or attend for every layer before",
-            )
-
-    def _finish(self, layer: int) -> None:
-        self._done.add(layer)
-        if len(self._done) == self.layers:
-            self._begun = self._step = None
 
     def _room(self, length: int) -> tuple[int, Heap]:
         """Tokens there is room for, in whole chunks unless there is a maximum, and the heap over their chunks."""
@@ -538,13 +482,6 @@ class FoundCache:
     @torch.no_grad()
     @torch.inference_mode(False)
     def _make_room(self, length: int) -> None:
-        if self.max_length is not None and length > self.max_length:
-            raise InvalidInput(
-                "append",
-                given=f"{length:,} tokens",
-                expected=f"at most max_length={self.max_length:,}",
-                fix="make the cache with a larger max_length, or with None, which grows",
-            )
         if length <= self._capacity:
             return
         old, have = self._heap, self._capacity

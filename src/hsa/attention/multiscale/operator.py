@@ -146,7 +146,7 @@ def multiscale_attention(
         "key_order": key_order,
         "positions": positions,
         "include_self": include_self,
-        "pooled_bias": _per_head(pooled_bias, q),
+        "pooled_bias": per_head(pooled_bias, q),
         "dropout_p": dropout_p,
         "scale": scale,
     }
@@ -154,7 +154,7 @@ def multiscale_attention(
         return chosen.run(q, k, v, hierarchy, **options)
 
 
-def _per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
+def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
     """[1 or heads]; None for nothing to add."""
     if not isinstance(pooled_bias, Tensor):
         is_number = isinstance(pooled_bias, (int, float)) and not isinstance(pooled_bias, bool)
