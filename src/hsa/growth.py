@@ -79,13 +79,14 @@ def levels(
         offsets = np.append(first, len(last))
         last, tree = last[offsets[1:] - 1], tree[first]
         below = found[-1]
+        full_or_told = (np.diff(offsets) == members) | (ends_at[last] >= level) | last_sink[last]
         found.append(
             Level(
                 tree,
                 below.end[offsets[1:] - 1],
                 np.add.reduceat(below.leaves, first),
                 offsets,
-                (np.diff(offsets) == members) | (ends_at[last] >= level) | last_sink[last],
+                full_or_told & below.closed[offsets[1:] - 1],
             )
         )
     raise AssertionError  # the levels above come down to one node

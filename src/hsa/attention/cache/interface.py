@@ -30,7 +30,8 @@ class Memory:
     def __str__(self) -> str:
         kept = "; every key and value is kept" if self.leaves_kept else ""
         if self.flat_bytes > self.bytes > 0:
-            return f"{_size(self.bytes)}, 1/{self.flat_bytes / self.bytes:,.0f} of the {_size(self.flat_bytes)} of a flat cache{kept}"
+            share = f"1/{self.flat_bytes / self.bytes:,.0f} of the {_size(self.flat_bytes)} of a flat cache"
+            return f"{_size(self.bytes)}, {share}{kept}"
         return f"{_size(self.bytes)} ({_size(self.flat_bytes)} in a flat cache){kept}"
 
 
