@@ -624,19 +624,12 @@ class _Token:
         member = torch.arange(factor, device=self.device)
         for _ in range(self.past.rounds):
             assert width is not None
-            finished = self._settled(nodes).all(-1, keepdim=True)
-            score = self._score(nodes, counted=~finished)
+            # Where a search has come to the end already, its best stay; counted is only what still goes down.
+            score = self._score(nodes, counted=~self._settled(nodes).all(-1, keepdim=True))
             best, valid = top(score, score >= 0, width)
             parents = nodes.gather(-1, best).masked_fill(~valid, -1)[..., None]
-            children = torch.where(
-                self._settled(parents), parents.where(member == 0, -1), parents * factor + 1 + member
-            ).flatten(-2)
-            wider = children.shape[-1] - nodes.shape[-1]  # a search that has come to the end waits for the others
-            nodes = torch.where(
-                finished,
-                torch.nn.functional.pad(nodes, (0, max(0, wider)), value=-1),
-                torch.nn.functional.pad(children, (0, max(0, -wider)), value=-1),
-            )
+            stays = parents.where(member == 0, -1)
+            nodes = torch.where(self._settled(parents), stays, parents * factor + 1 + member).flatten(-2)
         if self.shape.refine == 0:
             nodes = nodes[..., :0]
         elif nodes.shape[-1] > self.shape.refine:
