@@ -15,7 +15,7 @@ from hsa.attention.cache.interface import Memory
 from hsa.attention.hierarchical.operator import energy
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
-from hsa.growth import grown
+from hsa.growth import cap, check_branching, check_closes, grown
 from hsa.hierarchy import Hierarchy, integers
 
 
@@ -55,15 +55,7 @@ class TiedCache:
         self.batch = check_count("batch", batch, "1 or more sequences", minimum=1)
         self.layers = check_count("layers", layers, "1 or more", minimum=1)
         self.sinks = check_count("sinks", sinks, "0 or more first tokens")
-        factors = [check_count(f"branching[{i}]", b, "1 or more members", minimum=1) for i, b in enumerate(branching)]
-        if not factors or factors[-1] < 2:
-            raise InvalidInput(
-                "branching",
-                given=tuple(factors),
-                expected="factors, the last of them 2 or more",
-                fix="the last factor repeats: with 1 it would never come down to a root",
-            )
-        self.branching = tuple(factors)
+        self.branching = check_branching(branching)
         self.lengths = [0] * self.batch
         self._root = _Level(self.batch, self.sinks)
         self._levels: list[_Level] = []
@@ -120,9 +112,7 @@ class TiedCache:
             closes: `[batch]` the level up to which the token closes nodes, whatever their size; 0 for none.
         """
         self._check_finished("append")
-        heights = np.zeros(self.batch, np.int64) if closes is None else integers("closes", closes)
-        if heights.shape != (self.batch,) or (heights < 0).any():
-            raise InvalidInput("closes", given=repr(closes), expected=f"{self.batch} levels, 0 or more each")
+        heights = np.zeros(self.batch, np.int64) if closes is None else check_closes(closes, self.batch)
         self._steps, self._attended = self._advance(np.ones(self.batch, bool), heights), set()
         if self._widths is not None:
             self._upload()
@@ -132,14 +122,14 @@ class TiedCache:
         in_tree = there & (np.array(self.lengths) >= self.sinks)
         complete, size, steps = in_tree, np.ones(self.batch, np.int64), []  # of the path's member of a level
         for height, level in enumerate(self._levels, start=1):
-            closing = complete & ((level.sizes + 1 == self._factor(height)) | (heights >= height))
+            closing = complete & ((level.sizes + 1 == cap(self.branching, height)) | (heights >= height))
             steps.append(level.step(complete, closing, size))
             complete, size = closing, steps[-1].count
         while complete.any():
-            level = _Level(self.batch, self._factor(len(self._levels) + 1) - 1)
+            level = _Level(self.batch, cap(self.branching, len(self._levels) + 1) - 1)
             if self._widths is not None:
                 level.allocate(self.layers, *self._widths)
-            closing = complete & ((self._factor(len(self._levels) + 1) == 1) | (heights > len(self._levels)))
+            closing = complete & (heights > len(self._levels))
             self._levels.append(level)
             steps.append(level.step(complete, closing, size))
             complete, size = closing, steps[-1].count
@@ -223,9 +213,6 @@ class TiedCache:
 
     def _settings(self) -> dict[str, Any]:
         return {"branching": list(self.branching), "layers": self.layers, "sinks": self.sinks}
-
-    def _factor(self, height: int) -> int:
-        return self.branching[min(height, len(self.branching)) - 1]
 
     def _upload(self) -> None:
         if self._steps is not None and self._widths is not None:
@@ -318,8 +305,8 @@ class _Prompts:
                 padded[sequence, slot] = packed[tree]
             weights = torch.as_tensor(level.counts).to(q.device, wide)
             before = torch.ones(2 * level.counts.shape[1:], dtype=torch.bool, device=q.device).tril(-1)
-            inputs = (repeat_heads(x.transpose(1, 2), q.shape[1]) for x in (query, key, value))
-            _, outer = exact(*inputs, weights.log()[:, None, None], before, scale=scale)
+            qs, ks, vs = (repeat_heads(x.transpose(1, 2), q.shape[1]) for x in (query, key, value))
+            _, outer = exact(qs, ks, vs, weights.log()[:, None, None], before, scale=scale)
             mass = torch.logaddexp(own, outer.transpose(1, 2)).masked_fill(weights[..., None] == 0, 0)
             mine = {name: x[layer] for name, x in level.tensors.items()}
             mine["k"].copy_(key)
