@@ -106,6 +106,9 @@ class HierarchicalCache(Cache):
         self.bias = whole(batch, self.places, kind=torch.float32)
         self.share = whole(batch, self.places, kind=torch.float32)
         self.closes = whole(batch)
+        layout = [(*ring, members) for ring, members in zip(self.rings, self.caps, strict=True)]
+        self.layout = torch.tensor(layout, dtype=torch.int32, device=self.device)
+        self._biases: dict[float, Tensor] = {}
 
     _STATE = ("leaves", "end", "parent_end", "made", "length", "keys", "values")
     _STEP = ("written", "bias", "share", "closes")
@@ -198,6 +201,14 @@ class HierarchicalCache(Cache):
             expected=f"0 to {self.closing}, the `closing` the cache was made with",
             fix=f"make it with closing={height}",
         )
+
+    def pooled_bias(self, given: float | Tensor) -> Tensor:
+        """[1 or heads] on the device, where a number is put once."""
+        if isinstance(given, Tensor):
+            return given.detach().to(self.device, torch.float32).reshape(-1)
+        if given not in self._biases:
+            self._biases[given] = torch.full((1,), float(given), device=self.device)
+        return self._biases[given]
 
     @torch.no_grad()
     def attend(
@@ -362,7 +373,7 @@ class _Torch:
         dtype = torch.promote_types(c.dtype, torch.float32)
         bias = c.bias.to(dtype)[:, None].expand(-1, q.shape[1], -1)
         if isinstance(pooled_bias, Tensor) or pooled_bias != 0:
-            extra = torch.as_tensor(pooled_bias, dtype=dtype, device=c.device).reshape(-1, 1).expand(q.shape[1], 1)
+            extra = c.pooled_bias(pooled_bias).to(dtype)[:, None]
             bias = torch.cat([bias[..., : c.pooled_from], bias[..., c.pooled_from :] + extra], -1)
         groups = q.shape[1] // c.kv_heads
         queries = q.to(dtype).unflatten(1, (c.kv_heads, groups))
