@@ -50,10 +50,21 @@ def counting_operations() -> Iterator[list[Flops]]:
             outer.extend(counts)
 
 
-def _counted(q: Tensor, structure: Hierarchy | Opened, **more: Any) -> None:
+def is_counting() -> bool:
+    return _COUNTS.get() is not None
+
+
+def note_flops(found: Flops) -> None:
+    """What a call cost, for `counting_operations`."""
     counts = _COUNTS.get()
     if counts is not None:
-        counts.append(flops(structure, q.shape[1] * q.shape[2], q.shape[1], **more))
+        counts.append(found)
+
+
+def note_operations(q: Tensor, structure: Hierarchy | Opened, **more: Any) -> None:
+    """The same, worked out from a structure only where it is asked for."""
+    if is_counting():
+        note_flops(flops(structure, q.shape[1] * q.shape[2], q.shape[1], **more))
 
 
 class Attention(nn.Module):
@@ -78,7 +89,7 @@ class Hierarchical(Attention):
         rounds(rooted(hierarchy)[0])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
-        _counted(q, hierarchy)
+        note_operations(q, hierarchy)
         return hierarchical_attention(q, k, v, hierarchy, positions=positions, include_self=self.include_self)
 
 
@@ -102,7 +113,7 @@ class Multiscale(Attention):
 
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
         opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
-        _counted(q, opened, hierarchy=hierarchy)
+        note_operations(q, opened, hierarchy=hierarchy)
         bias = self.pooled_bias
         return multiscale_attention(q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias)
 
@@ -125,7 +136,7 @@ class Found(Attention):
         queries = Queries.windows(tree, self.window)
         order = find_key_order(k, tree)
         opened = open_families(q, k, tree, queries=queries, refine=self.refine, key_order=order)
-        _counted(q, opened, hierarchy=tree, key_order=order)
+        note_operations(q, opened, hierarchy=tree, key_order=order)
         return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=self.pooled_bias)
 
 
@@ -151,8 +162,8 @@ class Flat(Attention):
         hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
-        if _COUNTS.get() is not None:
-            _counted(q, Hierarchy.flat(hierarchy.lengths))
+        if is_counting():
+            note_operations(q, Hierarchy.flat(hierarchy.lengths))
         if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
             half = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(half), k.to(half), v.to(half)

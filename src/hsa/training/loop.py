@@ -170,7 +170,7 @@ class Trainer:
         self.path = None if folder is None else folder / CHECKPOINT
         self.accelerator = accelerator or make_accelerator(options)
         self.transform, self.watcher = transform, watcher or Silent()
-        optimizer = torch.optim.AdamW(_parameter_groups(model, options), lr=options.learning_rate, betas=(0.9, 0.98))
+        optimizer = torch.optim.AdamW(parameter_groups(model, options), lr=options.learning_rate, betas=(0.9, 0.98))
         if hasattr(self.accelerator.state, "fsdp_plugin"):
             model.register_forward_hook(_by_way_of_all)
         if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
@@ -204,7 +204,7 @@ class Trainer:
         """
         state, options = self.progress, self.options
         try:
-            with _stop_politely() as stop:
+            with stop_politely() as stop:
                 while state.epoch < options.epochs and not self._has_stopped():
                     if self._train_epoch(stop):
                         self._finish_epoch()
@@ -324,7 +324,7 @@ class Trainer:
         del options["checkpoint_minutes"]
         return {
             **options,
-            **dict(_leaves_of(self.config.to_dict())),
+            **dict(leaves_of(self.config.to_dict())),
             "examples": len(self.train),
             "data": (self.train.digest, self.validation.digest),
         }
@@ -444,14 +444,18 @@ class Trainer:
         return F.cross_entropy(out.float(), targets, reduction="none")
 
     def _learning_rate(self, done: int) -> float:
-        options, total = self.options, max(1, self.total_steps)
-        warm = options.warmup * total
-        if done < warm:
-            return options.learning_rate * (done + 1) / (warm + 1)
-        left = max(0.0, 1 - (done - warm) / max(1.0, total - warm))
-        if options.schedule == "constant":
-            return options.learning_rate
-        return options.learning_rate * (left if options.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+        return learning_rate(self.options, done, self.total_steps)
+
+
+def learning_rate(options: TrainingOptions, done: int, total: int) -> float:
+    """After so many of all steps."""
+    warm = options.warmup * max(1, total)
+    if done < warm:
+        return options.learning_rate * (done + 1) / (warm + 1)
+    left = max(0.0, 1 - (done - warm) / max(1.0, total - warm))
+    if options.schedule == "constant":
+        return options.learning_rate
+    return options.learning_rate * (left if options.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
 def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
@@ -464,16 +468,16 @@ def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
     return out + 0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
 
 
-def _leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested options by their full names."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves_of(value, f"{prefix}{name}.")
+            yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _parameter_groups(model: nn.Module, options: TrainingOptions) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, options: TrainingOptions) -> list[dict[str, Any]]:
     """Weight decay for matrices, not for biases, norms, frequencies and embeddings."""
     kept = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -486,7 +490,7 @@ def _parameter_groups(model: nn.Module, options: TrainingOptions) -> list[dict[s
 
 
 @contextmanager
-def _stop_politely() -> Iterator[Callable[[], bool]]:
+def stop_politely() -> Iterator[Callable[[], bool]]:
     """Ctrl-C ends the step in hand first; a second one ends at once."""
     asked = False
 

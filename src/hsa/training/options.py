@@ -100,7 +100,7 @@ class DataOptions:
         label: The column to predict.
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
-        task: classification (the label names a class) or regression (it is a number).
+        task: classification (the label names a class), regression (it is a number) or lm (a language model of the texts).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -117,7 +117,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
-    task: Literal["classification", "regression"] = "classification"
+    task: Literal["classification", "regression", "lm"] = "classification"
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
@@ -128,3 +128,45 @@ class DataOptions:
     image_encoder: str | None = None
     language: str = "en"
     skip_bad: bool = False
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """For the task lm: the language model, and the blocks of text it learns from.
+
+    Args:
+        context: Tokens of a block: how far the model can look back while it learns.
+        steps: How many, each of batch_tokens tokens; 0 for as many as the epochs have.
+        evaluate_every: Steps between looks at the validation loss; 0 for ten in all.
+        structure: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
+        branching: Members per family of the tree, from the leaves up; the last factor repeats.
+        sinks: First tokens that every token reads exactly.
+        positions: rope, places (in the families of the tree) or both.
+        kv_heads: Heads of keys and values; as many as heads by default.
+        feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
+        chunk: For found: tokens whose keys are put in order together.
+        group: For found: keys per group.
+        max_length: The most tokens that the model will ever read; no limit by default.
+    """
+
+    context: int = 512
+    steps: int = 0
+    evaluate_every: int = 0
+    structure: Literal["windows", "text"] = "windows"
+    branching: tuple[int, ...] = (32, 4)
+    sinks: int = 0
+    positions: Literal["rope", "places", "both"] = "rope"
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    chunk: int = 256
+    group: int = 8
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.context < 2:
+            raise InvalidInput("context", given=self.context, expected="2 or more")
+        for name in ("steps", "evaluate_every"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
+        if self.structure not in ("windows", "text"):
+            raise InvalidInput("structure", given=self.structure, expected="windows or text")

@@ -158,6 +158,8 @@ def prepare(
         small: a fraction of the standard library, for a quick look.
         say: is told what is going on.
     """
+    if options.task == "lm":
+        raise InvalidInput("task", given="lm", expected="classification or regression", fix="see prepare_text")
     skipped: list[str] = []
 
     def on_bad(error: InvalidInput) -> None:

@@ -1,0 +1,159 @@
+"""The cache of a language model: one cache per kind of attention, and which layers it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.cache.flat import FlatCache
+from hsa.attention.cache.found import FoundCache
+from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.cache.pooled import HierarchicalCache
+from hsa.errors import InvalidInput
+from hsa.nn.token_places import PlaceCounters
+
+if TYPE_CHECKING:
+    from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
+
+
+class LanguageModelCache:
+    """All that a model remembers of the texts it goes on with. Made by `HierarchicalLanguageModel.new_cache`.
+
+    Args:
+        config: of the model.
+        batch: texts.
+        rewind: how many tokens `crop` can take back.
+    """
+
+    def __init__(
+        self, config: LanguageModelConfig, batch: int, device: torch.device, dtype: torch.dtype, rewind: int = 0
+    ):
+        self.config = config
+        kinds = config.kinds
+        sizes = {
+            "batch": batch,
+            "kv_heads": config.kv_heads or config.heads,
+            "head_dim": config.width // config.heads,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.parts = {
+            kind: _make(kind, config, {**sizes, "layers": kinds.count(kind)}, rewind) for kind in dict.fromkeys(kinds)
+        }
+        self._lengths = [0] * batch  # of its own: to ask a cache may be to wait for a device
+        self._place = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+        self._counters = None
+        if config.positions != "rope":
+            self._counters = PlaceCounters(batch, config.branching, config.sinks, config.place_levels)
+
+    @property
+    def batch(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every text so far."""
+        return list(self._lengths)
+
+    def of_layer(self, layer: int) -> tuple[Cache, int]:
+        """The cache of a layer of the model, and which of its layers that is."""
+        return self.parts[self.config.kinds[layer]], self._place[layer]
+
+    def check(self, config: LanguageModelConfig, batch: int) -> None:
+        """It is one of this model, for so many texts."""
+        if config != self.config:
+            raise InvalidInput("cache", given="that of another model", expected="one of this: model.new_cache(batch)")
+        if batch != self.batch:
+            raise InvalidInput("cache", given=f"one for {self.batch} texts", expected=f"one for {batch}")
+
+    def begin(self, model: HierarchicalLanguageModel, tokens: Tensor, lengths: Sequence[int]) -> Trees:
+        """An empty cache meets its prompts."""
+        closes = model.heights(tokens)
+        forests = {
+            kind: part.begin(lengths, closes if kind == "hierarchical" else None) for kind, part in self.parts.items()
+        }
+        if self._counters is not None:
+            by_text = None if closes is None else [part.tolist() for part in np.split(closes, np.cumsum(lengths)[:-1])]
+            self._counters.set(lengths, by_text)
+        self._lengths = list(lengths)
+        return model.trees_of(forests, lengths, closes, model.device)
+
+    def append(self, model: HierarchicalLanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A token more in every text; returns the positions and places of these tokens."""
+        longest = max(self._lengths) + 1
+        if self.config.max_length is not None and longest > self.config.max_length:
+            raise InvalidInput(
+                "cache",
+                given=f"token {longest:,} of a text",
+                expected=f"at most {self.config.max_length:,}, the max_length of the model",
+            )
+        positions, places = torch.tensor(self._lengths, device=model.device), None
+        closes = model.heights(tokens)
+        for kind, part in self.parts.items():
+            part.append(closes if kind == "hierarchical" else None)
+        if self._counters is not None:
+            places = torch.from_numpy(self._counters.places.copy()).to(model.device)
+            self._counters.append(None if closes is None else closes.tolist())
+        self._lengths = [length + 1 for length in self._lengths]
+        return positions, places
+
+    def reorder(self, index: Tensor) -> None:
+        """Beam search: text `index[i]` is copied into place i."""
+        for part in self.parts.values():
+            part.reorder(index)
+        self._lengths = [self._lengths[i] for i in index.tolist()]
+        if self._counters is not None:
+            self._counters.reorder(index.tolist())
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Speculative decoding: back to these lengths."""
+        for part in self.parts.values():
+            part.crop(lengths)
+        self._lengths = list(lengths)
+        if self._counters is not None:
+            self._counters.crop(lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for `torch.save`."""
+        parts = {kind: part.state_dict() for kind, part in self.parts.items()}
+        closes = None if self._counters is None else self._counters.closes
+        return {"parts": parts, "closes": closes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Back to what `state_dict` gave."""
+        if set(state.get("parts", ())) != set(self.parts):
+            raise InvalidInput(
+                "state", given="that of another model's cache", expected=f"parts {', '.join(self.parts)}"
+            )
+        for kind, part in self.parts.items():
+            part.load_state_dict(state["parts"][kind])
+        self._lengths = next(iter(self.parts.values())).lengths
+        if self._counters is not None:
+            self._counters.set(self.lengths, state["closes"])
+
+    def memory(self) -> Memory:
+        """Of all layers."""
+        found = [part.memory() for part in self.parts.values()]
+        return Memory(sum(m.bytes for m in found), sum(m.flat_bytes for m in found), any(m.leaves_kept for m in found))
+
+
+def _make(kind: str, config: LanguageModelConfig, sizes: dict[str, Any], rewind: int) -> Cache:
+    if kind == "flat":
+        return FlatCache(**sizes)
+    if kind == "found":
+        search: dict[str, Any] = {"chunk": config.chunk, "refine": config.refine, "beam": config.beam}
+        return FoundCache(**sizes, branching=(config.group, 2), sinks=config.sinks, **search)
+    longest: dict[str, Any] = {} if config.max_length is None else {"max_length": config.max_length}
+    return HierarchicalCache(
+        **sizes,
+        **longest,
+        branching=config.branching,
+        near=config.near,
+        sinks=config.sinks,
+        closing=max(config.closes.values(), default=0),
+        rewind=rewind,
+    )

@@ -1,0 +1,362 @@
+"""A decoder-only language model. Its layers attend flat, on the growing tree of the text, or on trees found from the keys."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.errors import InvalidInput
+from hsa.growth import check_branching, grown
+from hsa.hierarchy import Hierarchy
+from hsa.models.language_cache import LanguageModelCache
+from hsa.nn.causal_attention import CausalAttention, CausalFlat, CausalFound, CausalMultiscale
+from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise
+from hsa.nn.rotary import rotary_angles
+from hsa.nn.token_loss import mean_token_loss, token_losses
+from hsa.nn.token_places import PlaceEmbedding, token_places
+
+AttentionKind = Literal["flat", "hierarchical", "found"]
+PositionKind = Literal["rope", "places", "both"]
+_KEPT = 16  # forests of recent batches: plans hang on them, and batches of the same lengths come again
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """Everything a language model is made from; `to_dict` and `from_dict` go through JSON.
+
+    Args:
+        vocabulary: how many tokens there are.
+        width: of the token vectors.
+        heads, kv_heads: of queries; of keys and values, as many by default.
+        layers: how many.
+        feed_forward: inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
+        activation: "swiglu" or "gelu".
+        dropout: on embeddings and residual branches.
+        attention: of all layers, or one per layer: "flat" (all tokens so far), "hierarchical" (the own leaf family and
+            `near` before it token by token, the rest pooled on the tree), "found" (trees found from the keys of chunks).
+        branching: members per family of the tree, from the leaves up; the last factor repeats.
+        near: leaf families before the own that are exact.
+        sinks: first tokens that every token sees exactly.
+        positions: "rope" (rotary), "places" (features of a token's index in its family, that family's in its parent, …,
+            added to the embedding) or "both".
+        place_levels: how many such indices.
+        rope_base: of the rotary frequencies.
+        refine, beam, chunk, group: for "found": groups opened per token, width of the search for them, tokens per chunk,
+            keys per group.
+        closes: token id → the height up to which it closes families: 1 leaf families, 2 what is above them, …
+        max_length: the most tokens of a text; None for no limit.
+    """
+
+    vocabulary: int
+    width: int = 256
+    heads: int = 4
+    kv_heads: int | None = None
+    layers: int = 4
+    feed_forward: int | None = None
+    activation: Activation = "swiglu"
+    dropout: float = 0.0
+    attention: AttentionKind | tuple[AttentionKind, ...] = "hierarchical"
+    branching: tuple[int, ...] = (32, 4)
+    near: int = 1
+    sinks: int = 0
+    positions: PositionKind = "rope"
+    place_levels: int = 4
+    rope_base: float = 10_000.0
+    refine: int = 8
+    beam: int | None = None
+    chunk: int = 256
+    group: int = 8
+    closes: Mapping[int, int] = field(default_factory=dict)
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "heads", "layers", "place_levels", "chunk", "group"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
+        for name in ("near", "sinks", "refine"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
+        for name in ("kv_heads", "feed_forward", "max_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InvalidInput(name, given=getattr(self, name), expected="1 or more, or None")
+        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+            raise InvalidInput(
+                "heads",
+                given=f"{self.heads} heads, {self.kv_heads or self.heads} of keys and values, a width of {self.width}",
+                expected="heads that divide the width, heads of keys that divide the heads",
+            )
+        if self.positions != "places" and self.width // self.heads % 2:
+            raise InvalidInput("heads", given=f"{self.width // self.heads} channels each", expected="an even number")
+        if not 0 <= self.dropout < 1:
+            raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
+        check_branching(self.branching)
+        for name, allowed in (("positions", PositionKind), ("activation", Activation)):
+            if getattr(self, name) not in get_args(allowed):
+                raise InvalidInput(name, given=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
+        for kind in self.kinds:
+            if kind not in get_args(AttentionKind):
+                raise InvalidInput(
+                    "attention", given=repr(kind), expected=f"one of {', '.join(get_args(AttentionKind))}"
+                )
+        if len(self.kinds) != self.layers:
+            raise InvalidInput(
+                "attention", given=f"{len(self.kinds)} names", expected=f"one, or one for each of {self.layers} layers"
+            )
+        for token, height in self.closes.items():
+            if not 0 <= token < self.vocabulary or height < 0:
+                raise InvalidInput(
+                    f"closes[{token}]",
+                    given=height,
+                    expected=f"a height of 0 or more for a token in 0..{self.vocabulary - 1}",
+                )
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The attention of every layer."""
+        return (self.attention,) * self.layers if isinstance(self.attention, str) else tuple(self.attention)
+
+    @property
+    def inner(self) -> int:
+        """The width inside the feed-forward networks."""
+        if self.feed_forward is not None:
+            return self.feed_forward
+        return 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 32) * 32
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "closes": {str(token): height for token, height in self.closes.items()}}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
+        unknown = set(data) - {f.name for f in fields(LanguageModelConfig)}
+        if unknown:
+            raise InvalidInput(
+                "LanguageModelConfig",
+                given=f"the unknown field {sorted(unknown)[0]!r}",
+                expected="a configuration of this version of hsa",
+                fix="was it saved by a newer version?",
+            )
+        given = dict(data)
+        given["branching"] = tuple(given.get("branching", LanguageModelConfig.branching))
+        given["closes"] = {int(token): int(height) for token, height in given.get("closes", {}).items()}
+        if not isinstance(given.get("attention", ""), str):
+            given["attention"] = tuple(given["attention"])
+        return LanguageModelConfig(**given)
+
+
+@dataclass(frozen=True, eq=False)
+class Trees:
+    """What follows from lengths, and from tokens that close families: a forest per kind of attention, positions, places."""
+
+    forests: Mapping[AttentionKind, Hierarchy]
+    positions: Tensor  # [tokens] the number of every token in its sequence
+    places: Tensor | None  # [tokens, levels] see `token_places`
+
+
+class HierarchicalLanguageModel(nn.Module):
+    """Embedding, decoder layers, a last norm, and an output that shares the embedding's weights.
+
+    >>> model = HierarchicalLanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
+    >>> tokens = torch.randint(97, (30,))
+    >>> model(tokens, [18, 12]).shape  # two texts, packed
+    torch.Size([30, 97])
+    >>> cache = model.new_cache(2)
+    >>> logits = model.read(tokens, [18, 12], cache)  # of the next token of each
+    >>> model.step(logits.argmax(-1), cache).shape
+    torch.Size([2, 97])
+    """
+
+    def __init__(self, config: LanguageModelConfig, cross: Callable[[], nn.Module] | None = None):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            HierarchicalDecoderLayer(
+                config.width,
+                config.heads,
+                _attention(kind, config),
+                kv_heads=config.kv_heads,
+                feed_forward=config.inner,
+                activation=config.activation,
+                dropout=config.dropout,
+                cross=None if cross is None else cross(),
+            )
+            for kind in config.kinds
+        )
+        self.norm = nn.RMSNorm(config.width)
+        initialise(self, config.layers)
+        self.place: PlaceEmbedding | None = None
+        if config.positions != "rope":
+            self.place = PlaceEmbedding(config.width, config.branching, config.place_levels)
+        heights = np.zeros(config.vocabulary, np.int64)
+        heights[list(config.closes)] = list(config.closes.values())
+        self._heights = heights
+        self._trees: OrderedDict[Any, Trees] = OrderedDict()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int] | Tensor,
+        cache: LanguageModelCache | None = None,
+        *,
+        trees: Trees | None = None,
+        memory: Any = None,
+    ) -> Tensor:
+        """Logits `[tokens, vocabulary]` of what follows every token.
+
+        Args:
+            tokens: `[tokens]` of all texts, one after another.
+            lengths: of the texts.
+            cache: an empty one, from `new_cache`; the texts are in it afterwards.
+            trees: from `trees`, where they were made ahead.
+            memory: for the layers' `cross`.
+        """
+        return self._logits(self.hidden(tokens, lengths, cache, trees=trees, memory=memory))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int] | Tensor,
+        cache: LanguageModelCache | None = None,
+        *,
+        trees: Trees | None = None,
+        memory: Any = None,
+    ) -> Tensor:
+        """`[tokens, width]`: what the logits are made of."""
+        sizes = self._checked(tokens, lengths)
+        if cache is not None:
+            cache.check(self.config, len(sizes))
+            trees = cache.begin(self, tokens, sizes)
+        elif trees is None:
+            trees = self.trees(tokens, sizes)
+        x, angles = self._embed(tokens, trees.positions, trees.places)
+        for i, (layer, kind) in enumerate(zip(self.layers, self.config.kinds, strict=True)):
+            part, place = (None, 0) if cache is None else cache.of_layer(i)
+            x = layer(x, trees.forests[kind], angles, cache=part, place=place, memory=memory)
+        return self.norm(x)
+
+    def read(
+        self, tokens: Tensor, lengths: Sequence[int] | Tensor, cache: LanguageModelCache, *, memory: Any = None
+    ) -> Tensor:
+        """Texts into an empty cache; logits `[batch, vocabulary]` of what follows each."""
+        hidden = self.hidden(tokens, lengths, cache, memory=memory)
+        last = torch.as_tensor(np.cumsum(cache.lengths) - 1, device=hidden.device)
+        return self._logits(hidden[last])
+
+    def step(self, tokens: Tensor, cache: LanguageModelCache, *, memory: Any = None) -> Tensor:
+        """One token `[batch]` more in every text; logits `[batch, vocabulary]` of what follows."""
+        cache.check(self.config, len(tokens))
+        positions, places = cache.append(self, tokens)
+        x, angles = self._embed(tokens, positions, places)
+        for i, layer in enumerate(self.layers):
+            part, place = cache.of_layer(i)
+            x = layer.step(x, part, place, angles, memory=memory)  # type: ignore[operator]
+        return self._logits(self.norm(x))
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, lengths: Sequence[int], *, trees: Trees | None = None, mean: bool = True
+    ) -> Tensor:
+        """Mean of −log p(target), to be differentiated; or that of every token, `[tokens]`. No logits of all are made."""
+        hidden = self.hidden(tokens, lengths, trees=trees)
+        return (mean_token_loss if mean else token_losses)(hidden, self.embedding.weight, targets)
+
+    def new_cache(self, batch: int = 1, *, dtype: torch.dtype | None = None, rewind: int = 0) -> LanguageModelCache:
+        """An empty cache for so many texts, on the model's device; `rewind`: how many tokens `crop` can take back."""
+        return LanguageModelCache(self.config, batch, self.device, dtype or self.embedding.weight.dtype, rewind)
+
+    def heights(self, tokens: Tensor | np.ndarray) -> np.ndarray | None:
+        """The height up to which each token closes families; None where none ever does."""
+        if not self.config.closes:
+            return None
+        return self._heights[tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens]
+
+    def trees(self, tokens: Tensor | np.ndarray, lengths: Sequence[int], device: torch.device | None = None) -> Trees:
+        """What a forward pass needs beside the tokens. Where none closes families, lengths say it all, and it is kept."""
+        device, config = device or self.device, self.config
+        closes = self.heights(tokens)
+        key = (tuple(lengths), device)
+        if closes is None and key in self._trees:
+            self._trees.move_to_end(key)
+            return self._trees[key]
+        forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
+        made = self.trees_of(forests, lengths, closes, device)
+        if closes is None:
+            self._trees[key] = made
+            if len(self._trees) > _KEPT:
+                self._trees.popitem(last=False)
+        return made
+
+    def trees_of(
+        self,
+        forests: Mapping[AttentionKind, Hierarchy],
+        lengths: Sequence[int],
+        closes: np.ndarray | None,
+        device: torch.device,
+    ) -> Trees:
+        """These forests, with positions and places."""
+        config, sizes = self.config, np.asarray(lengths)
+        number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        places = None
+        if self.place is not None:
+            found = token_places(lengths, config.branching, closes, config.sinks, config.place_levels)
+            places = torch.from_numpy(found).to(device)
+        return Trees(forests, torch.from_numpy(number).to(device), places)
+
+    def _embed(self, tokens: Tensor, positions: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x = self.embedding(tokens)
+        if self.place is not None and places is not None:
+            x = x + self.place(places)
+        config = self.config
+        if config.positions == "places":
+            return self.dropout(x), None
+        return self.dropout(x), rotary_angles(positions, config.width // config.heads, config.rope_base)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+    def _checked(self, tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
+        sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if tokens.ndim != 1 or sum(sizes) != len(tokens) or not sizes or min(sizes) < 1:
+            raise InvalidInput(
+                "tokens",
+                given=f"shape {tuple(tokens.shape)} for lengths {sizes[:5]}{'…' if len(sizes) > 5 else ''}",
+                expected="the tokens of all texts, one after another; every text at least one",
+            )
+        check_length(max(sizes), self.config)
+        return sizes
+
+
+def check_length(length: int, config: LanguageModelConfig) -> None:
+    if config.max_length is not None and length > config.max_length:
+        raise InvalidInput(
+            "tokens",
+            given=f"a text of {length:,} tokens",
+            expected=f"at most {config.max_length:,}, the max_length of the model",
+            fix="cut the text, or train a model for longer ones",
+        )
+
+
+def _attention(kind: AttentionKind, config: LanguageModelConfig) -> CausalAttention:
+    if kind == "flat":
+        return CausalFlat()
+    if kind == "hierarchical":
+        return CausalMultiscale(config.heads, near=config.near)
+    return CausalFound(config.heads, chunk=config.chunk, refine=config.refine, beam=config.beam)
+
+
+def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config: LanguageModelConfig) -> Hierarchy:
+    if kind == "flat":
+        return Hierarchy.flat(lengths)
+    if kind == "hierarchical":
+        return grown(lengths, config.branching, closes, config.sinks)
+    return grown(lengths, (config.group, 2), None, config.sinks)

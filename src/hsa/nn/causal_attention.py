@@ -1,0 +1,124 @@
+"""The attentions of a decoder layer: as those of `hsa.nn.attention`, strictly causal.
+
+All take packed q `[tokens, heads, dim]`, k, v `[tokens, kv_heads, dim]` and a forest with a tree per sequence, whose leaves
+are the tokens in order. None looks at anything after a token: one token at a time, from a cache, gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hsa.attention.flops import Flops
+from hsa.attention.multiscale.choice import open_families
+from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.hierarchy import Hierarchy
+from hsa.nn.attention import is_counting, note_flops, note_operations
+
+
+class CausalAttention(nn.Module):
+    """What all of them share.
+
+    Args:
+        pooling_heads: heads that attend to pooled nodes, each with a learned bias of its own; 0 where nothing is pooled.
+    """
+
+    def __init__(self, pooling_heads: int = 0):
+        super().__init__()
+        self.pooled_bias = nn.Parameter(torch.zeros(pooling_heads)) if pooling_heads else None
+
+    @property
+    def bias(self) -> Tensor | float:
+        """What is added to the logits of pooled nodes, per head."""
+        return 0.0 if self.pooled_bias is None else self.pooled_bias
+
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        """Build what depends on the forest alone, ahead of the first call."""
+
+    def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
+        """What is known of a prompt's keys beside themselves, for the cache and for `forward`."""
+        return {}
+
+
+class CausalFlat(CausalAttention):
+    """Softmax attention over all tokens so far, by PyTorch's fused kernels. Sequences of equal length share a call."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
+        lengths = np.diff(hierarchy.structure.leaf_offsets)
+        if is_counting():
+            entries = int((lengths * (lengths + 1) // 2).sum())
+            note_flops(Flops((4 * q.shape[1] * q.shape[2] + q.shape[1]) * entries, 0))
+        if len(set(lengths.tolist())) == 1:
+            return _batched(q, k, v, len(lengths))
+        out = q.new_empty(len(q), q.shape[1], v.shape[-1])
+        for rows, sequences in hierarchy.cached("rows by length", lambda: _by_length(hierarchy)):
+            out = out.index_copy(0, rows, _batched(q[rows], k[rows], v[rows], sequences))
+        return out
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
+    q, k, v = (t.unflatten(0, (sequences, -1)).transpose(1, 2) for t in (q, k, v))
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).transpose(1, 2).flatten(0, 1)
+
+
+def _by_length(hierarchy: Hierarchy) -> list[tuple[Tensor, int]]:
+    """Of every length: the tokens of its sequences, and how many these are."""
+    offsets = hierarchy.structure.leaf_offsets
+    lengths = np.diff(offsets)
+    found = []
+    for length in np.unique(lengths):
+        starts = offsets[:-1][lengths == length]
+        rows = (starts[:, None] + np.arange(length)).reshape(-1)
+        found.append((torch.from_numpy(rows).to(hierarchy.device), len(starts)))
+    return found
+
+
+class CausalMultiscale(CausalAttention):
+    """The own leaf family and `near` earlier ones token by token, all before them pooled on the tree.
+
+    What is exact follows from the tree alone, so that all layers share it. A learned bias per head weighs pooled against
+    exact.
+    """
+
+    def __init__(self, heads: int, *, near: int = 1):
+        super().__init__(heads)
+        self.near = near
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
+        opened = hierarchy.cached(
+            ("near, causal", self.near), lambda: open_families(q, k, hierarchy, near=self.near, causal=True)
+        )
+        note_operations(q, opened, hierarchy=hierarchy)
+        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, pooled_bias=self.bias)
+
+
+class CausalFound(CausalAttention):
+    """Trees found from the keys inside complete chunks; the own chunk and the `refine` best groups token by token.
+
+    Args:
+        heads: of the queries.
+        chunk: tokens whose keys are put in order together, once all are there.
+        refine: groups of earlier chunks that every token reads key by key.
+        beam: width of the search for them; see `open_families`.
+    """
+
+    def __init__(self, heads: int, *, chunk: int = 256, refine: int = 8, beam: int | str | None = None):
+        super().__init__(heads)
+        self.chunk, self.refine, self.beam = chunk, refine, beam
+
+    def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
+        return {"key_order": find_key_order(k, hierarchy, chunk=self.chunk)}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, key_order: Any = None) -> Tensor:
+        order = key_order or find_key_order(k, hierarchy, chunk=self.chunk)
+        opened = open_families(q, k, hierarchy, refine=self.refine, beam=self.beam, key_order=order, causal=True)
+        note_operations(q, opened, hierarchy=hierarchy, key_order=order)
+        return multiscale_attention(
+            q, k, v, hierarchy, opened=opened, key_order=order, causal=True, pooled_bias=self.bias
+        )

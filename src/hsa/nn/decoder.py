@@ -1,0 +1,133 @@
+"""One layer of a hierarchical transformer decoder."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hsa.attention.cache.interface import Cache
+from hsa.hierarchy import Hierarchy
+from hsa.nn.causal_attention import CausalAttention
+from hsa.nn.rotary import rotate
+
+Activation = Literal["swiglu", "gelu"]
+
+
+class FeedForward(nn.Module):
+    """W_2 (silu(W_a x) · W_b x), or W_2 gelu(W_1 x)."""
+
+    def __init__(self, width: int, inner: int, activation: Activation, dropout: float):
+        super().__init__()
+        self.gated = activation == "swiglu"
+        self.into = nn.Linear(width, inner * (1 + self.gated), bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        if self.gated:
+            gate, x = x.chunk(2, -1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x)
+        return self.out(self.dropout(x))
+
+
+class HierarchicalDecoderLayer(nn.Module):
+    """Causal attention on a tree and a feed-forward network, both with residuals.
+
+        x ← x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n, tree)      n = RMSNorm(x)
+        x ← x + cross(x, memory)                                              where there is one
+        x ← x + feed_forward(RMSNorm(x))
+
+    Args:
+        width: of the token vectors.
+        heads: of the queries.
+        attention: one of `hsa.nn.causal_attention`, or your own.
+        kv_heads: of keys and values; as many as queries by default.
+        feed_forward: inner width of the feed-forward network.
+        activation: "swiglu" or "gelu".
+        dropout: on residual branches and inside the feed-forward network.
+        cross: a module `cross(x, memory)` that gives what another text adds to `x`; norms are its own business.
+
+    >>> import torch
+    >>> from hsa.growth import grown
+    >>> from hsa.nn.causal_attention import CausalMultiscale
+    >>> layer = HierarchicalDecoderLayer(16, 2, CausalMultiscale(2))
+    >>> layer(torch.randn(11, 16), grown([7, 4], (3, 2))).shape
+    torch.Size([11, 16])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        attention: CausalAttention,
+        *,
+        kv_heads: int | None = None,
+        feed_forward: int | None = None,
+        activation: Activation = "swiglu",
+        dropout: float = 0.0,
+        cross: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads or heads, width // heads
+        self.norm_attention, self.norm_feed_forward = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.attention = attention
+        self.output = nn.Linear(heads * self.head_dim, width, bias=False)
+        self.cross = cross
+        self.feed_forward = FeedForward(width, feed_forward or 4 * width, activation, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        hierarchy: Hierarchy,
+        angles: Tensor | None = None,
+        *,
+        memory: Any = None,
+        cache: Cache | None = None,
+        place: int = 0,
+    ) -> Tensor:
+        """All tokens at once, `[tokens, width]`.
+
+        Args:
+            hierarchy: a tree per sequence, its leaves the tokens.
+            angles: from `rotary_angles`; None for no rotation.
+            memory: for `cross`.
+            cache: is filled, as layer `place` of it, after its `begin`.
+        """
+        q, k, v = self._project(x, angles)
+        found = self.attention.found(k, hierarchy)
+        if cache is not None:
+            cache.fill(place, k, v, **found)
+        return self._finish(x, self.attention(q, k, v, hierarchy, **found), memory)
+
+    def step(self, x: Tensor, cache: Cache, place: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
+        """The newest token of every sequence, `[batch, width]`, after the cache's `append`."""
+        q, k, v = self._project(x, angles)
+        return self._finish(x, cache.attend(place, q, k, v, pooled_bias=self.attention.bias), memory)
+
+    def _project(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        projected = self.project(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))
+        q, k, v = projected.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        return q, k, v
+
+    def _finish(self, x: Tensor, attended: Tensor, memory: Any) -> Tensor:
+        x = x + self.dropout(self.output(attended.flatten(1)))
+        if self.cross is not None:
+            x = x + self.cross(x, memory)
+        return x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
+
+
+def initialise(module: nn.Module, layers: int, std: float = 0.02) -> None:
+    """Normal weights; those that add to the residual stream smaller, by √(2·layers), so that its variance stays put."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim >= 2:
+            narrow = name.endswith(("output.weight", "feed_forward.out.weight"))
+            nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if narrow else std)

@@ -1,0 +1,385 @@
+"""Training of a language model on an array of token ids: blocks of equal length, drawn anew in every epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
+from hsa.training import checkpoint
+from hsa.training.loading import prefetched
+from hsa.training.loop import (
+    CHECKPOINT,
+    Diverged,
+    Interrupted,
+    learning_rate,
+    leaves_of,
+    parameter_groups,
+    stop_politely,
+)
+from hsa.training.options import LanguageOptions, TrainingOptions
+
+_LOOK_EVERY = 20  # steps between looks at the loss: each look waits for the device
+_VALIDATION_TOKENS = 2**18
+"""So much of the validation text is looked at during training."""
+
+
+class LmWatcher(Protocol):
+    """Who is told how it goes."""
+
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
+
+    def evaluated(self, record: LmRecord) -> None: ...
+
+    def done(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LmRecord:
+    """One point of the curves."""
+
+    step: int
+    tokens: int  # seen so far
+    loss: float  # mean since the last record
+    validation_loss: float
+    learning_rate: float
+    seconds: float  # of training so far, without validation
+
+
+@dataclass(frozen=True, eq=False)
+class LmEvaluation:
+    """How well a text is predicted."""
+
+    loss: float  # mean of −log p, in nats
+    by_position: np.ndarray  # [context] the same by place in the block
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass
+class _Progress:
+    """Where a run is; plain, for the checkpoint."""
+
+    step: int = 0
+    loss_sum: float = 0.0  # since the last record
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedLanguageModel:
+    """What came of a run."""
+
+    model: HierarchicalLanguageModel
+    history: tuple[LmRecord, ...]
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def train_language_model(
+    config: LanguageModelConfig,
+    train: np.ndarray,
+    validation: np.ndarray,
+    options: TrainingOptions | None = None,
+    language: LanguageOptions | None = None,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    watcher: LmWatcher | None = None,
+    device: torch.device | str | None = None,
+) -> TrainedLanguageModel:
+    """Train a language model from the start, or from its checkpoint.
+
+    Args:
+        config: of the model.
+        train, validation: token ids, one after another.
+        options: how; of these `epochs` only where the language options name no steps.
+        language: `context`, `steps`, `evaluate_every`; the rest is in the config.
+        folder: for the checkpoint; None for none.
+        resume: go on from the checkpoint in the folder, if there is one.
+        device: the GPU where there is one, by default.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+        Diverged: the loss is not a number.
+
+    >>> text = np.tile(np.arange(7), 40)
+    >>> sizes = LanguageModelConfig(7, width=8, heads=2, layers=1, branching=(4, 2))
+    >>> found = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
+    >>> len(found.history), found.tokens
+    (3, 768)
+    """
+    options, language = options or TrainingOptions(), language or LanguageOptions()
+    return _Run(config, train, validation, options, language, folder, watcher, _device(device)).run(resume)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        train: np.ndarray,
+        validation: np.ndarray,
+        options: TrainingOptions,
+        language: LanguageOptions,
+        folder: Path | None,
+        watcher: LmWatcher | None,
+        device: torch.device,
+    ):
+        if options.mixed_precision == "fp16":
+            raise InvalidInput("mixed_precision", given="fp16", expected="no or bf16, for language models")
+        self.options, self.language, self.device, self.watcher = options, language, device, watcher
+        self.train, self.validation = train, validation
+        self.path = None if folder is None else folder / CHECKPOINT
+        self.blocks = Blocks(train, language.context, options.seed)
+        self.batch = sequences_per_step(options, language.context)
+        each = max(1, self.blocks.per_epoch // self.batch)
+        self.total = language.steps or options.epochs * each
+        self.every = language.evaluate_every or max(1, self.total // 10)
+        torch.manual_seed(options.seed)
+        self.model = HierarchicalLanguageModel(config).to(device)
+        groups, fused = parameter_groups(self.model, options), device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
+        self.progress = _Progress()
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
+
+    def run(self, resume: bool) -> TrainedLanguageModel:
+        if resume and self.path is not None and self.path.is_file():
+            self._restore(self.path)
+        state = self.progress
+        try:
+            with stop_politely() as stop:
+                self._steps(stop)
+        finally:
+            if self.watcher is not None:
+                self.watcher.done()
+        history = tuple(LmRecord(**record) for record in state.history)
+        tokens = self.total * self.batch * self.language.context
+        return TrainedLanguageModel(self.model.eval(), history, state.seconds, tokens)
+
+    def _steps(self, stop: Callable[[], bool]) -> None:
+        state, longest = self.progress, 60 * self.options.checkpoint_minutes
+        self.model.train()
+        running: list[Tensor] = []
+        began = saved = time.monotonic()
+        with closing(prefetched(self._load(step) for step in range(state.step, self.total))) as loaded:
+            for tokens, targets, trees in loaded:
+                running.append(self._step(tokens, targets, trees))
+                state.step += 1
+                stopping, due = stop(), time.monotonic() - saved > longest
+                ends = state.step % self.every == 0 or state.step == self.total
+                mean = None
+                if len(running) == _LOOK_EVERY or ends or stopping or due:
+                    mean = self._look(running)
+                    state.seconds += time.monotonic() - began
+                    began = time.monotonic()
+                if self.watcher is not None:
+                    self.watcher.step(state.step, self.total, mean, self._rate())
+                if ends:
+                    self._record()
+                if ends or stopping or due:
+                    self._save()
+                    began = saved = time.monotonic()
+                if stopping and state.step < self.total:
+                    raise Interrupted(self._how_to_resume())
+
+    def _step(self, tokens: Tensor, targets: Tensor, trees: Trees) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        with precision(self.device, self.options.mixed_precision):
+            loss = self.model.loss(tokens, targets, (self.language.context,) * self.batch, trees=trees)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._bad |= ~norm.isfinite()
+        return loss.detach()
+
+    def _load(self, step: int) -> tuple[Tensor, Tensor, Trees]:
+        """A batch on the device, with its trees."""
+        blocks = self.blocks.take(step * self.batch, self.batch)
+        trees = self.model.trees(blocks[:, :-1].reshape(-1), (self.language.context,) * self.batch, self.device)
+        return (*to_device(blocks, self.device), trees)
+
+    def _look(self, running: list[Tensor]) -> float:
+        *losses, bad = torch.stack([*running, self._bad.to(running[0].dtype)]).tolist()
+        mean = sum(losses) / len(losses)
+        if not math.isfinite(mean) or bad:
+            raise Diverged(
+                f"the loss is no longer a number (step {self.progress.step:,}, learning rate {self._rate():.2g}); "
+                "try a lower learning rate or a longer warm-up"
+            )
+        for loss in losses:  # one by one: the sum must not depend on when it was looked at
+            self.progress.loss_sum += loss
+        running.clear()
+        return mean
+
+    def _record(self) -> None:
+        state = self.progress
+        steps = state.step - (state.history[-1]["step"] if state.history else 0)
+        found = evaluate_language_model(
+            self.model,
+            self.validation[: _VALIDATION_TOKENS + 1],
+            self.language.context,
+            batch_tokens=self.options.batch_tokens,
+            mixed_precision=self.options.mixed_precision,
+        )
+        record = LmRecord(
+            step=state.step,
+            tokens=state.step * self.batch * self.language.context,
+            loss=state.loss_sum / steps,
+            validation_loss=found.loss,
+            learning_rate=self._rate(),
+            seconds=state.seconds,
+        )
+        state.history.append(asdict(record))
+        state.loss_sum = 0.0
+        self.model.train()
+        if self.watcher is not None:
+            self.watcher.evaluated(record)
+
+    def _rate(self) -> float:
+        return learning_rate(self.options, self.progress.step, self.total)
+
+    def _how_to_resume(self) -> str:
+        where = "" if self.path is None else f"; the checkpoint is {self.path}, go on with --resume"
+        return f"stopped after {self.progress.step:,} of {self.total:,} steps{where}"
+
+    def _save(self) -> None:
+        if self.path is not None:
+            progress = {"state": asdict(self.progress), "training": self._fingerprint()}
+            checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
+
+    def _restore(self, path: Path) -> None:
+        content = checkpoint.load(path)
+        was, now = content["progress"]["training"], self._fingerprint()
+        for name in (*now, *was):
+            if was.get(name) != now.get(name):
+                raise InvalidInput(
+                    str(path),
+                    given=f"a checkpoint trained with {name} = {was.get(name)}",
+                    expected=f"{name} = {now.get(name)}",
+                    fix="resume with the options and the data of the first start, or train into another folder",
+                )
+        self.progress = _Progress(**checkpoint.restore(path, content, self.model, self.optimizer)["state"])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        options = asdict(self.options)
+        del options["checkpoint_minutes"]
+        config = dict(leaves_of(self.model.config.to_dict()))
+        ends = [int(x) for x in (*self.train[:8], *self.train[-8:])]
+        return {
+            **config,
+            **options,
+            "context": self.language.context,
+            "steps": self.total,
+            "data": [len(self.train), ends],
+        }
+
+
+class Blocks:
+    """Blocks of `context` + 1 tokens. Every epoch starts at another token and takes them in another order."""
+
+    def __init__(self, tokens: np.ndarray, context: int, seed: int):
+        if len(tokens) < context + 1:
+            raise InvalidInput(
+                "data",
+                given=f"{len(tokens):,} tokens to train on",
+                expected=f"more than the context of {context:,}",
+                fix="give more text, or a smaller --context",
+            )
+        self.tokens, self.context, self.seed = tokens, context, seed
+        self.per_epoch = max(1, (len(tokens) - context) // context)  # wherever in the first block an epoch starts
+        self._epoch: tuple[int, int, np.ndarray] | None = None
+
+    def take(self, first: int, number: int) -> np.ndarray:
+        """`[number, context + 1]` blocks from number `first` of all epochs on."""
+        places = np.arange(self.context + 1)
+        starts = np.array([self._start(i) for i in range(first, first + number)])
+        return self.tokens[starts[:, None] + places]
+
+    def _start(self, block: int) -> int:
+        epoch, place = divmod(block, self.per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            draw = np.random.default_rng((self.seed, epoch))
+            spare = len(self.tokens) - 1 - self.per_epoch * self.context
+            shift = int(draw.integers(min(spare, self.context) + 1))
+            self._epoch = epoch, shift, draw.permutation(self.per_epoch)
+        return self._epoch[1] + int(self._epoch[2][place]) * self.context
+
+
+@torch.no_grad()
+def evaluate_language_model(
+    model: HierarchicalLanguageModel,
+    tokens: np.ndarray,
+    context: int,
+    *,
+    batch_tokens: int = 16_384,
+    mixed_precision: str = "no",
+) -> LmEvaluation:
+    """The loss on a text cut into blocks of `context` tokens, one after another; a shorter rest is left out.
+
+    A text shorter than a block is a block of its own.
+    """
+    if len(tokens) < 2:
+        raise InvalidInput("tokens", given=f"{len(tokens)} tokens", expected="2 or more: one to predict the next from")
+    context = min(context, len(tokens) - 1)
+    number = (len(tokens) - 1) // context
+    sums = torch.zeros(context, dtype=torch.float64, device=model.device)
+    model.eval()
+    step = max(1, batch_tokens // context)
+    began = time.monotonic()
+    for first in range(0, number, step):
+        starts = np.arange(first, min(number, first + step)) * context
+        blocks = tokens[starts[:, None] + np.arange(context + 1)]
+        inputs, targets = to_device(blocks, model.device)
+        trees = model.trees(blocks[:, :-1].reshape(-1), (context,) * len(blocks))
+        with precision(model.device, mixed_precision):
+            losses = model.loss(inputs, targets, (context,) * len(blocks), trees=trees, mean=False)
+        sums += losses.view(len(blocks), context).double().sum(0)
+    by_position = (sums / number).cpu().numpy()
+    return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
+
+
+def sequences_per_step(options: TrainingOptions, context: int) -> int:
+    return max(1, min(options.batch_size, options.batch_tokens // context))
+
+
+def to_device(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and what follows each, `[blocks · context]`."""
+    whole = torch.from_numpy(blocks.astype(np.int64))
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    return whole[:, :-1].flatten(), whole[:, 1:].flatten()
+
+
+@contextlib.contextmanager
+def precision(device: torch.device, mixed: str) -> Iterator[None]:
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed == "bf16"):
+        yield
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
