@@ -55,12 +55,10 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        encoder = _known(EncoderConfig, data["encoder"])
-        encoder["windows"] = tuple(encoder.get("windows", ()))
         given = {
-            **_known(ModelConfig, data),
-            "encoder": EncoderConfig(**encoder),
-            "modalities": {name: Modality(**_known(Modality, m)) for name, m in data["modalities"].items()},
+            **known_fields(ModelConfig, data),
+            "encoder": encoder_from_dict(data["encoder"]),
+            "modalities": {name: Modality(**known_fields(Modality, m)) for name, m in data["modalities"].items()},
         }
         for name in ("kinds", "keys"):
             if name in given:
@@ -68,7 +66,12 @@ class ModelConfig:
         return ModelConfig(**given)
 
 
-def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+def encoder_from_dict(data: Mapping[str, Any]) -> EncoderConfig:
+    return EncoderConfig(**{**known_fields(EncoderConfig, data), "windows": tuple(data.get("windows", ()))})
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the data, if a configuration has all of these fields."""
     unknown = set(data) - {f.name for f in fields(kind)}
     if unknown:
         raise InvalidInput(

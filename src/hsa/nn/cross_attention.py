@@ -1,0 +1,130 @@
+"""Cross-attention: the tokens of a decoder attend to the tree of an encoder's leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.attention.arguments import check_count
+from hsa.attention.multiscale.choice import open_families
+from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.multiscale.queries import Queries
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.nn.attention import note_operations
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a decoder reads: the leaves of an encoder, and which sequences ask.
+
+    Attributes:
+        vectors: `[leaves, width]`.
+        hierarchy: the forest of these leaves.
+        tree: `[sequences]` the tree that each sequence of the decoder reads.
+        lengths: tokens of each of them, now.
+        kept: the keys and values of every layer, once they are known.
+    """
+
+    vectors: Tensor
+    hierarchy: Hierarchy
+    tree: tuple[int, ...]
+    lengths: tuple[int, ...]
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(vectors: Tensor, hierarchy: Hierarchy, lengths: Sequence[int]) -> Source:
+        """Sequence i, of `lengths[i]` tokens, reads tree i."""
+        if len(lengths) != hierarchy.num_trees:
+            raise InvalidInput(
+                "lengths",
+                given=f"{len(lengths)} sequences",
+                expected=f"{hierarchy.num_trees}, one for each tree of the inputs",
+            )
+        return Source(vectors, hierarchy, tuple(range(len(lengths))), tuple(lengths))
+
+    def asked_by(self, lengths: Sequence[int]) -> Source:
+        """The same for sequences of other lengths: for a step, a token each."""
+        return replace(self, lengths=tuple(lengths))
+
+    def reorder(self, index: Sequence[int]) -> Source:
+        """Sequence i reads what sequence `index[i]` read."""
+        return replace(self, tree=tuple(self.tree[i] for i in index), lengths=tuple(self.lengths[i] for i in index))
+
+    def queries(self, *, shared: bool) -> Queries:
+        """One group per sequence, or one per token: a choice shared with later tokens would leak them."""
+
+        def build() -> Queries:
+            sizes = np.array(self.lengths, np.int64)
+            tree = np.array(self.tree, np.int64)
+            offsets = np.concatenate([[0], np.cumsum(sizes)]) if shared else np.arange(sizes.sum() + 1)
+            asked = tree if shared else np.repeat(tree, sizes)
+            device = self.vectors.device
+            return Queries(torch.from_numpy(offsets).to(device), torch.from_numpy(asked).to(device))
+
+        return self.once(("queries", shared, self.tree, self.lengths), build)
+
+    def flat(self) -> Hierarchy:
+        """The same leaves, all directly under their roots."""
+        h = self.hierarchy
+        return h.cached("flat", lambda: Hierarchy.flat(h.lengths).to(h.device))
+
+    def once(self, key: Any, build: Any) -> Any:
+        if key not in self.kept:
+            self.kept[key] = build()
+        return self.kept[key]
+
+
+class CrossAttention(nn.Module):
+    """Multiscale attention of tokens to another sequence's tree: the `refine` best leaf families exactly, the rest pooled.
+
+        q = W_q RMSNorm(x)      k, v = W_k m, W_v m      m = LayerNorm(the encoder's leaves)
+        out = W_o multiscale_attention(q, k, v, tree, opened=the best by q)
+
+    Every token chooses for itself. A learned bias per head weighs pooled against exact.
+
+    Args:
+        width: of the tokens.
+        heads: of attention.
+        source_width: of the encoder's leaves.
+        refine: leaf families that a token reads leaf by leaf; None for all: softmax attention.
+
+    >>> cross = CrossAttention(8, 2, 6, refine=1)
+    >>> source = Source.of(torch.randn(9, 6), Hierarchy.from_nested([[3, 2], [4]]), lengths=[5, 2])
+    >>> cross(torch.randn(7, 8), source).shape
+    torch.Size([7, 8])
+    """
+
+    def __init__(self, width: int, heads: int, source_width: int, *, refine: int | None = None, dropout: float = 0.0):
+        super().__init__()
+        if refine is not None:
+            check_count("refine", refine, "0 or more leaf families, or None for all")
+        self.heads, self.head_dim, self.refine = heads, width // heads, refine
+        self.norm, self.norm_source = nn.RMSNorm(width), nn.LayerNorm(source_width)
+        self.query = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.project = nn.Linear(source_width, 2 * heads * self.head_dim, bias=False)
+        self.output = nn.Linear(heads * self.head_dim, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.pooled_bias = None if refine is None else nn.Parameter(torch.zeros(heads))
+
+    def keys_and_values(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """`[leaves, heads, dim]` each."""
+        k, v = self.project(self.norm_source(vectors)).unflatten(-1, (2, self.heads, self.head_dim)).unbind(1)
+        return k, v
+
+    def forward(self, x: Tensor, source: Source) -> Tensor:
+        """What the source adds to the tokens, `[tokens, width]`."""
+        k, v = source.once(id(self), lambda: self.keys_and_values(source.vectors))
+        q = self.query(self.norm(x)).unflatten(-1, (self.heads, self.head_dim)).to(k.dtype)
+        tree = source.flat() if self.refine is None else source.hierarchy
+        queries = source.queries(shared=not self.refine)
+        opened = open_families(q, k, tree, queries=queries, refine=self.refine or 0)
+        note_operations(q, opened, hierarchy=tree)
+        bias = 0.0 if self.pooled_bias is None else self.pooled_bias
+        attended = multiscale_attention(q, k, v, tree, opened=opened, pooled_bias=bias)
+        return self.dropout(self.output(attended.flatten(1)))
