@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hsa.huggingface.attend import counting
+    from hsa.huggingface.cache import memory_of, new_cache
     from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
 
@@ -16,12 +17,14 @@ _HOMES = {
     "convert": "conversion",
     "convert_as": "conversion",
     "counting": "attend",
+    "memory_of": "cache",
+    "new_cache": "cache",
     "register": "interface",
     "revert": "conversion",
     "settings_of": "conversion",
 }
 
-__all__ = ["convert", "convert_as", "counting", "register", "revert", "settings_of"]
+__all__ = ["convert", "convert_as", "counting", "memory_of", "new_cache", "register", "revert", "settings_of"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hsa.attention.cache import found as cache
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.choice import open_families
-from hsa.attention.multiscale.find_keys import find_key_order, operations_per_key
+from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order, operations_per_key
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.softmax import exact
 from hsa.huggingface.sequences import Sequences
@@ -61,6 +62,19 @@ def counting() -> Iterator[Counted]:
         yield counted
     finally:
         _counter.reset(token)
+
+
+def is_counting() -> bool:
+    return _counter.get() is not None
+
+
+def count_step(layer: int, q: Tensor, sequences: Sequences, taken: cache.Counted) -> None:
+    """Adds a layer that attends to a cache of trees."""
+    counted = _counter.get()
+    if counted is not None:
+        dim = q.shape[-1]
+        found = Flops((4 * dim + 1) * taken.entries, taken.pooling, (2 * dim + 1) * taken.scored, taken.finding)
+        counted.add(layer, found, exact_operations(q, sequences))
 
 
 def count_exact(layer: int, q: Tensor, sequences: Sequences) -> None:
@@ -141,19 +155,25 @@ def attend(
     scale: float | None,
     dropout_p: float,
     weights: bool,
+    orders: list[KeyOrder] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`[batch, queries, heads, dim]`, and on request the dense weights `[batch, heads, queries, keys]`."""
+    """`[batch, queries, heads, dim]`, and on request the dense weights `[batch, heads, queries, keys]`.
+
+    `orders` takes the order of the keys, if one was found.
+    """
     settings.check_direction(layer, may_look_ahead=not sequences.causal)
     packed = sequences.queries.pack(q), sequences.keys.pack(k), sequences.keys.pack(v)
     tree = tree_of(settings, sequences)
     if settings.operator == "hierarchical":
         inside: Any = partial(_dropped, dropout_p=dropout_p) if dropout_p else "exact"
-        operator: Callable[..., Tensor] = partial(
+        operator: partial[Tensor] = partial(
             hierarchical_attention, include_self=True, family_attention=inside, scale=scale
         )
         found = flops(tree, *_width(packed[0])) if _counter.get() is not None else None
     else:
         operator, found = _multiscale(settings, packed[0], packed[1], tree, sequences, scale, dropout_p)
+        if orders is not None and operator.keywords["key_order"] is not None:
+            orders.append(operator.keywords["key_order"])
     counted = _counter.get()
     if counted is not None and found is not None:
         counted.add(layer, found, exact_operations(q, sequences))
@@ -208,7 +228,7 @@ def _multiscale(
     sequences: Sequences,
     scale: float | None,
     dropout_p: float,
-) -> tuple[Callable[..., Tensor], Flops | None]:
+) -> tuple[partial[Tensor], Flops | None]:
     causal = sequences.causal
     key_order = None
     if settings.hierarchy == "keys":
@@ -228,23 +248,24 @@ def _multiscale(
         causal=causal,
         scale=scale,
     )
-    bias: float | Tensor = (
-        torch.tensor(settings.pooled_bias, device=q.device)
-        if isinstance(settings.pooled_bias, tuple)
-        else settings.pooled_bias
-    )
     operator = partial(
         multiscale_attention,
         opened=opened,
         key_order=key_order,
         causal=causal,
-        pooled_bias=bias,
+        pooled_bias=bias_of(settings, q.device),
         dropout_p=dropout_p,
         scale=scale,
     )
     if _counter.get() is None:
         return operator, None
     return operator, flops(opened, *_width(q), hierarchy=tree, key_order=key_order)
+
+
+def bias_of(settings: LayerSettings, device: torch.device) -> float | Tensor:
+    """Of pooled nodes: a number, or one per head."""
+    bias = settings.pooled_bias
+    return torch.tensor(bias, device=device) if isinstance(bias, tuple) else bias
 
 
 def _width(q: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, register
+from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, caching_layers, register
 from hsa.huggingface.layers import attention_layers, looks_back, slides
 from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
@@ -241,10 +241,14 @@ def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocab
     conversion = _conversion_of(modules) or Conversion("sdpa" if before == NAME else before)
     conversion.vocabulary = vocabulary
     conversion.leave()
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(layer.needs_ids for layer in settings.layers.values()):
-        conversion.listen(module for module in model.modules() if isinstance(module, PreTrainedModel))
+        conversion.listen(models)
     for number, module in enumerate(modules):
         module.hsa_layer = ConvertedLayer(number, settings.layers.get(number), conversion)
+    caching = caching_layers(modules)
+    if caching:
+        conversion.keep_trees(models, caching)
     model.config.hsa = settings.to_json()
 
 

@@ -7,7 +7,7 @@ checkpointing does, keeps its `Sequences`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.errors import InvalidInput
 from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask, saves_nothing
 from hsa.huggingface.layers import crosses_over, looks_back, slides
@@ -81,25 +82,38 @@ class Pass:
 class Conversion:
     """What the layers of a converted model share: what its ids mean, and how to undo it all.
 
-    Its hooks note the token ids of every forward pass, if a layer needs them. They are methods, so that copies of a model,
-    and pickled ones, listen to themselves.
+    Its hooks note the token ids of every forward pass, if a layer needs them, and put trees into the empty cache of a pass.
+    They are methods, so that copies of a model, and pickled ones, listen to themselves.
     """
 
     def __init__(self, before: str | None):
         self.before = before  # the model's attention implementation
         self.vocabulary = Vocabulary()
+        self.caching: Mapping[int, LayerSettings] = {}  # by number in the model's cache
         self._hooks: list[Any] = []
 
     def listen(self, models: Iterable[Any]) -> None:
-        self.leave()
         for model in models:
             self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(self._end, always_call=True))
+
+    def keep_trees(self, models: Iterable[Any], layers: Mapping[int, LayerSettings]) -> None:
+        self.caching = layers
+        for model in models:
+            self._hooks.append(model.register_forward_pre_hook(self._adopt, with_kwargs=True))
 
     def leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    @torch.compiler.disable
+    def _adopt(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        cache = options.get("past_key_values")
+        if cache is not None and not torch.is_grad_enabled():  # what comes out of a cache of trees has no gradient
+            from hsa.huggingface.cache import adopt
+
+            adopt(cache, self.caching)
 
     @torch.compiler.disable
     def _begin(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -122,6 +136,19 @@ class ConvertedLayer:
         self.number = number
         self.settings = settings  # None: exact
         self.conversion = conversion
+
+
+def caching_layers(modules: Iterable[Any]) -> dict[int, LayerSettings]:
+    """The causal layers among attention modules that have a cache of trees, by their number in the model's cache."""
+    from hsa.huggingface.cache import keeps_trees
+
+    found = {}
+    for module in modules:
+        settings: Any = getattr(getattr(module, "hsa_layer", None), "settings", None)
+        number = getattr(module, "layer_idx", None)
+        if number is not None and keeps_trees(settings) and looks_back(module):
+            found[number] = settings
+    return found
 
 
 def register() -> None:
@@ -217,10 +244,11 @@ def hsa_attention(
         mask = _for_torch(attention_mask)
         return _exactly(module, query, key, value, mask, False, others, **options)
     layer = _layer_of(module)
+    cache = getattr(key, "hsa_cache", None)
     sequences = _sequences_of(attention_mask, query, key, causal)
     if sequences is not None and sequences.mask.shape[1] < key.shape[2]:  # a cache of fixed size, not full yet
         key, value = (x[:, :, : sequences.mask.shape[1]] for x in (key, value))
-    if layer.settings is None:
+    if layer.settings is None and cache is None:
         if sequences is not None:
             count_exact(layer.number, query, sequences)
             mask, causal = sequences.allowed(), sequences.causal
@@ -233,7 +261,13 @@ def hsa_attention(
     _check_terms(layer.number, module, others, key.shape[2])
     if sequences is None:
         raise _unknown_mask(layer, attention_mask)
-    return _each_as_it_should(module, layer, query, key, value, sequences, others, options)
+    if cache is None:
+        return _each_as_it_should(module, layer, query, key, value, sequences, others, options)
+
+    def whole(key: Tensor, value: Tensor, orders: list[KeyOrder]) -> tuple[Tensor, Tensor | None]:
+        return _each_as_it_should(module, layer, query, key, value, sequences, others, options, orders)
+
+    return cache.attend(layer.settings, layer.number, query, key, value, sequences, options, whole)
 
 
 def _each_as_it_should(
@@ -245,13 +279,17 @@ def _each_as_it_should(
     sequences: Sequences,
     others: dict[str, Any],
     options: dict[str, Any],
+    orders: list[KeyOrder] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A converted layer: trees, but exact attention for sequences that are too short, whoever shares their batch."""
+    """A converted layer: trees, but exact attention for sequences that are too short, whoever shares their batch.
+
+    `orders` takes the order of the keys, if one was found for all of them.
+    """
     assert layer.settings is not None
     lengths = sequences.keys.lengths
     short = [saves_nothing(layer.settings, length, causal=sequences.causal) for length in lengths]
     if not any(short):
-        return attend(layer.settings, layer.number, query, key, value, sequences, **options)
+        return attend(layer.settings, layer.number, query, key, value, sequences, **options, orders=orders)
     if all(short):
         count_exact(layer.number, query, sequences)
         mask = sequences.allowed()

@@ -197,10 +197,12 @@ def _step(
 
 @dataclass
 class Counted:
-    """Products that steps took, all heads and sequences together."""
+    """What steps took, all heads and sequences together."""
 
     entries: int = 0  # keys and pooled nodes that were attended to
     scored: int = 0  # pooled nodes that the search looked at
+    finding: int = 0  # operations for the order of chunks that became complete
+    pooling: int = 0  # operations for their nodes
 
 
 @dataclass
@@ -353,7 +355,7 @@ class FoundCache(Cache):
             token = _Token(self, kept, step, q, scale_or_default(scale, q), counted)
             out = token.attend(per_head(pooled_bias, q)).to(q.dtype)
             if step.closing:
-                self._close(kept, step)
+                self._close(kept, step, counted)
         return out
 
     @torch.no_grad()
@@ -508,14 +510,17 @@ class FoundCache(Cache):
         """[1, kv_heads, 1]"""
         return torch.arange(self.kv_heads, device=self.device)[:, None]
 
-    def _close(self, kept: _Layer, step: _Step) -> None:
+    def _close(self, kept: _Layer, step: _Step, counted: Counted | None) -> None:
         """Chunks that have just become complete: their order, their nodes, and the nodes above that they complete."""
         shape, several = self.shape, len(step.closing)
         at = self._leaves_of_chunks(step.closing, step.closed)
         keys, values = kept.keys[at], kept.values[at]  # [several, kv_heads, chunk, dim]
         tree = _chunk_trees(shape, several, self.device)
-        order = find_key_order(keys.transpose(1, 2).flatten(0, 1), tree).order
-        place = order.view(self.kv_heads, several, shape.chunk).transpose(0, 1) % shape.chunk
+        found = find_key_order(keys.transpose(1, 2).flatten(0, 1), tree)
+        if counted is not None:
+            counted.finding += found.operations
+            counted.pooling += 2 * self.kv_heads * (self.head_dim + self.value_dim) * tree.num_nodes
+        place = found.order.view(self.kv_heads, several, shape.chunk).transpose(0, 1) % shape.chunk
         kept.place[at] = place.to(kept.place.dtype)
         numbers = torch.tensor(step.closed, device=self.device)
         for leaves, pooled, moved in (

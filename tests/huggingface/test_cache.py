@@ -1,0 +1,298 @@
+"""Generation with caches of trees: what full passes without a cache give, by default and however it is done."""
+
+import copy
+
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.huggingface import cache as caches
+from hsa.huggingface import convert, counting, interface, memory_of, new_cache, revert
+from hsa.huggingface.attend import saves_nothing
+from hsa.huggingface.cache import CacheLayer
+from tests.huggingface.tiny_models import PAD, random_ids, run, tiny, transformers
+
+FOUND = {"branching": (4, 2), "refine": 1, "chunk": 8}
+WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 1}
+WAYS = {
+    "found": FOUND,
+    "found, a beam": {"branching": (4, 2), "refine": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
+    "found, bias per head": {**FOUND, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
+    "windows": WINDOWS,
+}
+
+
+def ready(family="llama", layers=None, way="found", **changes):
+    model = convert(tiny(family, **changes), layers, **WAYS[way])
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def stepwise(model, ids, mask, steps):
+    """Greedy writing with a whole pass for every token, and the logits of each."""
+    found = []
+    for _ in range(steps):
+        place = (mask.cumsum(1) - 1).clamp(min=0)
+        found.append(run(model, input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)[:, -1])
+        ids = torch.cat([ids, found[-1].argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return ids, torch.stack(found)
+
+
+def write(model, ids, mask, steps, **options):
+    wanted = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": PAD, "do_sample": False}
+    return model.generate(ids, attention_mask=mask, max_new_tokens=steps, **{**wanted, **options})
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Counts the tokens that went through caches of trees, one by one."""
+    taken = []
+    step = CacheLayer._step
+
+    def counted(self, *arguments):
+        taken.append(self)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(CacheLayer, "_step", counted)
+    return taken
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("lengths", [[19, 11, 15], [1, 8]])
+def test_generate_is_full_passes_and_needs_no_argument(steps, family, way, lengths):
+    model = ready(family, way=way)
+    ids, mask = random_ids(lengths, side="left")
+    whole, logits = stepwise(model, ids, mask, 30)
+    written = write(model, ids, mask, 30)
+    assert torch.equal(written.sequences, whole)
+    torch.testing.assert_close(torch.stack(written.logits), logits.float(), rtol=0, atol=1e-4)
+    assert len(steps) == 29 * 2  # and that in both layers
+
+
+@pytest.mark.parametrize("way", ["found", "windows"])
+def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
+    monkeypatch.setattr(interface, "saves_nothing", saves_nothing)
+    model = ready(way=way)
+    ids, mask = random_ids([3, 14], side="left")
+    whole, logits = stepwise(model, ids, mask, 40)
+    written = write(model, ids, mask, 40)
+    torch.testing.assert_close(torch.stack(written.logits), logits.float(), rtol=0, atol=1e-4)
+    assert torch.equal(written.sequences, whole)
+
+
+@pytest.mark.parametrize("way", ["found", "windows"])
+def test_beam_search(steps, way):
+    model = ready(way=way)
+    ids, mask = random_ids([19, 11], side="left")
+    options = {"num_beams": 3, "num_return_sequences": 2, "output_logits": False}
+    with_trees = write(model, ids, mask, 25, **options).sequences
+    assert len(steps) == 24 * 2
+    without = write(model, ids, mask, 25, use_cache=False, **options).sequences
+    assert torch.equal(with_trees, without)
+
+
+@pytest.mark.parametrize("way", ["found", "windows"])
+@pytest.mark.parametrize("few", [1, 16])
+def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
+    """Prompt lookup: several new tokens at once, of which some are taken back."""
+    monkeypatch.setattr(caches, "FEW", few)
+    model = ready(way=way)
+    ids, mask = random_ids([9])
+    ids = torch.cat([ids, ids, ids], 1)
+    mask = torch.ones_like(ids)
+    plain = write(model, ids, mask, 30).sequences
+    steps.clear()
+    crops = []
+    crop = CacheLayer.crop
+    monkeypatch.setattr(CacheLayer, "crop", lambda self, n: crops.append(n) or crop(self, n))
+    guessed = write(model, ids, mask, 30, prompt_lookup_num_tokens=4, output_logits=False).sequences
+    assert torch.equal(guessed, plain)
+    assert any(n < 0 for n in crops)
+    assert few == 1 or len(steps) > 30 * 2
+
+
+@pytest.mark.parametrize("kind", ["cropped", "absolute"])
+def test_crop_as_any_version_of_transformers_asks_for_it(kind):
+    model = ready()
+    ids, mask = random_ids([30, 22], side="left")
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    cache = new_cache(model)
+    run(model, input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache)
+    cache.crop(-7 if kind == "cropped" else 23)
+    assert cache.get_seq_length() == 23
+    rest = run(model, input_ids=ids[:, 23:], attention_mask=mask, position_ids=place[:, 23:], past_key_values=cache)
+    torch.testing.assert_close(rest, whole[:, 23:], rtol=0, atol=1e-9)
+    cache.crop(0)
+    assert cache.get_seq_length() == 30
+    cache.crop(-30)
+    assert cache.get_seq_length() == 0
+    again = run(model, input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache)
+    torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("few", [0, 16])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_several_new_tokens_at_once_with_padding_anywhere(monkeypatch, few, side):
+    monkeypatch.setattr(caches, "FEW", few)
+    model = ready()
+    lengths = [40, 33]
+    ids, mask = random_ids(lengths, side=side)
+    place = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    cache, parts = new_cache(model), []
+    for part in (slice(0, 13), slice(13, 14), slice(14, 31), slice(31, 36) if side == "left" else slice(31, 40)):
+        parts.append(
+            run(
+                model,
+                input_ids=ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=place[:, part],
+                past_key_values=cache,
+            )
+        )
+    found = torch.cat(parts, 1)
+    there = mask[:, : found.shape[1]].bool()
+    torch.testing.assert_close(found[there], whole[:, : found.shape[1]][there], rtol=1e-9, atol=1e-9)
+
+
+def test_layers_differ_and_some_are_exact(steps):
+    model = tiny("llama", num_hidden_layers=4)
+    convert(model, [0], **WINDOWS)
+    convert(model, [2], **FOUND)
+    convert(model, [3], **{**FOUND, "refine": 2, "chunk": 16})
+    model.generation_config.eos_token_id = None
+    ids, mask = random_ids([19, 11], side="left")
+    whole, logits = stepwise(model, ids, mask, 20)
+    written = write(model, ids, mask, 20)
+    assert torch.equal(written.sequences, whole)
+    torch.testing.assert_close(written.logits[-1], logits[-1].float(), rtol=0, atol=1e-4)
+    kinds = [type(layer).__name__ for layer in written.past_key_values.layers]
+    assert kinds == ["CacheLayer", "DynamicLayer", "CacheLayer", "CacheLayer"]
+
+
+def test_what_has_no_cache_of_trees_writes_as_before(steps):
+    """Windows that are opened; trees of three factors; a cache of fixed size; gradients."""
+    ids, mask = random_ids([19, 11], side="left")
+    for changes in ({"hierarchy": "windows", "refine": 1}, {"branching": (4, 2, 3), "chunk": 24}):
+        model = convert(tiny("llama"), **{"branching": (4, 2), **changes})
+        model.generation_config.eos_token_id = None
+        whole, _ = stepwise(model, ids, mask, 10)
+        assert torch.equal(write(model, ids, mask, 10).sequences, whole)
+    model = ready()
+    whole, _ = stepwise(model, ids, mask, 10)
+    assert torch.equal(write(model, ids, mask, 10, cache_implementation="static").sequences, whole)
+    with torch.enable_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        assert not any(isinstance(layer, CacheLayer) for layer in cache.layers)
+    assert steps == []
+
+
+def test_a_cache_given_by_the_user(steps):
+    """Whether it knows the model or makes its layers when they are needed; used again after a reset; copied."""
+    model = ready()
+    ids, mask = random_ids([19, 11], side="left")
+    plain = write(model, ids, mask, 12).sequences
+    for cache in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config), new_cache(model)):
+        assert torch.equal(write(model, ids, mask, 12, past_key_values=cache).sequences, plain)
+        cache.reset()
+        assert torch.equal(write(model, ids, mask, 12, past_key_values=cache).sequences, plain)
+    assert len(steps) == 6 * 11 * 2 + 11 * 2
+    prompt = new_cache(model)
+    run(model, input_ids=ids[:1, :15], past_key_values=prompt)
+    once = write(model, ids[:1], mask[:1], 12, past_key_values=copy.deepcopy(prompt)).sequences
+    assert torch.equal(write(model, ids[:1], mask[:1], 12, past_key_values=prompt).sequences, once)
+    assert torch.equal(once, write(model, ids[:1], mask[:1], 12).sequences)
+
+
+def test_batches_that_are_repeated_and_selected():
+    model = ready()
+    ids, _ = random_ids([19, 19])
+    cache = new_cache(model)
+    run(model, input_ids=ids, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    new = torch.tensor([[5], [6], [7], [8]])
+    found = run(model, input_ids=new, past_key_values=cache)
+    whole = run(model, input_ids=torch.cat([ids.repeat_interleave(2, 0), new], 1))
+    torch.testing.assert_close(found[:, -1], whole[:, -1], rtol=0, atol=1e-9)
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    found = run(model, input_ids=new[:2], past_key_values=cache)
+    whole = run(model, input_ids=torch.cat([ids[[1, 0]], new[[2, 1]], new[:2]], 1))
+    torch.testing.assert_close(found[:, -1], whole[:, -1], rtol=0, atol=1e-9)
+
+
+def test_attention_weights_on_request():
+    model = ready()
+    ids, _ = random_ids([30])
+    cache = new_cache(model)
+    run(model, input_ids=ids[:, :29], past_key_values=cache)
+    with torch.no_grad():
+        out = model(ids[:, 29:], past_key_values=cache, output_attentions=True)
+        whole = model(ids, output_attentions=True, use_cache=False)
+    assert out.attentions[0].shape == (1, 4, 1, 30)
+    torch.testing.assert_close(out.attentions[1][:, :, 0], whole.attentions[1][:, :, -1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["found", "windows"])
+def test_operations_and_memory(way):
+    model = ready(way=way)
+    ids, mask = random_ids([61])
+    with counting() as counted:
+        out = write(model, ids, mask, 30)
+    assert counted.ratio > 1
+    memory = memory_of(out.past_key_values)
+    assert memory.flat_bytes == 2 * 90 * 2 * (8 + 8) * 8
+    assert memory.leaves_kept == (way == "found")
+    assert memory_of(transformers.DynamicCache()).bytes == 0
+
+
+def test_saved_models_write_with_trees_after_loading(steps, tmp_path):
+    model = ready()
+    ids, mask = random_ids([19])
+    written = write(model, ids, mask, 12).sequences
+    model.save_pretrained(tmp_path)
+    loaded = convert(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval())
+    steps.clear()
+    assert torch.equal(write(loaded, ids, mask, 12).sequences, written)
+    assert torch.equal(write(copy.deepcopy(loaded), ids, mask, 12).sequences, written)
+    assert len(steps) == 2 * 11 * 2
+
+
+def test_what_is_refused():
+    model = ready()
+    ids, mask = random_ids([19, 15], side="left")
+    token = torch.tensor([[5], [6]])
+
+    def filled():
+        cache = new_cache(model)
+        run(model, input_ids=ids, attention_mask=mask, past_key_values=cache)
+        return cache
+
+    with pytest.raises(InvalidInput, match=r"cache of 2 sequences for tokens of 1"):
+        run(model, input_ids=token[:1], past_key_values=filled())
+    with pytest.raises(InvalidInput, match=r"cache of 8 key dimensions for tokens of 16"):
+        run(ready(head_dim=16), input_ids=token, past_key_values=filled())
+    with pytest.raises(InvalidInput, match=r"attention_mask: given .*\[19, 19\].*expected \[19, 15\]"):
+        run(model, input_ids=token, past_key_values=filled())
+    with pytest.raises(InvalidInput, match="other settings of layer 0"):
+        run(ready(way="found, a beam"), input_ids=token, past_key_values=filled())
+    longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    with pytest.raises(InvalidInput, match=r"gradients are asked for.*torch.no_grad"):
+        model(token, attention_mask=longer, past_key_values=filled())
+    cache = filled()
+    revert(model)
+    assert run(model, input_ids=token, attention_mask=longer, past_key_values=cache).isnan().all()
+    with pytest.raises(InvalidInput, match="layers that are not converted"):
+        run(model, input_ids=token, past_key_values=cache)
+
+
+def test_windows_say_what_they_cannot_give():
+    model = ready(way="windows")
+    ids, _ = random_ids([90])
+    cache = new_cache(model)
+    run(model, input_ids=ids[:, :80], past_key_values=cache)
+    with pytest.raises(InvalidInput, match="keeps no leaves"):
+        run(model, input_ids=ids[:, 80:81], past_key_values=cache, output_attentions=True)
