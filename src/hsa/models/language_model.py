@@ -1,4 +1,4 @@
-"""A decoder-only language model. Its layers attend flat, on the growing tree of the text, or on trees found from the keys."""
+"""A decoder-only language model: its layers attend flat, on the growing tree of the text, or on trees found from keys."""
 
 from __future__ import annotations
 

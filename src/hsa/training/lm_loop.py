@@ -126,7 +126,7 @@ def train_language_model(
     >>> sizes = LanguageModelConfig(7, width=8, heads=2, layers=1, branching=(4, 2))
     >>> found = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
     >>> len(found.history), found.tokens
-    (3, 768)
+    (3, 3072)
     """
     options, language = options or TrainingOptions(), language or LanguageOptions()
     return _Run(config, train, validation, options, language, folder, watcher, _device(device)).run(resume)

@@ -330,7 +330,7 @@ def _open_from_the_start(
     if key_order is None:
         own, before = families.own[leaf], families.before[leaf]
         first = np.where(own < 0, before, own) - near
-        last = np.where(own < 0, before, own + 1) + near
+        last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # what is later cannot be seen
     else:
         first, last = _families_of_chunks(hierarchy, families, key_order, leaf)
     first = np.where(sees, np.maximum(first, families.tree_offsets[tree]), len(families.nodes))
