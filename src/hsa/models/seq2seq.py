@@ -142,7 +142,7 @@ class HierarchicalSeq2Seq(nn.Module):
         cache = self.decoder.new_cache(batch)
         token = torch.full((batch,), self.config.start, device=self.device)
         done = torch.zeros(batch, dtype=torch.bool, device=self.device)
-        found = []
+        found: list[Tensor] = []
         for _ in range(max_tokens):
             if not found:
                 logits = self.decoder.read(token, [1] * batch, cache, memory=source)

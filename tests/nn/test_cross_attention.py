@@ -1,0 +1,111 @@
+"""Cross-attention to a tree: softmax attention where all is open, a row per token, nothing from other sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy
+from hsa.errors import InvalidInput
+from hsa.nn.cross_attention import CrossAttention, Source
+from tests.forests import forests
+from tests.model_inputs import exact
+
+WIDTH, HEADS, SOURCE = 14, 2, 5
+
+
+def layer(refine: int | None) -> CrossAttention:
+    return exact(CrossAttention(WIDTH, HEADS, SOURCE, refine=refine))
+
+
+def softmax_attention(cross: CrossAttention, x: torch.Tensor, source: Source) -> torch.Tensor:
+    """As written in every textbook, sequence by sequence."""
+    rows = []
+    offsets = source.hierarchy.structure.leaf_offsets
+    for tokens, tree in zip(x.split(source.lengths), source.tree, strict=True):
+        k, v = cross.keys_and_values(source.vectors[offsets[tree] : offsets[tree + 1]])
+        q = cross.query(cross.norm(tokens)).unflatten(-1, (HEADS, -1))
+        weights = (torch.einsum("ihd,jhd->hij", q, k) / (WIDTH / HEADS) ** 0.5).softmax(-1)
+        rows.append(cross.output(torch.einsum("hij,jhd->ihd", weights, v).flatten(1)))
+    return torch.cat(rows)
+
+
+@settings(max_examples=20)
+@given(forest=forests(), data=st.data())
+def test_everything_open_is_softmax_attention(forest: Hierarchy, data: st.DataObject) -> None:
+    lengths = [data.draw(st.integers(1, 4)) for _ in range(forest.num_trees)]
+    source = Source.of(torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64), forest, lengths)
+    x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64)
+    for refine in (None, forest.num_nodes):  # all by softmax; all by choice
+        cross = layer(refine)
+        if cross.pooled_bias is not None:
+            assert cross.pooled_bias.shape == (HEADS,)
+        torch.testing.assert_close(cross(x, source), softmax_attention(cross, x, Source(*_parts(source))))
+
+
+def _parts(source: Source) -> tuple:
+    return source.vectors, source.hierarchy, source.tree, source.lengths
+
+
+def test_a_token_chooses_for_itself() -> None:
+    """What it reads leaf by leaf follows from its own query: other tokens, before or after, change nothing."""
+    forest = Hierarchy.from_nested([[3, 2, 4, 3, 2], [[2, 3], [4, 2]]])
+    vectors = torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64)
+    cross = layer(1)
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    whole = cross(x, Source.of(vectors, forest, [4, 3]))
+    for i in range(7):
+        source = Source(vectors, forest, (int(i >= 4),), (1,))
+        torch.testing.assert_close(cross(x[i : i + 1], source), whole[i : i + 1])
+    assert not torch.allclose(whole, layer(2)(x, Source.of(vectors, forest, [4, 3])))
+
+
+def test_pooled_leaves_are_weighed_by_their_number() -> None:
+    """Nothing open: the root's members, each with its mean key and value and the logarithm of its leaves."""
+    forest = Hierarchy.from_nested([[3, 2]])
+    vectors = torch.randn(5, SOURCE, dtype=torch.float64)
+    cross = layer(0)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    k, v = (torch.stack([t[:3].mean(0), t[3:].mean(0)]) for t in cross.keys_and_values(vectors))
+    q = cross.query(cross.norm(x)).unflatten(-1, (HEADS, -1))
+    logits = torch.einsum("ihd,jhd->hij", q, k) / (WIDTH / HEADS) ** 0.5 + torch.tensor([3.0, 2.0]).log()
+    # Both members are pooled: the learned bias is the same for both and falls out.
+    expected = cross.output(torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).flatten(1))
+    torch.testing.assert_close(cross(x, Source.of(vectors, forest, [3])), expected)
+
+
+def test_gradients_reach_the_source_and_the_bias() -> None:
+    forest = Hierarchy.from_nested([[3, 2, 4], [2, 2]])
+    vectors = torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64, requires_grad=True)
+    cross = layer(1)
+    cross(torch.randn(4, WIDTH, dtype=torch.float64), Source.of(vectors, forest, [3, 1])).square().sum().backward()
+    assert bool((vectors.grad.abs().sum(-1) > 0).all())
+    assert bool((cross.pooled_bias.grad != 0).all())
+
+
+def test_keys_and_values_are_made_once() -> None:
+    forest = Hierarchy.from_nested([[3, 2]])
+    cross, calls = layer(1), []
+    cross.project.register_forward_hook(lambda *_: calls.append(1))
+    source = Source.of(torch.randn(5, SOURCE, dtype=torch.float64), forest, [2])
+    cross(torch.randn(2, WIDTH, dtype=torch.float64), source)
+    cross(torch.randn(1, WIDTH, dtype=torch.float64), source.asked_by([1]))
+    assert len(calls) == 1
+
+
+def test_reorder_reads_the_same_trees() -> None:
+    forest = Hierarchy.from_nested([[3, 2], [4, 2]])
+    source = Source.of(torch.randn(11, SOURCE, dtype=torch.float64), forest, [1, 1])
+    cross = layer(1)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    index = [1, 1, 0]
+    torch.testing.assert_close(cross(x[index], source.reorder(index)), cross(x, source)[index])
+
+
+def test_bad_input() -> None:
+    with pytest.raises(InvalidInput, match="refine"):
+        CrossAttention(WIDTH, HEADS, SOURCE, refine=-1)
+    with pytest.raises(InvalidInput, match="one for each tree"):
+        Source.of(torch.randn(5, SOURCE), Hierarchy.flat([3, 2]), [1])
