@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ def train(
     read: Annotated[DataOptions, Parameter(name="*", group="Data")] = DataOptions(),  # noqa: B008
     model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
     training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
+    language: Annotated[LanguageOptions, Parameter(name="*", group="Language model")] = LanguageOptions(),  # noqa: B008
 ) -> None:
-    """Train a classifier (or regressor) that uses the structure of your data, and see whether it helped.
+    """Train a classifier, regressor or language model that uses the structure of your data, and see whether it helped.
 
     Trains the hierarchical encoder and baselines with as many parameters (softmax attention over all leaves; no attention),
     tests them on held-out data, and writes the models, a report and pictures to a folder.
@@ -47,12 +48,16 @@ def train(
     Without DATA: which package of the Python standard library does a class or function come from? The examples are
     made from the Python installation, nothing is downloaded.
 
+    With --task lm: a language model of texts, beside one with flat attention; `hsa generate` writes with it. DATA is a text,
+    a folder of texts, or a table with --text columns; without DATA, what the Python standard library says about itself.
+
     Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets. The first is the one that is meant.
+        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets; hsa, found, flat for the task lm. The first
+            is the one that is meant.
         resume: Go on where a run in the same folder stopped.
         quick: Few examples and epochs: a look at how it works, in half a minute.
         cpu: Do not use a GPU.
@@ -60,22 +65,23 @@ def train(
     """
     from rich.console import Console
 
-    recipe = _recipe(data, models, read, model, training, quick)
+    models = tuple(name for names in models for name in names.split(","))
+    recipe = _recipe(Recipe(data, models, read, model, training, language), quick)
     console = Console(stderr=False)
+    if recipe.read.task == "lm":
+        from hsa.cli.train_lm import run_lm
+
+        run_lm(recipe, run_folder(recipe, out, resume), resume=resume, cpu=cpu, fsdp=fsdp, console=console)
+        return
     _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
 
 
-def _recipe(
-    data: Path | None,
-    models: tuple[str, ...],
-    read: DataOptions,
-    model: ModelOptions,
-    training: TrainingOptions,
-    quick: bool,
-) -> Recipe:
-    given = Recipe(data, models, read, model, training)
+def _recipe(given: Recipe, quick: bool) -> Recipe:
+    data = given.data
     if data is not None and data.suffix.lower() in (".yaml", ".yml"):
         given = overridden(load_recipe(data), given, NAMED.get())
+    elif given.read.task == "lm":
+        given = _lm_recipe(given, quick)
     elif data is None:
         # Sizes that suit some two thousand short programs and two cores.
         default = Recipe(
@@ -90,6 +96,25 @@ def _recipe(
     return given
 
 
+def _lm_recipe(given: Recipe, quick: bool) -> Recipe:
+    """Sizes that suit a megabyte of text and two cores."""
+    default = Recipe(
+        given.data,
+        ("hsa", "flat"),
+        DataOptions(task="lm", vocabulary=4096),
+        ModelOptions(width=128, layers=2, dropout=0.0),
+        TrainingOptions(
+            epochs=4,
+            learning_rate=3e-3,
+            schedule="cosine",
+            weight_decay=0.1,
+            batch_tokens=2048 if quick else 8192,
+        ),
+        LanguageOptions(context=256, steps=100 if quick else 0),
+    )
+    return overridden(default, given, NAMED.get())
+
+
 def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
@@ -102,7 +127,7 @@ def _run(
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
-    folder = _folder(recipe, out, resume)
+    folder = run_folder(recipe, out, resume)
 
     def say(message: str) -> None:
         if main:
@@ -126,7 +151,7 @@ def _run(
         _report(console, recipe, prepared, results, folder)
 
 
-def _folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
+def run_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
     """Results are never written over: a new folder, or the one to resume."""
     if out is not None:
         if resume and not out.is_dir():

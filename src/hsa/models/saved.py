@@ -1,17 +1,20 @@
-"""A model in a folder: `config.json` and `model.safetensors`."""
+"""A model in a folder: `config.json` and `model.safetensors`; of a language model also `tokenizer.json`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.files import load_tensors, read_json, save_tensors, write_json
+from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+LANGUAGE_MODEL = "hierarchical language model"
 
 
 def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[str] = ()) -> None:
@@ -57,6 +60,52 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Hierar
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device).eval(), classes
+
+
+def save_language_model(folder: Path, model: HierarchicalLanguageModel, tokenizer: Any = None) -> None:
+    """Write a language model and what makes its tokens, a `tokenizers.Tokenizer`."""
+    save_tensors(folder / WEIGHTS, model.state_dict())
+    if tokenizer is not None:
+        write_then_rename(folder / TOKENIZER, lambda beside: tokenizer.save(str(beside)))
+    write_json(folder / CONFIG, {"model": LANGUAGE_MODEL, **model.config.to_dict()})
+
+
+def load_language_model(folder: Path, device: torch.device | str = "cpu") -> HierarchicalLanguageModel:
+    """The language model of a folder, ready to write.
+
+    >>> import tempfile
+    >>> model = HierarchicalLanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_language_model(Path(folder), model)
+    ...     load_language_model(Path(folder)).config == model.config
+    True
+
+    Raises:
+        InvalidInput: naming the file: it is missing, damaged, or of another model.
+    """
+    about = read_json(folder / CONFIG, "the configuration of a language model of hsa")
+    if not isinstance(about, dict) or about.get("model") != LANGUAGE_MODEL:
+        kind = about.get("model") if isinstance(about, dict) else None
+        raise InvalidInput(
+            str(folder / CONFIG),
+            given=f"that of a {kind}" if isinstance(kind, str) else "something else",
+            expected="the configuration of a language model of hsa",
+            fix="train one with: hsa train --task lm",
+        )
+    try:
+        model = HierarchicalLanguageModel(
+            LanguageModelConfig.from_dict({name: value for name, value in about.items() if name != "model"})
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
+        raise InvalidInput(
+            str(folder / CONFIG),
+            given=f"a configuration that makes no model ({type(error).__name__}: {error})",
+            expected="one that this version of hsa wrote",
+        ) from error
+    weights, _ = load_tensors(folder / WEIGHTS, "the weights of a language model of hsa")
+    check_fits(str(folder / WEIGHTS), weights, model.state_dict())
+    model.load_state_dict(weights)
+    return model.to(device).eval()
 
 
 def check_fits(where: str, given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

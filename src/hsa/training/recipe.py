@@ -11,7 +11,9 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, TrainingOptions
+
+_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Recipe:
     read: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
+    language: LanguageOptions = field(default_factory=LanguageOptions)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -40,7 +43,7 @@ def load_recipe(path: Path) -> Recipe:
     data = given.pop("data", None)
     models = _words(given.pop("models", Recipe.models))
     parts = []
-    for kind in (DataOptions, ModelOptions, TrainingOptions):
+    for kind in _PARTS:
         names = {f.name for f in fields(kind)}
         own = {name: _value(kind, name, given.pop(name), path) for name in sorted(names & set(given))}
         try:
@@ -48,7 +51,7 @@ def load_recipe(path: Path) -> Recipe:
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error.where}", given=error.given, expected=error.expected) from None
     if given:
-        known = sorted(f.name for kind in (DataOptions, ModelOptions, TrainingOptions) for f in fields(kind))
+        known = sorted(f.name for kind in _PARTS for f in fields(kind))
         unknown = min(map(str, given))
         close = difflib.get_close_matches(unknown, ["data", "models", *known], 1, cutoff=0.5)
         raise InvalidInput(
@@ -130,4 +133,5 @@ def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
         merge(recipe.read, given.read),
         merge(recipe.model, given.model),
         merge(recipe.training, given.training),
+        merge(recipe.language, given.language),
     )

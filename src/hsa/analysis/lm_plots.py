@@ -1,0 +1,45 @@
+"""Pictures of language models: losses while they learned, and by how much text came before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hsa.analysis.plots import COLORS, pyplot, save_figure
+
+
+def plot_losses(path: Path, histories: Mapping[str, Sequence[Any]]) -> None:
+    """Training and validation loss by tokens seen, a line per model.
+
+    Args:
+        histories: model → records with `tokens`, `loss` and `validation_loss`.
+    """
+    figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
+    for color, (name, history) in zip(COLORS * 3, histories.items(), strict=False):
+        tokens = [record.tokens / 1e6 for record in history]
+        axes.plot(tokens, [r.validation_loss for r in history], color=color, marker="o", ms=3, label=name)
+        axes.plot(tokens, [r.loss for r in history], color=color, ls=":", lw=1)
+    axes.set(xlabel="million tokens seen", ylabel="nats per token", title="Validation loss (dotted: training)")
+    _finish(axes)
+    save_figure(figure, path)
+
+
+def plot_by_position(path: Path, losses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Test loss by place in the block, a line per model.
+
+    Args:
+        losses: model → (place, mean loss there).
+    """
+    figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
+    for color, (name, points) in zip(COLORS * 3, losses.items(), strict=False):
+        axes.plot([place for place, _ in points], [loss for _, loss in points], color=color, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens before", ylabel="nats per token", title="Test loss by how much came before")
+    _finish(axes)
+    save_figure(figure, path)
+
+
+def _finish(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
