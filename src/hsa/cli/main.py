@@ -59,6 +59,7 @@ def build_app() -> App:
     from hsa.cli.convert import convert
     from hsa.cli.evaluate import evaluate
     from hsa.cli.finetune import finetune
+    from hsa.cli.generate import generate
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
     from hsa.cli.predict import predict
@@ -77,6 +78,7 @@ def build_app() -> App:
     app.command(train)
     app.command(evaluate)
     app.command(predict)
+    app.command(generate)
     app.command(convert)
     app.command(finetune)
     app.command(reproduce)

@@ -107,6 +107,6 @@ def _report(console: Console, recipe: Recipe, data: LmData, results: list[LmResu
         f"\nmodel     {model}",
         f"report    {folder / 'report.md'}",
         f"pictures  {', '.join(str(picture) for picture in pictures)}",
-        f'\nnext: hsa generate {model} --prompt "The "',
+        f'\nnext: hsa generate {model} --prompt "The"',
     ):
         console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied

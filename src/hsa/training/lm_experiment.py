@@ -172,7 +172,7 @@ def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, f
     """(place, mean) of the loss in bins that widen with the place: the first tokens differ most.
 
     >>> binned(np.array([4.0, 3.0, 2.0, 2.0]), per_octave=1)
-    ((1.0, 4.0), (2.0, 3.0), (3.5, 2.0))
+    ((1.0, 4.0), (2.5, 2.5), (4.0, 2.0))
     """
     size = len(by_position)
     edges = np.unique(np.ceil(2 ** (np.arange(int(np.log2(size) + 1) * per_octave + 1) / per_octave)).astype(int))

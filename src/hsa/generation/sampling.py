@@ -1,0 +1,79 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: draw among so many of the likeliest tokens; 0 for all.
+        top_p: draw among the likeliest tokens that together have this probability; 1 for all.
+        seed: of the draws; None for another one each time.
+
+    >>> Sampling(temperature=0).draw(torch.tensor([[0.1, 2.0, 0.3]])).tolist()
+    [1]
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise InvalidInput("temperature", given=self.temperature, expected="0 or a positive number")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InvalidInput("top_k", given=self.top_k, expected="a number of tokens, or 0 for all")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InvalidInput("top_p", given=self.top_p, expected="a probability: more than 0, at most 1")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise InvalidInput("seed", given=self.seed, expected="0 or a positive integer")
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """The source of chance for a whole text."""
+        made = torch.Generator(device)
+        if self.seed is None:
+            made.seed()
+        else:
+            made.manual_seed(self.seed)
+        return made
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A token for every row of `logits` `[batch, vocabulary]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """`[batch, vocabulary]` what is drawn from, where the temperature is not 0.
+
+        >>> Sampling(top_p=0.6).probabilities(torch.tensor([[0.5, 0.3, 0.2]]).log()).tolist()  # 0.5 is less than 0.6
+        [[0.625, 0.375, 0.0]]
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        if 0 < self.top_k < wide.shape[-1]:
+            least = wide.topk(self.top_k).values[..., -1:]
+            wide = wide.masked_fill(wide < least, -torch.inf)
+        chances = wide.softmax(-1)
+        if self.top_p < 1:
+            ordered, index = chances.sort(-1, descending=True)
+            before = ordered.cumsum(-1) - ordered  # of likelier tokens: the first is always kept
+            kept = torch.zeros_like(chances, dtype=torch.bool).scatter_(-1, index, before < self.top_p)
+            chances = chances.masked_fill(~kept, 0.0)
+            chances = chances / chances.sum(-1, keepdim=True)
+        return chances
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
