@@ -17,6 +17,7 @@ from hsa.attention.flops import Flops
 from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.multiscale.partition import Opened
 from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import is_counting, note_flops, note_operations
 
@@ -90,10 +91,18 @@ class CausalMultiscale(CausalAttention):
         super().__init__(heads)
         self.near = near
 
+    def prepare(self, hierarchy: Hierarchy) -> None:
+        self._opened(hierarchy)
+
+    def _opened(self, hierarchy: Hierarchy) -> Opened:
+        def choose() -> Opened:
+            none = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # nothing about them is looked at
+            return open_families(none, none, hierarchy, near=self.near, causal=True)
+
+        return hierarchy.cached(("near, causal", self.near), choose)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
-        opened = hierarchy.cached(
-            ("near, causal", self.near), lambda: open_families(q, k, hierarchy, near=self.near, causal=True)
-        )
+        opened = self._opened(hierarchy)
         note_operations(q, opened, hierarchy=hierarchy)
         return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, pooled_bias=self.bias)
 
