@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def train(
     model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
     training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
     language: Annotated[LanguageOptions, Parameter(name="*", group="Language model")] = LanguageOptions(),  # noqa: B008
+    seq2seq: Annotated[Seq2SeqOptions, Parameter(name="*", group="Encoder–decoder")] = Seq2SeqOptions(),  # noqa: B008
 ) -> None:
     """Train a classifier, regressor or language model that uses the structure of your data, and see whether it helped.
 
@@ -51,13 +52,16 @@ def train(
     With --task lm: a language model of texts, beside one with flat attention; `hsa generate` writes with it. DATA is a text,
     a folder of texts, or a table with --text columns; without DATA, what the Python standard library says about itself.
 
+    With --task seq2seq: an encoder–decoder that writes the --label column from the --text column. Without DATA: made-up
+    documents of which one sentence is to be repeated.
+
     Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets; hsa, found, flat for the task lm. The first
-            is the one that is meant.
+        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets; hsa, found, flat for the task lm; hsa,
+            multiscale, found, flat (the encoder) for seq2seq. The first is the one that is meant.
         resume: Go on where a run in the same folder stopped.
         quick: Few examples and epochs: a look at how it works, in half a minute.
         cpu: Do not use a GPU.
@@ -66,12 +70,18 @@ def train(
     from rich.console import Console
 
     models = tuple(name for names in models for name in names.split(","))
-    recipe = _recipe(Recipe(data, models, read, model, training, language), quick)
+    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq), quick)
     console = Console(stderr=False)
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 
         run_lm(recipe, run_folder(recipe, out, resume), resume=resume, cpu=cpu, fsdp=fsdp, console=console)
+        return
+    if recipe.read.task == "seq2seq":
+        from hsa.cli.train_seq2seq import run_seq2seq
+
+        folder = run_folder(recipe, out, resume)
+        run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
         return
     _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
 
@@ -82,6 +92,8 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
         given = overridden(load_recipe(data), given, NAMED.get())
     elif given.read.task == "lm":
         given = _lm_recipe(given, quick)
+    elif given.read.task == "seq2seq":
+        given = _seq2seq_recipe(given)
     elif data is None:
         # Sizes that suit some two thousand short programs and two cores.
         default = Recipe(
@@ -115,6 +127,19 @@ def _lm_recipe(given: Recipe, quick: bool) -> Recipe:
     return overridden(default, given, NAMED.get())
 
 
+def _seq2seq_recipe(given: Recipe) -> Recipe:
+    """Sizes that suit short documents and two cores."""
+    default = Recipe(
+        given.data,
+        ("hsa", "flat"),
+        DataOptions(task="seq2seq", vocabulary=512 if given.data is None else 4096),
+        ModelOptions(width=64, dropout=0.0),
+        TrainingOptions(epochs=8, learning_rate=3e-3, batch_size=32, patience=0),
+        LanguageOptions(branching=(4, 4), positions="both"),
+    )
+    return overridden(default, given, NAMED.get())
+
+
 def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
@@ -137,6 +162,7 @@ def _run(
         prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
     if main:
         _announce(console, prepared, folder)
+    score = "accuracy" if recipe.read.task == "classification" else "R²"
     results = compare(
         recipe.models,
         recipe.model,
@@ -145,7 +171,7 @@ def _run(
         folder,
         accelerator,
         resume=resume,
-        watch=(lambda name: _Bar(name, recipe, console)) if main else None,
+        watch=(lambda name: Bar(name, score, console)) if main else None,
     )
     if main:
         _report(console, recipe, prepared, results, folder)
@@ -166,7 +192,8 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
                 fix="pass --resume to go on with that run, or another --out",
             )
         return out
-    name = "python-standard-library" if recipe.data is None else recipe.data.stem
+    own_data = "marked-sentences" if recipe.read.task == "seq2seq" else "python-standard-library"
+    name = own_data if recipe.data is None else recipe.data.stem
     own = re.compile(re.escape(name) + r"(-\d+)?")
     taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
     if resume:
@@ -198,13 +225,13 @@ def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
     console.print(Text(f"results go to {folder}", style="dim"))
 
 
-class _Bar:
+class Bar:
     """A progress bar for one model."""
 
-    def __init__(self, name: str, recipe: Recipe, console: Console):
+    def __init__(self, name: str, score: str, console: Console):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.name, self.score = name, "accuracy" if recipe.read.task == "classification" else "R²"
+        self.name, self.score = name, score
         self.progress = Progress(
             TextColumn("{task.description:<11}"),
             BarColumn(bar_width=28),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from hsa.errors import InvalidInput
 from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-LANGUAGE_MODEL = "hierarchical language model"
+LANGUAGE_MODEL, SEQ2SEQ = "hierarchical language model", "hierarchical encoder–decoder"
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[str] = ()) -> None:
@@ -83,26 +86,60 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Hie
     Raises:
         InvalidInput: naming the file: it is missing, damaged, or of another model.
     """
-    about = read_json(folder / CONFIG, "the configuration of a language model of hsa")
-    if not isinstance(about, dict) or about.get("model") != LANGUAGE_MODEL:
-        kind = about.get("model") if isinstance(about, dict) else None
+    return _load(
+        folder,
+        device,
+        LANGUAGE_MODEL,
+        "language model",
+        "hsa train --task lm",
+        lambda config: HierarchicalLanguageModel(LanguageModelConfig.from_dict(config)),
+    )
+
+
+def save_seq2seq(folder: Path, model: HierarchicalSeq2Seq) -> None:
+    """Write an encoder–decoder."""
+    save_tensors(folder / WEIGHTS, model.state_dict())
+    write_json(folder / CONFIG, {"model": SEQ2SEQ, **model.config.to_dict()})
+
+
+def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> HierarchicalSeq2Seq:
+    """The encoder–decoder of a folder, ready to answer; raises as `load_language_model`."""
+    return _load(
+        folder,
+        device,
+        SEQ2SEQ,
+        "encoder–decoder",
+        "hsa train --task seq2seq",
+        lambda config: HierarchicalSeq2Seq(Seq2SeqConfig.from_dict(config)),
+    )
+
+
+def _load(
+    folder: Path,
+    device: torch.device | str,
+    kind: str,
+    what: str,
+    command: str,
+    make: Callable[[dict[str, Any]], AnyModel],
+) -> AnyModel:
+    about = read_json(folder / CONFIG, f"the configuration of a {what} of hsa")
+    if not isinstance(about, dict) or about.get("model") != kind:
+        found = about.get("model") if isinstance(about, dict) else None
         raise InvalidInput(
             str(folder / CONFIG),
-            given=f"that of a {kind}" if isinstance(kind, str) else "something else",
-            expected="the configuration of a language model of hsa",
-            fix="train one with: hsa train --task lm",
+            given=f"that of a {found}" if isinstance(found, str) else "something else",
+            expected=f"the configuration of a {what} of hsa",
+            fix=f"train one with: {command}",
         )
     try:
-        model = HierarchicalLanguageModel(
-            LanguageModelConfig.from_dict({name: value for name, value in about.items() if name != "model"})
-        )
+        model = make({name: value for name, value in about.items() if name != "model"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
         raise InvalidInput(
             str(folder / CONFIG),
             given=f"a configuration that makes no model ({type(error).__name__}: {error})",
             expected="one that this version of hsa wrote",
         ) from error
-    weights, _ = load_tensors(folder / WEIGHTS, "the weights of a language model of hsa")
+    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of a {what} of hsa")
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device).eval()

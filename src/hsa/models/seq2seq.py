@@ -97,6 +97,9 @@ class HierarchicalSeq2Seq(nn.Module):
 
         self.encoder = HierarchicalEncoder(config.encoder, config.modalities, config.kinds, config.keys)
         self.decoder = HierarchicalLanguageModel(decoder, cross)
+        for module in self.decoder.modules():
+            if isinstance(module, CrossAttention):
+                module.initialise()  # the decoder has its own idea of it
 
     @property
     def device(self) -> torch.device:

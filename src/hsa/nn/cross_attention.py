@@ -111,6 +111,12 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(heads * self.head_dim, width, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.pooled_bias = None if refine is None else nn.Parameter(torch.zeros(heads))
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Queries and keys of size one: with smaller ones every leaf looks alike for long, and nothing is learned."""
+        for layer in (self.query, self.project):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def keys_and_values(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """`[leaves, heads, dim]` each."""

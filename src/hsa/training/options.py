@@ -100,7 +100,8 @@ class DataOptions:
         label: The column to predict.
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
-        task: classification (the label names a class), regression (it is a number) or lm (a language model of the texts).
+        task: classification (the label names a class), regression (it is a number), lm (a language model of the texts) or
+            seq2seq (the label is a text, to be written).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -117,7 +118,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
-    task: Literal["classification", "regression", "lm"] = "classification"
+    task: Literal["classification", "regression", "lm", "seq2seq"] = "classification"
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
@@ -170,3 +171,24 @@ class LanguageOptions:
                 raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
         if self.structure not in ("windows", "text"):
             raise InvalidInput("structure", given=self.structure, expected="windows or text")
+
+
+@dataclass(frozen=True)
+class Seq2SeqOptions:
+    """For the task seq2seq: the decoder of the answers.
+
+    Args:
+        decoder: How answers attend to themselves: flat, or hierarchical with the branching above.
+        decoder_layers: Of the decoder; as many as the encoder has by default.
+        cross_refine: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
+        max_answer: Tokens of an answer that are read; the rest is cut off.
+    """
+
+    decoder: Literal["flat", "hierarchical"] = "flat"
+    decoder_layers: int | None = None
+    cross_refine: int | None = None
+    max_answer: int = 256
+
+    def __post_init__(self) -> None:
+        if self.max_answer < 1:
+            raise InvalidInput("max_answer", given=self.max_answer, expected="1 or more")

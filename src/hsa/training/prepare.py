@@ -158,8 +158,9 @@ def prepare(
         small: a fraction of the standard library, for a quick look.
         say: is told what is going on.
     """
-    if options.task == "lm":
-        raise InvalidInput("task", given="lm", expected="classification or regression", fix="see prepare_text")
+    if options.task == "lm" or options.task == "seq2seq":
+        fix = "see prepare_text" if options.task == "lm" else "see prepare_pairs"
+        raise InvalidInput("task", given=options.task, expected="classification or regression", fix=fix)
     skipped: list[str] = []
 
     def on_bad(error: InvalidInput) -> None:

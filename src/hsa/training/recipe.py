@@ -11,9 +11,9 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
 
-_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions)
+_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions)
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Recipe:
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     language: LanguageOptions = field(default_factory=LanguageOptions)
+    seq2seq: Seq2SeqOptions = field(default_factory=Seq2SeqOptions)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -134,4 +135,5 @@ def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
         merge(recipe.model, given.model),
         merge(recipe.training, given.training),
         merge(recipe.language, given.language),
+        merge(recipe.seq2seq, given.seq2seq),
     )

@@ -82,7 +82,7 @@ class MarkedSentences:
         number: of documents.
     """
 
-    SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo")
+    SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni")
 
     def __init__(self, number: int, seed: int = 0):
         self.number, self.seed = number, seed

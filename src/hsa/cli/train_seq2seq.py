@@ -1,0 +1,73 @@
+"""`hsa train --task seq2seq`: encoder–decoders on prompts and answers, and a table of how well they answer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hsa.cli.train import Bar
+from hsa.errors import InvalidInput
+from hsa.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_seq2seq(
+    recipe: Recipe, folder: Path, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
+) -> None:
+    import torch
+    from rich.text import Text
+
+    from hsa.analysis.tables import print_table
+    from hsa.training.seq2seq import check_seq2seq_models
+    from hsa.training.seq2seq_data import prepare_pairs
+    from hsa.training.seq2seq_report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
+
+    check_seq2seq_models(recipe.models)
+    if fsdp or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput(
+            "task", given="seq2seq in several processes", expected="one process", fix="start plain hsa train"
+        )
+
+    def say(message: str) -> None:
+        console.print(Text(f"{message} …", style="dim"))
+
+    data = prepare_pairs(
+        recipe.data,
+        recipe.read,
+        seed=recipe.training.seed,
+        small=quick,
+        max_answer=recipe.seq2seq.max_answer,
+        say=say,
+    )
+    leaves, tokens = len(data.train.prompts.values["text"]), len(data.train.answers)
+    console.print(
+        Text(
+            f"{data.name}: {len(data.train):,} to train, {len(data.validation):,} to validate, {len(data.test):,} to test; "
+            f"{leaves / len(data.train):,.0f} leaves a prompt, {tokens / len(data.train):,.0f} tokens an answer"
+        )
+    )
+    if data.skipped:
+        console.print(Text(f"left out: {len(data.skipped):,}, the first: {data.skipped[0]}", style="yellow"))
+    console.print(Text(f"results go to {folder}", style="dim"))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
+    results = compare_seq2seq(
+        recipe,
+        data,
+        folder,
+        resume=resume,
+        device=device or "cpu",
+        watch=lambda name: Bar(name, "tokens right", console),
+    )
+    write_seq2seq_report(folder, recipe, data, results)
+    console.print()
+    print_table(console, seq2seq_table(results))
+    console.print()
+    for line in (
+        *example_lines(results[0]),
+        f"\nmodel     {folder / results[0].model}",
+        f"report    {folder / 'report.md'}",
+    ):
+        console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,115 @@
+"""Encoder–decoders on the same prompts: each in a folder of its own, and a report of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.files import read_json, write_json, write_text
+from hsa.models.saved import save_seq2seq
+from hsa.training.experiment import RESULT
+from hsa.training.loop import EpochRecord, Watcher
+from hsa.training.prepare import save_reading
+from hsa.training.recipe import Recipe
+from hsa.training.seq2seq import Seq2SeqResult, Seq2SeqScores, seq2seq_config, seq2seq_result, train_seq2seq
+from hsa.training.seq2seq_data import PreparedPairs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_CAPTION = "tokens: right after the true ones before; exact: whole answers, written token by token"
+
+
+def compare_seq2seq(
+    recipe: Recipe,
+    prepared: PreparedPairs,
+    folder: Path,
+    *,
+    resume: bool = False,
+    device: torch.device | str = "cpu",
+    watch: Callable[[str], Watcher] | None = None,
+) -> list[Seq2SeqResult]:
+    """Train, test and save every model of the recipe. With `resume`, finished ones are taken as they are."""
+    options = recipe.training
+    configs = {n: seq2seq_config(prepared, n, recipe.model, recipe.language, recipe.seq2seq) for n in recipe.models}
+    results = []
+    for name, config in configs.items():
+        own = folder / name
+        if resume and (own / RESULT).is_file():
+            results.append(_load_result(own))
+            continue
+        watcher = watch(name) if watch else None
+        model, history = train_seq2seq(
+            config, prepared, options, folder=own, resume=resume, watcher=watcher, device=device
+        )
+        results.append(seq2seq_result(name, model, history, prepared, options))
+        save_seq2seq(own, model)
+        save_reading(own, prepared.reading)
+        write_json(own / RESULT, asdict(results[-1]))
+    write_json(folder / "results.json", [asdict(result) for result in results])
+    return results
+
+
+def _load_result(folder: Path) -> Seq2SeqResult:
+    data = read_json(folder / RESULT, "the result of a finished encoder–decoder")
+    data["scores"] = Seq2SeqScores(**data["scores"])
+    data["history"] = tuple(EpochRecord(**record) for record in data["history"])
+    data["examples"] = tuple(map(tuple, data["examples"]))
+    return Seq2SeqResult(**data)
+
+
+def seq2seq_columns(results: Sequence[Seq2SeqResult]) -> tuple[list[str], list[list[str]]]:
+    """The header and rows of the table."""
+    header = ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train s"]
+    rows = [
+        [
+            r.model,
+            r.decoder,
+            f"{r.parameters:,}",
+            f"{r.scores.loss:.4f}",
+            f"{100 * r.scores.tokens:.2f}%",
+            f"{100 * r.scores.exact:.2f}%",
+            f"{r.answers_per_second:,.0f}",
+            f"{r.training_seconds:.1f}",
+        ]
+        for r in results
+    ]
+    return header, rows
+
+
+def seq2seq_table(results: Sequence[Seq2SeqResult]) -> Table:
+    """For the terminal."""
+    return terminal_table(*seq2seq_columns(results), _CAPTION)
+
+
+def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
+    """Some prompts, cut short, with the true and the given answer."""
+    lines = []
+    for prompt, true, given in result.examples:
+        shown = prompt if len(prompt) <= width else f"{prompt[: width - 1]}…"
+        lines += [f"prompt  {shown}", f"true    {true}", f"answer  {given}", ""]
+    return lines[:-1]
+
+
+def write_seq2seq_report(
+    folder: Path, recipe: Recipe, prepared: PreparedPairs, results: Sequence[Seq2SeqResult]
+) -> None:
+    """`report.md`."""
+    lines = [
+        f"# Encoder–decoders on {prepared.name}",
+        "",
+        *markdown_table(*seq2seq_columns(results)),
+        "",
+        f"{_CAPTION}.",
+    ]
+    for result in results:
+        lines += ["", f"## Answers of {result.model}", "", "```", *example_lines(result), "```"]
+    lines += ["", "## Options", "", "```"]
+    for part in (recipe.model, recipe.language, recipe.seq2seq, recipe.training):
+        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
