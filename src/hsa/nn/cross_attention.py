@@ -40,16 +40,16 @@ class Source:
     @staticmethod
     def of(vectors: Tensor, hierarchy: Hierarchy, lengths: Sequence[int]) -> Source:
         """Sequence i, of `lengths[i]` tokens, reads tree i."""
-        if len(lengths) != hierarchy.num_trees:
-            raise InvalidInput(
-                "lengths",
-                given=f"{len(lengths)} sequences",
-                expected=f"{hierarchy.num_trees}, one for each tree of the inputs",
-            )
-        return Source(vectors, hierarchy, tuple(range(len(lengths))), tuple(lengths))
+        return Source(vectors, hierarchy, tuple(range(hierarchy.num_trees)), ()).asked_by(lengths)
 
     def asked_by(self, lengths: Sequence[int]) -> Source:
         """The same for sequences of other lengths: for a step, a token each."""
+        if len(lengths) != len(self.tree):
+            raise InvalidInput(
+                "lengths",
+                given=f"{len(lengths)} sequences",
+                expected=f"{len(self.tree)}, one for each tree that is read",
+            )
         return replace(self, lengths=tuple(lengths))
 
     def reorder(self, index: Sequence[int]) -> Source:
