@@ -487,10 +487,11 @@ class _Search:
         inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
         lists = partition.nodes[index.clamp(max=len(partition.nodes) - 1)]
         lists = lists.masked_fill(~inside | (self.hierarchy.num_children[lists] == 0), -1)
+        lists = lists.gather(-1, _gaps_last(lists))
         chosen = self.families.nodes.new_full((self.queries.num_groups, self.q.shape[1], refine), -1)
         sizes = np.diff(self.queries.host_offsets)
         children = int(self.hierarchy.structure.num_children.max())
-        per_group = max(1, int(sizes.max(initial=1))) * self.q.shape[1] * max(longest, width * children)
+        per_group = max(1, int(sizes.max(initial=1))) * self.q.shape[1] * max(lists.shape[1], width * children)
         step = max(1, TILE * 4 // (per_group * self.q.shape[2]))
         for begin in range(0, self.queries.num_groups, step):
             groups = slice(begin, min(begin + step, self.queries.num_groups))
@@ -543,8 +544,7 @@ class _Search:
         itself = nodes.masked_fill(~stays, -1)
         nodes = torch.cat([itself[..., None], child], -1).flatten(-2)
         done = torch.cat([torch.ones_like(stays)[..., None], self._is_settled(child)], -1).flatten(-2)
-        keep = max(1, int((nodes >= 0).sum(-1).max()))  # shift the gaps to the end and cut them off
-        order = (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
+        order = _gaps_last(nodes)
         return nodes.gather(-1, order), done.gather(-1, order)
 
     def _candidates(self, rows: Tensor, asked: Tensor, nodes: Tensor) -> Tensor:
@@ -567,6 +567,12 @@ class _Search:
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int((allowed & counted[:, :, None]).sum())
         return softmax_of_allowed(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
+
+
+def _gaps_last(nodes: Tensor) -> Tensor:
+    """Indices that put entries before gaps (−1), and leave out the gaps that no row needs."""
+    keep = max(1, int((nodes >= 0).sum(-1).max()))
+    return (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
 
 
 def softmax_of_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
