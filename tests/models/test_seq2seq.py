@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hsa import collate
 from hsa.errors import InvalidInput
+from hsa.generation.sampling import Sampling
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.saved import load_language_model, load_seq2seq, save_seq2seq
 from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
@@ -141,6 +142,25 @@ def test_generate_stops_when_all_are_done_and_cuts_at_the_end() -> None:
 
     assert model.generate(collate(prompts()), max_tokens=9, choose=choose) == [[3, 4], [], [5]]
     assert len(calls) == 3
+
+
+def test_generate_samples() -> None:
+    model, batch = make(), collate(prompts())
+    sampling = Sampling(temperature=3.0, seed=5)
+
+    def write() -> list[list[int]]:
+        draws = sampling.generator()
+        return model.generate(batch, max_tokens=9, choose=lambda logits: sampling.draw(logits, draws))
+
+    assert write() == write() != model.generate(batch, max_tokens=9)
+
+
+def test_damaged_weights_do_not_write() -> None:
+    model = make()
+    with torch.no_grad():
+        model.encoder.embedding.tables["text"].weight[3] = torch.nan  # a token of the first prompt
+    with pytest.raises(InvalidInput, match="not finite at token 0"):
+        model.generate(collate(prompts()))
 
 
 def test_saved_and_loaded(tmp_path) -> None:

@@ -54,12 +54,12 @@ def test_a_token_chooses_for_itself() -> None:
     forest = Hierarchy.from_nested([[3, 2, 4, 3, 2], [[2, 3], [4, 2]]])
     vectors = torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64)
     cross = layer(1)
-    x = torch.randn(7, WIDTH, dtype=torch.float64)
-    whole = cross(x, Source.of(vectors, forest, [4, 3]))
-    for i in range(7):
-        source = Source(vectors, forest, (int(i >= 4),), (1,))
+    x = torch.randn(23, WIDTH, dtype=torch.float64)
+    whole = cross(x, Source.of(vectors, forest, [12, 11]))
+    for i in range(23):
+        source = Source(vectors, forest, (int(i >= 12),), (1,))
         torch.testing.assert_close(cross(x[i : i + 1], source), whole[i : i + 1])
-    assert not torch.allclose(whole, layer(2)(x, Source.of(vectors, forest, [4, 3])))
+    assert not torch.allclose(whole, layer(2)(x, Source.of(vectors, forest, [12, 11])))
 
 
 def test_pooled_leaves_are_weighed_by_their_number() -> None:

@@ -137,7 +137,8 @@ class HierarchicalSeq2Seq(nn.Module):
         Args:
             inputs: the prompts. They are encoded once; answers grow by a token a step, from caches.
             max_tokens: of an answer, at most.
-            choose: logits `[prompts, vocabulary]` → tokens `[prompts]`, such as a sampler; the most likely ones by default.
+            choose: logits `[prompts, vocabulary]` → tokens `[prompts]`, such as the `draw` of `hsa.generation.sampling`; the
+                most likely ones by default.
         """
         check_count("max_tokens", max_tokens, "a positive number", minimum=1)
         source = self.encode(inputs)
@@ -151,6 +152,13 @@ class HierarchicalSeq2Seq(nn.Module):
                 logits = self.decoder.read(token, [1] * batch, cache, memory=source)
             else:
                 logits = self.decoder.step(token, cache, memory=source)
+            if not bool(logits.amax(-1).isfinite().all()):  # NaN where any of them is
+                raise InvalidInput(
+                    "logits",
+                    given=f"numbers that are not finite at token {len(found)} of the answers",
+                    expected="finite ones",
+                    fix="the weights are damaged, or training diverged: use another checkpoint",
+                )
             token = logits.argmax(-1) if choose is None else choose(logits)
             token = token.masked_fill(done, end)  # who is done goes on with nothing
             done |= token == end

@@ -82,7 +82,7 @@ class MarkedSentences:
         number: of documents.
     """
 
-    SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni")
+    SYLLABLES = ("ba", "de", "fi", "go")
 
     def __init__(self, number: int, seed: int = 0):
         self.number, self.seed = number, seed
