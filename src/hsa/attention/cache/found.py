@@ -10,7 +10,8 @@ what a token reads of the past grows with the logarithm of the length. A token
    hold none of them.
 
 Pooled nodes lie in a heap: node i has the children i·factor + 1, …, and groups are its last level. It has room for the
-complete tree over the capacity; nodes that are not complete are never read.
+complete tree over the capacity; nodes that are not complete are never read. After them comes *none*, the node that stands
+where there is no node: it holds no keys, so its logit is −∞, and its children are none again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_count, scale_or_default, without_autocast
 from hsa.attention.cache.interface import Cache, Memory
-from hsa.attention.multiscale.choice import default_width, softmax_of_allowed, top
+from hsa.attention.multiscale.choice import default_width
 from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import in_order
@@ -105,30 +106,44 @@ class Heap:
         return int(self.factor ** (self.levels - 1))
 
     @property
-    def nodes(self) -> int:
+    def none(self) -> int:
+        """The node that stands where there is none, after all others."""
         return self.first(1) + self.groups
 
 
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    children: Tensor  # [nodes, factor] of a group itself, then none
+    log_count: Tensor  # [nodes] of the keys below each
+
+
 @lru_cache(maxsize=32)
-def _log_counts(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[nodes] of the keys below each."""
+def _tables(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) -> _Tables:
     with torch.inference_mode(False):
+        node, first = torch.arange(heap.none + 1)[:, None], heap.first(1)
+        member = torch.arange(heap.factor)
+        itself = torch.where(member == 0, node, heap.none)
         sizes = torch.tensor([heap.factor**level for level in range(heap.levels)])
         counts = group * sizes.flip(0).repeat_interleave(sizes)
-        return counts.double().log().to(dtype).to(device)
+        return _Tables(
+            children=torch.where(node < first, node * heap.factor + 1 + member, itself).to(device),
+            log_count=torch.cat([counts, counts.new_zeros(1)]).double().log().to(dtype).to(device),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class _Past:
     """What a token may read of complete chunks: follows from their numbers, so it is made once per chunk."""
 
-    candidates: Tensor  # [batch, most] nodes of the heap where the search begins, −1 after them
-    starts: Tensor  # [batch, most] the largest complete nodes, −1 after them
+    candidates: Tensor  # [batch, most] nodes of the heap where the search begins
+    starts: Tensor  # [batch, most] the largest complete nodes
     ends: Tensor  # [batch, most] the group after the last one of each
-    height: Tensor  # [batch, most]
+    height: Tensor  # [batch, most + 1] of each; 0 where there is none
+    few: bool  # some sequence has fewer groups than may be opened
     rounds: int  # how often the search goes down a level
     tallest: int  # height of the tallest start; 0: no complete chunk
     pooled: int  # no list has more pooled entries
+    levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest: height, groups of a node, first node
 
 
 @lru_cache(maxsize=64)
@@ -145,15 +160,20 @@ def _past(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.devic
     most = max(chunks) * shape.chunk // shape.group  # groups
     levels = [most // shape.factor ** (height - 1) for height in range(2, tallest + 1)]
     pooled = (shape.factor - 1) * sum(min(shape.refine, count) for count in levels) + max(map(len, starts))
+    below = range(1, tallest)
+    columns = (list(below), [shape.factor ** (height - 1) for height in below], [heap.first(h) for h in below])
     with torch.inference_mode(False):
+        height, size, first = (torch.tensor(column, dtype=torch.int64, device=device)[:, None] for column in columns)
         return _Past(
-            candidates=table([[heap.first(height) + i for height, i in row] for row in nodes], -1),
-            starts=table([[heap.first(height) + i for height, i in row] for row in starts], -1),
+            candidates=table([[heap.first(height) + i for height, i in row] for row in nodes], heap.none),
+            starts=table([[heap.first(height) + i for height, i in row] for row in starts], heap.none),
             ends=table([[(i + 1) * shape.factor ** (height - 1) for height, i in row] for row in starts], heap.groups),
-            height=table([[height for height, _ in row] for row in starts], 0),
+            height=torch.nn.functional.pad(table([[height for height, _ in row] for row in starts], 0), (0, 1)),
+            few=min(chunks) * shape.chunk // shape.group < shape.refine,
             rounds=max((height - 1 for row in nodes for height, _ in row), default=0),
             tallest=tallest,
             pooled=pooled,
+            levels=(height, size, first),
         )
 
 
@@ -164,7 +184,7 @@ class _Step:
     past: _Past
     written: Tensor  # [batch · kv_heads] rows of the leaves, all sequences and heads flattened, that the token goes to
     exact: Tensor  # [batch, kv_heads, most] rows of the sinks and of the own chunk up to the token
-    there: Tensor | None  # [batch, most] which of them there are; None: all
+    hidden: Tensor | None  # [batch, 1, most] which of them there are not; None: all are
     closing: tuple[int, ...]  # sequences whose chunk this token completes
     closed: tuple[int, ...]  # and the numbers of those chunks
 
@@ -189,7 +209,7 @@ def _step(
             past=_past(shape, heap, tuple(chunks.tolist()), device),
             written=torch.from_numpy((first + place[:, None]).flatten()).to(device),
             exact=torch.from_numpy(rows).to(device),
-            there=None if there.all() else torch.from_numpy(there).to(device),
+            hidden=None if there.all() else torch.from_numpy(~there[:, None]).to(device),
             closing=tuple(closing.tolist()),
             closed=tuple(chunks[closing].tolist()),
         )
@@ -477,8 +497,8 @@ class FoundCache(Cache):
             keys=zeros(capacity, self.head_dim, dtype=self.dtype),
             values=zeros(capacity, self.value_dim, dtype=self.dtype),
             place=zeros(capacity, dtype=torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
-            pooled_keys=zeros(heap.nodes, self.head_dim, dtype=pooled),
-            pooled_values=zeros(heap.nodes, self.value_dim, dtype=pooled),
+            pooled_keys=zeros(heap.none + 1, self.head_dim, dtype=pooled),
+            pooled_values=zeros(heap.none + 1, self.value_dim, dtype=pooled),
         )
 
     @torch.no_grad()
@@ -572,25 +592,27 @@ class _Token:
     def __init__(self, cache: FoundCache, kept: _Layer, step: _Step, q: Tensor, scale: float, counted: Counted | None):
         self.kept, self.step, self.past, self.counted = kept, step, step.past, counted
         self.shape, self.heap = cache.shape, cache._heap
-        self.heads, self.kv_heads, self.capacity = q.shape[1], cache.kv_heads, cache._capacity
-        self.device = q.device
+        self.heads, self.kv_heads = q.shape[1], cache.kv_heads
         self.q = q.to(kept.pooled_keys.dtype) * scale  # [batch, heads, dim]
+        self.tables = _tables(self.heap, self.shape.group, self.q.dtype, q.device)
         sequence = torch.arange(len(q), device=q.device)[:, None] * self.kv_heads
-        head = torch.arange(self.heads, device=q.device) // (self.heads // self.kv_heads)
-        self.tree = (sequence + head)[..., None]  # [batch, heads, 1] of the trees of all sequences and key/value heads
-        self.log_count = _log_counts(self.heap, self.shape.group, self.q.dtype, q.device)
+        tree = (sequence + torch.arange(self.heads, device=q.device) // (self.heads // self.kv_heads))[..., None]
+        # [batch, heads, 1] where leaves and nodes of a tree begin, those of all sequences and key/value heads in a row.
+        self.first_leaf, self.first_node = tree * cache._capacity, tree * (self.heap.none + 1)
+        self.last_leaf = cache._capacity - 1
 
     def attend(self, bias: Tensor | None) -> Tensor:
         """[batch, heads, value_dim]"""
         grouped = self.q.unflatten(1, (self.kv_heads, -1))
         own_keys, own_values = (self._rows(x, self.step.exact) for x in (self.kept.keys, self.kept.values))
         own = (grouped @ own_keys.transpose(-1, -2)).flatten(1, 2)
-        if self.step.there is not None:
-            own = own.masked_fill(~self.step.there[:, None], -math.inf)
+        if self.step.hidden is not None:
+            own = own.masked_fill(self.step.hidden, -math.inf)
         logits, parts = [own], []
         if self.past.tallest:
-            for keys, values, added in self._earlier(bias):
-                logits.append((keys @ self.q[..., None]).squeeze(-1) + added)
+            groups = self._choose()
+            for some_logits, values in (self._opened(groups), self._pooled(groups, bias)):
+                logits.append(some_logits)
                 parts.append(values)
         sizes = [part.shape[-1] for part in logits]
         own_weights, *weights = torch.cat(logits, -1).softmax(-1).split(sizes, -1)
@@ -601,95 +623,85 @@ class _Token:
             self.counted.entries += sum(int((part > -math.inf).sum()) for part in logits)
         return out
 
-    def _earlier(self, bias: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Keys, values and what is added to the logits: of the groups that are opened, and of the pooled rest."""
-        groups, valid = self._choose()
-        slots = self.shape.sinks + groups[..., None] * self.shape.group
-        slots = (slots + torch.arange(self.shape.group, device=self.device)).flatten(-2)
-        rows = self.tree * self.capacity + slots.where(valid.repeat_interleave(self.shape.group, -1), 0)
-        hidden = torch.zeros(slots.shape, dtype=self.q.dtype, device=self.device)
-        hidden = hidden.masked_fill(~valid.repeat_interleave(self.shape.group, -1), -math.inf)
-        opened = self._rows(self.kept.keys, rows), self._rows(self.kept.values, rows), hidden
-        nodes, there = self._rest(groups, valid)
-        added = self.log_count[nodes] if bias is None else self.log_count[nodes] + bias.to(self.q.dtype)[:, None]
-        rows = self.tree * self.heap.nodes + nodes
-        keys, values = (self._rows(x, rows) for x in (self.kept.pooled_keys, self.kept.pooled_values))
-        return [opened, (keys, values, added.masked_fill(~there, -math.inf))]
-
     def _rows(self, leaves: Tensor, rows: Tensor) -> Tensor:
         """`[…, dim]` rows of all sequences and heads flattened."""
         chosen = leaves.flatten(0, 2).index_select(0, rows.flatten())
-        return chosen.to(self.q.dtype).unflatten(0, rows.shape)
+        return chosen.to(self.q.dtype).view(*rows.shape, leaves.shape[-1])
 
-    def _choose(self) -> tuple[Tensor, Tensor]:
-        """[batch, heads, opened] numbers of the groups to open, ascending, and which of them there are; as `_descend` of
-        `open_families` does, without its first rounds, in which every candidate is kept."""
+    def _logits(self, keys: Tensor) -> Tensor:
+        return (keys @ self.q[..., None]).squeeze(-1)
+
+    def _opened(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and values of the keys of open groups."""
+        member = torch.arange(self.shape.sinks, self.shape.sinks + self.shape.group, device=groups.device)
+        slots = (groups[..., None] * self.shape.group + member).flatten(-2)
+        rows = self.first_leaf + slots.clamp(max=self.last_leaf)
+        logits = self._logits(self._rows(self.kept.keys, rows))
+        if self.past.few:
+            hidden = (groups == self.heap.groups).repeat_interleave(self.shape.group, -1)
+            logits = logits.masked_fill(hidden, -math.inf)
+        return logits, self._rows(self.kept.values, rows)
+
+    def _pooled(self, groups: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits and values of the pooled rest."""
+        nodes = self._rest(groups)
+        rows = self.first_node + nodes
+        logits = self._logits(self._rows(self.kept.pooled_keys, rows)) + self.tables.log_count[nodes]
+        if bias is not None:
+            logits = logits + bias.to(logits.dtype)[:, None]
+        return logits, self._rows(self.kept.pooled_values, rows)
+
+    def _choose(self) -> Tensor:
+        """[batch, heads, opened] numbers of the groups to open, ascending, at the end one past all groups for none.
+
+        As `open_families` does, without its first rounds, in which every candidate is kept.
+        """
         nodes = self.past.candidates[:, None].expand(-1, self.heads, -1)
-        first_group, width, factor = self.heap.first(1), self.shape.width, self.shape.factor
-        member = torch.arange(factor, device=self.device)
         for _ in range(self.past.rounds):
-            assert width is not None
-            # Where a search has come to the end already, its best stay; counted is only what still goes down.
-            score = self._score(nodes, counted=~self._settled(nodes).all(-1, keepdim=True))
-            best, valid = top(score, score >= 0, width)
-            parents = nodes.gather(-1, best).masked_fill(~valid, -1)[..., None]
-            stays = parents.where(member == 0, -1)
-            nodes = torch.where(self._settled(parents), stays, parents * factor + 1 + member).flatten(-2)
-        if self.shape.refine == 0:
-            nodes = nodes[..., :0]
-        elif nodes.shape[-1] > self.shape.refine:
-            score = self._score(nodes)
-            best, valid = top(score, score >= 0, self.shape.refine)
-            nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
-        groups = torch.where(nodes < 0, self.heap.groups, nodes - first_group).sort(-1).values
-        return groups, groups < self.heap.groups
+            assert self.shape.width is not None
+            # Where a search has come to the end already, its best stay until the others have.
+            nodes = self.tables.children[self._best(nodes, self.shape.width)].flatten(-2)
+        if nodes.shape[-1] > self.shape.refine:
+            nodes = self._best(nodes, self.shape.refine, last=True)
+        return (nodes - self.heap.first(1)).sort(-1).values
 
-    def _settled(self, nodes: Tensor) -> Tensor:
-        return (nodes < 0) | (nodes >= self.heap.first(1))
-
-    def _score(self, nodes: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[batch, heads, nodes] softmax over the candidates; −1 where there is none."""
-        there = nodes >= 0
-        known = nodes.clamp(min=0)
-        keys = self._rows(self.kept.pooled_keys, self.tree * self.heap.nodes + known)
-        logits = (keys @ self.q[..., None]).squeeze(-1) + self.log_count[known]
+    def _best(self, nodes: Tensor, number: int, *, last: bool = False) -> Tensor:
+        """[batch, heads, number] of the candidates, ties to the first: score and place in one integer."""
+        if number == 0:
+            return nodes[..., :0]
+        keys = self._rows(self.kept.pooled_keys, self.first_node + nodes)
+        score = (self._logits(keys) + self.tables.log_count[nodes]).softmax(-1).to(torch.float32)
+        place = torch.arange(nodes.shape[-1] - 1, -1, -1, device=nodes.device)
+        order = score.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(place)
         if self.counted is not None:
-            self.counted.scored += int((there if counted is None else there & counted).sum())
-        return softmax_of_allowed(logits, there).masked_fill(~there, -1)
+            goes_on = (nodes < self.heap.first(1)).any(-1, keepdim=True) | last
+            self.counted.scored += int(((nodes < self.heap.none) & goes_on).sum())
+        return nodes.gather(-1, order.topk(min(number, nodes.shape[-1])).indices)
 
-    def _rest(self, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, heads, entries] the largest nodes that hold no open group, and which of them there are."""
-        past, factor = self.past, self.shape.factor
+    def _rest(self, groups: Tensor) -> Tensor:
+        """[batch, heads, entries] the largest nodes that hold no open group."""
+        past, factor, none = self.past, self.shape.factor, self.heap.none
+        batch, heads, number = groups.shape
         # Of every group the start above it; a start is pooled if it is above none.
         start = (groups[..., None] >= past.ends[:, None, None]).sum(-1)
-        above = torch.zeros(*groups.shape[:2], past.starts.shape[-1] + 1, dtype=torch.bool, device=self.device)
-        above.scatter_(-1, start.where(valid, past.starts.shape[-1]), True)
-        starts = past.starts[:, None].expand(-1, self.heads, -1)
-        nodes, there = [starts.clamp(min=0)], [(starts >= 0) & ~above[..., :-1]]
-        if groups.shape[-1] and past.tallest > 1:
-            height = torch.arange(1, past.tallest, device=self.device)[:, None]  # of members; [heights, 1]
-            power = factor ** (height - 1)
-            ancestor = groups[:, :, None] // power  # [batch, heads, heights, groups]
-            parent = ancestor // factor
-            # Groups ascend, so those below one parent are neighbours; the first of them stands for the family.
-            first = torch.ones_like(parent, dtype=torch.bool)
-            first[..., 1:] = parent[..., 1:] != parent[..., :-1]
-            index = torch.arange(groups.shape[-1], device=self.device)
-            stands = index.where(first, 0).cummax(-1).values
-            holds = torch.zeros(*parent.shape[:-1], groups.shape[-1] * factor, dtype=torch.bool, device=self.device)
-            holds.scatter_(-1, stands * factor + ancestor % factor, True)
-            limit = past.height.gather(-1, start.clamp(max=past.starts.shape[-1] - 1).flatten(1)).view_as(start)
-            inside = first & valid[:, :, None] & (height < limit[:, :, None])
-            pooled = inside[..., None] & ~holds.unflatten(-1, (-1, factor))
-            base = torch.tensor([self.heap.first(h) for h in range(1, past.tallest)], device=self.device)[:, None]
-            member = (base + parent * factor)[..., None] + torch.arange(factor, device=self.device)
-            there.append(pooled.flatten(2))
-            nodes.append(member.flatten(2))
-        node, is_there = torch.cat(nodes, -1), torch.cat(there, -1)
-        if node.shape[-1] > past.pooled:  # the gaps to the end, and away with them
-            order = is_there.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., : past.pooled]
-            node, is_there = node.gather(-1, order), is_there.gather(-1, order)
-        return node.where(is_there, 0), is_there
+        above = groups.new_zeros(batch, heads, past.height.shape[1], dtype=torch.bool).scatter_(-1, start, True)
+        nodes = past.starts[:, None].where(~above[..., :-1], none)
+        if number == 0 or past.tallest == 1:
+            return nodes
+        height, size, first_node = past.levels
+        ancestor = groups[:, :, None] // size  # [batch, heads, heights, groups]
+        parent = ancestor // factor
+        # Groups ascend, so those below one parent are neighbours; the first of them stands for the family.
+        before = torch.nn.functional.pad(parent[..., :-1], (1, 0), value=-1)
+        first = parent != before
+        stands = torch.arange(number, device=groups.device).where(first, 0).cummax(-1).values
+        holds = first.new_zeros(*parent.shape[:-1], number * factor)
+        holds = holds.scatter_(-1, stands * factor + ancestor % factor, True).unflatten(-1, (number, factor))
+        below_start = height < past.height.gather(-1, start.flatten(1)).view_as(start)[:, :, None]
+        member = (first_node + parent * factor)[..., None] + torch.arange(factor, device=groups.device)
+        family = member.where((first & below_start)[..., None] & ~holds, none)
+        # None is the greatest number: away with it.
+        return torch.cat([nodes, family.flatten(2)], -1).sort(-1).values[..., : past.pooled]
 
 
 def _means(x: Tensor, members: int, dtype: torch.dtype) -> Tensor:

@@ -403,7 +403,7 @@ class _Search:
                 logits = self.q.new_empty(shape)
             torch.bmm(self.q[rows].transpose(0, 1) * self.scale, keys, out=logits)
             scores, candidate, count = self._score_groups(logits, nodes, allowed, rows, groups)
-            best, valid = top(scores.transpose(0, 1), candidate[:, None], refine)
+            best, valid = _top(scores.transpose(0, 1), candidate[:, None], refine)
             chosen[groups, :, : best.shape[-1]] = nodes[best].masked_fill(~valid, -1)
             self.scored += heads * count
         return chosen
@@ -516,12 +516,12 @@ class _Search:
             if every:
                 break
             number = max(width, int(((nodes >= 0) & finished).sum(-1).max()))
-            best, valid = top(score, score >= 0, number)
+            best, valid = _top(score, score >= 0, number)
             valid &= finished | (torch.arange(best.shape[-1], device=best.device) < width)
             nodes = nodes.gather(-1, best).masked_fill(~valid, -1)
             settled = settled.gather(-1, best) | ~valid
             nodes, settled = self._children(nodes, settled)
-        best, valid = top(score, score >= 0, refine)
+        best, valid = _top(score, score >= 0, refine)
         found = nodes.gather(-1, best).masked_fill(~valid, -1)
         return torch.nn.functional.pad(found, (0, refine - found.shape[-1]), value=-1)
 
@@ -566,7 +566,7 @@ class _Search:
             parent = self.hierarchy.parent[leaf[:, 0]]
             logits = logits + position_logits(self.positions, self.hierarchy, parent, leaf, nodes.clamp(min=0))
         self.scored += int((allowed & counted[:, :, None]).sum())
-        return softmax_of_allowed(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
+        return _softmax(logits, allowed).sum(2).masked_fill(~allowed.any(2), -1)
 
 
 def _gaps_last(nodes: Tensor) -> Tensor:
@@ -575,12 +575,12 @@ def _gaps_last(nodes: Tensor) -> Tensor:
     return (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
 
 
-def softmax_of_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
+def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the allowed entries; zeros where none is."""
     return logits.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0)
 
 
-def top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def _top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Indices of the `number` largest non-negative scores, ties to the lower index, and which of them are candidates.
 
     The bits of a non-negative float32 order like the number, so that score and index fit one integer without ties.
