@@ -1,0 +1,36 @@
+"""`hsa train --task seq2seq`, from the command line."""
+
+import json
+
+from hsa.models.saved import load_seq2seq
+from hsa.training.prepare import load_reading
+from tests.tables import write_rows
+
+TINY = ("--cpu", "--width", "8", "--heads", "2", "--epochs", "1", "--position-width", "8", "--vocabulary", "300")
+
+
+def test_the_whole_way(call, tmp_path):
+    rows = [{"long": f"A cat. It has {i} lives. Really.", "short": f"{i} lives."} for i in range(30)]
+    data, out = write_rows(tmp_path / "cats.csv", rows), tmp_path / "run"
+    options = ("--task", "seq2seq", "--text", "long", "--label", "short", "--models", "hsa,multiscale")
+    code, printed, err = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, columns=120)
+    assert (code, err) == (0, "")
+    assert "24 to train, 3 to validate, 3 to test" in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train", "s"] in rows
+    assert [row[1] for row in rows if row[:1] in (["hsa"], ["multiscale"]) and row[1] == "hierarchical"]
+    results = json.loads((out / "results.json").read_text())
+    assert [result["model"] for result in results] == ["hsa", "multiscale"]
+    assert "## Answers of multiscale" in (out / "report.md").read_text()
+    model, reading = load_seq2seq(out / "hsa"), load_reading(out / "hsa")
+    assert model.config.decoder.vocabulary == reading.tokenizer.get_vocab_size() + 2
+    again = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, "--resume", columns=120)
+    assert again[0] == 0
+    assert json.loads((out / "results.json").read_text()) == results
+
+
+def test_wrong_options(fails, tmp_path):
+    data = write_rows(tmp_path / "cats.csv", [{"long": "A cat.", "short": "Cat."}] * 12)
+    assert "--text PROMPT --label ANSWER" in fails("train", data, "--task", "seq2seq", "--text", "long")
+    assert "deepsets" in fails("train", "--task", "seq2seq", "--models", "deepsets")
+    assert "several processes" in fails("train", "--task", "seq2seq", "--fsdp")
