@@ -1,0 +1,212 @@
+"""`hsa train --task lm` and `hsa generate`, from the command line."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hsa.cli.main import run
+from hsa.generation import writing
+
+TINY = ("--task", "lm", "--cpu", "--width", "16", "--heads", "2", "--layers", "1", "--vocabulary", "300")
+SHORT = ("--context", "32", "--steps", "6", "--batch-tokens", "128", "--branching", "4", "2")
+
+
+def tale(folder):
+    path = folder / "tale.txt"
+    path.write_text("\n\n".join(f"The cat sat on mat {i}. It was warm there." for i in range(150)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of two models."""
+    folder = tmp_path_factory.mktemp("trained")
+    environment = pytest.MonkeyPatch()
+    environment.setenv("HSA_CACHE", str(folder / "cache"))
+    with pytest.raises(SystemExit) as caught:
+        run(["train", str(tale(folder)), *TINY, *SHORT, "--structure", "text", "--out", str(folder / "run")])
+    environment.undo()
+    assert caught.value.code == 0
+    return folder / "run"
+
+
+def test_training_leaves_models_a_report_and_pictures(trained):
+    assert {path.name for path in trained.iterdir()} == {
+        "hsa",
+        "flat",
+        "results.json",
+        "report.md",
+        "losses.png",
+        "positions.png",
+    }
+    hsa, flat = json.loads((trained / "results.json").read_text())
+    assert (hsa["model"], flat["model"]) == ("hsa", "flat")
+    assert hsa["parameters"] - flat["parameters"] == 2  # a bias per head
+    assert hsa["tokens"] == flat["tokens"] == 6 * 128
+    assert [record["step"] for record in hsa["history"]] == [1, 2, 3, 4, 5, 6]
+    assert hsa["loss"] == pytest.approx(sum(loss for _, loss in hsa["by_position"]) / len(hsa["by_position"]), rel=0.2)
+    about = json.loads((trained / "hsa" / "config.json").read_text())
+    assert sorted(set(about["closes"].values())) == [2, 3, 4, 5]
+    assert about["branching"] == [4, 2]
+    report = (trained / "report.md").read_text()
+    assert "# Language models of tale.txt" in report
+    assert "hsa against flat: perplexity" in report
+    assert "context: 32" in report
+
+
+def test_models_may_be_named_with_commas(call):
+    code, out, err = call("train", tale_here(), *TINY, *SHORT, "--models", "found,flat", "--out", "run")
+    assert (code, err) == (0, "")
+    table = [line.split()[0] for line in out.splitlines() if line.startswith(("found ", "flat ")) and "M" in line]
+    assert table == ["found", "flat"]
+    assert "found against flat: perplexity" in out
+    assert 'next: hsa generate run/found --prompt "The"' in out
+    assert '"closes": {}' in Path("run/found/config.json").read_text()  # windows by default
+
+
+def tale_here():
+    return tale(Path())
+
+
+def test_a_finished_run_is_not_trained_again(call, trained):
+    before = (trained / "hsa" / "model.safetensors").stat().st_mtime_ns
+    data = trained.parent / "tale.txt"
+    code, out, _ = call("train", data, *TINY, *SHORT, "--structure", "text", "--out", trained, "--resume")
+    assert code == 0
+    assert "hsa against flat" in out
+    assert (trained / "hsa" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_text_goes_to_stdout_and_what_it_took_to_stderr(call, trained):
+    asked = ("generate", trained, "--prompt", "The cat", "--tokens", "12", "--seed", "3", "--cpu")
+    code, out, err = call(*asked)
+    assert code == 0
+    assert out.endswith("\n")
+    assert len(out) > 1
+    assert re.match(r"\d+ tokens read in \d\.\d\d s, ", err)
+    assert "12 written at" in err
+    assert "in a flat cache" in err or "of a flat cache" in err
+    assert call(*asked)[1] == out
+    assert call(*asked[:-2], "4", "--cpu")[1] != out
+
+
+def test_prompts_from_a_file_and_from_stdin(call, trained, tmp_path, monkeypatch):
+    options = ("--tokens", "9", "--temperature", "0", "--cpu")
+    _, wanted, _ = call("generate", trained / "hsa", "--prompt", "The cat", *options)
+    (tmp_path / "prompt.txt").write_text("The cat")
+    assert call("generate", trained / "hsa", "--prompt-file", tmp_path / "prompt.txt", *options)[1] == wanted
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The cat"))
+    assert call("generate", trained / "hsa", "--prompt", "-", *options)[1] == wanted
+
+
+def test_stop_strings(call, trained):
+    options = ("--tokens", "30", "--temperature", "0", "--cpu")
+    _, whole, _ = call("generate", trained, "--prompt", "The cat", *options)
+    end = whole[3:5]
+    _, out, _ = call("generate", trained, "--prompt", "The cat", *options, "--stop", "never ever", "--stop", end)
+    assert out == whole[: whole.find(end)] + "\n"
+
+
+def test_interrupted_what_was_written_stays(call, trained, monkeypatch):
+    made = writing.Writing.__next__
+
+    def next_or_stop(self):
+        if len(self.ids) >= 5:
+            raise KeyboardInterrupt
+        return made(self)
+
+    monkeypatch.setattr(writing.Writing, "__next__", next_or_stop)
+    code, out, err = call("generate", trained, "--prompt", "The cat", "--tokens", "500", "--seed", "1", "--cpu")
+    assert code == 0
+    assert len(out) > 1
+    assert 5 <= int(re.search(r"(\d+) written", err)[1]) < 20
+    assert "(interrupted)" in err
+
+
+@pytest.mark.slow
+def test_interrupted_by_a_signal(trained):
+    command = [sys.executable, "-c", "from hsa.cli.main import run; run()", "generate", str(trained)]
+    process = subprocess.Popen(
+        [*command, "--prompt", "The cat", "--tokens", "1000000", "--cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout.read(1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out
+    assert "(interrupted)" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", ""), "prompt: given an empty text"),
+        ((), "prompt: given none"),
+        (("--prompt", "a", "--prompt-file", "b"), "prompt: given a prompt and a file"),
+        (("--prompt", "a", "--temperature", "-1"), "temperature: given -1.0"),
+        (("--prompt", "a", "--top-p", "2"), "top_p: given 2.0"),
+        (("--prompt", "a", "--top-k", "-2"), "top_k: given -2"),
+        (("--prompt", "a", "--tokens", "0"), "tokens: given 0"),
+        (("--prompt", "a", "--stop", ""), "stop: given ''"),
+        (("--prompt-file", "gone.txt"), "gone.txt: given no such file"),
+    ],
+)
+def test_bad_arguments(fails, trained, arguments, message):
+    assert message in fails("generate", trained, *arguments)
+
+
+def test_folders_without_a_language_model(fails, tmp_path):
+    assert "no such folder" in fails("generate", "nowhere", "--prompt", "a")
+    assert "config.json: given no such file" in fails("generate", tmp_path, "--prompt", "a")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "a model of transformers" in fails("generate", tmp_path, "--prompt", "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--models", "deepsets"), "models: given 'deepsets', expected some of hsa, flat, found, for the task lm"),
+        (("--fsdp",), "lm in several processes"),
+        (("--context", "1"), "context: given 1"),
+        (("--context", "100000"), "tokens to train on, expected more than the context of 100,000"),
+        (("--mixed-precision", "fp16"), "mixed_precision: given fp16"),
+        (("--heads", "3"), "heads: given 3 heads"),
+        (("--head-dim", "4"), "head_dim: given 4"),
+    ],
+)
+def test_options_that_do_not_fit(fails, options, message):
+    given = [*TINY, *SHORT]
+    if options[0] in given:
+        place = given.index(options[0])
+        del given[place : place + 2]
+    assert message in fails("train", tale_here(), *given, *options)
+
+
+def test_recipes_know_language_models(call, tmp_path):
+    tale(tmp_path)
+    (tmp_path / "lm.yaml").write_text(
+        "data: tale.txt\ntask: lm\nmodels: [flat]\nwidth: 16\nheads: 2\nvocabulary: 300\ncontext: 16\nsteps: 2\n"
+        "batch_tokens: 64\nbranching: [4, 2]\n"
+    )
+    code, out, err = call("train", tmp_path / "lm.yaml", "--cpu", "--out", tmp_path / "run")
+    assert (code, err) == (0, "")
+    assert "step 2" in out
