@@ -24,7 +24,7 @@ def colours(number: int = 40) -> list[dict[str, str]]:
     """What a light says, among sentences that do not matter."""
     says = {"red": "Stop now.", "green": "Go on.", "yellow": "Wait."}
     return [
-        {"question": f"It is day {i}. The light is {colour}. Nobody is here.", "answer": says[colour]}
+        {"question": f"The light is {colour}. Day {i}.", "answer": says[colour]}
         for i, colour in zip(range(number), list(says) * number, strict=False)
     ]
 
@@ -73,7 +73,7 @@ def test_pairs(marked: PreparedPairs) -> None:
 @pytest.mark.parametrize(("name", "decoder", "refine"), [("hsa", "flat", None), ("multiscale", "hierarchical", 1)])
 def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, refine: int | None) -> None:
     """The answer hangs on one word of the prompt. Whole answers, written token by token, are right."""
-    options = TrainingOptions(epochs=15, learning_rate=1e-2, batch_size=8, patience=0)
+    options = TrainingOptions(epochs=24, learning_rate=1e-2, batch_size=8, patience=0)
     config = seq2seq_config(prepared, name, MODEL, LANGUAGE, Seq2SeqOptions(decoder=decoder, cross_refine=refine))
     model, history = train_seq2seq(config, prepared, options)
     assert history[-1].loss < 0.1 * history[0].loss
