@@ -147,6 +147,13 @@ def test_trees_made_ahead_are_those_made_in_passing():
     assert plain.trees(tokens, [14, 9]) is plain.trees(tokens.flip(0), [14, 9])
 
 
+def test_trees_made_in_inference_mode_serve_training():
+    made, (tokens,) = model("mixed"), texts(23)
+    with torch.inference_mode():
+        made(tokens, [23])
+    made.loss(tokens, tokens.roll(-1), [23]).backward()
+
+
 def test_what_closes_families_changes_what_is_seen():
     closing, (tokens,) = model("hierarchical, closing"), texts(60)
     fixed = HierarchicalLanguageModel(replace(closing.config, closes={})).double().eval()

@@ -288,10 +288,11 @@ class HierarchicalLanguageModel(nn.Module):
         if closes is None and key in self._trees:
             self._trees.move_to_end(key)
             return self._trees[key]
-        forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
-        for kind, layer in dict(zip(config.kinds, self.layers, strict=True)).items():
-            layer.attention.prepare(forests[kind])  # type: ignore[operator, union-attr]
-        made = self.trees_of(forests, lengths, closes, device)
+        with torch.inference_mode(False):  # what is made now must serve later calls with gradients too
+            forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
+            for kind, layer in dict(zip(config.kinds, self.layers, strict=True)).items():
+                layer.attention.prepare(forests[kind])  # type: ignore[operator, union-attr]
+            made = self.trees_of(forests, lengths, closes, device)
         if closes is None:
             self._trees[key] = made
             if len(self._trees) > _KEPT:
