@@ -24,6 +24,12 @@ def test_the_whole_way(call, tmp_path):
     assert "## Answers of multiscale" in (out / "report.md").read_text()
     model, reading = load_seq2seq(out / "hsa"), load_reading(out / "hsa")
     assert model.config.decoder.vocabulary == reading.tokenizer.get_vocab_size() + 2
+    code, printed, err = call("predict", out / "hsa", data, "--json")
+    assert (code, err) == (0, "")
+    said = [json.loads(line) for line in printed.splitlines()]
+    assert [entry["where"] for entry in said] == [f"{data}: row {i + 1} (line {i + 2})" for i in range(30)]
+    assert all(isinstance(entry["label"], str) for entry in said)
+    assert call("predict", out / "hsa", data)[0] == 0
     again = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, "--resume", columns=120)
     assert again[0] == 0
     assert json.loads((out / "results.json").read_text()) == results

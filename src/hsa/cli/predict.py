@@ -12,7 +12,7 @@ from hsa.errors import InvalidInput
 
 
 def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = False) -> None:
-    """Predict the class (or number) of every row of a file, or of files.
+    """Predict the class (or number, or answer) of every row of a file, or of files.
 
     Args:
         model: The folder of the model, such as runs/reviews/hsa.
@@ -22,11 +22,15 @@ def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = 
         json: One JSON object per line, for scripts.
     """
     from hsa.training.inference import Saved
+    from hsa.training.seq2seq_inference import SavedSeq2Seq, is_seq2seq
 
     skipped: list[InvalidInput] = []
-    for found in Saved.load(model).predict(data, skipping(skipped, skip_bad)):
+    saved = SavedSeq2Seq.load(model) if is_seq2seq(model) else Saved.load(model)
+    for found in saved.predict(data, skipping(skipped, skip_bad)):
         if json:
             print(json_format.dumps(asdict(found), ensure_ascii=False))
+        elif found.probability is None and isinstance(found.label, str):
+            print(f"{found.label:<40}  {found.where}")
         elif found.probability is None:
             print(f"{found.label:<14.6g}  {found.where}")
         else:

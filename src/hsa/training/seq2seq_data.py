@@ -19,7 +19,7 @@ from hsa.signals.readers.text import read_text, train_tokenizer
 from hsa.training.data_set import Example
 from hsa.training.options import DataOptions
 from hsa.training.prepare import Reading, columns_of
-from hsa.training.sources import OnBad, Rows, Source, digest, or_skip
+from hsa.training.sources import Columns, OnBad, Rows, Source, digest, or_skip
 
 SHARES = (0.8, 0.1, 0.1)
 
@@ -147,7 +147,8 @@ def prepare_pairs(
     source = sources["train"]
     answers = (str(x) for x in source.rows.column(options.label or "")) if isinstance(source, Rows) else ()
     tokenizer = train_tokenizer([*source.texts(), *answers], options.vocabulary)
-    reading = Reading("rows", columns_of(options), options.max_tokens, options.max_family, tokenizer)
+    columns = columns_of(options) if data is not None else Columns(text=("text",), label="answer")
+    reading = Reading("rows", columns, options.max_tokens, options.max_family, tokenizer)
     say("reading")
     sets = {name: _pairs(reading.examples(part, on_bad), tokenizer, max_answer) for name, part in sources.items()}
     missing = [name for name in ("validation", "test") if name not in sets]
