@@ -107,6 +107,14 @@ def test_a_loss_that_is_no_number_stops_the_run():
         train(options=replace(OPTIONS, learning_rate=1e30, clip=1e30, warmup=0.0))
 
 
+def test_so_does_a_gradient_that_is_none(monkeypatch):
+    """Even in the last step, after which no loss would show it."""
+    norms = iter([1.0] * 11 + [torch.inf])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    with pytest.raises(Diverged, match="step 12"):
+        train()
+
+
 @given(st.integers(6, 60), st.integers(2, 5), st.integers(0, 9))
 def test_an_epoch_takes_every_block_once(size, context, seed):
     blocks = Blocks(np.arange(size), context, seed)
