@@ -31,7 +31,8 @@ class TiedCache:
 
     The row of a token is the one it has in the tree as it was then. This operator ties rows, so that a pass over the longer
     sequence gives earlier tokens *other* rows: pooled queries and energies change with every token that joins a node. That
-    is what appendix G describes, and why models here decode with `HierarchicalCache`, whose rows never change.
+    is what appendix G describes, and why models here decode with `HierarchicalCache`, whose rows never change. Tokens cannot
+    be taken back: what was added to sums and means stays there.
 
     Args:
         batch: sequences that grow together, one token each per step.
