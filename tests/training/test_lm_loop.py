@@ -129,6 +129,12 @@ def test_an_epoch_takes_every_block_once(size, context, seed):
     assert np.array_equal(blocks.take(3, 1), Blocks(np.arange(size), context, seed).take(3, 1))
 
 
+def test_epochs_differ():
+    first, second = np.split(Blocks(np.arange(400), 10, 0).take(0, 2 * 39)[:, 0], 2)
+    assert first[0] % 10 != second[0] % 10
+    assert (first // 10).tolist() != (second // 10).tolist()
+
+
 def test_evaluation_is_the_mean_over_blocks():
     model = HierarchicalLanguageModel(CONFIG).double().eval()
     text = TEXT[:80]

@@ -171,14 +171,13 @@ def compare_language_models(
 def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, float], ...]:
     """(place, mean) of the loss in bins that widen with the place: the first tokens differ most.
 
-    >>> binned(np.array([4.0, 3.0, 2.0, 2.0]), per_octave=1)
-    ((1.0, 4.0), (2.5, 2.5), (4.0, 2.0))
+    >>> binned(np.array([4.0, 3.0, 2.0, 2.0, 2.0]), per_octave=1)
+    ((1.0, 4.0), (2.5, 2.5), (4.5, 2.0))
     """
     size = len(by_position)
     edges = np.unique(np.ceil(2 ** (np.arange(int(np.log2(size) + 1) * per_octave + 1) / per_octave)).astype(int))
-    bounds = [*(int(e) - 1 for e in edges if e <= size), size]
-    pairs = [(a, b) for a, b in pairwise(bounds) if a < b]
-    return tuple(((a + 1 + b) / 2, float(by_position[a:b].mean())) for a, b in pairs)
+    bounds = [0, *(int(e) - 1 for e in edges if 1 < e < size), size]  # a last bin of one token would be noise
+    return tuple(((a + 1 + b) / 2, float(by_position[a:b].mean())) for a, b in pairwise(bounds))
 
 
 @torch.no_grad()
