@@ -70,6 +70,7 @@ def build_app() -> App:
         name="hsa",
         help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
         "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
+        "`hsa train --task lm` and `hsa generate` train a language model and write with it.\n"
         "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
         "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
