@@ -122,6 +122,10 @@ def probing(biases: Sequence[float]) -> Iterator[dict[int, Tensor]]:
         _probe.reset(token)
 
 
+def is_probing() -> bool:
+    return _probe.get() is not None
+
+
 def saves_nothing(settings: LayerSettings, length: int, *, causal: bool) -> bool:
     """Whether a sequence of so many tokens is so short that exact attention takes no more operations; then it is done.
 

@@ -20,12 +20,14 @@ from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.cache.pooled import HierarchicalCache
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.errors import InvalidInput
-from hsa.huggingface.attend import bias_of, count_step, is_counting
+from hsa.huggingface.attend import bias_of, count_step, is_counting, is_probing
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 
 FEW = 16
 """New tokens up to which they are taken one by one; for more, trees are made anew from all keys."""
+SHORT = 2**15
+"""Prompts of up to so many tokens attend inside the cache where that is quicker."""
 REWIND = 64
 """Tokens that can be taken back from layers that keep no leaves: what speculative decoding may guess in vain."""
 Outputs = tuple[Tensor, Tensor | None]
@@ -125,6 +127,8 @@ class CacheLayer(CacheLayerMixin):
                 fix="start with a new cache after hsa.huggingface.convert",
             )
         if self.tokens is None:
+            if self._quicker(query, key, sequences, options):
+                return self._first_quickly(query, key, value, sequences, options["scale"])
             return self._first(key, value, sequences, whole)
         if torch.is_grad_enabled() and query.requires_grad:
             raise InvalidInput(
@@ -193,6 +197,25 @@ class CacheLayer(CacheLayerMixin):
         else:
             self.tokens.fill(0, k, v)
         return out
+
+    def _quicker(self, query: Tensor, key: Tensor, sequences: Sequences, options: dict[str, Any]) -> bool:
+        """Whether the prompts can attend inside the cache, which on a CPU saves most of the time."""
+        watched = is_counting() or is_probing() or options["weights"] or options["dropout_p"]
+        if watched or query.device.type != "cpu" or (torch.is_grad_enabled() and query.requires_grad):
+            return False
+        short = max(sequences.keys.lengths) <= SHORT
+        return self.settings.hierarchy == "keys" and short and query.shape[2] == key.shape[2] and sequences.causal
+
+    def _first_quickly(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None
+    ) -> Outputs:
+        self.mask = sequences.mask
+        self.tokens = tokens = self._empty(key, value)
+        assert isinstance(tokens, FoundCache)
+        tokens.begin(sequences.keys.lengths)
+        q, k, v = (sequences.keys.pack(x.detach().to(tokens.dtype)) for x in (query, key, value))
+        out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=scale)
+        return sequences.keys.unpack(out.to(query.dtype)).transpose(1, 2), None
 
     def _anew(
         self,

@@ -92,6 +92,20 @@ def test_at_every_length_it_is_the_full_pass_of_that_length():
         torch.testing.assert_close(out[-1], text.out[length - 1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("products", [2**24, 2**12])
+def test_prompts_that_attend_inside_the_cache_are_the_full_pass(monkeypatch, way, products):
+    monkeypatch.setattr("hsa.attention.cache.found.PRODUCTS", products)
+    lengths = [150, 90, 33, 1, 32, 65]
+    text = Sequences([n + 5 for n in lengths], way)
+    rows = torch.cat([first + torch.arange(n) for first, n in zip(text.first, lengths, strict=True)])
+    cache = cache_of(len(lengths), way)
+    cache.begin(lengths)
+    out = cache.attend_prompts(0, text.q[rows], *text.prompts(lengths), pooled_bias=BIAS)
+    torch.testing.assert_close(out, text.out[rows], rtol=0, atol=1e-5)
+    assert max(text.step(cache) for _ in range(5)) < 1e-5
+
+
 @settings(max_examples=15)
 @given(
     st.sampled_from(sorted(WAYS)),

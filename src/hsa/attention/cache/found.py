@@ -35,6 +35,9 @@ from hsa.attention.multiscale.pyramid import in_order
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
+PRODUCTS = 2**24
+"""Of queries and keys that are held at once when prompts attend."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -338,6 +341,58 @@ class FoundCache(Cache):
             kept.place[sequence, :, place] = ((key_order.order - first) % self.shape.chunk).T.to(kept.place.dtype)
         self._pool_whole(kept, max(chunks))
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def attend_prompts(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_order: KeyOrder | None = None,
+        pooled_bias: float | Tensor = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """`fill`, and what the prompts' own queries `[tokens, heads, dim]` see: `[tokens, heads, value_dim]`.
+
+        Products of all queries of a chunk with all that is before it: quadratic, but on a CPU quicker than to gather what
+        each query reads (`multiscale_attention`), up to some 50,000 tokens.
+        """
+        lengths = self._lengths
+        self.fill(layer, k, v, key_order)
+        heads = q.shape[1] if q.ndim == 3 else 0
+        if heads == 0 or heads % self.kv_heads or q.shape != (len(k), heads, self.head_dim) or q.dtype != self.dtype:
+            raise InvalidInput(
+                "q",
+                given=f"{q.dtype} of shape {tuple(q.shape)}",
+                expected=f"{self.dtype} of shape ({len(k)}, a multiple of {self.kv_heads} heads, {self.head_dim})",
+            )
+        sinks, chunk, device = self.shape.sinks, self.shape.chunk, self.device
+        bias, scale = per_head(pooled_bias, q), scale_or_default(scale, q)
+        size = torch.tensor(lengths, device=device)
+        first = size.cumsum(0) - size
+        out = q.new_empty(len(q), heads, self.value_dim)
+        for number in range(max(1, -(-(max(lengths) - sinks) // chunk))):
+            begin, end = (sinks + number * chunk if number else 0), min(sinks + (number + 1) * chunk, max(lengths))
+            some = torch.tensor([i for i, length in enumerate(lengths) if length > begin], device=device)
+            # At once as many queries as keep the products few; all sequences of the batch that reach so far.
+            step = max(1, PRODUCTS // (len(some) * heads * end))
+            for start in range(begin, end, step):
+                time = torch.arange(start, min(start + step, end), device=device)
+                keys = torch.cat(
+                    [torch.arange(min(sinks, begin), device=device), torch.arange(begin, end, device=device)]
+                )
+                asking, read = (
+                    first[some, None] + torch.minimum(places, size[some, None] - 1) for places in (time, keys)
+                )
+                with without_autocast(q):
+                    block = _Block(self, self._kept[layer], number, some, q[asking] * scale)
+                    seen = block.attend(k[read], v[read], keys > time[:, None], bias)
+                there = time < size[some, None]
+                out[asking[there]] = seen[there].to(q.dtype)
+        return out
+
     def append(self, closes: Any = None) -> None:
         """Every sequence grows by one token, whose keys and values `attend` brings, layer by layer."""
         _check_closes(closes)
@@ -586,17 +641,78 @@ class FoundCache(Cache):
                 members, height = shape.factor, height + 1
 
 
-class _Token:
-    """One token of every sequence in one layer: whom it attends to."""
+class _Search:
+    """What rows of queries read of complete chunks: the groups that they open, and the nodes that are left."""
+
+    def __init__(self, cache: FoundCache, past: _Past, rows: int, q: Tensor, counted: Counted | None = None):
+        self.shape, self.heap, self.past, self.rows, self.counted = cache.shape, cache._heap, past, rows, counted
+        self.tables = _tables(self.heap, self.shape.group, q.dtype, q.device)
+
+    def _node_logits(self, nodes: Tensor) -> Tensor:
+        """[batch, rows, nodes] of pooled nodes, with the logarithm of their keys."""
+        raise NotImplementedError
+
+    def _choose(self) -> Tensor:
+        """[batch, rows, opened] numbers of the groups to open, ascending, at the end one past all groups for none.
+
+        As `open_families` does, without its first rounds, in which every candidate is kept.
+        """
+        nodes = self.past.candidates[:, None].expand(-1, self.rows, -1)
+        for _ in range(self.past.rounds):
+            assert self.shape.width is not None
+            # Where a search has come to the end already, its best stay until the others have.
+            nodes = self.tables.children[self._best(nodes, self.shape.width)].flatten(-2)
+        if nodes.shape[-1] > self.shape.refine:
+            nodes = self._best(nodes, self.shape.refine, last=True)
+        return (nodes - self.heap.first(1)).sort(-1).values
+
+    def _best(self, nodes: Tensor, number: int, *, last: bool = False) -> Tensor:
+        """[batch, rows, number] of the candidates, ties to the first: score and place in one integer."""
+        if number == 0:
+            return nodes[..., :0]
+        score = self._node_logits(nodes).softmax(-1).to(torch.float32)
+        place = torch.arange(nodes.shape[-1] - 1, -1, -1, device=nodes.device)
+        order = score.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(place)
+        if self.counted is not None:
+            goes_on = (nodes < self.heap.first(1)).any(-1, keepdim=True) | last
+            self.counted.scored += int(((nodes < self.heap.none) & goes_on).sum())
+        return nodes.gather(-1, order.topk(min(number, nodes.shape[-1])).indices)
+
+    def _rest(self, groups: Tensor) -> Tensor:
+        """[batch, rows, entries] the largest nodes that hold no open group."""
+        past, factor, none = self.past, self.shape.factor, self.heap.none
+        batch, rows, number = groups.shape
+        # Of every group the start above it; a start is pooled if it is above none.
+        start = (groups[..., None] >= past.ends[:, None, None]).sum(-1)
+        above = groups.new_zeros(batch, rows, past.height.shape[1], dtype=torch.bool).scatter_(-1, start, True)
+        nodes = past.starts[:, None].where(~above[..., :-1], none)
+        if number == 0 or past.tallest == 1:
+            return nodes
+        height, size, first_node = past.levels
+        ancestor = groups[:, :, None] // size  # [batch, rows, heights, groups]
+        parent = ancestor // factor
+        # Groups ascend, so those below one parent are neighbours; the first of them stands for the family.
+        before = torch.nn.functional.pad(parent[..., :-1], (1, 0), value=-1)
+        first = parent != before
+        stands = torch.arange(number, device=groups.device).where(first, 0).cummax(-1).values
+        holds = first.new_zeros(*parent.shape[:-1], number * factor)
+        holds = holds.scatter_(-1, stands * factor + ancestor % factor, True).unflatten(-1, (number, factor))
+        below_start = height < past.height.gather(-1, start.flatten(1)).view_as(start)[:, :, None]
+        member = (first_node + parent * factor)[..., None] + torch.arange(factor, device=groups.device)
+        family = member.where((first & below_start)[..., None] & ~holds, none)
+        # None is the greatest number: away with it.
+        return torch.cat([nodes, family.flatten(2)], -1).sort(-1).values[..., : past.pooled]
+
+
+class _Token(_Search):
+    """One token of every sequence in one layer: a row per query head."""
 
     def __init__(self, cache: FoundCache, kept: _Layer, step: _Step, q: Tensor, scale: float, counted: Counted | None):
-        self.kept, self.step, self.past, self.counted = kept, step, step.past, counted
-        self.shape, self.heap = cache.shape, cache._heap
-        self.heads, self.kv_heads = q.shape[1], cache.kv_heads
         self.q = q.to(kept.pooled_keys.dtype) * scale  # [batch, heads, dim]
-        self.tables = _tables(self.heap, self.shape.group, self.q.dtype, q.device)
+        super().__init__(cache, step.past, q.shape[1], self.q, counted)
+        self.kept, self.step, self.kv_heads = kept, step, cache.kv_heads
         sequence = torch.arange(len(q), device=q.device)[:, None] * self.kv_heads
-        tree = (sequence + torch.arange(self.heads, device=q.device) // (self.heads // self.kv_heads))[..., None]
+        tree = (sequence + torch.arange(self.rows, device=q.device) // (self.rows // self.kv_heads))[..., None]
         # [batch, heads, 1] where leaves and nodes of a tree begin, those of all sequences and key/value heads in a row.
         self.first_leaf, self.first_node = tree * cache._capacity, tree * (self.heap.none + 1)
         self.last_leaf = cache._capacity - 1
@@ -631,6 +747,9 @@ class _Token:
     def _logits(self, keys: Tensor) -> Tensor:
         return (keys @ self.q[..., None]).squeeze(-1)
 
+    def _node_logits(self, nodes: Tensor) -> Tensor:
+        return self._logits(self._rows(self.kept.pooled_keys, self.first_node + nodes)) + self.tables.log_count[nodes]
+
     def _opened(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and values of the keys of open groups."""
         member = torch.arange(self.shape.sinks, self.shape.sinks + self.shape.group, device=groups.device)
@@ -645,63 +764,75 @@ class _Token:
     def _pooled(self, groups: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits and values of the pooled rest."""
         nodes = self._rest(groups)
-        rows = self.first_node + nodes
-        logits = self._logits(self._rows(self.kept.pooled_keys, rows)) + self.tables.log_count[nodes]
+        logits = self._node_logits(nodes)
         if bias is not None:
             logits = logits + bias.to(logits.dtype)[:, None]
-        return logits, self._rows(self.kept.pooled_values, rows)
+        return logits, self._rows(self.kept.pooled_values, self.first_node + nodes)
 
-    def _choose(self) -> Tensor:
-        """[batch, heads, opened] numbers of the groups to open, ascending, at the end one past all groups for none.
 
-        As `open_families` does, without its first rounds, in which every candidate is kept.
+class _Block(_Search):
+    """Queries of one chunk of some sequences: a row per query head and query, products with everything before them."""
+
+    def __init__(self, cache: FoundCache, kept: _Layer, chunk: int, sequences: Tensor, q: Tensor):
+        """`q`: [sequences, queries, heads, dim], scaled."""
+        several, self.queries, self.heads, _ = q.shape
+        self.q = q.to(kept.pooled_keys.dtype).transpose(1, 2)  # [sequences, heads, queries, dim]
+        past = _past(cache.shape, cache._heap, (chunk,) * several, q.device)
+        super().__init__(cache, past, self.heads * self.queries, self.q)
+        self.kv_heads = cache.kv_heads
+        if chunk:
+            before = slice(cache.shape.sinks, cache.shape.sinks + chunk * cache.shape.chunk)
+            leaves = (x[sequences, :, before].to(self.q.dtype) for x in (kept.keys, kept.values))
+            self.keys, self.values = leaves  # [sequences, kv_heads, leaves, dim]
+            self.pooled_values = kept.pooled_values[sequences]
+            self.known = self._products(kept.pooled_keys[sequences]) + self.tables.log_count
+
+    def _products(self, keys: Tensor) -> Tensor:
+        """[sequences, rows, keys]"""
+        grouped = self.q.flatten(1, 2).unflatten(1, (self.kv_heads, -1))
+        return (grouped @ keys.transpose(-1, -2)).flatten(1, 2)
+
+    def _average(self, weights: Tensor, values: Tensor) -> Tensor:
+        """[sequences, rows, value_dim]"""
+        return (weights.unflatten(1, (self.kv_heads, -1)) @ values).flatten(1, 2)
+
+    def _node_logits(self, nodes: Tensor) -> Tensor:
+        return self.known.gather(-1, nodes)
+
+    def attend(self, keys: Tensor, values: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """[sequences, queries, heads, value_dim]
+
+        keys, values: [sequences, keys, kv_heads, dim] of the sinks and the own chunk, in the order of time.
+        hidden: [queries, keys] which of them are later.
         """
-        nodes = self.past.candidates[:, None].expand(-1, self.heads, -1)
-        for _ in range(self.past.rounds):
-            assert self.shape.width is not None
-            # Where a search has come to the end already, its best stay until the others have.
-            nodes = self.tables.children[self._best(nodes, self.shape.width)].flatten(-2)
-        if nodes.shape[-1] > self.shape.refine:
-            nodes = self._best(nodes, self.shape.refine, last=True)
-        return (nodes - self.heap.first(1)).sort(-1).values
-
-    def _best(self, nodes: Tensor, number: int, *, last: bool = False) -> Tensor:
-        """[batch, heads, number] of the candidates, ties to the first: score and place in one integer."""
-        if number == 0:
-            return nodes[..., :0]
-        keys = self._rows(self.kept.pooled_keys, self.first_node + nodes)
-        score = (self._logits(keys) + self.tables.log_count[nodes]).softmax(-1).to(torch.float32)
-        place = torch.arange(nodes.shape[-1] - 1, -1, -1, device=nodes.device)
-        order = score.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(place)
-        if self.counted is not None:
-            goes_on = (nodes < self.heap.first(1)).any(-1, keepdim=True) | last
-            self.counted.scored += int(((nodes < self.heap.none) & goes_on).sum())
-        return nodes.gather(-1, order.topk(min(number, nodes.shape[-1])).indices)
-
-    def _rest(self, groups: Tensor) -> Tensor:
-        """[batch, heads, entries] the largest nodes that hold no open group."""
-        past, factor, none = self.past, self.shape.factor, self.heap.none
-        batch, heads, number = groups.shape
-        # Of every group the start above it; a start is pooled if it is above none.
-        start = (groups[..., None] >= past.ends[:, None, None]).sum(-1)
-        above = groups.new_zeros(batch, heads, past.height.shape[1], dtype=torch.bool).scatter_(-1, start, True)
-        nodes = past.starts[:, None].where(~above[..., :-1], none)
-        if number == 0 or past.tallest == 1:
-            return nodes
-        height, size, first_node = past.levels
-        ancestor = groups[:, :, None] // size  # [batch, heads, heights, groups]
-        parent = ancestor // factor
-        # Groups ascend, so those below one parent are neighbours; the first of them stands for the family.
-        before = torch.nn.functional.pad(parent[..., :-1], (1, 0), value=-1)
-        first = parent != before
-        stands = torch.arange(number, device=groups.device).where(first, 0).cummax(-1).values
-        holds = first.new_zeros(*parent.shape[:-1], number * factor)
-        holds = holds.scatter_(-1, stands * factor + ancestor % factor, True).unflatten(-1, (number, factor))
-        below_start = height < past.height.gather(-1, start.flatten(1)).view_as(start)[:, :, None]
-        member = (first_node + parent * factor)[..., None] + torch.arange(factor, device=groups.device)
-        family = member.where((first & below_start)[..., None] & ~holds, none)
-        # None is the greatest number: away with it.
-        return torch.cat([nodes, family.flatten(2)], -1).sort(-1).values[..., : past.pooled]
+        own_values = values.transpose(1, 2).to(self.q.dtype)
+        own = self._products(keys.transpose(1, 2).to(self.q.dtype)).unflatten(1, (self.heads, self.queries))
+        own = own.masked_fill(hidden, -math.inf).flatten(1, 2)
+        if not self.past.tallest:
+            out = self._average(own.softmax(-1), own_values)
+            return out.unflatten(1, (self.heads, self.queries)).transpose(1, 2)
+        groups = self._choose()
+        member = torch.arange(self.shape.group, device=groups.device)
+        slots = groups.clamp(max=self.keys.shape[2] // self.shape.group - 1)[..., None] * self.shape.group + member
+        opened = self._products(self.keys).gather(-1, slots.flatten(-2))
+        if self.past.few:
+            none = (groups == self.heap.groups).repeat_interleave(self.shape.group, -1)
+            opened = opened.masked_fill(none, -math.inf)
+        nodes = self._rest(groups)
+        pooled = self.known.gather(-1, nodes)
+        if bias is not None:
+            every = bias.to(pooled.dtype).expand(self.heads).repeat_interleave(self.queries)
+            pooled = pooled + every[:, None]
+        sizes = [part.shape[-1] for part in (own, opened, pooled)]
+        weights = torch.cat([own, opened, pooled], -1).softmax(-1).split(sizes, -1)
+        out = self._average(weights[0], own_values)
+        for weight, places, at in (
+            (weights[1], slots.flatten(-2), self.values),
+            (weights[2], nodes, self.pooled_values),
+        ):
+            whole = weight.new_zeros(*weight.shape[:-1], at.shape[2])
+            out = out + self._average(whole.scatter_add_(-1, places, weight), at)
+        return out.unflatten(1, (self.heads, self.queries)).transpose(1, 2)
 
 
 def _means(x: Tensor, members: int, dtype: torch.dtype) -> Tensor:
