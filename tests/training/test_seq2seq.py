@@ -37,7 +37,7 @@ def prepared(tmp_path_factory) -> PreparedPairs:
 def test_marked_sentences_ask_for_one_of_theirs() -> None:
     documents = list(MarkedSentences(50, seed=3).documents())
     for text, answer in documents:
-        marked = re.findall(r"Repeat ([a-z ]+\.)", text)
+        marked = re.findall(r"Repeat [a-z ]+\.", text)
         assert marked == [answer]
         assert text.count("\n\n") >= 1
     assert documents == list(MarkedSentences(50, seed=3).documents())

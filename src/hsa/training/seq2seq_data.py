@@ -76,7 +76,7 @@ class PreparedPairs:
 
 
 class MarkedSentences:
-    """Documents of made-up words, paragraph by paragraph. One sentence begins with "Repeat": its words are the answer.
+    """Documents of made-up words, paragraph by paragraph. One sentence begins with "Repeat": it is the answer.
 
     Args:
         number: of documents.
@@ -101,7 +101,7 @@ class MarkedSentences:
                 for i, s in enumerate(sentences)
             ]
             parts = np.split(np.array(said, dtype=object), np.cumsum(paragraphs)[:-1])
-            yield "\n\n".join(" ".join(part) for part in parts), f"{' '.join(sentences[marked])}."
+            yield "\n\n".join(" ".join(part) for part in parts), said[marked]
 
     def texts(self) -> Iterator[str]:
         for text, answer in self.documents():
