@@ -134,7 +134,7 @@ def _seq2seq_recipe(given: Recipe) -> Recipe:
         ("hsa", "flat"),
         DataOptions(task="seq2seq", vocabulary=512 if given.data is None else 4096),
         ModelOptions(width=64, dropout=0.0),
-        TrainingOptions(epochs=4, learning_rate=3e-3, batch_size=32, patience=0),
+        TrainingOptions(epochs=6, learning_rate=3e-3, batch_size=32, patience=0),
         LanguageOptions(branching=(4, 4), positions="both"),
     )
     return overridden(default, given, NAMED.get())
