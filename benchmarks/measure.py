@@ -41,7 +41,7 @@ def check(name: str, out: Tensor, reference: Tensor, tolerance: float) -> None:
 Section = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 
 
-def write_table(name: str, title: str, sections: Sequence[Section], notes: str) -> None:
+def write_table(name: str, title: str, sections: Sequence[Section], notes: str, *, command: str | None = None) -> None:
     """Print Markdown tables (heading, header, rows; no heading for a single one) and save them under results/."""
     lines = [f"# {title}", ""]
     for heading, header, rows in sections:
@@ -52,7 +52,7 @@ def write_table(name: str, title: str, sections: Sequence[Section], notes: str) 
     machine = f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}"
     if torch.cuda.is_available():
         machine = f"one {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    lines += [notes, "", f"Measured with `python -m benchmarks.run {name}` on {machine}.", ""]
+    lines += [notes, "", f"Measured with `{command or f'python -m benchmarks.run {name}'}` on {machine}.", ""]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines))
     print("\n".join(lines))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import converted_encoder, cpu_attention, data_pipeline, gpu_attention, structures
+from benchmarks import converted_encoder, cpu_attention, data_pipeline, decode, gpu_attention, structures
 
 BENCHMARKS = {
     "converted_encoder": converted_encoder.run,
     "cpu_attention": cpu_attention.run,
     "data_pipeline": data_pipeline.run,
+    "decode_cpu": decode.run_cpu,
+    "decode_gpu": decode.run_gpu,
     "gpu_attention": gpu_attention.run,
     "structures": structures.run,
 }

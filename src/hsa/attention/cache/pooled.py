@@ -9,9 +9,9 @@ its parent ends with (none as long as that is in progress). With T the last toke
 listed if it ends at or before T and its parent after T; a leaf if its parent ends after T. That is the causal frontier of
 `multiscale_attention`, number for number.
 
-The structure moves once per token (`append`), for all layers; each layer then stores one key and value, attends to one tile of
-places, and pools what has closed (`attend`). Nothing asks the device for a decision, so a step can be captured as a CUDA
-graph; what counts tokens on the host then stands still (see `Cache.max_length`).
+The structure moves once per token (`append`), for all layers; each layer then stores one key and value, attends to one tile
+of places, and pools what has closed (`attend`). Nothing asks the device for a decision, so a step can be captured as a CUDA
+graph; the host, which watches over `max_length`, then no longer counts along.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch import Tensor
 from hsa.attention.arguments import check_count, scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.dispatch import Backend, choose
+from hsa.attention.multiscale.pyramid import pyramid
+from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton import available
 from hsa.errors import InvalidInput
 from hsa.growth import Level, cap, check_branching, check_closes, grown, levels
@@ -127,27 +129,28 @@ class HierarchicalCache(Cache):
         heights = None if closes is None else check_closes(closes, sum(sizes))
         if heights is not None and heights.max(initial=0) > self.closing:
             raise self._closes_too_much(int(heights.max()))
-        self._prompt_levels = levels(sizes, self.branching, heights, self.sinks, height=len(self.rings) - 1)
-        self._place_prompts(sizes)
-        return grown(sizes, self.branching, heights, self.sinks).to(self.device)
+        forest = grown(sizes, self.branching, heights, self.sinks).to(self.device)
+        self._place_prompts(sizes, levels(sizes, self.branching, heights, self.sinks, len(self.rings) - 1), forest)
+        return forest
 
-    def _place_prompts(self, sizes: Sequence[int]) -> None:
+    def _place_prompts(self, sizes: Sequence[int], found: list[Level], forest: Hierarchy) -> None:
         """The newest closed nodes of every level go to the places where appending would have put them."""
         numbers = {name: getattr(self, name).cpu().numpy() for name in ("leaves", "end", "parent_end", "made")}
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # per level: sequences, places, nodes of the level
-        for number, level in enumerate(self._prompt_levels):
+        forest, _ = rooted(forest)
+        kept = []
+        for number, level in enumerate(found):
             sequence, place, node, made = self._newest(number, level)
-            above = self._prompt_levels[number + 1] if number + 1 < len(self._prompt_levels) else None
             numbers["leaves"][sequence, place] = level.leaves[node]
             numbers["end"][sequence, place] = level.end[node]
-            numbers["parent_end"][sequence, place] = _parents_end(above, node) if above else OPEN
+            numbers["parent_end"][sequence, place] = _parents_end(found[number + 1 :], node)
             numbers["parent_end"][:, : self.sinks] = OPEN
             numbers["made"][:, number] = made
-            kept = (torch.as_tensor(x).to(self.device) for x in (sequence, place, node))
-            self._kept.append(tuple(kept))  # type: ignore[arg-type]
+            first = (np.cumsum(sizes) - sizes)[sequence] + level.end[node] - level.leaves[node]
+            kept.append(np.stack([sequence, place, _nodes_with(first, level.leaves[node], forest)]))
         for name, array in numbers.items():
             getattr(self, name).copy_(torch.as_tensor(array))
         self.length.copy_(torch.tensor(sizes))
+        self._kept = forest, torch.as_tensor(np.concatenate(kept, 1)).to(self.device)
 
     def _newest(self, number: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Sequence, place and node of what a level keeps, and how many nodes it has closed per sequence."""
@@ -168,15 +171,11 @@ class HierarchicalCache(Cache):
     @torch.no_grad()
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._meet_layer(layer, k, v)
+        forest, (sequence, place, node) = self._kept
         for leaves, stored in ((k, self.keys[layer]), (v, self.values[layer])):
-            pooled = leaves
-            for number, level in enumerate(self._prompt_levels):
-                if number:
-                    pooled = _pool(pooled, level, self._prompt_levels[number - 1], self.caps[number - 1])
-                sequence, place, node = self._kept[number]
-                stored[sequence, :, place] = pooled[node].to(self.dtype)
+            stored[sequence, :, place] = self.backend.run(self).pooled(leaves, forest, node).to(self.dtype)
         if not self._waiting:
-            del self._prompt_levels, self._kept
+            del self._kept
 
     def append(self, closes: Any = None) -> None:
         self._meet_token()
@@ -286,27 +285,19 @@ def _caps(branching: Sequence[int], closing: int, max_length: int) -> list[int]:
         caps.append(cap(branching, len(caps) + 1))
 
 
-def _parents_end(above: Level, node: np.ndarray) -> np.ndarray:
-    parent = np.searchsorted(above.offsets, node, side="right") - 1
-    return np.where(above.closed[parent], above.end[parent], OPEN)
+def _parents_end(above: list[Level], node: np.ndarray) -> np.ndarray | int:
+    if not above:
+        return OPEN
+    parent = np.searchsorted(above[0].offsets, node, side="right") - 1
+    return np.where(above[0].closed[parent], above[0].end[parent], OPEN)
 
 
-def _pool(members: Tensor, level: Level, below: Level, most: int) -> Tensor:
-    """[nodes, kv_heads, dim] the mean over the leaves below every node, in float32 or better."""
-    dtype = torch.promote_types(members.dtype, torch.float32)
-    sizes = np.diff(level.offsets)
-    whole = len(sizes) if (sizes == most).all() else int(np.argmin(sizes == most))
-    if whole >= len(sizes) - 1 and (below.leaves[: whole * most] == below.leaves[0]).all():
-        # Windows of one sequence: no index, and no copy in another precision.
-        means = members[: whole * most].unflatten(0, (whole, most)).mean(1, dtype=dtype)
-        if whole == len(sizes):
-            return means
-        rest = below.leaves[whole * most :]
-        weight = torch.as_tensor(rest / rest.sum(), dtype=dtype, device=members.device)[:, None, None]
-        return torch.cat([means, (members[whole * most :].to(dtype) * weight).sum(0, keepdim=True)])
-    weight = torch.as_tensor(below.leaves / np.repeat(level.leaves, sizes), dtype=dtype, device=members.device)
-    lengths = torch.as_tensor(sizes).to(members.device)
-    return torch.segment_reduce(members.to(dtype) * weight[:, None, None], "sum", lengths=lengths)
+def _nodes_with(first: np.ndarray, leaves: np.ndarray, forest: Hierarchy) -> np.ndarray:
+    """For every run of leaves that some node holds, a node that holds it."""
+    s = forest.structure
+    runs = s.first_leaf * (forest.num_leaves + 1) + s.leaf_count
+    order = np.argsort(runs, kind="stable")
+    return order[np.searchsorted(runs, first * (forest.num_leaves + 1) + leaves, sorter=order)]
 
 
 class _Torch:
@@ -363,6 +354,11 @@ class _Torch:
         is_leaf = torch.arange(c.places, device=c.device) < c.pooled_from
         seen = (c.leaves > 0) & (is_leaf | (c.end <= last)) & (c.parent_end > last)
         c.bias.copy_(c.leaves.float().log().masked_fill_(~seen, -torch.inf))
+
+    def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
+        """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
+        plan = rounds(forest)
+        return pyramid(leaves, plan)[plan.slot_of_node[nodes]]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: float | Tensor, scale: float) -> Tensor:
         c = self.cache

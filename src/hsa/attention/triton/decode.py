@@ -1,8 +1,7 @@
 """The step of `HierarchicalCache` in two kernels: one moves the structure of all sequences, one attends over all levels.
 
-All places of a head are one tile, so that a token is stored, looked for, attended from and pooled upwards without leaving the
-registers; keys first, then values. Query heads that share a key/value head are programs of their own; the first of them
-writes. The others may read a place while it is written: it is the newest token, which they have at hand, or one that no
+All places of a head are one tile, so that a token is stored, attended from and pooled upwards without leaving the registers;
+keys first, then values. Query heads that share a key/value head are programs of their own; the first of them writes. The others may read a place while it is written: it is the newest token, which they have at hand, or one that no
 query sees.
 """
 
@@ -10,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hsa.attention.triton.available import padded
+from hsa.attention.triton.multiscale import pooled_rows
 from hsa.attention.triton.operators import Launcher, compiled_for, last_stride_1
+from hsa.hierarchy import Hierarchy
 
 if TYPE_CHECKING:
     from hsa.attention.cache.pooled import HierarchicalCache
@@ -179,7 +179,20 @@ def attend_kernel(
     lane = tl.arange(0, DIM)
     q = tl.load(Q + row * q_row + head * q_head + lane, lane < dim, 0.0).to(tl.float32)
     keys = _tile(
-        Keys, first, row, K, row * k_row + kv_head * k_head, Written, Share, Layout, writes, dim, at, lane, PLACES, LEVELS
+        Keys,
+        first,
+        row,
+        K,
+        row * k_row + kv_head * k_head,
+        Written,
+        Share,
+        Layout,
+        writes,
+        dim,
+        at,
+        lane,
+        PLACES,
+        LEVELS,
     )
     bias = tl.load(Bias + row * PLACES + at, at < PLACES, -float("inf"))
     bias += tl.where(at >= POOLED_FROM, tl.load(PooledBias + head * bias_step), 0.0)
@@ -219,6 +232,10 @@ class Decode:
             "num_warps": 4,
         }
         _append(compiled_for(*arguments), c.batch, arguments, constants)
+
+    def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
+        """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
+        return pooled_rows(leaves, forest, nodes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: float | Tensor, scale: float) -> Tensor:
         c = self.cache

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hsa.attention.multiscale.choice import Opening
 from hsa.attention.multiscale.find_keys import KeyOrder
@@ -40,8 +43,8 @@ def multiscale_attention(
     rows, _ = _rows_and_nodes(hierarchy)
     return attend_lists(
         q,
-        pyramid(k, plan, order),
-        pyramid(v, plan, order),
+        _pooled(k, plan, order),
+        _pooled(v, plan, order),
         torch.where(opened.families < 0, -1, rows[opened.families]).to(torch.int32),
         queries.offsets,
         queries.tree,
@@ -72,7 +75,7 @@ def search(
     """[groups, heads, refine] nodes of the best leaf families, and products taken, to sum. `width` None: exact."""
     tables = search_tables(hierarchy)
     assert tables is not None
-    keys = pyramid(k, _plan(hierarchy), None if key_order is None else key_order.order)
+    keys = _pooled(k, _plan(hierarchy), None if key_order is None else key_order.order)
     low, high = opening.bounds or (None, None)
     what = (q, keys, tables, queries.offsets, queries.tree, low, high)
     if width is None:
@@ -83,6 +86,29 @@ def search(
         )
     _, nodes = _rows_and_nodes(hierarchy)
     return torch.where(rows < 0, -1, nodes[rows]), counted
+
+
+def pooled_rows(x: Tensor, hierarchy: Hierarchy, nodes: Tensor) -> Tensor:
+    """`[nodes, heads, dim]` the means of `x` over the leaves below some nodes of a rooted forest."""
+    rows, _ = _rows_and_nodes(hierarchy)
+    return _pooled(x, _plan(hierarchy), None)[:, rows[nodes]].transpose(0, 1)
+
+
+_RECENT: Any = WeakIdKeyDictionary()
+
+
+def _pooled(x: Tensor, plan: Levels, order: Tensor | None) -> Tensor:
+    """The pyramid of `x`, kept for as long as `x` lives and is not written to.
+
+    The choice, the attention and the cache of one layer all pool the same keys. What is written to in inference mode leaves
+    no trace, so nothing is kept there.
+    """
+    if torch.compiler.is_compiling() or x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
+        return pyramid(x, plan, order)
+    known = _RECENT.get(x)
+    if known is None or known[0] != x._version or known[1] is not plan or known[2] is not order:
+        known = _RECENT[x] = x._version, plan, order, pyramid(x, plan, order)
+    return known[3]
 
 
 def _plan(hierarchy: Hierarchy) -> Levels:

@@ -1,0 +1,217 @@
+"""`python -m benchmarks.converted_decoder MODEL TEXTS`: what converting every layer of a decoder costs in perplexity.
+
+MODEL is a folder of a causal language model, TEXTS one with `validation/*.txt` and `test/*.txt`, 8,192 tokens or more each.
+First one setting for all layers. Then a setting per layer: how far each layer alone, converted in each way, moves the
+predictions (KL divergence on validation texts), and the choice of ways that moves them least for a number of operations.
+Everything is measured on the test texts, on tokens 512 and later. Texts to read to the end only; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import RESULTS, write_table
+from hsa.huggingface import convert, counting, revert
+
+LENGTHS = (4096, 8192)
+FIRST = 512
+"""Tokens before this one are read, not judged."""
+JUDGED_TEXTS = 3
+"""Validation texts for the sensitivity of layers."""
+SINKS = 4
+WAYS = [
+    {"chunk": chunk, "refine": refine, "beam": beam}
+    for chunk, refine, beam in (
+        (64, 4, 8),
+        (64, 8, 16),
+        (128, 4, 8),
+        (128, 8, 16),
+        (128, 16, 32),
+        (256, 8, 16),
+        (256, 16, 32),
+        (256, 32, 48),
+        (512, 16, 32),
+        (512, 32, 64),
+    )
+]
+TIMES_FEWER: Mapping[int, Sequence[float]] = {4096: (5.0, 6.1, 7.0, 8.0, 10.0), 8192: (8.0, 10.2, 12.0, 14.0, 17.0)}
+
+
+def settings(way: Mapping[str, int]) -> dict[str, Any]:
+    return {"branching": (8, 2), "sinks": SINKS, **way}
+
+
+class Decoder:
+    """A model on its texts."""
+
+    def __init__(self, folder: Path, texts: Path, device: str):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.ids = {split: self._tokens(tokenizer, texts / split, device) for split in ("validation", "test")}
+        self.layers = self.model.config.num_hidden_layers
+
+    @staticmethod
+    def _tokens(tokenizer: Any, folder: Path, device: str) -> Tensor:
+        longest = max(LENGTHS)
+        rows = [tokenizer(path.read_text(), return_tensors="pt").input_ids[0] for path in sorted(folder.glob("*.txt"))]
+        rows = [row[:longest] for row in rows if len(row) >= longest]
+        if not rows:
+            raise SystemExit(f"{folder}: no text of {longest:,} tokens")
+        return torch.stack(rows).to(device)
+
+    @torch.inference_mode()
+    def hidden(self, row: Tensor) -> Tensor:
+        return self.model.get_decoder()(input_ids=row[None]).last_hidden_state[0]
+
+    def logs(self, hidden: Tensor) -> Tensor:
+        return F.log_softmax(self.model.get_output_embeddings()(hidden).float(), -1)
+
+    @torch.inference_mode()
+    def losses(self, split: str) -> dict[int, float]:
+        """Mean loss by length: what comes later changes nothing before it, so one pass serves all lengths."""
+        sums = dict.fromkeys(LENGTHS, 0.0)
+        for row in self.ids[split]:
+            hidden = self.hidden(row)
+            parts = []
+            for begin in range(FIRST - 1, len(row) - 1, 1024):
+                logs = self.logs(hidden[begin : min(begin + 1024, len(row) - 1)])
+                parts.append(-logs.gather(1, row[begin + 1 : begin + 1 + len(logs), None])[:, 0])
+            loss = torch.cat(parts)
+            for length in LENGTHS:
+                sums[length] += float(loss[: length - FIRST].mean())
+        return {length: total / len(self.ids[split]) for length, total in sums.items()}
+
+    @torch.inference_mode()
+    def exact_logs(self, every: int) -> list[Tensor]:
+        """Predictions of the exact model at some tokens of the validation texts."""
+        return [self.logs(self.hidden(row)[FIRST::every]).half() for row in self.ids["validation"][:JUDGED_TEXTS]]
+
+    @torch.inference_mode()
+    def moved(self, exact: list[Tensor], every: int) -> dict[int, float]:
+        """KL divergence from the exact predictions, by length."""
+        sums = dict.fromkeys(LENGTHS, 0.0)
+        for row, wanted in zip(self.ids["validation"], exact, strict=False):
+            logs = self.logs(self.hidden(row)[FIRST::every])
+            each = (wanted.float().exp() * (wanted.float() - logs)).sum(-1)
+            for length in LENGTHS:
+                sums[length] += float(each[: (length - FIRST) // every].mean())
+        return sums
+
+    @torch.inference_mode()
+    def cost(self, length: int, layers: Sequence[int] | None = None) -> float:
+        """Operations of attention over those of exact attention; finding and choosing counted."""
+        with counting() as counted:
+            self.model.get_decoder()(input_ids=self.ids["validation"][:1, :length])
+        layers = range(self.layers) if layers is None else layers
+        return sum(counted.layers[i].total for i in layers) / sum(counted.exact[i] for i in layers)
+
+
+def cheapest(
+    moved: Sequence[Sequence[float]], cost: Sequence[float], layers: int, limit: float
+) -> tuple[list[int], float]:
+    """A way for every layer, the sum of what they move smallest among those of a mean cost of at most `limit`.
+
+    By a price on cost: every layer takes the way with the least moved + price · cost; the price is found by bisection.
+    """
+
+    def at(price: float) -> list[int]:
+        return [min(range(len(cost)), key=lambda w: moved[i][w] + price * cost[w]) for i in range(layers)]
+
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        mean = sum(cost[w] for w in at(middle)) / layers
+        low, high = (low, middle) if mean <= limit else (middle, high)
+    chosen = at(high)
+    return chosen, sum(cost[w] for w in chosen) / layers
+
+
+def main(folder: Path, texts: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = Decoder(folder, texts, device)
+    every, began = 4, time.monotonic()
+    some = [0, decoder.layers // 2]  # layers hardly differ in the length of their lists: two are counted
+    base = decoder.losses("test")
+    rows, costs = [], {length: [] for length in LENGTHS}  # type: ignore[var-annotated]
+    for way in WAYS:
+        convert(decoder.model, **settings(way))
+        found = decoder.losses("test")
+        revert(decoder.model)
+        convert(decoder.model, layers=some, **settings(way))
+        for length in LENGTHS:
+            costs[length].append(decoder.cost(length, some))
+            up = 100 * (math.exp(found[length] - base[length]) - 1)
+            rows.append([f"{length:,}", _named(way), 1 / costs[length][-1], math.exp(found[length]), f"{up:+.2f}%"])
+        revert(decoder.model)
+        print(rows[-2:], f"{time.monotonic() - began:.0f} s", flush=True)
+    rows.sort(key=lambda row: (row[0], row[2]))
+    exact = decoder.exact_logs(every)
+    moved: dict[int, list[list[float]]] = {length: [] for length in LENGTHS}
+    for layer in range(decoder.layers):
+        for length in LENGTHS:
+            moved[length].append([])
+        for way in WAYS:
+            convert(decoder.model, layers=[layer], **settings(way))
+            for length, kl in decoder.moved(exact, every).items():
+                moved[length][layer].append(kl)
+            revert(decoder.model)
+        kls = " ".join(f"{x:.1e}" for x in moved[LENGTHS[-1]][layer])
+        print(f"layer {layer}: {kls}, {time.monotonic() - began:.0f} s", flush=True)
+    chosen_rows, kept = [], []
+    for length in LENGTHS:
+        for times in TIMES_FEWER[length]:
+            ways, _ = cheapest(moved[length], costs[length], decoder.layers, 1 / times)
+            for number, way in enumerate(WAYS):
+                layers = [layer for layer, w in enumerate(ways) if w == number]
+                if layers:
+                    convert(decoder.model, layers=layers, **settings(way))
+            found = decoder.losses("test")[length]
+            up = 100 * (math.exp(found - base[length]) - 1)
+            row = [f"{length:,}", 1 / decoder.cost(length), math.exp(found), f"{up:+.2f}%"]
+            chosen_rows.append(row)
+            kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "ways": ways})
+            revert(decoder.model)
+            print(row, ways, flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    data = {"ways": [settings(way) for way in WAYS], "costs": costs, "moved": moved, "chosen": kept, "rows": rows}
+    (RESULTS / "converted_decoder.json").write_text(json.dumps(data))
+    exact_rows = [[f"{length:,}", math.exp(base[length])] for length in LENGTHS]
+    write_table(
+        "converted_decoder",
+        "A converted decoder: perplexity against operations",
+        [
+            ("Exact", ["tokens", "perplexity"], exact_rows),
+            ("A setting per layer", ["tokens", "× fewer operations", "perplexity", "increase"], chosen_rows),
+            (
+                "One setting for all layers",
+                ["tokens", "setting", "× fewer operations", "perplexity", "increase"],
+                rows,
+            ),
+        ],
+        f"{folder.name}, all {decoder.layers} layers converted zero-shot, causal; {len(decoder.ids['test'])} test texts, "
+        f"tokens {FIRST} and later; operations of attention with pooling, choice and finding. Groups of 8, {SINKS} sinks. "
+        f"Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
+        command=f"python -m benchmarks.converted_decoder {folder.name} TEXTS",
+    )
+
+
+def _named(way: Mapping[str, int]) -> str:
+    return f"chunks of {way['chunk']}, {way['refine']} groups open, beam {way['beam']}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

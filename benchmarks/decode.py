@@ -1,0 +1,230 @@
+"""One decoding step: the logarithmic cache against exact attention over all keys, and what building it adds to a prompt.
+
+Each step stores the new key and value, and attends. On a GPU both sides are replayed CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.measure import check, medians, write_table
+from hsa import multiscale_attention, open_families
+from hsa.attention.cache.found import FoundCache
+from hsa.attention.cache.interface import Cache
+from hsa.attention.cache.pooled import HierarchicalCache
+from hsa.growth import grown
+
+HEADS, DIM = 16, 64
+BRANCHING, NEAR = (16, 16), 1
+LENGTHS = (4096, 32768, 131072)
+STEPS = 64
+"""Steps in one measurement: four leaf families close in it."""
+
+
+def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str = "pooled") -> Cache:
+    """A cache that has seen so many tokens; the sequences of a batch are copies, which costs the same."""
+    sizes: Any = {"layers": 1, "batch": 1, "kv_heads": HEADS, "head_dim": DIM, "dtype": dtype, "device": device}
+    cache: Cache = (
+        HierarchicalCache(branching=BRANCHING, near=NEAR, **sizes)
+        if kind == "pooled"
+        else FoundCache(refine=16, **sizes)
+    )
+    k, v = torch.randn(2, length, HEADS, DIM, device=device, dtype=dtype).unbind(0)
+    cache.begin([length])
+    cache.fill(0, k, v)
+    cache.reorder([0] * batch)
+    return cache
+
+
+def check_correctness(device: str, dtype: torch.dtype) -> None:
+    """Prompt and steps give what the full pass gives."""
+    prompt, steps = 2000, 100
+    q, k, v = torch.randn(3, prompt + steps, HEADS, DIM, device=device, dtype=dtype).unbind(0)
+    tree = grown([prompt + steps], BRANCHING).to(device)
+    opened = open_families(q, k, tree, near=NEAR, causal=True)
+    wanted = multiscale_attention(q, k, v, tree, opened=opened, causal=True)[prompt:]
+    cache = HierarchicalCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
+    cache.begin([prompt])
+    cache.fill(0, k[:prompt], v[:prompt])
+    found = []
+    for i in range(prompt, prompt + steps):
+        cache.append()
+        found.append(cache.attend(0, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
+    check("hierarchical cache", torch.cat(found), wanted, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def flat_steps(length: int, batch: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Exact attention over a flat cache, by every kernel that can."""
+    keys, values = (torch.randn(batch, HEADS, length, DIM, device=device, dtype=dtype) for _ in range(2))
+    q, k, v = torch.randn(3, batch, HEADS, 1, DIM, device=device, dtype=dtype).unbind(0)
+    last = torch.tensor([length - 1], device=device)
+
+    def sdpa(backend: SDPBackend | None) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            keys.index_copy_(2, last, k)
+            values.index_copy_(2, last, v)
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, keys, values)
+
+        return step
+
+    def products() -> Tensor:
+        keys.index_copy_(2, last, k)
+        values.index_copy_(2, last, v)
+        return (q @ keys.transpose(-1, -2) * DIM**-0.5).softmax(-1) @ values
+
+    if device == "cpu":
+        return {"SDPA": sdpa(None)}
+    named = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return {**{name: sdpa(backend) for name, backend in named.items()}, "matrix products": products}
+
+
+def cache_step(cache: Cache, batch: int, device: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    q, k, v = torch.randn(3, batch, HEADS, DIM, device=device, dtype=dtype).unbind(0)
+
+    def step() -> Tensor:
+        cache.append()
+        return cache.attend(0, q, k, v)
+
+    return step
+
+
+def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
+    """STEPS replays of one step."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+
+    def replay() -> None:
+        for _ in range(STEPS):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    return replay
+
+
+def _flat_times(length: int, batch: int, dtype: torch.dtype) -> tuple[str, float]:
+    times = {}
+    for name, step in flat_steps(length, batch, "cuda", dtype).items():
+        try:
+            times[name] = medians({name: graph_of(step)}, repeats=3)[name] / STEPS
+        except RuntimeError:  # a kernel that does not take this shape
+            torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    best = min(times, key=times.__getitem__)
+    return best, times[best]
+
+
+def run_cpu() -> None:
+    _run("cpu", torch.float32)
+
+
+def run_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    _run("cuda", torch.bfloat16)
+
+
+@torch.inference_mode()
+def _run(device: str, dtype: torch.dtype) -> None:
+    on_gpu = device == "cuda"
+    check_correctness(device, dtype)
+    rows = []
+    for batch in (1, 32) if on_gpu else (1,):
+        for length in LENGTHS:
+            if on_gpu:
+                best, flat = _flat_times(length, batch, dtype)
+            kinds = {"pooled": f"windows {BRANCHING}, near {NEAR}", "found": "found trees, 16 groups of 8 open"}
+            for kind, name in kinds.items():
+                cache = cache_of(length, batch, device, dtype, kind)
+                step = cache_step(cache, batch, device, dtype)
+                if on_gpu and kind == "pooled":
+                    ours = medians({"ours": graph_of(step)}, repeats=5)["ours"] / STEPS
+                elif on_gpu:
+                    ours = _eager(step)
+                else:
+                    both = medians({**flat_steps(length, batch, device, dtype), "ours": step}, repeats=40)
+                    best, flat, ours = "SDPA", both["SDPA"], both["ours"]
+                size = cache.memory()
+                share = size.flat_bytes / size.bytes
+                rows.append([batch, f"{length:,}", name, best, flat * 1e3, ours * 1e3, flat / ours, share])
+                torch.cuda.empty_cache()
+    header = ["batch", "tokens", "cache", "best exact kernel", "exact µs", "µs", "× faster", "× less memory"]
+    sections = [("One step", header, rows), ("Prompt", *_prompt(device, dtype))]
+    write_table(
+        "decode_gpu" if on_gpu else "decode_cpu",
+        "Decoding with a cache",
+        sections,
+        f"{HEADS} heads × {DIM}, {str(dtype).removeprefix('torch.')}, one layer; new key and value stored in each step. "
+        + (
+            f"Medians of {STEPS} replays of a CUDA graph of one step on both sides; found trees are called from Python, as "
+            "their chunks close by a decision of the host. Exact: the fastest of SDPA's flash and cuDNN kernels and plain "
+            "matrix products."
+            if on_gpu
+            else "Medians of single steps, in turns."
+        ),
+    )
+
+
+def _eager(step: Callable[[], Any]) -> float:
+    def several() -> None:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+
+    return medians({"ours": several}, repeats=3)["ours"] / STEPS
+
+
+def _prompt(device: str, dtype: torch.dtype) -> tuple[list[str], list[list[Any]]]:
+    """What `fill` adds to the full pass over a prompt."""
+    rows = []
+    for length in LENGTHS if device == "cuda" else LENGTHS[:2]:
+        with torch.inference_mode(False), torch.no_grad():  # as generation runs
+            rows.append(_prompt_row(length, device, dtype))
+    return ["tokens", "exact attention ms", "hierarchical attention ms", "with building the cache ms", "adds"], rows
+
+
+def _prompt_row(length: int, device: str, dtype: torch.dtype) -> list[Any]:
+    q, k, v = torch.randn(3, length, HEADS, DIM, device=device, dtype=dtype).unbind(0)
+    cache = HierarchicalCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
+    tree = cache.begin([length])
+    opened = open_families(q, k, tree, near=NEAR, causal=True)
+    kept = cache._kept
+
+    def attend() -> None:
+        fresh_k, fresh_v = k.view_as(k), v.view_as(v)  # of which no pooled keys are known
+        multiscale_attention(q, fresh_k, fresh_v, tree, opened=opened, causal=True)
+        _wait(device)
+
+    def attend_and_fill() -> None:
+        cache._waiting, cache._kept = {0}, kept
+        fresh_k, fresh_v = k.view_as(k), v.view_as(v)
+        multiscale_attention(q, fresh_k, fresh_v, tree, opened=opened, causal=True)
+        cache.fill(0, fresh_k, fresh_v)
+        _wait(device)
+
+    def exact() -> None:
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+        _wait(device)
+
+    times = medians({"attend": attend, "both": attend_and_fill}, repeats=31)
+    sdpa = medians({"exact": exact}, repeats=3)["exact"]
+    adds = times["both"] / times["attend"] - 1
+    return [f"{length:,}", sdpa, times["attend"], times["both"], f"{100 * adds:.1f}%"]
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
