@@ -114,6 +114,10 @@ def grown(lengths: Any, branching: Sequence[int], closes: Any = None, sinks: int
     sizes = tuple(integers("lengths", lengths).tolist())
     if closes is None:
         return _windows(sizes, branching, sinks)
+    if min(sizes, default=1) < 1:
+        raise InvalidInput(
+            "lengths", given=list(sizes), expected="a token or more per sequence", fix="leave empty sequences out"
+        )
     heights = check_closes(closes, sum(sizes))
     found = levels(sizes, branching, heights, sinks)
     offsets = [level.offsets for level in found[1:]]

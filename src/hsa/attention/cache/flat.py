@@ -111,7 +111,8 @@ class FlatCache(Cache):
         return {"lengths": self.lengths, "keys": self.keys.clone(), "values": self.values.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_state(state, {"keys": (self.layers, None, self.kv_heads, None, self.head_dim)})
+        rows = (self.layers, None, self.kv_heads, None)
+        self._check_state(state, {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim)})
         self._lengths = list(state["lengths"])
         self._longest, self._waiting = max(self._lengths), set()
         self._set(state["keys"].to(self.device, copy=True), state["values"].to(self.device, copy=True))

@@ -246,3 +246,7 @@ class Cache(ABC):
                     expected=f"{shape} (None: any), as this cache is made",
                     fix="make the cache with the sizes of the saved one",
                 )
+            if name in ("keys", "values") and state[name].dtype != self.dtype:
+                raise InvalidInput(
+                    f"state[{name!r}]", given=state[name].dtype, expected=f"{self.dtype}, as this cache is made"
+                )

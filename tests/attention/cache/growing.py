@@ -1,0 +1,101 @@
+"""Texts that grow token by token in a cache, and what the full pass says about each of their tokens."""
+
+import io
+
+import numpy as np
+import torch
+
+from hsa import multiscale_attention, open_families
+from hsa.growth import grown
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 5, 7
+
+
+class Text:
+    """A batch of texts that are longer than what a cache has seen of them.
+
+    Args:
+        lengths: of the texts.
+        closing: tokens close families up to this height, at random; 0 for fixed windows.
+    """
+
+    def __init__(
+        self,
+        lengths,
+        branching=(4, 3),
+        near=1,
+        sinks=0,
+        closing=0,
+        *,
+        heads=HEADS,
+        dims=(DIM, VALUE_DIM),
+        pooled_bias=0.0,
+        scale=None,
+        seed=0,
+        dtype=torch.float32,
+    ):
+        self.lengths, self.near, self.closing = lengths, near, closing
+        self.attention = {"pooled_bias": pooled_bias, "scale": scale}
+        generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+        shapes = (heads, dims[0]), (KV_HEADS, dims[0]), (KV_HEADS, dims[1])
+        self.q, self.k, self.v = (torch.randn(sum(lengths), *s, generator=generator).to(dtype) for s in shapes)
+        self.closes = None
+        if closing:
+            self.closes = random.integers(1, closing + 1, sum(lengths)) * (random.random(sum(lengths)) < 0.3)
+        self.tree = grown(lengths, branching, self.closes, sinks)
+        self.first = np.cumsum(lengths) - lengths
+        self.out = self.outputs(self.q, self.k, self.v)
+        self.garbage = generator
+
+    def outputs(self, q, k, v):
+        opened = open_families(q, k, self.tree, near=self.near, causal=True)
+        return multiscale_attention(q, k, v, self.tree, opened=opened, causal=True, **self.attention)
+
+    def of(self, prompts):
+        """The first tokens of every text."""
+        return np.concatenate([first + np.arange(n) for first, n in zip(self.first, prompts, strict=True)])
+
+    def prompts(self, lengths):
+        """Packed keys and values of the first tokens."""
+        return self.k[self.of(lengths)], self.v[self.of(lengths)]
+
+    def begin(self, cache, lengths):
+        tree = cache.begin(lengths, None if self.closes is None else self.closes[self.of(lengths)])
+        for layer in range(cache.layers):
+            cache.fill(layer, *self.prompts(lengths))
+        return tree
+
+    def rows(self, cache, which=None):
+        """The next token of every sequence. `which`: the text of each."""
+        return self.first[range(len(self.lengths)) if which is None else which] + np.array(cache.lengths)
+
+    def attend(self, cache, rows, layer=0):
+        """The largest error."""
+        out = cache.attend(layer, self.q[rows], self.k[rows], self.v[rows], **self.attention)
+        assert out.dtype == self.q.dtype
+        return (out - self.out[rows]).abs().max().item()
+
+    def step(self, cache, which=None):
+        """One more token in every sequence; the largest error."""
+        rows = self.rows(cache, which)
+        cache.append(None if self.closes is None else self.closes[rows])
+        return max(self.attend(cache, rows, layer) for layer in range(cache.layers))
+
+    def step_garbage(self, cache):
+        """A token that is in none of the texts, and closes what it likes."""
+        heights = torch.randint(0, self.closing + 1, (cache.batch,), generator=self.garbage)
+        cache.append(heights if self.closing else None)
+        for layer in range(cache.layers):
+            q, k, v = (
+                torch.randn(cache.batch, *x.shape[1:], generator=self.garbage).to(x.dtype)
+                for x in (self.q, self.k, self.v)
+            )
+            cache.attend(layer, q, k, v)
+
+
+def saved(cache):
+    """Its state, through a file."""
+    file = io.BytesIO()
+    torch.save(cache.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
