@@ -100,6 +100,7 @@ class HierarchicalCache(Cache):
         self.parent_end = whole(batch, self.places, value=OPEN)
         self.made = whole(batch, len(self.rings))  # nodes of every level so far
         self.length = whole(batch)
+        self.reached = whole(batch)  # the longest it was before a crop: places have been overwritten up to there
         self.keys = whole(layers, batch, kv_heads, self.places, head_dim, kind=self.dtype)
         self.values = whole(layers, batch, kv_heads, self.places, self.value_dim, kind=self.dtype)
         # Of the newest token: the place of its leaf and of each node that it closes (−1: none), the logit to add at every
@@ -112,7 +113,7 @@ class HierarchicalCache(Cache):
         self.layout = torch.tensor(layout, dtype=torch.int32, device=self.device)
         self._biases: dict[float, Tensor] = {}
 
-    _STATE = ("leaves", "end", "parent_end", "made", "length", "keys", "values")
+    _STATE = ("leaves", "end", "parent_end", "made", "length", "reached", "keys", "values")
     _STEP = ("written", "bias", "share", "closes")
 
     @property
@@ -125,10 +126,10 @@ class HierarchicalCache(Cache):
         return sum(self.rings[0])
 
     def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
-        sizes = self._meet_prompts(lengths)
-        heights = None if closes is None else check_closes(closes, sum(sizes))
+        heights = None if closes is None else check_closes(closes, sum(int(n) for n in lengths))
         if heights is not None and heights.max(initial=0) > self.closing:
             raise self._closes_too_much(int(heights.max()))
+        sizes = self._meet_prompts(lengths)
         forest = grown(sizes, self.branching, heights, self.sinks).to(self.device)
         self._place_prompts(sizes, levels(sizes, self.branching, heights, self.sinks, len(self.rings) - 1), forest)
         return forest
@@ -178,11 +179,12 @@ class HierarchicalCache(Cache):
             del self._kept
 
     def append(self, closes: Any = None) -> None:
+        heights = None if closes is None else self._checked_closes(closes)
         self._meet_token()
-        if closes is None:
+        if heights is None:
             self.closes.zero_()
         else:
-            self.closes.copy_(self._checked_closes(closes))
+            self.closes.copy_(heights)
         self.backend.run(self).append()
 
     def _checked_closes(self, closes: Any) -> Tensor:
@@ -233,12 +235,12 @@ class HierarchicalCache(Cache):
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Places are not overwritten for `rewind` tokens: forgetting what came later brings back what was."""
-        wanted, now = self._check_shorter(lengths), self.lengths
-        back = max(n - m for n, m in zip(now, wanted, strict=True))
+        wanted, reached = self._check_shorter(lengths), torch.maximum(self.reached, self.length)
+        back = max(n - m for n, m in zip(reached.tolist(), wanted, strict=True))
         if back > self.rewind:
             raise InvalidInput(
                 "lengths",
-                given=f"{back} tokens to take back",
+                given=f"{back} tokens to take back from the most there were",
                 expected=f"at most {self.rewind}, the `rewind` the cache was made with",
                 fix=f"make it with rewind={back}; it takes so many places more per level",
             )
@@ -248,6 +250,7 @@ class HierarchicalCache(Cache):
             self.made[:, number] -= later[:, begin : begin + size].sum(1).int()
         self.leaves[later] = 0
         self.parent_end[later | (self.parent_end > length[:, None])] = OPEN
+        self.reached.copy_(reached)
         self.length.copy_(length)
         self._longest = max(wanted)
 
@@ -256,8 +259,9 @@ class HierarchicalCache(Cache):
         return {name: getattr(self, name).clone() for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        shape = (self.layers, None, self.kv_heads, self.places, self.head_dim)
-        self._check_state(state, {"keys": shape, "made": (None, len(self.rings))})
+        rows, rings = (self.layers, None, self.kv_heads, self.places), len(self.rings)
+        shapes = {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim), "made": (None, rings)}
+        self._check_state(state, shapes)
         for name in self._STATE:
             setattr(self, name, state[name].to(self.device, copy=True))
         self.batch = len(self.length)
