@@ -18,7 +18,8 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
-from hsa.attention.triton import available, beam, exact, find_keys, hierarchical, multiscale, pyramid, ranking  # noqa: F401
+from hsa.attention.cache.pooled import HierarchicalCache
+from hsa.attention.triton import available, beam, decode, exact, find_keys, hierarchical, multiscale, pyramid, ranking  # noqa: F401
 from hsa.attention.triton.levels import levels
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
@@ -72,13 +73,22 @@ def compile_multiscale(tree, dtype, causal):
     exact.search_exact(*where, None, None, **asked)
 
 
+def compile_decoding(dtype, dim):
+    cache = HierarchicalCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
+    cache.append()
+    cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
+
+
 if __name__ == "__main__":
     prepare(int(sys.argv[1]))
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
+    compile_decoding(torch.bfloat16, 64)
     if sys.argv[2] == "all":
         for dtype in (torch.bfloat16, torch.float32):
             compile_hierarchical(regular, dtype)
+            for dim in (64, 128):
+                compile_decoding(dtype, dim)
             compile_hierarchical(Hierarchy.from_nested([[5, 20, 40], [3, 3]]), dtype)
             for causal in (False, True):
                 compile_multiscale(Hierarchy.regular([512], (8, 2), repeat_last=True), dtype, causal)

@@ -27,7 +27,7 @@ class Text:
         sinks=0,
         closing=0,
         *,
-        heads=HEADS,
+        heads=(HEADS, KV_HEADS),
         dims=(DIM, VALUE_DIM),
         pooled_bias=0.0,
         scale=None,
@@ -37,7 +37,7 @@ class Text:
         self.lengths, self.near, self.closing = lengths, near, closing
         self.attention = {"pooled_bias": pooled_bias, "scale": scale}
         generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-        shapes = (heads, dims[0]), (KV_HEADS, dims[0]), (KV_HEADS, dims[1])
+        shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
         self.q, self.k, self.v = (torch.randn(sum(lengths), *s, generator=generator).to(dtype) for s in shapes)
         self.closes = None
         if closing:
@@ -62,7 +62,7 @@ class Text:
     def begin(self, cache, lengths):
         tree = cache.begin(lengths, None if self.closes is None else self.closes[self.of(lengths)])
         for layer in range(cache.layers):
-            cache.fill(layer, *self.prompts(lengths))
+            cache.fill(layer, *(x.to(cache.device) for x in self.prompts(lengths)))
         return tree
 
     def rows(self, cache, which=None):
@@ -71,9 +71,10 @@ class Text:
 
     def attend(self, cache, rows, layer=0):
         """The largest error."""
-        out = cache.attend(layer, self.q[rows], self.k[rows], self.v[rows], **self.attention)
+        token = (x[rows].to(cache.device) for x in (self.q, self.k, self.v))
+        out = cache.attend(layer, *token, **self.attention)
         assert out.dtype == self.q.dtype
-        return (out - self.out[rows]).abs().max().item()
+        return (out.cpu() - self.out[rows]).abs().max().item()
 
     def step(self, cache, which=None):
         """One more token in every sequence; the largest error."""

@@ -89,7 +89,7 @@ def test_prompts_give_the_state_that_appending_gives(way):
     st.integers(0, 999),
 )
 def test_prompts_of_unequal_lengths_and_then_token_by_token(prompts, branching, way, bias, rewind, seed):
-    heads = 3 if isinstance(bias, torch.Tensor) else HEADS
+    heads = (3 if isinstance(bias, torch.Tensor) else HEADS, KV_HEADS)
     lengths = [n + 30 for n in prompts]
     text = Text(lengths, tuple(branching), **way, heads=heads, pooled_bias=bias, seed=seed)
     most = max(lengths)
@@ -208,7 +208,7 @@ def test_other_precisions(dtype, atol):
 
 
 def test_scale_and_one_head():
-    text = Text([70], (3,), heads=KV_HEADS, scale=0.9, pooled_bias=0.2)
+    text = Text([70], (3,), heads=(KV_HEADS, KV_HEADS), scale=0.9, pooled_bias=0.2)
     cache = HierarchicalCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, branching=(3,), max_length=70)
     assert max(text.step(cache) for _ in range(70)) < 1e-5
 
