@@ -168,3 +168,14 @@ def test_half_precision_with_a_scale_is_for_others():
 def test_options_without_meaning(options):
     with pytest.raises(InvalidInput, match=next(iter(options))):
         LanguageOptions(**options)
+
+
+def test_training_goes_on_from_weights_with_longer_blocks():
+    short = train(replace(CONFIG, dropout=0.0), language=replace(LANGUAGE, steps=30))
+    weights = short.model.state_dict()
+    options = replace(OPTIONS, learning_rate=1e-4)
+    longer = train(short.model.config, options, replace(LANGUAGE, context=48, steps=1, evaluate_every=1), start=weights)
+    afresh = train(short.model.config, options, replace(LANGUAGE, context=48, steps=1, evaluate_every=1))
+    assert longer.history[0].validation_loss < afresh.history[0].validation_loss - 0.3
+    with pytest.raises(InvalidInput, match="start: .* of shape"):
+        train(replace(CONFIG, width=16), start=weights)

@@ -16,8 +16,9 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
-from hsa.models.saved import save_language_model
+from hsa.models.saved import TOKENIZER, load_language_model, save_language_model
 from hsa.nn.attention import counting_operations
+from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.experiment import RESULT
 from hsa.training.lm_data import LmData
 from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, train_language_model
@@ -112,6 +113,7 @@ def train_one(
         data.validation,
         options,
         language,
+        start=None if language.start is None else _weights(language.start, name, data),
         folder=folder,
         resume=resume,
         watcher=watcher,
@@ -140,6 +142,19 @@ def train_one(
     save_language_model(folder, found.model, data.tokenizer)
     write_json(folder / RESULT, asdict(result))
     return result
+
+
+def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
+    """Of the model of that name in a run, or of the folder of a model; learned on the same tokens."""
+    folder = run / name if (run / name).is_dir() else run
+    model = load_language_model(folder)
+    if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
+        raise InvalidInput(
+            "start",
+            given=f"{folder}, which was trained with another tokenizer",
+            expected="a run on the same text, with the same vocabulary",
+        )
+    return model.state_dict()
 
 
 def compare_language_models(

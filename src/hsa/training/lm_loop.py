@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hsa.errors import InvalidInput
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
+from hsa.models.saved import check_fits
 from hsa.training import checkpoint
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
@@ -102,6 +103,7 @@ def train_language_model(
     options: TrainingOptions | None = None,
     language: LanguageOptions | None = None,
     *,
+    start: Mapping[str, Tensor] | None = None,
     folder: Path | None = None,
     resume: bool = False,
     watcher: LmWatcher | None = None,
@@ -114,6 +116,7 @@ def train_language_model(
         train, validation: token ids, one after another.
         options: how; of these `epochs` only where the language options name no steps.
         language: `context`, `steps`, `evaluate_every`; the rest is in the config.
+        start: weights to begin with, such as those learned on shorter blocks; new ones by default.
         folder: for the checkpoint; None for none.
         resume: go on from the checkpoint in the folder, if there is one.
         device: the GPU where there is one, by default.
@@ -129,7 +132,11 @@ def train_language_model(
     (3, 3072)
     """
     options, language = options or TrainingOptions(), language or LanguageOptions()
-    return _Run(config, train, validation, options, language, folder, watcher, _device(device)).run(resume)
+    run = _Run(config, train, validation, options, language, folder, watcher, _device(device))
+    if start is not None:
+        check_fits("start", dict(start), run.model.state_dict())
+        run.model.load_state_dict(start)
+    return run.run(resume)
 
 
 class _Run:

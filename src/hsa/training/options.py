@@ -148,6 +148,7 @@ class LanguageOptions:
         chunk: For found: tokens whose keys are put in order together.
         group: For found: keys per group.
         max_length: The most tokens that the model will ever read; no limit by default.
+        start: A run on the same text to go on from, for example with longer blocks: models begin with its weights.
     """
 
     context: int = 512
@@ -162,6 +163,7 @@ class LanguageOptions:
     chunk: int = 256
     group: int = 8
     max_length: int | None = None
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         if self.context < 2:

@@ -1,0 +1,144 @@
+"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and with hierarchical attention.
+
+TEXT is what `hsa train --task lm` takes, such as a table of books. Models of equal size see as many tokens of it; results
+are kept in FOLDER as JSON, and finished ones are not trained again. The table and the curves go to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.measure import RESULTS, write_table
+from hsa.analysis.lm_plots import plot_by_position, plot_losses
+from hsa.models.classifier import count_parameters
+from hsa.models.language_model import LanguageModelConfig
+from hsa.training.lm_data import LmData, prepare_text
+from hsa.training.lm_loop import evaluate_language_model, train_language_model
+from hsa.training.options import LanguageOptions, TrainingOptions
+
+VOCABULARY, BATCH = 16384, 65536
+SIZES: Any = {"vocabulary": VOCABULARY, "width": 384, "heads": 6, "layers": 6}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Million tokens in blocks of `context`, with a learning rate that falls (cosine) or not."""
+
+    tokens: float
+    context: int
+    schedule: Any = "cosine"
+
+
+FLAT: Any = {"attention": "flat"}
+NEAR_7: Any = {"attention": "hierarchical", "branching": (32, 4), "near": 7}
+NEAR_15: Any = {**NEAR_7, "near": 15}
+WHOLE = (Phase(60, 2048),)
+RUNS: Mapping[str, tuple[dict[str, Any], tuple[Phase, ...]]] = {
+    "flat": (FLAT, WHOLE),
+    "near 7": (NEAR_7, WHOLE),
+    "near 15": (NEAR_15, WHOLE),
+    "near 7, 16,384": (NEAR_7, (Phase(60, 16384),)),
+    "near 15, 16,384": (NEAR_15, (Phase(60, 16384),)),
+    "flat, late fall": (FLAT, (Phase(45, 2048, "constant"), Phase(15, 2048))),
+    "near 7, then 16,384": (NEAR_7, (Phase(45, 2048, "constant"), Phase(15, 16384))),
+    "near 7, half 16,384": (NEAR_7, (Phase(30, 2048, "constant"), Phase(30, 16384))),
+}
+
+
+def train(attention: dict[str, Any], phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
+    """One model through its phases, each from the weights of the one before."""
+    config = LanguageModelConfig(**SIZES, **attention)
+    weights, history, seen, seconds = None, [], 0, 0.0
+    for number, phase in enumerate(phases):
+        options = TrainingOptions(
+            learning_rate=1e-3,
+            schedule=phase.schedule,
+            warmup=0.0 if number else 0.05,
+            weight_decay=0.1,
+            batch_size=64,
+            batch_tokens=BATCH,
+            mixed_precision="bf16",
+            seed=number,
+        )
+        language = LanguageOptions(context=phase.context, steps=int(phase.tokens * 1e6) // BATCH)
+        found = train_language_model(config, data.train, data.validation, options, language, start=weights)
+        weights = found.model.state_dict()
+        history += [[seen + r.tokens, r.loss, r.validation_loss] for r in found.history]
+        seen, seconds = seen + found.tokens, seconds + found.seconds
+    tests = {}
+    for context in sorted({2048, *(phase.context for phase in phases)}):
+        tested = evaluate_language_model(found.model, data.test, context, batch_tokens=BATCH, mixed_precision="bf16")
+        bins = tested.by_position.reshape(64, -1).mean(1)
+        tests[str(context)] = {"loss": tested.loss, "by_position": bins.tolist()}
+    return {
+        "parameters": count_parameters(found.model),
+        "tokens": seen,
+        "seconds": seconds,
+        "history": history,
+        "tests": tests,
+    }
+
+
+def report(results: Mapping[str, dict[str, Any]]) -> None:
+    rows = []
+    for name, result in results.items():
+        learned = ", then ".join(
+            f"{phase.tokens:g} M in blocks of {phase.context:,} ({phase.schedule})" for phase in RUNS[name][1]
+        )
+        for context, test in result["tests"].items():
+            rows.append([name.split(",")[0], learned, f"{int(context):,}", math.exp(test["loss"])])
+    write_table(
+        "language_models",
+        "Language models on books",
+        [("", ["attention of every layer", "million tokens seen, learning rate", "reads", "test perplexity"], rows)],
+        _notes(results),
+        command="python -m benchmarks.language_models TEXT FOLDER",
+    )
+    histories = {
+        name: [SimpleNamespace(tokens=t, loss=a, validation_loss=b) for t, a, b, *_ in result["history"]]
+        for name, result in results.items()
+    }
+    plot_losses(RESULTS / "language_models.png", histories)
+    curves = {}
+    for name, result in results.items():
+        context, test = list(result["tests"].items())[-1]
+        width = int(context) / len(test["by_position"])
+        curves[name] = [((i + 0.5) * width, loss) for i, loss in enumerate(test["by_position"])]
+    plot_by_position(RESULTS / "language_models_by_position.png", curves)
+
+
+def _notes(results: Mapping[str, dict[str, Any]]) -> str:
+    parameters = next(iter(results.values()))["parameters"]
+    sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
+    return (
+        f"{sizes}, rotary positions, {parameters / 1e6:.1f} M parameters (hierarchical ones have a bias per head more); AdamW, "
+        f"highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of 32, then of 4; "
+        "the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into blocks of as many "
+        "tokens as the model reads.\n\n![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
+    )
+
+
+def main(text: Path, folder: Path) -> None:
+    data = prepare_text(text, vocabulary=VOCABULARY, say=print)
+    results = {}
+    for name, (attention, phases) in RUNS.items():
+        path = folder / f"{name.replace(', ', '_').replace(' ', '_').replace(',', '')}.json"
+        if not path.is_file():
+            print(name, flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(train(attention, phases, data)))
+        results[name] = json.loads(path.read_text())
+    report(results)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
