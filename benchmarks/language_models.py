@@ -52,6 +52,9 @@ RUNS: Mapping[str, tuple[dict[str, Any], tuple[Phase, ...]]] = {
 }
 
 
+PLOTTED = ("flat", "near 7", "flat, late fall", "near 7, then 16,384")
+
+
 def train(attention: dict[str, Any], phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
     """One model through its phases, each from the weights of the one before."""
     config = LanguageModelConfig(**SIZES, **attention)
@@ -101,8 +104,9 @@ def report(results: Mapping[str, dict[str, Any]]) -> None:
         _notes(results),
         command="python -m benchmarks.language_models TEXT FOLDER",
     )
+    results = {name: results[name] for name in PLOTTED}
     histories = {
-        name: [SimpleNamespace(tokens=t, loss=a, validation_loss=b) for t, a, b, *_ in result["history"]]
+        name: [SimpleNamespace(tokens=t, loss=a, validation_loss=b) for t, a, b in result["history"]]
         for name, result in results.items()
     }
     plot_losses(RESULTS / "language_models.png", histories)
@@ -118,9 +122,9 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
     parameters = next(iter(results.values()))["parameters"]
     sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
     return (
-        f"{sizes}, rotary positions, {parameters / 1e6:.1f} M parameters (hierarchical ones have a bias per head more); AdamW, "
-        f"highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of 32, then of 4; "
-        "the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into blocks of as many "
+        f"{sizes}, rotary positions, {parameters / 1e6:.1f} M parameters (hierarchical ones have a bias per head more); "
+        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of 32, then "
+        "of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into blocks of as many "
         "tokens as the model reads.\n\n![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
     )
 

@@ -42,4 +42,4 @@ def plot_by_position(path: Path, losses: Mapping[str, Sequence[tuple[float, floa
 
 def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")
