@@ -123,9 +123,10 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
     sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
     return (
         f"{sizes}, rotary positions, {parameters / 1e6:.1f} M parameters (hierarchical ones have a bias per head more); "
-        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of 32, "
-        "then of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into blocks of "
-        "as many tokens as the model reads.\n\n![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
+        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of "
+        "32, then of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into "
+        "blocks of as many tokens as the model reads.\n\n"
+        "![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
     )
 
 
