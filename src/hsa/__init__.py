@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hsa.attention.arguments import checking
+    from hsa.attention.cache.found import FoundCache
+    from hsa.attention.cache.pooled import HierarchicalCache
     from hsa.attention.dense import dense_weights
     from hsa.attention.flops import Flops, flops, flops_flat, flops_regular
     from hsa.attention.hierarchical.operator import energy, hierarchical_attention
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
     from hsa.attention.multiscale.queries import Queries
     from hsa.batch import Batch, collate, uncollate
     from hsa.errors import HsaError
+    from hsa.growth import grown
     from hsa.hierarchy import Hierarchy
     from hsa.padding import Padding
     from hsa.signals import Leaf, Signal
 
 _HOMES = {
     "hsa.attention.arguments": ("checking",),
+    "hsa.attention.cache.found": ("FoundCache",),
+    "hsa.attention.cache.pooled": ("HierarchicalCache",),
     "hsa.attention.dense": ("dense_weights",),
     "hsa.attention.flops": (
         "Flops",
@@ -52,6 +57,7 @@ _HOMES = {
         "uncollate",
     ),
     "hsa.errors": ("HsaError",),
+    "hsa.growth": ("grown",),
     "hsa.hierarchy": ("Hierarchy",),
     "hsa.padding": ("Padding",),
     "hsa.signals": (
@@ -63,6 +69,8 @@ _HOMES = {
 __all__ = [
     "Batch",
     "Flops",
+    "FoundCache",
+    "HierarchicalCache",
     "Hierarchy",
     "HsaError",
     "KeyOrder",
@@ -80,6 +88,7 @@ __all__ = [
     "flops",
     "flops_flat",
     "flops_regular",
+    "grown",
     "hierarchical_attention",
     "multiscale_attention",
     "open_families",
