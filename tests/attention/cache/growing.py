@@ -39,11 +39,12 @@ class Text:
         generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
         self.q, self.k, self.v = (torch.randn(sum(lengths), *s, generator=generator).to(dtype) for s in shapes)
+        self.first = np.cumsum(lengths) - lengths
         self.closes = None
         if closing:
             self.closes = random.integers(1, closing + 1, sum(lengths)) * (random.random(sum(lengths)) < 0.3)
+            self.closes[self.first] = closing  # a sink, which closes nothing, or a family of one
         self.tree = grown(lengths, branching, self.closes, sinks)
-        self.first = np.cumsum(lengths) - lengths
         self.out = self.outputs(self.q, self.k, self.v)
         self.garbage = generator
 

@@ -15,7 +15,7 @@ BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0])
 WAYS = {
     "windows": ({"branching": (3, 2), "near": 1}, 0.0, (0, 2, 3, 11, 12, 23)),
     "sinks": ({"branching": (2,), "near": 0, "sinks": 2}, -0.4, (0, 1, 2, 3, 9, 17)),
-    "closing": ({"branching": (3, 2), "near": 2, "sinks": 1, "closing": 3}, BIAS, (1, 4, 6, 9, 16, 23)),
+    "closing": ({"branching": (3, 2), "near": 2, "sinks": 1, "closing": 3}, BIAS, (0, 1, 4, 9, 16, 23)),
     "one level": ({"branching": (24,), "near": 0}, 0.0, (0, 23)),
 }
 

@@ -1,8 +1,8 @@
 """The step of `HierarchicalCache` in two kernels: one moves the structure of all sequences, one attends over all levels.
 
 All places of a head are one tile, so that a token is stored, attended from and pooled upwards without leaving the registers;
-keys first, then values. Query heads that share a key/value head are programs of their own; the first of them writes. The others may read a place while it is written: it is the newest token, which they have at hand, or one that no
-query sees.
+keys first, then values. Query heads that share a key/value head are programs of their own; the first of them writes. The
+others may read a place while it is written: it is the newest token, which they have at hand, or one that no query sees.
 """
 
 from __future__ import annotations
