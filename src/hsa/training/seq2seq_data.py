@@ -91,7 +91,7 @@ class MarkedSentences:
         draw = np.random.default_rng(self.seed)
         words = [a + b for a in self.SYLLABLES for b in self.SYLLABLES]
         for _ in range(self.number):
-            paragraphs = draw.integers(3, 5, size=draw.integers(2, 4))
+            paragraphs = draw.integers(2, 4, size=2)
             sentences = [
                 [words[i] for i in draw.integers(len(words), size=draw.integers(3, 7))] for _ in range(paragraphs.sum())
             ]
