@@ -177,9 +177,9 @@ def main(folder: Path, texts: Path) -> None:
                 layers = [layer for layer, w in enumerate(ways) if w == number]
                 if layers:
                     convert(decoder.model, layers=layers, **settings(way))
-            found = decoder.losses("test")[length]
-            up = 100 * (math.exp(found - base[length]) - 1)
-            row = [f"{length:,}", 1 / decoder.cost(length), math.exp(found), f"{up:+.2f}%"]
+            loss = decoder.losses("test")[length]
+            up = 100 * (math.exp(loss - base[length]) - 1)
+            row = [f"{length:,}", 1 / decoder.cost(length), math.exp(loss), f"{up:+.2f}%"]
             chosen_rows.append(row)
             kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "ways": ways})
             revert(decoder.model)

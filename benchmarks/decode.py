@@ -216,7 +216,8 @@ def _prompt_row(length: int, device: str, dtype: torch.dtype) -> list[Any]:
         _wait(device)
 
     def exact() -> None:
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+        by_head = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
         _wait(device)
 
     times = medians({"attend": attend, "both": attend_and_fill}, repeats=31)

@@ -55,7 +55,7 @@ def levels(
 ) -> list[Level]:
     """Level 0 (the tokens) and those above it, up to `height`, or until every tree has come down to one node.
 
-    Sinks are no members of anything: each is in a node of its own, at every level.
+    Sinks are no members of anything else: those of a tree are in nodes of their own, at every level.
     """
     sizes = np.asarray(lengths, np.int64)
     tokens = int(sizes.sum())
@@ -111,6 +111,8 @@ def grown(lengths: Any, branching: Sequence[int], closes: Any = None, sinks: int
        └─ 1 leaf
     """
     branching = check_branching(branching)
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise InvalidInput("sinks", given=repr(sinks), expected="0 or a positive number of first tokens")
     sizes = tuple(integers("lengths", lengths).tolist())
     if closes is None:
         return _windows(sizes, branching, sinks)

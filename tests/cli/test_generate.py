@@ -178,7 +178,7 @@ def test_folders_without_a_language_model(fails, tmp_path):
     assert "no such folder" in fails("generate", "nowhere", "--prompt", "a")
     assert "config.json: given no such file" in fails("generate", tmp_path, "--prompt", "a")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "a model of transformers" in fails("generate", tmp_path, "--prompt", "a")
+    assert "no model that loads" in fails("generate", tmp_path, "--prompt", "a")
 
 
 @pytest.mark.parametrize(

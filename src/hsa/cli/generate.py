@@ -10,7 +10,7 @@ from hsa.cli.inspect import STDIN
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from hsa.generation.writing import Writing
+    from hsa.generation.writing import Writer, Writing
 
 
 def generate(
@@ -32,7 +32,8 @@ def generate(
     Ctrl-C ends it; what was written stays.
 
     Args:
-        model: A folder with a language model, or with a run of `hsa train --task lm`.
+        model: A folder with a run of `hsa train --task lm` or one of its models, or with a causal model of transformers: it
+            attends as `hsa convert` has saved it, or as conversion does by default.
         prompt: The text to go on from; - reads it from stdin.
         prompt_file: A file with that text.
         tokens: How many to write, at most.
@@ -48,19 +49,20 @@ def generate(
 
     from hsa.generation.loading import is_transformers, load_writer
     from hsa.generation.sampling import Sampling
+    from hsa.generation.writing import END
     from hsa.generation.writing import generate as write
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    if is_transformers(model):
-        raise InvalidInput(
-            str(model),
-            given="a model of transformers",
-            expected="one that hsa train --task lm wrote",
-            fix="convert it with hsa.huggingface.convert and call its own generate; see docs/conversion.md",
-        )
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
-    language_model, tokenizer = load_writer(model, device)
-    writing = write(language_model, tokenizer, text, tokens=tokens, sampling=sampling, stop=stop)
+    writer: Writer
+    end: str | None = END
+    if is_transformers(model):
+        from hsa.huggingface.writer import load_pretrained_writer
+
+        writer, tokenizer, end = load_pretrained_writer(str(model), device)
+    else:
+        writer, tokenizer = load_writer(model, device)
+    writing = write(writer, tokenizer, text, tokens=tokens, sampling=sampling, stop=stop, end=end)
     try:
         for piece in writing:
             sys.stdout.write(piece)

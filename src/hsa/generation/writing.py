@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from hsa.errors import InvalidInput
 from hsa.generation.pieces import Pieces
 from hsa.generation.sampling import Sampling
-from hsa.models.language_cache import LanguageModelCache
-from hsa.models.language_model import HierarchicalLanguageModel
 from hsa.signals.readers.text import one_line_end
 from hsa.signals.readers.tokens import encodable
 
 END = "<|end|>"
 Reason = Literal["running", "tokens", "end", "stop", "max_length"]
+
+
+class Writer(Protocol):
+    """A language model, as far as writing needs it: `HierarchicalLanguageModel`, or a pre-trained one."""
+
+    @property
+    def config(self) -> Any:
+        """With `vocabulary` and `max_length`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, batch: int = 1) -> Any: ...
+
+    def read(self, tokens: Tensor, lengths: Sequence[int], cache: Any) -> Tensor: ...
+
+    def step(self, tokens: Tensor, cache: Any) -> Tensor: ...
 
 
 class Writing:
@@ -34,13 +50,14 @@ class Writing:
 
     def __init__(
         self,
-        model: HierarchicalLanguageModel,
+        model: Writer,
         tokenizer: Any,
         prompt: str,
         *,
         tokens: int = 200,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        end: str | None = END,
     ):
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidInput("tokens", given=tokens, expected="1 or more")
@@ -55,7 +72,7 @@ class Writing:
                 given=f"{size:,} tokens",
                 expected=f"{model.config.vocabulary:,}, as the model was made for",
             )
-        self.model, self.tokenizer, self.tokens = model, tokenizer, tokens
+        self.model, self.tokenizer, self.tokens, self.end = model, tokenizer, tokens, end
         self.sampling = sampling or Sampling()
         self.prompt: list[int] = tokenizer.encode(encodable(one_line_end(prompt)), add_special_tokens=False).ids
         most = model.config.max_length
@@ -67,7 +84,7 @@ class Writing:
                 fix="shorten the prompt, or train with a larger --max-length",
             )
         self.ids: list[int] = []
-        self.cache: LanguageModelCache = model.new_cache(1)
+        self.cache = model.new_cache(1)
         self.reason: Reason = "running"
         self.seconds = self.prompt_seconds = 0.0
         self._pieces = Pieces(tokenizer, stop)
@@ -80,7 +97,7 @@ class Writing:
         return next(self._run)
 
     def _write(self) -> Generator[str]:
-        device, end = self.model.device, self.tokenizer.token_to_id(END)
+        device, end = self.model.device, None if self.end is None else self.tokenizer.token_to_id(self.end)
         draws = self.sampling.generator(device)
         began = time.monotonic()
         logits = self._ask(torch.tensor(self.prompt, device=device))
@@ -111,7 +128,7 @@ class Writing:
         full = len(self.prompt) + len(self.ids) > (self.model.config.max_length or len(self.prompt) + len(self.ids))
         return "max_length" if full else "running"
 
-    @torch.inference_mode()
+    @torch.no_grad()  # in inference mode the cache could not use what attention has pooled
     def _ask(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits after these tokens: first of the whole prompt, then of one token at a time."""
         first = not any(self.cache.lengths)
@@ -127,13 +144,14 @@ class Writing:
 
 
 def generate(
-    model: HierarchicalLanguageModel,
+    model: Writer,
     tokenizer: Any,
     prompt: str,
     *,
     tokens: int = 200,
     sampling: Sampling | None = None,
     stop: Sequence[str] = (),
+    end: str | None = END,
 ) -> Writing:
     """Go on with a text: an iterator of pieces of it, whole characters each.
 
@@ -144,11 +162,12 @@ def generate(
         tokens: to make, at most. The end of a document ends it too.
         sampling: how tokens are drawn.
         stop: strings that end the text; they are left out.
+        end: the token that ends a document.
 
     Raises:
         InvalidInput: an empty or overlong prompt, a tokenizer of another model; while it runs: logits that are no numbers.
 
-    >>> from hsa.models.language_model import LanguageModelConfig
+    >>> from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
     >>> from hsa.signals.readers.tokens import train_tokenizer
     >>> tokenizer = train_tokenizer(["a cat"], 260)
     >>> config = LanguageModelConfig(tokenizer.get_vocab_size(), width=8, heads=2, layers=1)
@@ -157,4 +176,4 @@ def generate(
     >>> len(writing.ids), writing.reason
     (5, 'tokens')
     """
-    return Writing(model, tokenizer, prompt, tokens=tokens, sampling=sampling, stop=stop)
+    return Writing(model, tokenizer, prompt, tokens=tokens, sampling=sampling, stop=stop, end=end)

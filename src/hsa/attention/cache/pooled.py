@@ -106,8 +106,9 @@ class HierarchicalCache(Cache):
         # Of the newest token: the place of its leaf and of each node that it closes (−1: none), the logit to add at every
         # place (−∞: not seen), and the share of every place in the node that closes above it.
         self.written = whole(batch, len(self.rings), value=-1)
-        self.bias = whole(batch, self.places, kind=torch.float32)
-        self.share = whole(batch, self.places, kind=torch.float32)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.bias = whole(batch, self.places, kind=wide)
+        self.share = whole(batch, self.places, kind=wide)
         self.closes = whole(batch)
         layout = [(*ring, members) for ring, members in zip(self.rings, self.caps, strict=True)]
         self.layout = torch.tensor(layout, dtype=torch.int32, device=self.device)
@@ -334,7 +335,7 @@ class _Torch:
             inside &= closing[:, None]
             leaves = c.leaves[:, ring] * inside
             total = leaves.sum(1, dtype=torch.int32)
-            c.share[:, ring] = leaves / total.clamp(min=1)[:, None]
+            c.share[:, ring] = leaves.to(c.share.dtype) / total.clamp(min=1)[:, None]
             c.parent_end[:, ring] = torch.where(inside, now[:, None], c.parent_end[:, ring])
             place = self._next_place(level).long()
             for numbers, value in ((c.leaves, total), (c.end, now), (c.parent_end, torch.full_like(now, OPEN))):
@@ -357,7 +358,7 @@ class _Torch:
             last = torch.zeros_like(c.length)[:, None]
         is_leaf = torch.arange(c.places, device=c.device) < c.pooled_from
         seen = (c.leaves > 0) & (is_leaf | (c.end <= last)) & (c.parent_end > last)
-        c.bias.copy_(c.leaves.float().log().masked_fill_(~seen, -torch.inf))
+        c.bias.copy_(c.leaves.to(c.bias.dtype).log().masked_fill_(~seen, -torch.inf))
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
         """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""

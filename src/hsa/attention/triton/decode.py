@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hsa.attention.triton import available
 from hsa.attention.triton.available import padded
 from hsa.attention.triton.multiscale import pooled_rows
 from hsa.attention.triton.operators import Launcher, compiled_for, last_stride_1
@@ -231,7 +232,8 @@ class Decode:
             "POOLED_FROM": c.pooled_from,
             "num_warps": 4,
         }
-        _append(compiled_for(*arguments), c.batch, arguments, constants)
+        with available.device_of(c.keys):
+            _append(compiled_for(*arguments), c.batch, arguments, constants)
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
         """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
@@ -258,5 +260,6 @@ class Decode:
             "num_warps": 4 if self.block * max(dim, value_dim) <= 2**13 else 8,
         }
         key = compiled_for(*tensors, *strides, c.head_dim, c.value_dim)
-        _attend(key, c.batch * q.shape[1], arguments, constants)
+        with available.device_of(c.keys):
+            _attend(key, c.batch * q.shape[1], arguments, constants)
         return out
