@@ -74,7 +74,7 @@ def test_only_the_same_run_goes_on(tmp_path):
     for other, message in (
         ({"options": replace(OPTIONS, learning_rate=0.5)}, "learning_rate = 0.01, expected learning_rate = 0.5"),
         ({"config": replace(CONFIG, near=2)}, "near = 1, expected near = 2"),
-        ({"text": TEXT[:-1]}, "data = "),
+        ({"text": TEXT[:-1]}, "a run on other data"),
     ):
         with pytest.raises(InvalidInput, match=message):
             train(folder=tmp_path, resume=True, **other)

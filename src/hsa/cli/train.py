@@ -6,10 +6,11 @@ import re
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from hsa.cli.progress import TrainingBar, say_where
 from hsa.errors import InvalidInput
 from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
@@ -171,7 +172,7 @@ def _run(
         folder,
         accelerator,
         resume=resume,
-        watch=(lambda name: Bar(name, score, console)) if main else None,
+        watch=(lambda name: TrainingBar(name, score, console)) if main else None,
     )
     if main:
         _report(console, recipe, prepared, results, folder)
@@ -225,44 +226,6 @@ def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
     console.print(Text(f"results go to {folder}", style="dim"))
 
 
-class Bar:
-    """A progress bar for one model."""
-
-    def __init__(self, name: str, score: str, console: Console):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.name, self.score = name, score
-        self.progress = Progress(
-            TextColumn("{task.description:<11}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.console, self.task, self.loss, self.validation = console, None, "", ""
-
-    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
-        if self.task is None:
-            self.progress.start()
-            self.task = self.progress.add_task(self.name, total=total, note="")  # type: ignore[assignment]
-        if loss is not None:
-            self.loss = f"loss {loss:.3f}"
-        note = "  ".join(filter(None, [self.loss, self.validation]))
-        self.progress.update(self.task, completed=done, note=note)  # type: ignore[arg-type]
-
-    def epoch(self, record: Any) -> None:
-        self.validation = f"epoch {record.epoch}: {self.score} {record.validation:.3f}"
-        if not self.console.is_terminal:  # a log, not a screen
-            self.console.print(
-                f"{self.name:<10}  loss {record.loss:.3f}  {self.validation}  {record.seconds:.1f} s", highlight=False
-            )
-
-    def done(self) -> None:
-        self.progress.stop()
-
-
 def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:
     from rich.text import Text
 
@@ -275,13 +238,8 @@ def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[
     for line in report_lines(prepared, results):
         console.print(Text(line))
     model = folder / results[0].model
-    for line in (
-        f"\nmodel     {model}",
-        f"report    {folder / 'report.md'}",
-        f"pictures  {', '.join(str(picture) for picture in pictures)}",
-        f"\nnext: hsa predict {model} {_more_of(recipe, prepared)}",
-    ):
-        console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
+    following = f"hsa predict {model} {_more_of(recipe, prepared)}"
+    say_where(console, model, folder / "report.md", pictures, following)
 
 
 def _more_of(recipe: Recipe, prepared: Prepared) -> str:

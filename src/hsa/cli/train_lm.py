@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hsa.errors import InvalidInput
+from hsa.cli.progress import TrainingBar, one_process, say_where
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     from hsa.training.lm_experiment import check_lm_models, compare_language_models
 
     check_lm_models(recipe.models)
-    if fsdp or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput("task", given="lm in several processes", expected="one process", fix="start plain hsa train")
+    one_process("lm", fsdp)
 
     def say(message: str) -> None:
         console.print(Text(f"{message} …", style="dim"))
@@ -43,51 +41,12 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
         folder,
         resume=resume,
         device="cpu" if cpu else None,
-        watch=lambda name: LmBar(name, console),
+        watch=lambda name: TrainingBar(name, None, console),
     )
     _report(console, recipe, data, results, folder)
 
 
 _VERBS = {"train": "train", "validation": "validate", "test": "test"}
-
-
-class LmBar:
-    """A progress bar for one model; in a log, a line per look at the validation text."""
-
-    def __init__(self, name: str, console: Console):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.name, self.console = name, console
-        self.progress = Progress(
-            TextColumn("{task.description:<11}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.task: Any = None
-        self.loss = self.validation = ""
-
-    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
-        if self.task is None:
-            self.progress.start()
-            self.task = self.progress.add_task(self.name, total=total, note="")
-        if loss is not None:
-            self.loss = f"loss {loss:.3f}"
-        self.progress.update(self.task, completed=done, note="  ".join(filter(None, [self.loss, self.validation])))
-
-    def evaluated(self, record: Any) -> None:
-        self.validation = f"validation {record.validation_loss:.3f}"
-        if not self.console.is_terminal:
-            losses = f"loss {record.loss:.3f}  {self.validation}"
-            self.console.print(
-                f"{self.name:<10}  step {record.step:,}  {losses}  {record.seconds:.1f} s", highlight=False
-            )
-
-    def done(self) -> None:
-        self.progress.stop()
 
 
 def _report(console: Console, recipe: Recipe, data: LmData, results: list[LmResult], folder: Path) -> None:
@@ -103,10 +62,4 @@ def _report(console: Console, recipe: Recipe, data: LmData, results: list[LmResu
     for line in lm_lines(results):
         console.print(Text(line))
     model = folder / results[0].model
-    for line in (
-        f"\nmodel     {model}",
-        f"report    {folder / 'report.md'}",
-        f"pictures  {', '.join(str(picture) for picture in pictures)}",
-        f'\nnext: hsa generate {model} --prompt "The"',
-    ):
-        console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
+    say_where(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')

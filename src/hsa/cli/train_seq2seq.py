@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsa.cli.train import Bar
-from hsa.errors import InvalidInput
+from hsa.cli.progress import TrainingBar, one_process, say_where
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -26,10 +24,7 @@ def run_seq2seq(
     from hsa.training.seq2seq_report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
 
     check_seq2seq_models(recipe.models)
-    if fsdp or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput(
-            "task", given="seq2seq in several processes", expected="one process", fix="start plain hsa train"
-        )
+    one_process("seq2seq", fsdp)
 
     def say(message: str) -> None:
         console.print(Text(f"{message} …", style="dim"))
@@ -59,15 +54,12 @@ def run_seq2seq(
         folder,
         resume=resume,
         device=device or "cpu",
-        watch=lambda name: Bar(name, "tokens right", console),
+        watch=lambda name: TrainingBar(name, "tokens right", console),
     )
     write_seq2seq_report(folder, recipe, data, results)
     console.print()
     print_table(console, seq2seq_table(results))
     console.print()
-    for line in (
-        *example_lines(results[0]),
-        f"\nmodel     {folder / results[0].model}",
-        f"report    {folder / 'report.md'}",
-    ):
+    for line in example_lines(results[0]):
         console.print(Text(line), soft_wrap=True)
+    say_where(console, folder / results[0].model, folder / "report.md")

@@ -116,3 +116,15 @@ def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: to
     for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, i)
     return content["progress"]
+
+
+def check_same(path: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    """The options and the data of a checkpoint are those of the run that is to go on; "data" are compared, not shown."""
+    for name in (*now, *was):
+        if was.get(name) == now.get(name):
+            continue
+        given, expected = f"a checkpoint trained with {name} = {was.get(name)}", f"{name} = {now.get(name)}"
+        if name == "data":
+            given, expected = "a checkpoint of a run on other data", "the data of the first start"
+        fix = "resume with the options and the data of the first start, or train into another folder"
+        raise InvalidInput(str(path), given=given, expected=expected, fix=fix)

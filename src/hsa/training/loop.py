@@ -190,7 +190,7 @@ class Trainer:
         if self.path is None:
             raise InvalidInput("resume", given="no folder", expected="a folder with a checkpoint")
         content = checkpoint.load(self.path)
-        self._check_same(content["progress"]["training"])
+        checkpoint.check_same(self.path, content["progress"]["training"], self._fingerprint())
         progress = checkpoint.restore(self.path, content, self.model, self.optimizer.optimizer)
         self.best_weights = progress["best_weights"]
         self.progress = Progress(**progress["state"])
@@ -328,17 +328,6 @@ class Trainer:
             "examples": len(self.train),
             "data": (self.train.digest, self.validation.digest),
         }
-
-    def _check_same(self, was: dict[str, Any]) -> None:
-        now = self._fingerprint()
-        for name in (*now, *was):
-            if was.get(name) == now.get(name):
-                continue
-            given, expected = f"a checkpoint trained with {name} = {was.get(name)}", f"{name} = {now.get(name)}"
-            if name == "data":
-                given, expected = "a checkpoint of a run on other data", "the data of the first start"
-            fix = "resume with the options and the data of the first start, or train into another folder"
-            raise InvalidInput(str(self.path), given=given, expected=expected, fix=fix)
 
     def save_model(self, folder: Path, classes: tuple[str, ...]) -> None:
         """The weights as they are now, gathered from all processes."""

@@ -247,15 +247,7 @@ class _Run:
 
     def _restore(self, path: Path) -> None:
         content = checkpoint.load(path)
-        was, now = content["progress"]["training"], self._fingerprint()
-        for name in (*now, *was):
-            if was.get(name) != now.get(name):
-                raise InvalidInput(
-                    str(path),
-                    given=f"a checkpoint trained with {name} = {was.get(name)}",
-                    expected=f"{name} = {now.get(name)}",
-                    fix="resume with the options and the data of the first start, or train into another folder",
-                )
+        checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
         progress = checkpoint.restore(path, content, self.model, self.optimizer)
         self.progress, self.best_weights = _Progress(**progress["state"]), progress["best_weights"]
 
