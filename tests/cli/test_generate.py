@@ -83,12 +83,28 @@ def tale_here():
 
 
 def test_a_finished_run_is_not_trained_again(call, trained):
-    before = (trained / "hsa" / "model.safetensors").stat().st_mtime_ns
-    data = trained.parent / "tale.txt"
-    code, out, _ = call("train", data, *TINY, *SHORT, "--structure", "text", "--out", trained, "--resume")
+    weights = trained / "hsa" / "model.safetensors"
+    before, reported = weights.read_bytes(), json.loads((trained / "results.json").read_text())
+    asked = ("train", trained.parent / "tale.txt", *TINY, *SHORT, "--structure", "text", "--out", trained, "--resume")
+    code, out, _ = call(*asked)
     assert code == 0
     assert "hsa against flat" in out
-    assert (trained / "hsa" / "model.safetensors").stat().st_mtime_ns == before
+    assert weights.read_bytes() == before
+    assert json.loads((trained / "results.json").read_text()) == reported
+    code, _, err = call(*asked, "--near", "3")
+    assert code == 2
+    assert "trained with near = 1, expected near = 3" in err
+
+
+def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
+    data = trained.parent / "tale.txt"
+    asked = ("train", data, *TINY, *SHORT, "--structure", "text", "--start", trained, "--out", tmp_path / "longer")
+    assert "start: given" in fails(*asked, "--models", "hsa", "found")
+    assert not (tmp_path / "longer" / "hsa").exists()  # nothing was trained in vain
+    code, _, _ = call(*asked, "--models", "hsa", "--learning-rate", "1e-9")
+    assert code == 0
+    losses = [json.loads((run / "results.json").read_text())[0]["loss"] for run in (trained, tmp_path / "longer")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_text_goes_to_stdout_and_what_it_took_to_stderr(call, trained):

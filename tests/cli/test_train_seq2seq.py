@@ -32,7 +32,11 @@ def test_the_whole_way(call, tmp_path):
     assert call("predict", out / "hsa", data)[0] == 0
     again = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, "--resume", columns=120)
     assert again[0] == 0
-    assert json.loads((out / "results.json").read_text()) == results
+    measured = {"answers_per_second": 0}  # tested again, at another speed
+    assert [r | measured for r in json.loads((out / "results.json").read_text())] == [r | measured for r in results]
+    other = call("train", data, *options, *TINY, "--decoder", "flat", "--out", out, "--resume", columns=120)
+    assert other[0] == 2
+    assert "a checkpoint trained with" in other[2]
 
 
 def test_wrong_options(fails, tmp_path):

@@ -36,9 +36,9 @@ def test_what_is_cut_off_is_shown_as_such():
 @given(st.text("abAB ", max_size=20), st.lists(st.text("abA", min_size=1, max_size=3), max_size=3))
 def test_stop_strings_end_the_text_and_are_never_shown(text, stop):
     parts, stopped = shown(text, stop)
-    places = [text.find(s) for s in stop if s in text]
-    assert stopped == bool(places)
-    assert "".join(parts) == (text[: min(places)] if places else text)
+    complete = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+    assert stopped == bool(complete)
+    assert "".join(parts) == (text[: min(complete)[1]] if complete else text)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back():

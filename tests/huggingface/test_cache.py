@@ -296,3 +296,25 @@ def test_windows_say_what_they_cannot_give():
     run(model, input_ids=ids[:, :80], past_key_values=cache)
     with pytest.raises(InvalidInput, match="keeps no leaves"):
         run(model, input_ids=ids[:, 80:81], past_key_values=cache, output_attentions=True)
+
+
+def test_a_refused_crop_leaves_the_cache_as_it_was():
+    model = ready(way="windows")
+    ids = torch.randint(5, 40, (1, 100), generator=torch.Generator().manual_seed(0))
+    cache = new_cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(InvalidInput, match="at most 64"):
+            cache.layers[0].crop(-70)
+        assert cache.get_seq_length() == 100
+        model(ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 101
+
+
+def test_layers_without_trees_count_in_the_memory():
+    model = ready(layers=[0])
+    with torch.no_grad():
+        cache = model(torch.full((1, 30), 7), use_cache=True).past_key_values
+    flat = cache.layers[1].keys.nbytes * 2
+    assert memory_of(cache).flat_bytes == flat * len(cache.layers)
+    assert memory_of(cache).bytes > flat

@@ -33,12 +33,12 @@ def save(folder, tokenizer=None, **settings):
 
 def test_it_writes_what_the_models_own_generate_writes(tmp_path):
     model = save(tmp_path, branching=(4, 2), chunk=16, refine=2, beam=4)
-    writer, tokenizer, end = load_pretrained_writer(str(tmp_path))
-    assert end == "<|stop|>"
-    writing = generate(writer, tokenizer, PROMPT, tokens=25, sampling=Sampling(temperature=0), end=end)
+    writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
+    assert ends == {2, tokenizer.token_to_id("<|stop|>")}  # of the generation config, and of the tokenizer
+    writing = generate(writer, tokenizer, PROMPT, tokens=25, sampling=Sampling(temperature=0), ends=ends)
     text = "".join(writing)
     ids = torch.tensor([writing.prompt])
-    model.generation_config.eos_token_id = tokenizer.token_to_id(end)
+    model.generation_config.eos_token_id = sorted(ends)
     forbidden = {"suppress_tokens": list(range(tokenizer.get_vocab_size(), 320))}
     wanted = model.generate(ids, max_new_tokens=25, do_sample=False, **forbidden)[0, ids.shape[1] :]
     assert writing.ids == wanted.tolist()
@@ -69,6 +69,18 @@ def test_a_tokenizer_without_bytes(tmp_path):
 
 def test_a_prompt_longer_than_the_positions(tmp_path):
     save(tmp_path)
-    writer, tokenizer, end = load_pretrained_writer(str(tmp_path))
+    writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
     with pytest.raises(InvalidInput, match="at most 500"):
-        generate(writer, tokenizer, PROMPT * 20, end=end)
+        generate(writer, tokenizer, PROMPT * 20, ends=ends)
+
+
+def test_special_tokens_stand_before_the_prompt(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    backend = train_tokenizer([PROMPT], 290, special_tokens=("<|stop|>",))
+    stop = backend.token_to_id("<|stop|>")
+    backend.post_processor = TemplateProcessing(single="<|stop|> $A", special_tokens=[("<|stop|>", stop)])
+    save(tmp_path, tokenizer=backend)
+    writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
+    writing = generate(writer, tokenizer, "The cat", ends=ends, special_tokens=True)
+    assert writing.prompt == [stop, *tokenizer.encode("The cat", add_special_tokens=False).ids]

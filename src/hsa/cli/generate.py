@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hsa.cli.inspect import STDIN
 from hsa.errors import InvalidInput
@@ -49,20 +50,23 @@ def generate(
 
     from hsa.generation.loading import is_transformers, load_writer
     from hsa.generation.sampling import Sampling
-    from hsa.generation.writing import END
     from hsa.generation.writing import generate as write
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
     writer: Writer
-    end: str | None = END
-    if is_transformers(model):
+    ends: set[int] | None = None
+    pretrained = is_transformers(model)
+    if pretrained:
         from hsa.huggingface.writer import load_pretrained_writer
 
-        writer, tokenizer, end = load_pretrained_writer(str(model), device)
+        writer, tokenizer, ends = load_pretrained_writer(str(model), device)
     else:
         writer, tokenizer = load_writer(model, device)
-    writing = write(writer, tokenizer, text, tokens=tokens, sampling=sampling, stop=stop, end=end)
+    asked: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
+    writing = write(writer, tokenizer, text, **asked, ends=ends, special_tokens=pretrained)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shall not end the text
     try:
         for piece in writing:
             sys.stdout.write(piece)
@@ -85,7 +89,12 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         from hsa.signals.readers.text import load_text
 
         return load_text(file)
-    return sys.stdin.read() if prompt == STDIN else str(prompt)
+    if prompt != STDIN:
+        return str(prompt)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InvalidInput("stdin", given="bytes that are no text", expected="UTF-8") from None
 
 
 def _summary(writing: Writing) -> str:

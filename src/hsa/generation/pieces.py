@@ -66,10 +66,10 @@ class Pieces:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [place for stop in self.stop if (place := text.find(stop)) >= 0]
-        if found:
+        found = [(place + len(stop), place) for stop in self.stop if (place := text.find(stop)) >= 0]
+        if found:  # the first to be complete ends the text, whatever tokens it came in
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = 0
         for stop in self.stop:
             longest = min(len(stop) - 1, len(text))

@@ -37,8 +37,9 @@ class Sampling:
             raise InvalidInput("top_k", given=self.top_k, expected="a number of tokens, or 0 for all")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InvalidInput("top_p", given=self.top_p, expected="a probability: more than 0, at most 1")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise InvalidInput("seed", given=self.seed, expected="0 or a positive integer")
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (whole and 0 <= self.seed < 2**63):
+            raise InvalidInput("seed", given=self.seed, expected="an integer of 0 or more, below 2^63")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """The source of chance for a whole text."""
@@ -61,7 +62,8 @@ class Sampling:
         >>> Sampling(top_p=0.6).probabilities(torch.tensor([[0.5, 0.3, 0.2]]).log()).tolist()  # 0.5 is less than 0.6
         [[0.625, 0.375, 0.0]]
         """
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature  # however low it is, the likeliest stays finite
         if 0 < self.top_k < wide.shape[-1]:
             least = wide.topk(self.top_k).values[..., -1:]
             wide = wide.masked_fill(wide < least, -torch.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -57,7 +57,8 @@ class Writing:
         tokens: int = 200,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        end: str | None = END,
+        ends: Collection[int] | None = None,
+        special_tokens: bool = False,
     ):
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise InvalidInput("tokens", given=tokens, expected="1 or more")
@@ -72,16 +73,18 @@ class Writing:
                 given=f"{size:,} tokens",
                 expected=f"{model.config.vocabulary:,}, as the model was made for",
             )
-        self.model, self.tokenizer, self.tokens, self.end = model, tokenizer, tokens, end
+        self.model, self.tokenizer, self.tokens = model, tokenizer, tokens
+        self.ends = {tokenizer.token_to_id(END)} if ends is None else set(ends)
         self.sampling = sampling or Sampling()
-        self.prompt: list[int] = tokenizer.encode(encodable(one_line_end(prompt)), add_special_tokens=False).ids
+        text = encodable(one_line_end(prompt))
+        self.prompt: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
         most = model.config.max_length
         if most is not None and len(self.prompt) > most:
             raise InvalidInput(
                 "prompt",
                 given=f"{len(self.prompt):,} tokens",
                 expected=f"at most {most:,}, the max_length of the model",
-                fix="shorten the prompt, or train with a larger --max-length",
+                fix="shorten the prompt",
             )
         self.ids: list[int] = []
         self.cache = model.new_cache(1)
@@ -97,7 +100,7 @@ class Writing:
         return next(self._run)
 
     def _write(self) -> Generator[str]:
-        device, end = self.model.device, None if self.end is None else self.tokenizer.token_to_id(self.end)
+        device = self.model.device
         draws = self.sampling.generator(device)
         began = time.monotonic()
         logits = self._ask(torch.tensor(self.prompt, device=device))
@@ -106,8 +109,8 @@ class Writing:
             began = time.monotonic()
             token = self.sampling.draw(logits, draws)
             self.ids.append(int(token))
-            text = "" if self.ids[-1] == end else self._pieces.add(self.ids[-1])
-            self.reason = self._why_end(end)
+            text = "" if self.ids[-1] in self.ends else self._pieces.add(self.ids[-1])
+            self.reason = self._why_end()
             if self.reason == "running":
                 logits = self._ask(token)
             self.seconds += time.monotonic() - began
@@ -118,8 +121,8 @@ class Writing:
         if rest := self._pieces.end():
             yield rest
 
-    def _why_end(self, end: int | None) -> Reason:
-        if self.ids[-1] == end:
+    def _why_end(self) -> Reason:
+        if self.ids[-1] in self.ends:
             return "end"
         if self._pieces.stopped:
             return "stop"
@@ -151,7 +154,8 @@ def generate(
     tokens: int = 200,
     sampling: Sampling | None = None,
     stop: Sequence[str] = (),
-    end: str | None = END,
+    ends: Collection[int] | None = None,
+    special_tokens: bool = False,
 ) -> Writing:
     """Go on with a text: an iterator of pieces of it, whole characters each.
 
@@ -162,7 +166,8 @@ def generate(
         tokens: to make, at most. The end of a document ends it too.
         sampling: how tokens are drawn.
         stop: strings that end the text; they are left out.
-        end: the token that ends a document.
+        ends: tokens that end a document; `<|end|>` by default.
+        special_tokens: put those before and after the prompt that the tokenizer puts there.
 
     Raises:
         InvalidInput: an empty or overlong prompt, a tokenizer of another model; while it runs: logits that are no numbers.
@@ -176,4 +181,6 @@ def generate(
     >>> len(writing.ids), writing.reason
     (5, 'tokens')
     """
-    return Writing(model, tokenizer, prompt, tokens=tokens, sampling=sampling, stop=stop, end=end)
+    return Writing(
+        model, tokenizer, prompt, tokens=tokens, sampling=sampling, stop=stop, ends=ends, special_tokens=special_tokens
+    )

@@ -292,8 +292,9 @@ class CacheLayer(CacheLayerMixin):
         if left <= 0:
             self.reset()
             return
-        self.seen, self.mask = left, self.mask[:, :left]
-        self.tokens.crop(self.mask.sum(1).tolist())
+        mask = self.mask[:, :left]
+        self.tokens.crop(mask.sum(1).tolist())
+        self.seen, self.mask = left, mask
 
     def offload(self) -> None:
         """Stays where it is."""
@@ -349,8 +350,17 @@ def new_cache(model: Any) -> DynamicCache:
 
 
 def memory_of(cache: Any) -> Memory:
-    """What the caches of trees in a cache take, all layers together."""
-    found: Iterable[Memory | None] = [layer.memory() for layer in cache.layers if isinstance(layer, CacheLayer)]
+    """What a cache takes, all layers together; layers without trees keep every key and value."""
+    found: Iterable[Memory | None] = [_memory(layer) for layer in cache.layers]
     each = [memory for memory in found if memory is not None]
     kept = any(memory.leaves_kept for memory in each)
     return Memory(sum(m.bytes for m in each), sum(m.flat_bytes for m in each), kept)
+
+
+def _memory(layer: Any) -> Memory | None:
+    if isinstance(layer, CacheLayer):
+        return layer.memory()
+    if not isinstance(layer.keys, Tensor) or not isinstance(layer.values, Tensor):
+        return None
+    size = layer.keys.nbytes + layer.values.nbytes
+    return Memory(size, size, leaves_kept=True)

@@ -64,8 +64,8 @@ class PretrainedWriter:
         return out.logits[:, -1, : self.config.vocabulary].float()
 
 
-def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, str | None]:
-    """A pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the token that ends a text.
+def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, set[int]]:
+    """A pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the tokens that end a text.
 
     It attends as its config says if it was converted and saved, else as `convert` does by default.
 
@@ -83,4 +83,6 @@ def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tup
             fix="call hsa.huggingface.convert(model) and the model's own generate",
         )
     convert(model)
-    return PretrainedWriter(model, tokenizer), backend, tokenizer.eos_token
+    written = model.generation_config.eos_token_id
+    ends = written if isinstance(written, list) else [written]
+    return PretrainedWriter(model, tokenizer), backend, {i for i in (*ends, tokenizer.eos_token_id) if i is not None}

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.files import read_json, write_json
+from hsa.files import write_json
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
-from hsa.models.saved import TOKENIZER, load_language_model, save_language_model
+from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
 from hsa.nn.attention import counting_operations
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.experiment import RESULT
@@ -50,13 +50,6 @@ class LmResult:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(self.training_seconds, 1e-9)
-
-    @staticmethod
-    def load(folder: Path) -> LmResult:
-        data = read_json(folder / RESULT, "the result of a finished language model")
-        data["history"] = tuple(LmRecord(**record) for record in data["history"])
-        data["by_position"] = tuple(map(tuple, data["by_position"]))
-        return LmResult(**data)
 
 
 def check_lm_models(names: Iterable[str]) -> None:
@@ -100,20 +93,19 @@ def train_one(
     language: LanguageOptions,
     folder: Path,
     *,
+    start: dict[str, torch.Tensor] | None = None,
     resume: bool = False,
     device: torch.device | str | None = None,
     watcher: LmWatcher | None = None,
 ) -> LmResult:
-    """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on."""
-    if resume and (folder / RESULT).is_file():
-        return LmResult.load(folder)
+    """Train, test and save one model. With `resume`, an unfinished one goes on, and a finished one is tested again."""
     found = train_language_model(
         config,
         data.train,
         data.validation,
         options,
         language,
-        start=None if language.start is None else _weights(language.start, name, data),
+        start=start,
         folder=folder,
         resume=resume,
         watcher=watcher,
@@ -147,6 +139,10 @@ def train_one(
 def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
     """Of the model of that name in a run, or of the folder of a model; learned on the same tokens."""
     folder = run / name if (run / name).is_dir() else run
+    if not (folder / CONFIG).is_file():
+        raise InvalidInput(
+            "start", given=f"{run}, which has no model {name!r}", expected="a run with one, or its folder"
+        )
     model = load_language_model(folder)
     if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
         raise InvalidInput(
@@ -171,13 +167,12 @@ def compare_language_models(
 ) -> list[LmResult]:
     """Every model in a folder of its own; the results in `results.json`."""
     configs = {name: language_model_config(data, model, language, name) for name in names}
+    starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
     results = []
     for name, config in configs.items():
-        watcher = watch(name) if watch else None
+        own: Any = {"start": starts.get(name), "watcher": watch(name) if watch else None}
         results.append(
-            train_one(
-                name, config, data, options, language, folder / name, resume=resume, device=device, watcher=watcher
-            )
+            train_one(name, config, data, options, language, folder / name, resume=resume, device=device, **own)
         )
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results

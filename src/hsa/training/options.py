@@ -171,6 +171,10 @@ class LanguageOptions:
         for name in ("steps", "evaluate_every"):
             if getattr(self, name) < 0:
                 raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
+        if self.max_length is not None and self.max_length < self.context:
+            raise InvalidInput(
+                "max_length", given=self.max_length, expected=f"{self.context} or more, the context that it learns from"
+            )
         if self.structure not in ("windows", "text"):
             raise InvalidInput("structure", given=self.structure, expected="windows or text")
 

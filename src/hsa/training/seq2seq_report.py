@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hsa.analysis.tables import markdown_table, terminal_table
-from hsa.files import read_json, write_json, write_text
+from hsa.files import write_json, write_text
 from hsa.models.saved import save_seq2seq
 from hsa.training.experiment import RESULT
-from hsa.training.loop import EpochRecord, Watcher
+from hsa.training.loop import Watcher
 from hsa.training.prepare import save_reading
 from hsa.training.recipe import Recipe
-from hsa.training.seq2seq import Seq2SeqResult, Seq2SeqScores, seq2seq_config, seq2seq_result, train_seq2seq
+from hsa.training.seq2seq import Seq2SeqResult, seq2seq_config, seq2seq_result, train_seq2seq
 from hsa.training.seq2seq_data import PreparedPairs
 
 if TYPE_CHECKING:
@@ -34,15 +34,12 @@ def compare_seq2seq(
     device: torch.device | str = "cpu",
     watch: Callable[[str], Watcher] | None = None,
 ) -> list[Seq2SeqResult]:
-    """Train, test and save every model of the recipe. With `resume`, finished ones are taken as they are."""
+    """Train, test and save every model of the recipe. With `resume`, unfinished ones go on, finished are tested again."""
     options = recipe.training
     configs = {n: seq2seq_config(prepared, n, recipe.model, recipe.language, recipe.seq2seq) for n in recipe.models}
     results = []
     for name, config in configs.items():
         own = folder / name
-        if resume and (own / RESULT).is_file():
-            results.append(_load_result(own))
-            continue
         watcher = watch(name) if watch else None
         model, history = train_seq2seq(
             config, prepared, options, folder=own, resume=resume, watcher=watcher, device=device
@@ -53,14 +50,6 @@ def compare_seq2seq(
         write_json(own / RESULT, asdict(results[-1]))
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results
-
-
-def _load_result(folder: Path) -> Seq2SeqResult:
-    data = read_json(folder / RESULT, "the result of a finished encoder–decoder")
-    data["scores"] = Seq2SeqScores(**data["scores"])
-    data["history"] = tuple(EpochRecord(**record) for record in data["history"])
-    data["examples"] = tuple(map(tuple, data["examples"]))
-    return Seq2SeqResult(**data)
 
 
 def seq2seq_columns(results: Sequence[Seq2SeqResult]) -> tuple[list[str], list[list[str]]]:

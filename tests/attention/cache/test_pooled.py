@@ -39,7 +39,9 @@ def assert_same_state(ours, theirs, atol=1e-6):
     """Keys and values count where there is a node."""
     assert ours.keys() == theirs.keys()
     for name in ours:
-        if name not in ("keys", "values"):
+        if name == "settings":
+            assert ours[name] == theirs[name]
+        elif name not in ("keys", "values"):
             assert torch.equal(ours[name], theirs[name]), name
     taken = ours["leaves"] > 0
     for name in ("keys", "values"):
@@ -178,7 +180,7 @@ def test_saved_and_restored():
         assert text.step(other) < 1e-5
     assert_same_state(cache.state_dict(), other.state_dict(), atol=0)
     state = cache.state_dict()
-    kept = {name: x.clone() for name, x in state.items()}
+    kept = {name: x.clone() for name, x in state.items() if name != "settings"}
     text.step(cache)
     assert all(torch.equal(state[name], kept[name]) for name in kept)  # what was taken is not touched any more
     other.load_state_dict(state)
@@ -325,10 +327,15 @@ def test_wrong_crops_and_orders_are_refused(kind):
     cache = kind(1, 2, KV_HEADS, DIM, value_dim=VALUE_DIM)
     cache.begin([4, 2])
     cache.fill(0, *inputs(6)[1:])
-    for lengths in ([5, 2], [4], [-1, 2], [4, 2, 1]):
+    for lengths in ([5, 2], [-1, 2]):
         with pytest.raises(InvalidInput, match=r"lengths: given .*\[4, 2\]"):
             cache.crop(lengths)
-    for index in ([2, 0], [-1], [], [0.5], [[0, 1]]):
+    for lengths in ([4], [4, 2, 1], 4):
+        with pytest.raises(InvalidInput, match=r"lengths: given .* one for each of 2"):
+            cache.crop(lengths)
+    with pytest.raises(InvalidInput, match="lengths: given float"):
+        cache.crop([3.5, 2])
+    for index in ([2, 0], [-1], [], [0.5], [[0, 1]], [True, False]):
         with pytest.raises(InvalidInput, match="index: given"):
             cache.reorder(index)
     assert cache.lengths == [4, 2]
@@ -369,6 +376,11 @@ def test_states_of_other_caches_are_refused():
     ):
         with pytest.raises(InvalidInput, match=rf"state\['{name}'\]: given"):
             other.load_state_dict(state)
+    settings = {"near": 0, "rewind": 4}, {"near": 1, "rewind": 0}  # rings of the same size
+    one, two = (HierarchicalCache(1, 1, KV_HEADS, DIM, branching=(4, 4), max_length=64, **s) for s in settings)
+    assert one.places == two.places
+    with pytest.raises(InvalidInput, match=r"state\['settings'\]: given"):
+        two.load_state_dict(one.state_dict())
     with pytest.raises(InvalidInput, match=r"state\['keys'\]: given nothing"):
         cache_of(2, "windows").load_state_dict({})
 
@@ -387,3 +399,15 @@ def test_backends_by_name():
     with pytest.raises(Unsupported, match=r"float64"):
         HierarchicalCache(1, 1, 1, 8, dtype=torch.float64, backend="triton")
     assert HierarchicalCache(1, 1, 1, 8).backend.name == "torch"
+
+
+def test_a_refused_bias_leaves_the_cache_as_it_was():
+    cache = cache_of(2, "windows")
+    q, k, v = inputs(2)
+    cache.append()
+    for bias in (torch.zeros(3), float("nan"), "0"):
+        with pytest.raises(InvalidInput, match="pooled_bias"):
+            cache.attend(0, q, k, v, pooled_bias=bias)
+    assert cache.attend(0, q, k, v).shape == (2, q.shape[1], VALUE_DIM)
+    with pytest.raises(InvalidInput, match="dtype"):
+        HierarchicalCache(1, 1, 1, 1, dtype=torch.int32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.hierarchy import Hierarchy, integers
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Cache(ABC):
         self.value_dim = head_dim if value_dim is None else check_count("value_dim", value_dim, "a positive number", 1)
         if max_length is not None:
             max_length = check_count("max_length", max_length, "a positive number of tokens, or None", 1)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidInput("dtype", given=repr(dtype), expected="a floating-point dtype")
         self.max_length, self.dtype = max_length, dtype
         self.device = torch.empty(0, device=device).device
         self._longest = 0  # tokens of the longest sequence
@@ -147,7 +149,7 @@ class Cache(ABC):
             raise InvalidInput(
                 "begin", given="a cache with tokens in it", expected="an empty one", fix="make a new one"
             )
-        sizes = tuple(int(n) for n in lengths)
+        sizes = tuple(integers("lengths", lengths).reshape(-1).tolist())
         if len(sizes) != self.batch or min(sizes) < 1:
             raise InvalidInput(
                 "lengths",
@@ -191,7 +193,9 @@ class Cache(ABC):
             raise InvalidInput(
                 "layer",
                 given=f"{layer}, which is not waiting for {'prompts' if prompts else 'a token'}",
-                expected=f"one of {sorted(self._waiting) or 'none'} of {self.layers} layers, once each",
+                expected=f"one of {sorted(self._waiting)}, once each"
+                if self._waiting
+                else "nothing: no layer is waiting",
                 fix="call begin before fill, append before attend",
             )
         rows = sum(self._prompts) if self._prompts is not None else self.batch
@@ -221,7 +225,7 @@ class Cache(ABC):
     def _check_index(self, index: Any) -> Tensor:
         self._check_nobody_waits()
         chosen = torch.as_tensor(index)
-        if chosen.ndim != 1 or chosen.is_floating_point() or len(chosen) == 0:
+        if chosen.ndim != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool or len(chosen) == 0:
             raise InvalidInput("index", given=repr(index), expected="sequence numbers, one per place")
         if not bool(((chosen >= 0) & (chosen < self.batch)).all()):
             raise InvalidInput("index", given=chosen.tolist(), expected=f"sequences 0 to {self.batch - 1}")
@@ -229,8 +233,10 @@ class Cache(ABC):
 
     def _check_shorter(self, lengths: Sequence[int]) -> list[int]:
         self._check_nobody_waits()
-        wanted, now = [int(n) for n in lengths], self.lengths
-        if len(wanted) != self.batch or any(not 0 <= n <= m for n, m in zip(wanted, now, strict=True)):
+        wanted, now = integers("lengths", lengths).reshape(-1).tolist(), self.lengths
+        if len(wanted) != self.batch:
+            raise InvalidInput("lengths", given=wanted, expected=f"one for each of {self.batch} sequences")
+        if any(not 0 <= n <= m for n, m in zip(wanted, now, strict=True)):
             raise InvalidInput("lengths", given=wanted, expected=f"at most what is there: {now}")
         return wanted
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from hsa.attention.arguments import check_count, scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.dispatch import Backend, choose
+from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import pyramid
 from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton import available
@@ -41,6 +42,9 @@ LENGTH = 2**20
 
 class HierarchicalCache(Cache):
     """A cache of O(branching · depth) keys and values per head.
+
+    A token gets what the full pass gives it: `multiscale_attention(q, k, v, tree, opened=opened, causal=True)` with
+    `opened = open_families(q, k, tree, near=near, causal=True)` and `tree = grown(lengths, branching, closes, sinks)`.
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: see `Cache`.
@@ -204,13 +208,15 @@ class HierarchicalCache(Cache):
             fix=f"make it with closing={height}",
         )
 
-    def pooled_bias(self, given: float | Tensor) -> Tensor:
+    def _per_head(self, given: float | Tensor, q: Tensor) -> Tensor:
         """[1 or heads] on the device, where a number is put once."""
-        if isinstance(given, Tensor):
-            return given.detach().to(self.device, torch.float32).reshape(-1)
-        if given not in self._biases:
-            self._biases[given] = torch.full((1,), float(given), device=self.device)
-        return self._biases[given]
+        if not isinstance(given, Tensor) and given in self._biases:
+            return self._biases[given]
+        bias = per_head(given, q)
+        bias = torch.zeros(1, device=self.device) if bias is None else bias.detach()
+        if not isinstance(given, Tensor):
+            self._biases[given] = bias
+        return bias.to(self.bias.dtype)
 
     @torch.no_grad()
     def attend(
@@ -223,8 +229,9 @@ class HierarchicalCache(Cache):
         pooled_bias: float | Tensor = 0.0,
         scale: float | None = None,
     ) -> Tensor:
+        bias, scale = self._per_head(pooled_bias, q), scale_or_default(scale, q)
         self._meet_layer(layer, k, v, q)
-        return self.backend.run(self).attend(layer, q, k, v, pooled_bias, scale_or_default(scale, q))
+        return self.backend.run(self).attend(layer, q, k, v, bias, scale)
 
     def reorder(self, index: Any) -> None:
         chosen = self._check_index(index)
@@ -257,12 +264,24 @@ class HierarchicalCache(Cache):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_nobody_waits()
-        return {name: getattr(self, name).clone() for name in self._STATE}
+        return {"settings": self._settings, **{name: getattr(self, name).clone() for name in self._STATE}}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        names = ("branching", "near", "sinks", "closing", "rewind")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows, rings = (self.layers, None, self.kv_heads, self.places), len(self.rings)
         shapes = {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim), "made": (None, rings)}
         self._check_state(state, shapes)
+        if state.get("settings") != self._settings:
+            raise InvalidInput(
+                "state['settings']",
+                given=state.get("settings"),
+                expected=f"{self._settings}, as this cache is made",
+                fix="make the cache with the settings of the saved one",
+            )
         for name in self._STATE:
             setattr(self, name, state[name].to(self.device, copy=True))
         self.batch = len(self.length)
@@ -365,7 +384,7 @@ class _Torch:
         plan = rounds(forest)
         return pyramid(leaves, plan)[plan.slot_of_node[nodes]]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: float | Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: Tensor, scale: float) -> Tensor:
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         keys, values = c.keys[layer], c.values[layer]
@@ -373,9 +392,7 @@ class _Torch:
         keys[rows, :, place], values[rows, :, place] = k, v
         dtype = torch.promote_types(c.dtype, torch.float32)
         bias = c.bias.to(dtype)[:, None].expand(-1, q.shape[1], -1)
-        if isinstance(pooled_bias, Tensor) or pooled_bias != 0:
-            extra = c.pooled_bias(pooled_bias).to(dtype)[:, None]
-            bias = torch.cat([bias[..., : c.pooled_from], bias[..., c.pooled_from :] + extra], -1)
+        bias = torch.cat([bias[..., : c.pooled_from], bias[..., c.pooled_from :] + pooled_bias.to(dtype)[:, None]], -1)
         groups = q.shape[1] // c.kv_heads
         queries = q.to(dtype).unflatten(1, (c.kv_heads, groups))
         logits = queries @ keys.to(dtype).transpose(-1, -2) * scale + bias.unflatten(1, (c.kv_heads, groups))

@@ -239,11 +239,10 @@ class Decode:
         """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
         return pooled_rows(leaves, forest, nodes)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: float | Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         c = self.cache
         q, k, v = (last_stride_1(x) for x in (q, k, v))
         out = q.new_empty(c.batch, q.shape[1], c.value_dim)
-        bias = c.pooled_bias(pooled_bias)
         dim, value_dim = padded(c.head_dim), padded(c.value_dim)
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], int(len(bias) > 1)
         tensors = (q, k, v, c.keys[layer], c.values[layer], c.written, c.bias, c.share, c.layout, bias, out)
