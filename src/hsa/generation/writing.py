@@ -12,6 +12,7 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.generation.pieces import Pieces
 from hsa.generation.sampling import Sampling
+from hsa.models.language_model import check_logits
 from hsa.signals.readers.text import one_line_end
 from hsa.signals.readers.tokens import encodable
 
@@ -136,13 +137,7 @@ class Writing:
         """The logits after these tokens: first of the whole prompt, then of one token at a time."""
         first = not any(self.cache.lengths)
         logits = self.model.read(tokens, [len(tokens)], self.cache) if first else self.model.step(tokens, self.cache)
-        if not bool(logits.amax(-1).isfinite().all()):  # NaN where any of them is
-            raise InvalidInput(
-                "logits",
-                given=f"numbers that are not finite at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)",
-                expected="finite ones",
-                fix="the weights are damaged, or training diverged: use another checkpoint",
-            )
+        check_logits(logits, f"at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)")
         return logits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.attention.cache import found as cache
+from hsa.attention.cache import found_search as cache
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from hsa.attention.cache.found import Counted, FoundCache
+from hsa.attention.cache.found import FoundCache
+from hsa.attention.cache.found_search import Counted
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.cache.pooled import HierarchicalCache
 from hsa.attention.multiscale.find_keys import KeyOrder

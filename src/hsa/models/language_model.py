@@ -339,6 +339,17 @@ class HierarchicalLanguageModel(nn.Module):
         return sizes
 
 
+def check_logits(logits: Tensor, where: str) -> None:
+    """Numbers to draw from."""
+    if not bool(logits.amax(-1).isfinite().all()):  # NaN where any of them is
+        raise InvalidInput(
+            "logits",
+            given=f"numbers that are not finite {where}",
+            expected="finite ones",
+            fix="the weights are damaged, or training diverged: use another checkpoint",
+        )
+
+
 def check_length(length: int, config: LanguageModelConfig) -> None:
     if config.max_length is not None and length > config.max_length:
         raise InvalidInput(

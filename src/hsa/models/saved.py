@@ -16,7 +16,11 @@ from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelCo
 from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-LANGUAGE_MODEL, SEQ2SEQ = "hierarchical language model", "hierarchical encoder–decoder"
+CLASSIFIER, LANGUAGE_MODEL, SEQ2SEQ = (
+    "hierarchical classifier",
+    "hierarchical language model",
+    "hierarchical encoder–decoder",
+)
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
@@ -27,9 +31,7 @@ def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[st
         classes: the names of the outputs.
     """
     save_tensors(folder / WEIGHTS, model.state_dict())
-    write_json(
-        folder / CONFIG, {"model": "hierarchical classifier", "classes": list(classes), **model.config.to_dict()}
-    )
+    write_json(folder / CONFIG, {"model": CLASSIFIER, "classes": list(classes), **model.config.to_dict()})
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[HierarchicalClassifier, tuple[str, ...]]:
@@ -47,22 +49,14 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Hierar
     Raises:
         InvalidInput: naming the file: it is missing, damaged, or of another model.
     """
-    about = read_json(folder / CONFIG, "the configuration of a model of hsa")
-    if not isinstance(about, dict) or about.pop("model", None) != "hierarchical classifier":
-        raise InvalidInput(str(folder / CONFIG), given="something else", expected="the configuration of a model of hsa")
-    try:
-        classes = tuple(about.pop("classes"))
-        model = HierarchicalClassifier(ModelConfig.from_dict(about))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
-        raise InvalidInput(
-            str(folder / CONFIG),
-            given=f"a configuration that makes no model ({type(error).__name__}: {error})",
-            expected="one that this version of hsa wrote",
-        ) from error
-    weights, _ = load_tensors(folder / WEIGHTS, "the weights of a model of hsa")
-    check_fits(str(folder / WEIGHTS), weights, model.state_dict())
-    model.load_state_dict(weights)
-    return model.to(device).eval(), classes
+    classes: tuple[str, ...] = ()
+
+    def make(config: dict[str, Any]) -> HierarchicalClassifier:
+        nonlocal classes
+        classes = tuple(config.pop("classes"))
+        return HierarchicalClassifier(ModelConfig.from_dict(config))
+
+    return _load(folder, device, CLASSIFIER, "model", "hsa train", make), classes
 
 
 def save_language_model(folder: Path, model: HierarchicalLanguageModel, tokenizer: Any = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
 from hsa.models.classifier import encoder_from_dict, known_fields
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, check_logits
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
@@ -152,13 +152,7 @@ class HierarchicalSeq2Seq(nn.Module):
                 logits = self.decoder.read(token, [1] * batch, cache, memory=source)
             else:
                 logits = self.decoder.step(token, cache, memory=source)
-            if not bool(logits.amax(-1).isfinite().all()):  # NaN where any of them is
-                raise InvalidInput(
-                    "logits",
-                    given=f"numbers that are not finite at token {len(found)} of the answers",
-                    expected="finite ones",
-                    fix="the weights are damaged, or training diverged: use another checkpoint",
-                )
+            check_logits(logits, f"at token {len(found)} of the answers")
             token = logits.argmax(-1) if choose is None else choose(logits)
             token = token.masked_fill(done, end)  # who is done goes on with nothing
             done |= token == end

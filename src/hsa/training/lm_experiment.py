@@ -22,7 +22,7 @@ from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.experiment import RESULT
 from hsa.training.lm_data import LmData
 from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, train_language_model
-from hsa.training.options import LanguageOptions, ModelOptions, TrainingOptions
+from hsa.training.options import LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
 
 LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "found": "found"}
 """The attention of all layers of each model."""
@@ -66,17 +66,9 @@ def language_model_config(
         raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
     return LanguageModelConfig(
         vocabulary=data.tokenizer.get_vocab_size(),
-        width=model.width,
-        heads=model.heads,
-        kv_heads=language.kv_heads,
         layers=model.layers,
-        feed_forward=language.feed_forward,
-        dropout=model.dropout,
         attention=LM_MODELS[name],
-        branching=language.branching,
-        near=model.near,
-        sinks=language.sinks,
-        positions=language.positions,
+        **decoder_sizes(model, language),
         refine=model.refine or LanguageModelConfig.refine,
         chunk=language.chunk,
         group=language.group,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hsa.errors import InvalidInput
 
@@ -198,3 +198,10 @@ class Seq2SeqOptions:
     def __post_init__(self) -> None:
         if self.max_answer < 1:
             raise InvalidInput("max_answer", given=self.max_answer, expected="1 or more")
+
+
+def decoder_sizes(model: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
+    """What options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
+    shared = {name: getattr(model, name) for name in ("width", "heads", "dropout", "near")}
+    own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
+    return {**shared, **{name: getattr(language, name) for name in own}}

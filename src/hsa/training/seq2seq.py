@@ -36,7 +36,7 @@ from hsa.training.loop import (
     parameter_groups,
     stop_politely,
 )
-from hsa.training.options import LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.options import LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions, decoder_sizes
 from hsa.training.seq2seq_data import Pairs, PreparedPairs
 
 MODELS = {"hsa": "hierarchical", "multiscale": "multiscale", "found": "found", "flat": "flat"}
@@ -98,17 +98,9 @@ def seq2seq_config(
     del sizes["pooling"]
     decoder = LanguageModelConfig(
         prepared.tokens + 2,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=language.kv_heads,
         layers=options.decoder_layers or model.layers,
-        feed_forward=language.feed_forward,
-        dropout=model.dropout,
         attention=options.decoder,
-        branching=language.branching,
-        near=model.near,
-        sinks=language.sinks,
-        positions=language.positions,
+        **decoder_sizes(model, language),
     )
     return Seq2SeqConfig(EncoderConfig(**sizes), decoder, prepared.modalities, refine=options.cross_refine)
 

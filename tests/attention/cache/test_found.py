@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy, find_key_order, multiscale_attention, open_families
-from hsa.attention.cache.found import Counted, FoundCache
+from hsa.attention.cache.found import FoundCache
+from hsa.attention.cache.found_search import Counted
 from hsa.attention.flops import flops
 from hsa.errors import InvalidInput
 
@@ -285,3 +286,18 @@ def test_what_is_refused():
         FoundCache(1, 1, 1, 8, branching=(8, 4, 2))
     with pytest.raises(InvalidInput, match=r"beam: given 3.*at least 4"):
         FoundCache(1, 1, 1, 8, refine=4, beam=3)
+
+
+def test_what_is_refused_leaves_the_cache_as_it_was():
+    cache = FoundCache(1, 1, 2, 8, branching=(4, 2), chunk=16, refine=2)
+    q, k, v = torch.randn(3, 40, 2, 8).unbind(0)
+    cache.begin([39])
+    with pytest.raises(InvalidInput, match="q: given"):
+        cache.attend_prompts(0, q[:7], k[:39], v[:39])
+    with pytest.raises(InvalidInput, match="pooled_bias"):
+        cache.attend_prompts(0, q[:39], k[:39], v[:39], pooled_bias=torch.zeros(3))
+    assert cache.attend_prompts(0, q[:39], k[:39], v[:39]).shape == (39, 2, 8)
+    cache.append()
+    with pytest.raises(InvalidInput, match="pooled_bias"):
+        cache.attend(0, q[39:], k[39:], v[39:], pooled_bias=torch.zeros(3))
+    assert cache.attend(0, q[39:], k[39:], v[39:]).shape == (1, 2, 8)
