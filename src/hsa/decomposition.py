@@ -1,11 +1,21 @@
-"""CP decomposition of three-way tensors: a sum of outer products."""
+"""CP decomposition of three-way tensors: a sum of outer products, exact or of a lower rank."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from hsa.errors import InvalidInput
+
+Value = TypeVar("Value")
+_PULL = 1e-9  # towards the factor of before, in equations whose diagonal is 1: what collinear components need
+_NOISE = 1e-14  # of squared errors in float64, relative to the squared norm of the tensor
+_FIRST_STEP, _GROWTH, _LONGEST_STEP = 0.5, 1.1, 4.0  # of extrapolation, in units of the last change
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,3 +37,325 @@ class CP:
     def tensor(self) -> Tensor:
         """The sum written out."""
         return torch.einsum("...ra,...rb,...rc->...abc", self.a, self.b, self.c)
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """What `decompose` found: the factors, ‖T − T̂‖ / ‖T‖, and how often all three were solved for."""
+
+    cp: CP
+    error: float
+    iterations: int
+
+
+def exact_cp(tensor: Tensor) -> CP:
+    """A CP equal to the tensor: an outer product for every fibre along its largest dimension.
+
+        T = Σ_ij e_i ⊗ e_j ⊗ T_ij:          of rank I·J for dimensions I, J ≤ K, which no tensor of that shape exceeds
+
+    Args:
+        tensor: `[…, a, b, c]`.
+
+    Raises:
+        InvalidInput: fewer than three dimensions, or an empty one.
+
+    >>> cube = torch.randn(3, 3, 3)
+    >>> exact_cp(cube).rank, torch.equal(exact_cp(cube).tensor(), cube)
+    (9, True)
+    """
+    dims = _dims_of(tensor)
+    longest = max(range(3), key=dims.__getitem__)
+    first, second = (mode for mode in range(3) if mode != longest)
+    lead = tensor.shape[:-3]
+    rank = dims[first] * dims[second]
+    factors = [tensor] * 3
+    factors[longest] = tensor.movedim(longest - 3, -1).reshape(*lead, rank, dims[longest])
+    one, other = (torch.eye(dims[mode], dtype=tensor.dtype, device=tensor.device) for mode in (first, second))
+    factors[first] = one.repeat_interleave(dims[second], 0).expand(*lead, -1, -1)
+    factors[second] = other.repeat(dims[first], 1).expand(*lead, -1, -1)
+    return CP(*factors)
+
+
+def decompose(
+    tensor: Tensor | CP,
+    rank: int,
+    *,
+    start: CP | None = None,
+    iterations: int = 200,
+    tolerance: float = 1e-5,
+    seed: int = 0,
+) -> Decomposition:
+    """A CP of lower rank near a tensor, by alternating least squares with extrapolation. The error never rises.
+
+        minimise ‖T − Σ_r a_r ⊗ b_r ⊗ c_r‖²     in a, b and c in turn:  (G + λI) a ← M + λ a_before,  λ → 0
+        G = (b bᵀ) ∘ (c cᵀ),  M_r = Σ_bc T_·bc b_rb c_rc
+
+    The pull λ to the factor of before keeps the equations solvable where components become collinear, and moves no minimum.
+    Before each turn all factors go on in the direction of their last change; where that raises the error it is undone
+    (Mitchell, Ye & De Sterck 2020, arXiv:1810.05846). All is computed in float64.
+
+    Args:
+        tensor: `[a, b, c]`, or a CP of higher rank, which is never written out.
+        rank: of the result, at most the product of the two smaller dimensions, at which there is an exact one.
+        start: factors to begin with. By default those components of a CP that together explain most of it, chosen one by
+            one; random ones for a tensor.
+        iterations: at most so many; 0 leaves the start as it is.
+        tolerance: stop when an iteration lowers the error by less than this share of it.
+        seed: of the random start.
+
+    Raises:
+        InvalidInput: a rank outside its bound, shapes that do not fit, values that are not finite.
+
+    >>> planted = CP(torch.randn(2, 5), torch.randn(2, 7), torch.randn(2, 3))
+    >>> decompose(planted.tensor(), 2).error < 1e-3
+    True
+    """
+    source, order, dtype = _source(tensor)
+    bound = source.dims[0] * source.dims[1]
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= bound:
+        shape = " × ".join(map(str, _unsorted(source.dims, order)))
+        raise InvalidInput(
+            "rank", given=rank, expected=f"1..{bound}, the rank of an exact CP of any tensor of dimensions {shape}"
+        )
+    factors = source.start(rank, seed) if start is None else _given(start, rank, source.dims, order)
+    turns = 0
+    if iterations > 0 and source.squared_norm > 0:
+        factors, turns = _alternate(source, factors, iterations, tolerance)
+    factors = [factor.to(dtype) for factor in factors]
+    error = _error(source, [factor.double() for factor in factors])
+    return Decomposition(CP(*_unsorted(factors, order)), error, turns)
+
+
+class _Source(Protocol):
+    """A tensor whose dimensions rise, and what alternating least squares asks of it."""
+
+    dims: list[int]
+    squared_norm: float
+
+    def start(self, rank: int, seed: int) -> list[Tensor]:
+        """Factors to begin with; exact ones where the rank allows it."""
+
+    def note(self, mode: int, factor: Tensor) -> None:
+        """The current factor of a mode, `[rank, dim]`."""
+
+    def products(self, mode: int) -> Tensor:
+        """`[rank, dim]`: the tensor times the current factors of the two other modes, component by component."""
+
+    def slice(self, i: int) -> Tensor:
+        """`[dim 1, dim 2]` at place i of the smallest dimension."""
+
+
+class _Written:
+    """A tensor in full. Two large products per turn: with the factor of the longest mode, and along it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.dims = list(tensor.shape)
+        self.squared_norm = float(tensor.square().sum())
+        self.factors = [tensor] * 3
+        self.along = tensor  # [dim 0, dim 1, rank]: times the factor of the longest mode
+
+    def start(self, rank: int, seed: int) -> list[Tensor]:
+        if rank == self.dims[0] * self.dims[1]:
+            exact = exact_cp(self.tensor)
+            return [exact.a, exact.b, exact.c]
+        generator = torch.Generator().manual_seed(seed)
+        factors = [torch.randn(rank, dim, dtype=torch.float64, generator=generator) for dim in self.dims]
+        return [factor.to(self.tensor.device) for factor in factors]
+
+    def note(self, mode: int, factor: Tensor) -> None:
+        self.factors[mode] = factor
+        if mode == 2:
+            self.along = self.tensor @ factor.T
+
+    def products(self, mode: int) -> Tensor:
+        a, b, _ = self.factors
+        if mode == 0:
+            return (self.along * b.T).sum(1).T
+        if mode == 1:
+            return (self.along * a.T[:, None]).sum(0).T
+        return (a[:, :, None] * b[:, None, :]).flatten(1) @ self.tensor.flatten(0, 1)
+
+    def slice(self, i: int) -> Tensor:
+        return self.tensor[i]
+
+
+class _Factored:
+    """A tensor that is known as a CP. Products with it are those of small Gram matrices."""
+
+    def __init__(self, factors: list[Tensor]):
+        self.own = factors
+        self.dims = [factor.shape[1] for factor in factors]
+        self.squared_norm = _squared_norm(factors)
+        self.grams = list(factors)  # [own rank, rank] each
+
+    def start(self, rank: int, seed: int) -> list[Tensor]:
+        missing = rank - len(self.own[0])
+        if missing >= 0:
+            return [torch.nn.functional.pad(factor, (0, 0, 0, missing)) for factor in self.own]
+        return _strongest(self.own, rank)
+
+    def note(self, mode: int, factor: Tensor) -> None:
+        self.grams[mode] = self.own[mode] @ factor.T
+
+    def products(self, mode: int) -> Tensor:
+        first, second = (gram for other, gram in enumerate(self.grams) if other != mode)
+        return (first * second).T @ self.own[mode]
+
+    def slice(self, i: int) -> Tensor:
+        return _slice(self.own, i)
+
+
+def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
+    """The components b_r ⊗ c_r that explain most of all slices together, chosen one by one; a_r fitted to them.
+
+    Orthogonal matching pursuit on the Gram matrix of the components: `left` is what the chosen ones leave of it, `related`
+    its products with the slices. A component that several slices share, in whatever amounts, counts for all of them.
+    """
+    a, b, c = own
+    gram = (b @ b.T) * (c @ c.T)
+    left, related = gram.clone(), gram @ a
+    least = _NOISE * gram.diagonal()
+    chosen = torch.zeros(len(a), dtype=torch.bool, device=a.device)
+    for _ in range(rank):
+        size = left.diagonal()
+        open_ = ~chosen & (size > least)
+        gain = torch.where(open_, related.square().sum(1) / size.clamp_min(1e-300), -1.0 * chosen)
+        pick = int(gain.argmax())
+        chosen[pick] = True
+        if open_[pick]:
+            root = size[pick].sqrt()
+            along, amount = left[:, pick] / root, related[pick] / root
+            left = left - along[:, None] * along
+            related = related - along[:, None] * amount
+    b, c = b[chosen], c[chosen]
+    return [_solve(gram[chosen][:, chosen], (gram @ a)[chosen], a[chosen]), b, c]
+
+
+def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float) -> tuple[list[Tensor], int]:
+    """Factors after some turns, and how many: b and c of length 1, a of the length of the components."""
+    best, best_error = _moved_onto(0, start), math.inf
+    for mode in range(3):
+        source.note(mode, best[mode])
+    best_error = _squared_error(source, best)
+    before, step = best, 0.0
+    for turn in range(most):
+        if best_error <= _NOISE:
+            return best, turn
+        ahead = [factor + step * (factor - old) for factor, old in zip(best, before, strict=True)]
+        found, error = _turn(source, ahead)
+        if step and not error <= best_error:
+            found, error = _turn(source, best)
+            step = 0.0
+        if not error < best_error:  # rounding
+            return best, turn
+        gain = 1 - math.sqrt(max(error, 0.0) / best_error)
+        before, best, best_error = best, found, error
+        step = min(step * _GROWTH, _LONGEST_STEP) if step else _FIRST_STEP
+        if gain < tolerance:
+            return best, turn + 1
+    return best, most
+
+
+def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
+    """Each factor solved for once, and the squared error then, relative to the squared norm."""
+    for mode in (2, 1, 0):
+        factors = _moved_onto(mode, factors)
+        for other in range(3):
+            if other != mode:
+                source.note(other, factors[other])
+        first, second = (factor @ factor.T for other, factor in enumerate(factors) if other != mode)
+        factors[mode] = _solve(first * second, source.products(mode), factors[mode])
+    return factors, _squared_error(source, factors)
+
+
+def _solve(gram: Tensor, products: Tensor, before: Tensor) -> Tensor:
+    """X of (gram + pull) X = products + pull · before, with as much pull as it takes."""
+    pull = _PULL * float(gram.diagonal().amax())
+    for _ in range(12):
+        lower, failed = torch.linalg.cholesky_ex(
+            gram + pull * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        )
+        if not failed:
+            return torch.cholesky_solve(products + pull * before, lower)
+        pull = max(pull * 10, 1e-300)
+    return before
+
+
+def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
+    """The same components, their length in one mode."""
+    lengths = [factor.norm(dim=1, keepdim=True) for factor in factors]
+    units = [factor / length.clamp_min(1e-300) for factor, length in zip(factors, lengths, strict=True)]
+    units[mode] = factors[mode] * lengths[mode - 1] * lengths[mode - 2]
+    return units
+
+
+def _squared_error(source: _Source, factors: list[Tensor]) -> float:
+    """‖T‖² − 2⟨T, T̂⟩ + ‖T̂‖², relative to ‖T‖²: quick, and right to about 1e-15."""
+    common = float((source.products(0) * factors[0]).sum())
+    return (source.squared_norm - 2 * common + _squared_norm(factors)) / source.squared_norm
+
+
+def _error(source: _Source, factors: list[Tensor]) -> float:
+    """‖T − T̂‖ / ‖T‖, slice by slice, so that small ones are right too."""
+    squares = [float((source.slice(i) - _slice(factors, i)).square().sum()) for i in range(source.dims[0])]
+    return math.sqrt(sum(squares) / source.squared_norm) if source.squared_norm > 0 else math.sqrt(sum(squares))
+
+
+def _squared_norm(factors: list[Tensor]) -> float:
+    a, b, c = (factor @ factor.T for factor in factors)
+    return float((a * b * c).sum())
+
+
+def _slice(factors: list[Tensor], i: int) -> Tensor:
+    a, b, c = factors
+    return (b * a[:, i, None]).T @ c
+
+
+def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
+    """The tensor in float64, its modes in rising order of their dimensions; which those are; the dtype to go back to."""
+    if isinstance(tensor, CP):
+        factors = [tensor.a, tensor.b, tensor.c]
+        if (
+            len({factor.shape[:-1] for factor in factors}) > 1
+            or tensor.a.ndim != 2
+            or not all(map(Tensor.numel, factors))
+        ):
+            given = ", ".join(str(list(factor.shape)) for factor in factors)
+            raise InvalidInput("tensor", given=f"factors {given}", expected="three of shape [rank, dim], of one rank")
+        _check_finite("tensor", *factors)
+        order = sorted(range(3), key=lambda mode: factors[mode].shape[1])
+        return _Factored([factors[mode].detach().double() for mode in order]), order, tensor.a.dtype
+    dims = _dims_of(tensor)
+    if tensor.ndim != 3:
+        raise InvalidInput(
+            "tensor", given=f"shape {list(tensor.shape)}", expected="[a, b, c]", fix="decompose tensors one by one"
+        )
+    _check_finite("tensor", tensor)
+    order = sorted(range(3), key=dims.__getitem__)
+    return _Written(tensor.detach().double().permute(order).contiguous()), order, tensor.dtype
+
+
+def _given(start: CP, rank: int, dims: list[int], order: list[int]) -> list[Tensor]:
+    factors = [(start.a, start.b, start.c)[mode] for mode in order]
+    if any(factor.shape != (rank, dim) for factor, dim in zip(factors, dims, strict=True)):
+        given = ", ".join(str(list(factor.shape)) for factor in (start.a, start.b, start.c))
+        expected = ", ".join(str([rank, dim]) for dim in _unsorted(dims, order))
+        raise InvalidInput("start", given=f"factors {given}", expected=f"{expected}: [rank, dim] each")
+    _check_finite("start", *factors)
+    return [factor.detach().double() for factor in factors]
+
+
+def _unsorted(values: Sequence[Value], order: list[int]) -> list[Value]:
+    return [values[order.index(mode)] for mode in range(3)]
+
+
+def _dims_of(tensor: Tensor) -> list[int]:
+    if tensor.ndim < 3 or not all(tensor.shape[-3:]):
+        raise InvalidInput("tensor", given=f"shape {list(tensor.shape)}", expected="[…, a, b, c], none of them 0")
+    return list(tensor.shape[-3:])
+
+
+def _check_finite(where: str, *tensors: Tensor) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise InvalidInput(where, given="values that are infinite or not numbers", expected="finite ones")
