@@ -1,0 +1,130 @@
+"""What the kernels of three-way attention share: tiles of ragged trees, how far a row sees, reading rows.
+
+Packed trees are cut into tiles without a plan, so that nothing is copied to the host: tiles of tree t begin at tile
+⌊offset(t) / block⌋ + t. That leaves every tree at least as many as it needs, and at most one that stays empty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.triton.available import padded
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Tile(NamedTuple):
+    """Rows that a program keeps, rows of another set that it meets at once, and how it is compiled."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+Tiles = dict[tuple[str, int], Tile]
+
+HALF: Tiles = {
+    ("forward", 32): Tile(64, 128, 4, 1),
+    ("forward", 64): Tile(64, 128, 4, 1),
+    ("forward", 128): Tile(64, 64, 4, 1),
+    ("queries", 32): Tile(64, 64, 4, 1),
+    ("queries", 64): Tile(64, 64, 4, 1),
+    ("queries", 128): Tile(64, 32, 4, 1),
+    ("keys", 32): Tile(64, 64, 4, 1),
+    ("keys", 64): Tile(64, 64, 4, 1),
+    ("keys", 128): Tile(64, 32, 8, 1),
+}
+"""16-bit numbers: by kernel and padded width."""
+SINGLE: Tiles = {
+    ("forward", 32): Tile(32, 32, 4, 1),
+    ("forward", 64): Tile(32, 32, 4, 1),
+    ("forward", 128): Tile(32, 32, 8, 1),
+    ("queries", 32): Tile(32, 32, 4, 1),
+    ("queries", 64): Tile(32, 32, 8, 1),
+    ("queries", 128): Tile(16, 32, 8, 1),
+    ("keys", 32): Tile(32, 32, 4, 1),
+    ("keys", 64): Tile(32, 32, 8, 1),
+    ("keys", 128): Tile(16, 32, 8, 1),
+}
+"""float32, whose products take no tensor cores but registers."""
+
+
+def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
+    table = SINGLE if q.dtype == torch.float32 else HALF
+    return table[kernel, max(32, padded(q.shape[2]), padded(v.shape[2]))]
+
+
+def constants(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+    """Sizes that kernels are compiled for."""
+    return {
+        "DIM": q.shape[2],
+        "VALUE_DIM": v.shape[2],
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "BLOCK_D": padded(q.shape[2]),
+        "BLOCK_V": padded(v.shape[2]),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def programs(rows: Tensor, offsets: Tensor, tile: Tile) -> int:
+    """One per tile of `rows` and head; see the top of this file."""
+    return (triton.cdiv(len(rows), tile.rows) + len(offsets) - 1) * rows.shape[1]
+
+
+@triton.jit
+def find_tile(offsets, trees, tile, ROWS: tl.constexpr):
+    """The tree of a tile, and where in that tree the tile begins."""
+    low = tile * 0
+    high = low + trees
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = (tl.load(offsets + middle) // ROWS).to(tl.int32) + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low, (tile - (tl.load(offsets + low) // ROWS).to(tl.int32) - low) * ROWS
+
+
+@triton.jit
+def rows_of_tree(offsets, tree):
+    """The first row of a tree, and how many there are."""
+    first = tl.load(offsets + tree).to(tl.int64)
+    return first, (tl.load(offsets + tree + 1) - first).to(tl.int32)
+
+
+@triton.jit
+def read_rows(x, row, exists, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK]; `x` points at the first row of the tree and head."""
+    d = tl.arange(0, BLOCK)
+    return tl.load(x + row.to(tl.int64)[:, None] * row_stride + d, mask=exists[:, None] & (d < DIM), other=0.0)
+
+
+@triton.jit
+def read_row(x, row, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, BLOCK]."""
+    d = tl.arange(0, BLOCK)
+    start = x + row * tl.cast(row_stride, tl.int64)
+    if DIM == BLOCK:
+        values = tl.load(start + d)
+    else:
+        values = tl.load(start + d, mask=d < DIM, other=0.0)
+    return values[None, :]
+
+
+@triton.jit
+def write_rows(x, row, exists, row_stride, values, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    d = tl.arange(0, BLOCK)
+    target = x + row.to(tl.int64)[:, None] * row_stride + d
+    tl.store(target, values.to(x.dtype.element_ty), mask=exists[:, None] & (d < DIM))
+
+
+@triton.jit
+def sees(query, key, left, right):
+    return (key >= query - left) & (key <= query + right)
