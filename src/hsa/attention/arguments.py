@@ -84,7 +84,7 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
                 expected=f"{hierarchy.device}, as the hierarchy",
                 fix="move the hierarchy once with hierarchy.to(device)",
             )
-    if "q" in tensors:
+    if {"q", "k"} <= tensors.keys():
         _check_heads(**tensors)
     if not torch.compiler.is_compiling() and _checking.get():
         for name, x in tensors.items():

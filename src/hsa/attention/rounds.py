@@ -277,7 +277,7 @@ def _build_round(
     in_order = total == len(nodes) and (rows == np.arange(total)).all()
 
     starts = np.cumsum(sizes) - sizes
-    padded = _padded_sizes(sizes, worth)
+    padded = padded_sizes(sizes, worth)
     buckets, parent_order, member_order = [], [], []
     for size in np.unique(padded):
         chosen = np.flatnonzero(padded == size)
@@ -331,7 +331,7 @@ def _once(rows: np.ndarray) -> np.ndarray:
     return rows[:1] if (rows == rows[:1]).all() else rows
 
 
-def _padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
+def padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
     """The size of the bucket of every family: its own, or a little more where that saves a bucket.
 
     From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or no more
