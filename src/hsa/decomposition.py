@@ -15,7 +15,7 @@ from hsa.errors import InvalidInput
 Value = TypeVar("Value")
 _PULL = 1e-9  # towards the factor of before, in equations whose diagonal is 1: what collinear components need
 _NOISE = 1e-14  # of squared errors in float64, relative to the squared norm of the tensor
-_FIRST_STEP, _GROWTH, _LONGEST_STEP = 0.5, 1.1, 4.0  # of extrapolation, in units of the last change
+_FIRST_STEP, _GROWTH, _LONGEST_STEP = 0.5, 1.05, 1.0  # of extrapolation, in units of the last change
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,13 +117,26 @@ def decompose(
         raise InvalidInput(
             "rank", given=rank, expected=f"1..{bound}, the rank of an exact CP of any tensor of dimensions {shape}"
         )
-    factors = source.start(rank, seed) if start is None else _given(start, rank, source.dims, order)
+    factors = source.start(rank, seed) if start is None else _given("start", start, rank, source.dims, order)
     turns = 0
     if iterations > 0 and source.squared_norm > 0:
         factors, turns = _alternate(source, factors, iterations, tolerance)
     factors = [factor.to(dtype) for factor in factors]
     error = _error(source, [factor.double() for factor in factors])
     return Decomposition(CP(*_unsorted(factors, order)), error, turns)
+
+
+def relative_error(tensor: Tensor | CP, cp: CP) -> float:
+    """‖T − T̂‖ / ‖T‖ of a tensor `[a, b, c]`, or of a CP that is not written out; ‖T̂‖ if the tensor is 0.
+
+    Raises:
+        InvalidInput: shapes that do not fit, values that are not finite.
+
+    >>> relative_error(torch.ones(2, 3, 5), CP(torch.ones(1, 2), torch.ones(1, 3), torch.zeros(1, 5)))
+    1.0
+    """
+    source, order, _ = _source(tensor)
+    return _error(source, _given("cp", cp, cp.rank, source.dims, order))
 
 
 class _Source(Protocol):
@@ -336,13 +349,13 @@ def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
     return _Written(tensor.detach().double().permute(order).contiguous()), order, tensor.dtype
 
 
-def _given(start: CP, rank: int, dims: list[int], order: list[int]) -> list[Tensor]:
+def _given(where: str, start: CP, rank: int, dims: list[int], order: list[int]) -> list[Tensor]:
     factors = [(start.a, start.b, start.c)[mode] for mode in order]
     if any(factor.shape != (rank, dim) for factor, dim in zip(factors, dims, strict=True)):
         given = ", ".join(str(list(factor.shape)) for factor in (start.a, start.b, start.c))
         expected = ", ".join(str([rank, dim]) for dim in _unsorted(dims, order))
-        raise InvalidInput("start", given=f"factors {given}", expected=f"{expected}: [rank, dim] each")
-    _check_finite("start", *factors)
+        raise InvalidInput(where, given=f"factors {given}", expected=f"{expected}: [rank, dim] each")
+    _check_finite(where, *factors)
     return [factor.detach().double() for factor in factors]
 
 
