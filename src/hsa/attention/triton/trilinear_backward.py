@@ -18,6 +18,7 @@ from torch import Tensor
 from hsa.attention.triton.operators import last_stride_1
 from hsa.attention.triton.trilinear_tiles import (
     LOG2E,
+    as_product,
     constants,
     find_tile,
     programs,
@@ -142,9 +143,12 @@ def _queries_meet_rows(
     BLOCK_V: tl.constexpr,
 ):
     """The rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+    next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
+    next_value = read_row(v1, begin, end, v1_row, VALUE_DIM, BLOCK_V)
     for j in range(begin, end):
-        key = read_row(k1, j, k1_row, DIM, BLOCK_D)
-        value = read_row(v1, j, v1_row, VALUE_DIM, BLOCK_V)
+        key, value = next_key, next_value
+        next_key = read_row(k1, j + 1, end, k1_row, DIM, BLOCK_D)
+        next_value = read_row(v1, j + 1, end, v1_row, VALUE_DIM, BLOCK_V)
         logit = tl.dot(q * key, tl.trans(keys), input_precision="ieee")
         d_weight = tl.dot(d_out * value, tl.trans(values), input_precision="ieee")
         weight = tl.exp2(logit * log2_scale - mass[:, None])
@@ -212,12 +216,13 @@ def _queries_kernel(
     v2 += first2 * v2_row + head * v2_head
     i = begin + tl.arange(0, ROWS)
     inside = i < length
-    queries = read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D)
+    queries = as_product(read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D))
     out_row = heads * VALUE_DIM
     here = first * out_row + head * VALUE_DIM
     d_outs = read_rows(d_out + here, i, inside, out_row, VALUE_DIM, BLOCK_V)
     outs = read_rows(out + here, i, inside, out_row, VALUE_DIM, BLOCK_V)
     shared = tl.sum(d_outs.to(tl.float32) * outs.to(tl.float32), 1)
+    d_outs = as_product(d_outs)
     here = head * num_queries + first + i
     tl.store(shared_ptr + here, shared, mask=inside)
     mass = tl.load(mass_ptr + here, mask=inside, other=float("inf"))
@@ -291,10 +296,9 @@ def _keys_meet_queries(
 ):
     """Queries begin … end with a tile of each of the two other sets: own rows j, and k below `high`."""
     for i in range(begin, end):
-        query = read_row(q, i, q_row, DIM, BLOCK_D)
-        d_outs = read_row(d_out, i, out_row, VALUE_DIM, BLOCK_V)
+        query = read_row(q, i, end, q_row, DIM, BLOCK_D)
+        d_outs = read_row(d_out, i, end, out_row, VALUE_DIM, BLOCK_V)
         logit = tl.dot(own_k * query, tl.trans(keys), input_precision="ieee")
-        d_weight = tl.dot(own_v * d_outs, tl.trans(values), input_precision="ieee")
         weight = tl.exp2(logit * log2_scale - tl.load(mass + i))
         if MASKED:
             visible = (k < high)[None, :]
@@ -302,6 +306,7 @@ def _keys_meet_queries(
                 visible = visible & sees(i, k, left, right)[None, :] & sees(i, j, left, right)[:, None]
             weight = tl.where(visible, weight, 0.0)
         d_v += tl.dot(weight.to(values.dtype), values, input_precision="ieee") * d_outs.to(tl.float32)
+        d_weight = tl.dot(own_v * d_outs, tl.trans(values), input_precision="ieee")
         d_logit = weight * (d_weight - tl.load(shared + i))
         d_k += tl.dot(d_logit.to(keys.dtype), keys, input_precision="ieee") * query.to(tl.float32)
     return d_k, d_v
@@ -364,8 +369,10 @@ def _keys_kernel(
     v2 += first2 * v2_row + head * v2_head
     j = begin + tl.arange(0, ROWS)
     inside = j < own_length
-    own_keys = read_rows(own_k + own_first * own_k_row + head * own_k_head, j, inside, own_k_row, DIM, BLOCK_D)
-    own_values = read_rows(own_v + own_first * own_v_row + head * own_v_head, j, inside, own_v_row, VALUE_DIM, BLOCK_V)
+    own_k += own_first * own_k_row + head * own_k_head
+    own_v += own_first * own_v_row + head * own_v_head
+    own_keys = as_product(read_rows(own_k, j, inside, own_k_row, DIM, BLOCK_D))
+    own_values = as_product(read_rows(own_v, j, inside, own_v_row, VALUE_DIM, BLOCK_V))
     low2, high2 = 0, length2
     last = tl.minimum(begin + ROWS, own_length) - 1
     if LIMITED:  # one query sees both

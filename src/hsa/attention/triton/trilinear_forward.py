@@ -15,6 +15,7 @@ from torch import Tensor
 from hsa.attention.triton.operators import last_stride_1
 from hsa.attention.triton.trilinear_tiles import (
     LOG2E,
+    as_product,
     constants,
     find_tile,
     programs,
@@ -97,9 +98,11 @@ def _meet_rows(
     BLOCK_V: tl.constexpr,
 ):
     """The rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+    next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
     for j in range(begin, end):
-        key = read_row(k1, j, k1_row, DIM, BLOCK_D)
-        value = read_row(v1, j, v1_row, VALUE_DIM, BLOCK_V).to(tl.float32)
+        key = next_key
+        next_key = read_row(k1, j + 1, end, k1_row, DIM, BLOCK_D)
+        value = read_row(v1, j, end, v1_row, VALUE_DIM, BLOCK_V).to(tl.float32)
         logit = tl.dot(q * key, keys, input_precision="ieee")
         if MASKED:
             visible = seen
@@ -172,7 +175,7 @@ def _forward_kernel(
     v2 += first2 * v2_row + head * v2_head
     i = begin + tl.arange(0, ROWS)
     inside = i < length
-    queries = read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D)
+    queries = as_product(read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D))
     low1, high1, all_low, all_high1 = 0, length1, 0, length1
     low2, high2, all_high2 = 0, length2, length2
     if LIMITED:  # what some query of the tile sees, and what all of them see

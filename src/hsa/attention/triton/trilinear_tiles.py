@@ -107,15 +107,25 @@ def read_rows(x, row, exists, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def read_row(x, row, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK]."""
+def read_row(x, row, end, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, BLOCK], zeros from row `end` on."""
     d = tl.arange(0, BLOCK)
-    start = x + row * tl.cast(row_stride, tl.int64)
-    if DIM == BLOCK:
-        values = tl.load(start + d)
+    return tl.load(x + row * tl.cast(row_stride, tl.int64) + d, mask=(d < DIM) & (row < end), other=0.0)[None, :]
+
+
+@triton.jit
+def as_product(x):
+    """`x` as tensor cores leave a product, by one with the identity.
+
+    From there, rows times a vector are what tensor cores take from registers; from where loads leave them, they would go
+    through shared memory, in every round of the inner loop.
+    """
+    if x.dtype == tl.float32:  # these products take no tensor cores
+        product = x
     else:
-        values = tl.load(start + d, mask=d < DIM, other=0.0)
-    return values[None, :]
+        d = tl.arange(0, x.shape[1])
+        product = tl.dot(x, (d[:, None] == d[None, :]).to(x.dtype)).to(x.dtype)
+    return product
 
 
 @triton.jit
