@@ -62,6 +62,7 @@ def build_app() -> App:
     from hsa.cli.generate import generate
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
+    from hsa.cli.kernels import kernels
     from hsa.cli.predict import predict
     from hsa.cli.reproduce import reproduce
     from hsa.cli.train import train
@@ -83,6 +84,7 @@ def build_app() -> App:
     app.command(convert)
     app.command(finetune)
     app.command(reproduce)
+    app.command(kernels)
     app.command(inspect)
     app.command(info)
     return app

@@ -1,0 +1,159 @@
+"""Heads as kernels: Gram matrices, how alike they are, and how many different ones there are.
+
+A Gram matrix is `[n, n]`, several are `[kernels, n, n]`; all work is done in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+
+_TINY = 1e-12  # of a kernel's own size: what is smaller is rounding
+
+
+def centred(gram: Tensor) -> Tensor:
+    """The Gram matrix of the same features less their mean.
+
+        K_c = H K H,   H = I − 1/n
+
+    Args:
+        gram: `[..., n, n]`.
+
+    >>> features = torch.tensor([[1.0], [2.0], [6.0]])
+    >>> centred(features @ features.T)
+    tensor([[ 4.,  2., -6.],
+            [ 2.,  1., -3.],
+            [-6., -3.,  9.]], dtype=torch.float64)
+    """
+    _check_gram("gram", gram)
+    gram = gram.double()
+    rows, columns = gram.mean(-1, keepdim=True), gram.mean(-2, keepdim=True)
+    return gram - rows - columns + rows.mean(-2, keepdim=True)
+
+
+def centred_alignment(one: Tensor, other: Tensor) -> float:
+    """How alike two kernels are: the cosine of their centred Gram matrices.
+
+        A(K, L) = ⟨K_c, L_c⟩ / (‖K_c‖ ‖L_c‖)                  (Frobenius)
+
+    1 for equal kernels whatever their scale and offset; never negative for positive semi-definite ones. This is the centred
+    alignment of Cortes, Mohri & Rostamizadeh (2012, arXiv:1203.0550), which is known as linear CKA for linear kernels
+    (Kornblith et al. 2019, arXiv:1905.00414). A kernel that is constant is like no other: 0.
+
+    >>> gram = torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 0.0], [0.0, 0.0, 1.0]])
+    >>> round(centred_alignment(gram, 3 * gram + 5), 6)
+    1.0
+    """
+    if one.shape != other.shape:
+        raise InvalidInput("other", given=f"shape {tuple(other.shape)}", expected=f"{tuple(one.shape)}, as the first")
+    return float(alignment_matrix(torch.stack([one, other]))[0, 1])
+
+
+def alignment_matrix(grams: Tensor) -> Tensor:
+    """`[kernels, kernels]` centred alignments of all pairs.
+
+    It is itself a Gram matrix: that of the centred kernels, each of length 1, so its eigenvalues are not negative. Where a
+    kernel is constant, its row and column are 0, also on the diagonal.
+
+    Args:
+        grams: `[kernels, n, n]`.
+    """
+    directions = _directions(grams)
+    return (directions @ directions.T).clamp(-1, 1)
+
+
+def _directions(grams: Tensor) -> Tensor:
+    """`[kernels, n²]` the centred kernels, scaled to length 1; 0 where nothing but rounding is left."""
+    if grams.ndim != 3 or not len(grams):
+        raise InvalidInput("grams", given=f"shape {tuple(grams.shape)}", expected="[kernels, n, n]")
+    flat = centred(grams).flatten(1)
+    lengths, whole = flat.norm(dim=1, keepdim=True), grams.double().flatten(1).norm(dim=1, keepdim=True)
+    alive = lengths > _TINY * whole
+    return torch.where(alive, flat / lengths.where(alive, torch.ones_like(lengths)), torch.zeros_like(flat))
+
+
+def redundancy(alignment: Tensor) -> Tensor:
+    """`[kernels]` how alike each is to the one most like it among the others; 1 for a constant one, which adds nothing.
+
+    Args:
+        alignment: what `alignment_matrix` gives.
+    """
+    _check_gram("alignment", alignment)
+    if len(alignment) < 2:
+        return torch.zeros(len(alignment), dtype=torch.float64)
+    others = alignment.double() - torch.diag(torch.full((len(alignment),), 3.0, dtype=torch.float64))
+    return torch.where(alignment.diagonal() > 0, others.max(1).values, torch.ones(len(alignment), dtype=torch.float64))
+
+
+def effective_kernels(alignment: Tensor) -> float:
+    """How many different kernels there are: 1 when all are alike, their number when none is like another.
+
+        exp(−Σ p log p),   p: the eigenvalues of the alignments, scaled to sum 1
+
+    This is the Vendi score (Friedman & Dieng 2023, arXiv:2210.02410) of the heads under their alignment.
+
+    >>> round(effective_kernels(torch.eye(5)), 6), round(effective_kernels(torch.ones(5, 5)), 6)
+    (5.0, 1.0)
+    """
+    _check_gram("alignment", alignment)
+    values = torch.linalg.eigvalsh(alignment.double()).clamp(min=0)
+    total = values.sum()
+    if total == 0:
+        return 0.0
+    shares = values / total
+    return float(torch.exp(-torch.special.xlogy(shares, shares).sum()))
+
+
+def input_conditional(grams: Tensor, weights: Tensor) -> Tensor:
+    """The kernel of heads whose weights depend on the input, as attention over heads has them.
+
+        K_ij = Σ_m β_im β_jm K^(m)_ij
+
+    With equal rows of β this is the flat sum with weights β². If the kernels are positive semi-definite, so is the sum.
+
+    Args:
+        grams: `[kernels, n, n]`.
+        weights: β, `[n, kernels]`.
+    """
+    kernels, n = grams.shape[0], grams.shape[-1]
+    if weights.shape != (n, kernels):
+        raise InvalidInput("weights", given=f"shape {tuple(weights.shape)}", expected=f"[{n}, {kernels}]: n × kernels")
+    beta = weights.to(torch.float64).T
+    return (grams.double() * beta[:, :, None] * beta[:, None, :]).sum(0)
+
+
+def linear_grams(features: Sequence[Tensor]) -> Tensor:
+    """`[kernels, n, n]` inner products of the rows of each `[n, channels]`: positive semi-definite."""
+    return torch.stack([rows.double() @ rows.double().T for rows in features])
+
+
+def similarity_gram(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The similarity by which a head compares tokens, made symmetric, and the share of it that this throws away.
+
+        S_ij = scale · q_i·k_j        K = (S + Sᵀ)/2        share = ‖(S − Sᵀ)/2‖² / ‖S‖²
+
+    A head may look from i to j without looking back from j to i; a kernel cannot. S is the sum of a symmetric and an
+    antisymmetric part, orthogonal to each other; K keeps the first: how much i and j have to do with each other, whichever
+    of them looks. About one half is lost where q and k have nothing in common, 0 where q = k. K may have negative
+    eigenvalues: alignments of such kernels are still cosines, and may be negative.
+
+    Args:
+        q, k: `[tokens, dim]` of one head.
+    """
+    if q.shape != k.shape or q.ndim != 2:
+        raise InvalidInput("k", given=f"shape {tuple(k.shape)}", expected=f"that of q, [tokens, dim]: {tuple(q.shape)}")
+    similarity = scale * q.double() @ k.double().T
+    gram = (similarity + similarity.T) / 2
+    whole = float(similarity.square().sum())
+    return gram, float((similarity - gram).square().sum()) / whole if whole else 0.0
+
+
+def _check_gram(where: str, gram: Tensor) -> None:
+    if gram.ndim < 2 or gram.shape[-1] != gram.shape[-2] or not gram.shape[-1]:
+        raise InvalidInput(where, given=f"shape {tuple(gram.shape)}", expected="as many rows as columns, at least one")
+    if not bool(torch.isfinite(gram).all()):
+        raise InvalidInput(where, given="numbers that are infinite or NaN", expected="finite ones")
