@@ -161,8 +161,8 @@ def test_trees_found_do_not_depend_on_the_other_trees(lengths):
 
 def test_alone_keeps_the_values():
     tree = Hierarchy.from_nested([[3, 2], [4]])
-    q, k, v = inputs(tree)
-    assert Alone()(q, k, v, tree, None) is v
+    _, _, v = inputs(tree)
+    assert Alone()(v, tree, None) is v
 
 
 ATTENTIONS = {

@@ -88,4 +88,4 @@ def test_what_was_found_once_is_not_found_again(monkeypatch):
 def test_operations_are_counted_per_token_that_is_seen(attention, tree):
     with counting_operations() as counts:
         attention(*inputs(11), tree)
-    assert [c.attention for c in counts] == [(4 * HEADS * DIM + HEADS) * (7 * 8 // 2 + 4 * 5 // 2)]
+    assert [c.attention for c in counts] == [(2 * HEADS * (DIM + VALUE) + HEADS) * (7 * 8 // 2 + 4 * 5 // 2)]

@@ -1,7 +1,8 @@
 """Operation counts, per layer.
 
 An attention entry (one query, one key or node) costs 4·width + heads operations over all heads: two for each product and
-sum of q·k and of weight·v, and one exponential per head. What is not attention is counted apart.
+sum of q·k and of weight·v, and one exponential per head. Heads that talk add 4·heads² for mixing logits and weights. What
+is not attention is counted apart.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ def flops(
     *,
     hierarchy: Hierarchy | None = None,
     key_order: KeyOrder | None = None,
+    value_width: int | None = None,
+    mixes: bool = False,
 ) -> Flops:
     """Operations of an attention layer: of the hierarchical operator for a `Hierarchy`, else of the multiscale one.
 
     Args:
         structure: a hierarchy; or what `open_families` returned, or its `partition`, together with `hierarchy`.
-        width: hidden width, all heads together.
+        width: hidden width, all heads together; of queries and keys where values have another.
         heads: query heads.
         key_order: the order of the keys, if one was used; adds what finding it took.
+        value_width: of the values; as wide as queries and keys by default.
+        mixes: heads talk.
 
     What a causal query may not see is not counted; a bare `Partition` knows no limit and counts its whole lists.
 
@@ -58,19 +63,22 @@ def flops(
     """
     _check(width=width, heads=heads)
     _check_structure(structure)
+    entry = entry_operations(width, heads, value_width=value_width, mixes=mixes)
     if isinstance(structure, Hierarchy):
         sizes = structure.structure.num_children.astype(np.int64)
-        return Flops(attention=_entry(width, heads) * int((sizes**2).sum()), pooling=3 * _pooling(structure, width))
+        entries = int((sizes**2).sum())
+        widths = 2 * width + (value_width or width)
+        return Flops(attention=entry * entries, pooling=pooling_operations(structure, widths))
     if hierarchy is None:
         raise InvalidInput("hierarchy", given="None", expected="the hierarchy that was partitioned")
     partition = structure.partition(hierarchy) if isinstance(structure, Opened) else structure
     limit = structure.limit if isinstance(structure, Opened) else None
     entries = entries_seen(partition, rooted(hierarchy)[0], limit, key_order, heads)
-    attention = _entry(width, heads) * entries // heads
+    attention = entry * entries // heads
     choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Opened) else 0
     return Flops(
         attention=attention,
-        pooling=2 * _pooling(hierarchy, width),
+        pooling=pooling_operations(hierarchy, width + (value_width or width)),
         choice=choice,
         finding=0 if key_order is None else key_order.operations,
     )
@@ -83,7 +91,7 @@ def flops_flat(n: int, width: int, heads: int) -> int:
     9329100
     """
     _check(n=n, width=width, heads=heads)
-    return _entry(width, heads) * n**2
+    return entry_operations(width, heads) * n**2
 
 
 def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> int:
@@ -102,15 +110,16 @@ def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> i
         families = -(-nodes // factor)
         entries += families * min(factor, nodes) ** 2
         nodes = families
-    return _entry(width, heads) * (entries + nodes**2)
+    return entry_operations(width, heads) * (entries + nodes**2)
 
 
-def _entry(width: int, heads: int) -> int:
-    return 4 * width + heads
+def entry_operations(width: int, heads: int, *, value_width: int | None = None, mixes: bool = False) -> int:
+    """Of one query and one key or node, all heads together."""
+    return 2 * width + 2 * (value_width or width) + heads + (4 * heads**2 if mixes else 0)
 
 
-def _pooling(hierarchy: Hierarchy, width: int) -> int:
-    """One multiplication and one addition per member and channel, for one of q, k, v."""
+def pooling_operations(hierarchy: Hierarchy, width: int) -> int:
+    """One multiplication and one addition per member and channel."""
     return 2 * width * (hierarchy.num_nodes - hierarchy.num_trees)
 
 

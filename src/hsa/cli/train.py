@@ -61,8 +61,9 @@ def train(
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hsa, multiscale, found, bottom-up, flat, deepsets; hsa, found, flat for the task lm; hsa,
-            multiscale, found, flat (the encoder) for seq2seq. The first is the one that is meant.
+        models: What to train: hsa, multiscale, found, bottom-up, flat, trilinear, hsa-trilinear, deepsets; hsa, found, flat
+            for the task lm; hsa, multiscale, found, flat (the encoder) for seq2seq. The first is the one that is meant.
+            Classifiers named NAME+FUSION fuse their heads so: hsa+talking beside hsa.
         resume: Go on where a run in the same folder stopped.
         quick: Few examples and epochs: a look at how it works, in half a minute.
         cpu: Do not use a GPU.

@@ -37,7 +37,8 @@ class LanguageModelCache:
         sizes = {
             "batch": batch,
             "kv_heads": config.kv_heads or config.heads,
-            "head_dim": config.width // config.heads,
+            "head_dim": config.key_dim,
+            "value_dim": config.width // config.heads,
             "device": device,
             "dtype": dtype,
         }

@@ -17,6 +17,8 @@ from hsa.hierarchy import Hierarchy
 from hsa.models.language_cache import LanguageModelCache
 from hsa.nn.causal_attention import CausalAttention, CausalFlat, CausalFound, CausalMultiscale
 from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise
+from hsa.nn.fusion_names import FusionName
+from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.rotary import rotary_angles
 from hsa.nn.token_loss import mean_token_loss, token_losses
 from hsa.nn.token_places import PlaceEmbedding, token_places
@@ -40,6 +42,8 @@ class LanguageModelConfig:
         dropout: on embeddings and residual branches.
         attention: of all layers, or one per layer: "flat" (all tokens so far), "hierarchical" (the own leaf family and
             `near` before it token by token, the rest pooled on the tree), "found" (trees found from the keys of chunks).
+        fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see
+            `hsa.nn.head_fusion.head_fusion`, also for `shared_dim` and `fusion_penalty`.
         branching: members per family of the tree, from the leaves up; the last factor repeats.
         near: leaf families before the own that are exact.
         sinks: first tokens that every token sees exactly.
@@ -62,6 +66,9 @@ class LanguageModelConfig:
     activation: Activation = "swiglu"
     dropout: float = 0.0
     attention: AttentionKind | tuple[AttentionKind, ...] = "hierarchical"
+    fusion: FusionName = "concatenation"
+    shared_dim: int | None = None
+    fusion_penalty: float = 0.01
     branching: tuple[int, ...] = (32, 4)
     near: int = 1
     sinks: int = 0
@@ -99,6 +106,7 @@ class LanguageModelConfig:
         for name, allowed in (("positions", PositionKind), ("activation", Activation)):
             if getattr(self, name) not in get_args(allowed):
                 raise InvalidInput(name, given=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
+        self.new_fusion()  # says what does not fit
         for kind in self.kinds:
             if kind not in get_args(AttentionKind):
                 raise InvalidInput(
@@ -127,6 +135,16 @@ class LanguageModelConfig:
         if self.feed_forward is not None:
             return self.feed_forward
         return 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 32) * 32
+
+    def new_fusion(self) -> HeadFusion:
+        """For a layer of these sizes."""
+        sizes = self.width, self.heads, self.width // self.heads
+        return head_fusion(self.fusion, *sizes, shared_dim=self.shared_dim, penalty=self.fusion_penalty)
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of the keys that a cache keeps, per head."""
+        return self.new_fusion().key_dim
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "closes": {str(token): height for token, height in self.closes.items()}}
@@ -182,6 +200,7 @@ class HierarchicalLanguageModel(nn.Module):
                 config.heads,
                 _attention(kind, config),
                 kv_heads=config.kv_heads,
+                fusion=config.new_fusion(),
                 feed_forward=config.inner,
                 activation=config.activation,
                 dropout=config.dropout,

@@ -92,7 +92,12 @@ class HierarchicalSeq2Seq(nn.Module):
 
         def cross() -> nn.Module:
             return CrossAttention(
-                decoder.width, decoder.heads, config.encoder.width, refine=config.refine, dropout=decoder.dropout
+                decoder.width,
+                decoder.heads,
+                config.encoder.width,
+                refine=config.refine,
+                fusion=decoder.new_fusion(),
+                dropout=decoder.dropout,
             )
 
         self.encoder = HierarchicalEncoder(config.encoder, config.modalities, config.kinds, config.keys)

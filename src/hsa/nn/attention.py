@@ -1,6 +1,6 @@
 """The attentions a layer can be given. Each maps packed q, k, v `[leaves, heads, dim]` to `[leaves, heads, dim]`.
 
-All take `(q, k, v, hierarchy, positions)`; `counting_operations` collects what each call costs.
+All take `(q, k, v, hierarchy, positions, mixing)`; `counting_operations` collects what each call costs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -61,10 +62,14 @@ def note_flops(found: Flops) -> None:
         counts.append(found)
 
 
-def note_operations(q: Tensor, structure: Hierarchy | Opened, **more: Any) -> None:
+def note_operations(
+    q: Tensor, v: Tensor, structure: Hierarchy | Opened, mixing: HeadMixing | None = None, **more: Any
+) -> None:
     """The same, worked out from a structure only where it is asked for."""
     if is_counting():
-        note_flops(flops(structure, q.shape[1] * q.shape[2], q.shape[1], **more))
+        heads = q.shape[1]
+        sizes: dict[str, Any] = {"value_width": heads * v.shape[2], "mixes": mixing is not None}
+        note_flops(flops(structure, heads * q.shape[2], heads, **sizes, **more))
 
 
 class Attention(nn.Module):
@@ -72,7 +77,10 @@ class Attention(nn.Module):
 
     uses_positions = True
     """Whether position logits have a meaning for it."""
-    needs_queries = True
+    parts: tuple[str, ...] = ("q", "k", "v")
+    """What a layer projects for it, in this order."""
+    mixes = True
+    """Whether heads that talk have something to talk about: they look at the same nodes."""
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         """Build what depends on the forest alone, ahead of the first call."""
@@ -88,9 +96,19 @@ class Hierarchical(Attention):
     def prepare(self, hierarchy: Hierarchy) -> None:
         rounds(rooted(hierarchy)[0])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
-        note_operations(q, hierarchy)
-        return hierarchical_attention(q, k, v, hierarchy, positions=positions, include_self=self.include_self)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        positions: Tensor | None,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
+        note_operations(q, v, hierarchy, mixing)
+        return hierarchical_attention(
+            q, k, v, hierarchy, positions=positions, include_self=self.include_self, mixing=mixing
+        )
 
 
 class Multiscale(Attention):
@@ -102,33 +120,56 @@ class Multiscale(Attention):
     def __init__(self, heads: int, *, near: int = 0, refine: int = 0):
         super().__init__()
         self.near, self.refine = near, refine
+        self.mixes = refine == 0
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         rounds(rooted(hierarchy)[0])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        positions: Tensor | None,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
         def choose() -> Opened:
             return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
 
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
         opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
-        note_operations(q, opened, hierarchy=hierarchy)
-        bias = self.pooled_bias
-        return multiscale_attention(q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias)
+        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
+        options: dict[str, Any] = {
+            "opened": opened,
+            "positions": positions,
+            "pooled_bias": self.pooled_bias,
+            "mixing": mixing,
+        }
+        return multiscale_attention(q, k, v, hierarchy, **options)
 
 
 class Found(Attention):
     """Multiscale attention over trees found from the keys of each head: groups of `group`, the `refine` best opened."""
 
     uses_positions = False
+    mixes = False
 
     def __init__(self, heads: int, *, group: int = 8, refine: int = 8, window: int = 16):
         super().__init__()
         self.group, self.refine, self.window = group, refine, window
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        positions: Tensor | None,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
         tree = hierarchy.cached(
             ("binary", self.group),
             lambda: Hierarchy.regular(hierarchy.lengths, (self.group, 2), repeat_last=True).to(hierarchy.device),
@@ -136,17 +177,26 @@ class Found(Attention):
         queries = Queries.windows(tree, self.window)
         order = find_key_order(k, tree)
         opened = open_families(q, k, tree, queries=queries, refine=self.refine, key_order=order)
-        note_operations(q, opened, hierarchy=tree, key_order=order)
-        return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=self.pooled_bias)
+        note_operations(q, v, opened, mixing, hierarchy=tree, key_order=order)
+        options: dict[str, Any] = {
+            "opened": opened,
+            "key_order": order,
+            "pooled_bias": self.pooled_bias,
+            "mixing": mixing,
+        }
+        return multiscale_attention(q, k, v, tree, **options)
 
 
 class Alone(Attention):
     """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
 
-    needs_queries = False
+    parts = ("v",)
     uses_positions = False
+    mixes = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+    def forward(
+        self, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None, mixing: HeadMixing | None = None
+    ) -> Tensor:
         return v
 
 
@@ -161,9 +211,21 @@ class Flat(Attention):
         buckets = hierarchy.cached("lengths", lambda: _by_length(hierarchy))
         hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        positions: Tensor | None,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
         if is_counting():
-            note_operations(q, Hierarchy.flat(hierarchy.lengths))
+            note_operations(q, v, Hierarchy.flat(hierarchy.lengths), mixing)
+        if mixing is not None:  # fused kernels do not mix
+            return hierarchical_attention(
+                q, k, v, flat_tree(hierarchy), positions=positions, include_self=True, mixing=mixing
+            )
         if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
             half = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(half), k.to(half), v.to(half)
@@ -187,6 +249,11 @@ class Flat(Attention):
             parts.append(attended.transpose(1, 2).flatten(0, 1))
         back = hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
         return torch.cat(parts).index_select(0, back)
+
+
+def flat_tree(hierarchy: Hierarchy) -> Hierarchy:
+    """The same leaves, all directly under their roots."""
+    return hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths).to(hierarchy.device))
 
 
 @dataclass(frozen=True, eq=False)

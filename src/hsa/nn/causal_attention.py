@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hsa.attention.flops import Flops
+from hsa.attention.flops import Flops, entry_operations
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.partition import Opened
 from hsa.hierarchy import Hierarchy
-from hsa.nn.attention import is_counting, note_flops, note_operations
+from hsa.nn.attention import flat_tree, is_counting, note_flops, note_operations
 
 
 class CausalAttention(nn.Module):
@@ -28,6 +29,9 @@ class CausalAttention(nn.Module):
     Args:
         pooling_heads: heads that attend to pooled nodes, each with a learned bias of its own; 0 where nothing is pooled.
     """
+
+    mixes = True
+    """Whether heads that talk have something to talk about: they look at the same nodes."""
 
     def __init__(self, pooling_heads: int = 0):
         super().__init__()
@@ -49,11 +53,17 @@ class CausalAttention(nn.Module):
 class CausalFlat(CausalAttention):
     """Softmax attention over all tokens so far, by PyTorch's fused kernels. Sequences of equal length share a call."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
+    ) -> Tensor:
         lengths = np.diff(hierarchy.structure.leaf_offsets)
         if is_counting():
             entries = int((lengths * (lengths + 1) // 2).sum())
-            note_flops(Flops((4 * q.shape[1] * q.shape[2] + q.shape[1]) * entries, 0))
+            heads, mixes = q.shape[1], mixing is not None
+            entry = entry_operations(heads * q.shape[2], heads, value_width=heads * v.shape[2], mixes=mixes)
+            note_flops(Flops(entry * entries, 0))
+        if mixing is not None:  # fused kernels do not mix
+            return multiscale_attention(q, k, v, flat_tree(hierarchy), causal=True, mixing=mixing)
         if len(set(lengths.tolist())) == 1:
             return _batched(q, k, v, len(lengths))
         out = q.new_empty(len(q), q.shape[1], v.shape[-1])
@@ -101,10 +111,13 @@ class CausalMultiscale(CausalAttention):
 
         return hierarchy.cached(("near, causal", self.near), choose)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
+    ) -> Tensor:
         opened = self._opened(hierarchy)
-        note_operations(q, opened, hierarchy=hierarchy)
-        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, pooled_bias=self.bias)
+        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
+        options: dict[str, Any] = {"pooled_bias": self.bias, "mixing": mixing}
+        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, **options)
 
 
 class CausalFound(CausalAttention):
@@ -117,6 +130,8 @@ class CausalFound(CausalAttention):
         beam: width of the search for them; see `open_families`.
     """
 
+    mixes = False
+
     def __init__(self, heads: int, *, chunk: int = 256, refine: int = 8, beam: int | str | None = None):
         super().__init__(heads)
         self.chunk, self.refine, self.beam = chunk, refine, beam
@@ -124,10 +139,24 @@ class CausalFound(CausalAttention):
     def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
         return {"key_order": find_key_order(k, hierarchy, chunk=self.chunk)}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, key_order: Any = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hierarchy: Hierarchy,
+        *,
+        mixing: HeadMixing | None = None,
+        key_order: Any = None,
+    ) -> Tensor:
         order = key_order or find_key_order(k, hierarchy, chunk=self.chunk)
         opened = open_families(q, k, hierarchy, refine=self.refine, beam=self.beam, key_order=order, causal=True)
-        note_operations(q, opened, hierarchy=hierarchy, key_order=order)
-        return multiscale_attention(
-            q, k, v, hierarchy, opened=opened, key_order=order, causal=True, pooled_bias=self.bias
-        )
+        note_operations(q, v, opened, mixing, hierarchy=hierarchy, key_order=order)
+        options: dict[str, Any] = {
+            "opened": opened,
+            "key_order": order,
+            "causal": True,
+            "pooled_bias": self.bias,
+            "mixing": mixing,
+        }
+        return multiscale_attention(q, k, v, hierarchy, **options)

@@ -16,7 +16,8 @@ from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.queries import Queries
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
-from hsa.nn.attention import note_operations
+from hsa.nn.attention import flat_tree, note_operations
+from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +70,6 @@ class Source:
 
         return self.once(("queries", shared, self.tree, self.lengths), build)
 
-    def flat(self) -> Hierarchy:
-        """The same leaves, all directly under their roots."""
-        h = self.hierarchy
-        return h.cached("flat", lambda: Hierarchy.flat(h.lengths).to(h.device))
-
     def once(self, key: Any, build: Any) -> Any:
         if key not in self.kept:
             self.kept[key] = build()
@@ -93,6 +89,7 @@ class CrossAttention(nn.Module):
         heads: of attention.
         source_width: of the encoder's leaves.
         refine: leaf families that a token reads leaf by leaf; None for all: softmax attention.
+        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
 
     >>> cross = CrossAttention(8, 2, 6, refine=1)
     >>> source = Source.of(torch.randn(9, 6), Hierarchy.from_nested([[3, 2], [4]]), lengths=[5, 2])
@@ -100,14 +97,26 @@ class CrossAttention(nn.Module):
     torch.Size([7, 8])
     """
 
-    def __init__(self, width: int, heads: int, source_width: int, *, refine: int | None = None, dropout: float = 0.0):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        source_width: int,
+        *,
+        refine: int | None = None,
+        fusion: HeadFusion | None = None,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         if refine is not None:
             check_count("refine", refine, "0 or more leaf families, or None for all")
         self.heads, self.head_dim, self.refine = heads, width // heads, refine
+        self.fusion = Concatenation(heads, self.head_dim) if fusion is None else fusion
+        check_fusion(self.fusion, heads, self.head_dim, mixes=not refine)
         self.norm, self.norm_source = nn.RMSNorm(width), nn.LayerNorm(source_width)
-        self.query = nn.Linear(width, heads * self.head_dim, bias=False)
-        self.project = nn.Linear(source_width, 2 * heads * self.head_dim, bias=False)
+        self.sizes = [self.fusion.blocks * self.head_dim, heads * self.head_dim]
+        self.query = nn.Linear(width, self.sizes[0], bias=False)
+        self.project = nn.Linear(source_width, sum(self.sizes), bias=False)
         self.output = nn.Linear(heads * self.head_dim, width, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.pooled_bias = None if refine is None else nn.Parameter(torch.zeros(heads))
@@ -117,20 +126,23 @@ class CrossAttention(nn.Module):
         """Queries and keys of size one: with smaller ones every leaf looks alike for long, and nothing is learned."""
         for layer in (self.query, self.project):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        self.fusion.scale_output(self.output)
 
     def keys_and_values(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """`[leaves, heads, dim]` each."""
-        k, v = self.project(self.norm_source(vectors)).unflatten(-1, (2, self.heads, self.head_dim)).unbind(1)
-        return k, v
+        """`[leaves, blocks, dim]`, `[leaves, heads, dim]`."""
+        k, v = self.project(self.norm_source(vectors)).split(self.sizes, -1)
+        return k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
         """What the source adds to the tokens, `[tokens, width]`."""
         k, v = source.once(id(self), lambda: self.keys_and_values(source.vectors))
-        q = self.query(self.norm(x)).unflatten(-1, (self.heads, self.head_dim)).to(k.dtype)
-        tree = source.flat() if self.refine is None else source.hierarchy
+        q = self.query(self.norm(x)).unflatten(-1, (-1, self.head_dim)).to(k.dtype)
+        q, k = self.fusion.compare(q, k)
+        tree = flat_tree(source.hierarchy) if self.refine is None else source.hierarchy
         queries = source.queries(shared=not self.refine)
         opened = open_families(q, k, tree, queries=queries, refine=self.refine or 0)
-        note_operations(q, opened, hierarchy=tree)
+        mixing = self.fusion.mixing
+        note_operations(q, v, opened, mixing, hierarchy=tree)
         bias = 0.0 if self.pooled_bias is None else self.pooled_bias
-        attended = multiscale_attention(q, k, v, tree, opened=opened, pooled_bias=bias)
-        return self.dropout(self.output(attended.flatten(1)))
+        attended = multiscale_attention(q, k, v, tree, opened=opened, pooled_bias=bias, mixing=mixing)
+        return self.dropout(self.output(self.fusion.weigh(attended, x).flatten(1)))

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hsa.attention.cache.interface import Cache
+from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 from hsa.nn.causal_attention import CausalAttention
+from hsa.nn.head_fusion import CollaborativeHeads, Concatenation, HeadFusion, check_fusion
 from hsa.nn.rotary import rotate
 
 Activation = Literal["swiglu", "gelu"]
@@ -47,6 +49,7 @@ class HierarchicalDecoderLayer(nn.Module):
         heads: of the queries.
         attention: one of `hsa.nn.causal_attention`, or your own.
         kv_heads: of keys and values; as many as queries by default.
+        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
         feed_forward: inner width of the feed-forward network.
         activation: "swiglu" or "gelu".
         dropout: on residual branches and inside the feed-forward network.
@@ -67,6 +70,7 @@ class HierarchicalDecoderLayer(nn.Module):
         attention: CausalAttention,
         *,
         kv_heads: int | None = None,
+        fusion: HeadFusion | None = None,
         feed_forward: int | None = None,
         activation: Activation = "swiglu",
         dropout: float = 0.0,
@@ -74,9 +78,21 @@ class HierarchicalDecoderLayer(nn.Module):
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads or heads, width // heads
-        self.norm_attention, self.norm_feed_forward = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.attention = attention
+        self.fusion = Concatenation(heads, self.head_dim) if fusion is None else fusion
+        check_fusion(self.fusion, heads, self.head_dim, mixes=attention.mixes)
+        blocks = [heads, self.kv_heads, self.kv_heads]
+        if isinstance(self.fusion, CollaborativeHeads):
+            if self.kv_heads != heads:
+                raise InvalidInput(
+                    "kv_heads",
+                    given=f"{self.kv_heads} for {heads} collaborative heads",
+                    expected=f"{heads}: these share one key projection already",
+                )
+            blocks = [self.fusion.blocks, self.fusion.blocks, heads]
+        self.blocks = blocks
+        self.norm_attention, self.norm_feed_forward = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.project = nn.Linear(width, sum(blocks) * self.head_dim, bias=False)
         self.output = nn.Linear(heads * self.head_dim, width, bias=False)
         self.cross = cross
         self.feed_forward = FeedForward(width, feed_forward or 4 * width, activation, dropout)
@@ -104,30 +120,44 @@ class HierarchicalDecoderLayer(nn.Module):
         found = self.attention.found(k, hierarchy)
         if cache is not None:
             cache.fill(place, k, v, **found)
-        return self._finish(x, self.attention(q, k, v, hierarchy, **found), memory)
+        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **found), memory)
 
     def step(self, x: Tensor, cache: Cache, place: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
         """The newest token of every sequence, `[batch, width]`, after the cache's `append`."""
         q, k, v = self._project(x, angles)
-        return self._finish(x, cache.attend(place, q, k, v, pooled_bias=self.attention.bias), memory)
+        bias, mixing = self.attention.bias, self.fusion.mixing
+        return self._finish(x, cache.attend(place, q, k, v, pooled_bias=bias, mixing=mixing), memory)
 
     def _project(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         projected = self.project(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = projected.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        q, k, v = projected.split(self.blocks, dim=1)
+        q, k = self.fusion.compare(q, k)
+        if angles is not None:  # after the mixing of channels, or logits would not depend on distances alone
+            q, k = self._rotate(q, angles), self._rotate(k, angles)
         return q, k, v
 
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Every block of `head_dim` channels on its own."""
+        blocks = x.flatten(1).unflatten(-1, (-1, self.head_dim))
+        return rotate(blocks, angles).flatten(1).unflatten(-1, x.shape[1:])
+
     def _finish(self, x: Tensor, attended: Tensor, memory: Any) -> Tensor:
-        x = x + self.dropout(self.output(attended.flatten(1)))
+        x = x + self.dropout(self.output(self.fusion.weigh(attended, x).flatten(1)))
         if self.cross is not None:
             x = x + self.cross(x, memory)
         return x + self.dropout(self.feed_forward(self.norm_feed_forward(x)))
 
 
 def initialise(module: nn.Module, layers: int, std: float = 0.02) -> None:
-    """Normal weights; those that add to the residual stream smaller, by √(2·layers), so that its variance stays put."""
+    """Normal weights; those that add to the residual stream smaller, by √(2·layers), so that its variance stays put.
+
+    How heads are fused starts as it was made.
+    """
+    kept = {id(p) for m in module.modules() if isinstance(m, HeadFusion) for p in m.parameters()}
     for name, parameter in module.named_parameters():
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 and id(parameter) not in kept:
             narrow = name.endswith(("output.weight", "feed_forward.out.weight"))
             nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if narrow else std)
+    for layer in module.modules():
+        if isinstance(layer, HierarchicalDecoderLayer):
+            layer.fusion.scale_output(layer.output)

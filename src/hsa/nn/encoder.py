@@ -10,17 +10,24 @@ from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
-from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale
+from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale, flat_tree
 from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
+from hsa.nn.fusion_names import FusionName
 from hsa.nn.grouped_linear import Groups
+from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.inputs import Inputs
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
+from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
 from hsa.places import Places
 
-Operator = Literal["hierarchical", "multiscale", "found", "bottom-up", "flat", "none"]
+Operator = Literal[
+    "hierarchical", "multiscale", "found", "bottom-up", "flat", "trilinear", "hierarchical-trilinear", "none"
+]
+
+_ON_ALL_LEAVES = ("flat", "trilinear")  # whatever tree they hang in
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,10 @@ class EncoderConfig:
         dropout: on embeddings and residual branches.
         operator: "hierarchical" (the paper's), "multiscale" (own rows), "found" (own rows over trees found from the
             keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over
-            all leaves), "none" (no attention: DeepSets).
+            all leaves), "trilinear" (over all pairs of leaves), "hierarchical-trilinear" (over pairs of siblings on the
+            tree), "none" (no attention: DeepSets).
+        fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see `head_fusion`, also
+            for `shared_dim` and `fusion_penalty`.
         include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
         near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
         group, window: for "found": keys per group, queries that share a choice.
@@ -55,6 +65,9 @@ class EncoderConfig:
     feed_forward: int | None = None
     dropout: float = 0.1
     operator: Operator = "hierarchical"
+    fusion: FusionName = "concatenation"
+    shared_dim: int | None = None
+    fusion_penalty: float = 0.01
     include_self: bool = False
     near: int = 0
     refine: int = 0
@@ -87,6 +100,12 @@ class EncoderConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
+        self.new_fusion()  # says what does not fit
+
+    def new_fusion(self) -> HeadFusion:
+        """For a layer of these sizes."""
+        sizes = self.width, self.heads, self.head_dim or self.width // self.heads
+        return head_fusion(self.fusion, *sizes, shared_dim=self.shared_dim, penalty=self.fusion_penalty)
 
 
 class HierarchicalEncoder(nn.Module):
@@ -128,6 +147,7 @@ class HierarchicalEncoder(nn.Module):
                 config.width,
                 config.heads,
                 attention,
+                fusion=config.new_fusion(),
                 modalities=self.num_groups,
                 feed_forward=config.feed_forward,
                 head_dim=config.head_dim,
@@ -137,7 +157,7 @@ class HierarchicalEncoder(nn.Module):
         )
         self.features: PositionFeatures | None = None
         self.positions = nn.ModuleList()
-        kinds = ("sequence",) if config.operator == "flat" or config.windows else kinds
+        kinds = ("sequence",) if config.operator in _ON_ALL_LEAVES or config.windows else kinds
         uses = config.position_width > 0 and bool(kinds)
         if uses and (attentions[0].uses_positions or config.position_input):
             self.features = PositionFeatures(config.position_width, kinds, keys)
@@ -182,8 +202,8 @@ class HierarchicalEncoder(nn.Module):
     def _tree(self, inputs: Inputs) -> tuple[Hierarchy, Places]:
         """The forest attention runs on."""
         config, hierarchy = self.config, inputs.hierarchy
-        if config.operator == "flat":
-            flat = hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths).to(hierarchy.device))
+        if config.operator in _ON_ALL_LEAVES:
+            flat = flat_tree(hierarchy)
             return flat, Places.of_sequences(flat)
         if config.windows:
             regular = hierarchy.cached(
@@ -202,4 +222,8 @@ def _attention(config: EncoderConfig) -> Attention:
         return Multiscale(config.heads, near=config.near, refine=config.refine)
     if config.operator == "found":
         return Found(config.heads, group=config.group, refine=config.refine, window=config.window)
+    if config.operator == "trilinear":
+        return Trilinear()
+    if config.operator == "hierarchical-trilinear":
+        return HierarchicalTrilinear()
     return Alone() if config.operator == "none" else Flat()  # bottom-up, a family is a flat tree

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import Attention
 from hsa.nn.grouped_linear import GroupedLinear, Groups
+from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
 
 
 class HierarchicalEncoderLayer(nn.Module):
@@ -23,6 +24,7 @@ class HierarchicalEncoderLayer(nn.Module):
         width: of the leaf vectors.
         heads: of attention.
         attention: one of `hsa.nn.attention`, or your own.
+        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
         modalities: how many.
         feed_forward: inner width of the feed-forward network.
         head_dim: channels per head; width / heads by default.
@@ -42,6 +44,7 @@ class HierarchicalEncoderLayer(nn.Module):
         heads: int,
         attention: Attention,
         *,
+        fusion: HeadFusion | None = None,
         modalities: int = 1,
         feed_forward: int | None = None,
         head_dim: int | None = None,
@@ -52,11 +55,16 @@ class HierarchicalEncoderLayer(nn.Module):
         self.heads, self.head_dim = heads, head_dim or width // heads
         attended = self.heads * self.head_dim
         self.attention = attention
-        self.needs_queries = attention.needs_queries
-        self.project = GroupedLinear(modalities, width, (3 if self.needs_queries else 1) * attended)
-        if self.needs_queries:
-            self.norm_q, self.norm_k = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+        self.fusion = Concatenation(heads, self.head_dim) if fusion is None else fusion
+        check_fusion(self.fusion, heads, self.head_dim, attention.parts, mixes=attention.mixes)
+        compared = self.fusion.blocks * self.head_dim
+        self.sizes = [attended if name.startswith("v") else compared for name in attention.parts]
+        self.project = GroupedLinear(modalities, width, sum(self.sizes))
+        for name in attention.parts:
+            if not name.startswith("v"):
+                self.add_module(f"norm_{name}", nn.LayerNorm(self.head_dim))
         self.output = GroupedLinear(modalities, attended, width)
+        self.fusion.scale_output(self.output)
         self.activation = nn.GELU()
         self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, width)
@@ -64,12 +72,13 @@ class HierarchicalEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, hierarchy: Hierarchy, groups: Groups, positions: Tensor | None = None) -> Tensor:
-        projected = self.project(x, groups).unflatten(-1, (-1, self.heads, self.head_dim))
-        if self.needs_queries:
-            q, k, v = projected.unbind(1)
-            q, k = self.norm_q(q), self.norm_k(k)
-        else:
-            q = k = v = projected[:, 0]
-        attended = self.attention(q.to(v.dtype), k.to(v.dtype), v, hierarchy, positions)
+        parts = [part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, groups).split(self.sizes, -1)]
+        for i, name in enumerate(self.attention.parts):
+            if not name.startswith("v"):
+                parts[i] = self.get_submodule(f"norm_{name}")(parts[i]).to(parts[i].dtype)
+        if self.attention.parts[:2] == ("q", "k"):
+            parts[:2] = self.fusion.compare(*parts[:2])
+        attended = self.attention(*parts, hierarchy, positions, self.fusion.mixing)
+        attended = self.fusion.weigh(attended, x)
         x = x + self.dropout(self.activation(self.output(attended.flatten(1), groups)))
         return x + self.dropout(self.feed_forward(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
 from hsa.nn.encoder import EncoderConfig
+from hsa.nn.fusion_names import FusionName
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import ModelOptions, TrainingOptions
@@ -24,6 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "found": {"operator": "found"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},
+    "trilinear": {"operator": "trilinear", "position_input": True},
+    "hsa-trilinear": {"operator": "hierarchical-trilinear", "position_input": True},
     "deepsets": {"operator": "none"},
 }
 """How each model differs from the one the options describe. All have as many parameters."""
@@ -53,15 +56,27 @@ class Result:
         return Result(**data)
 
 
+def changes(name: str) -> dict[str, Any]:
+    """How a model differs from the one the options describe.
+
+    >>> changes("flat+talking")
+    {'operator': 'flat', 'fusion': 'talking'}
+    """
+    base, plus, fusion = name.partition("+")
+    if base not in MODELS:
+        raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+    if plus and fusion not in get_args(FusionName):
+        raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(get_args(FusionName))}")
+    return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
+
+
 def check_models(names: Iterable[str]) -> None:
     for name in names:
-        if name not in MODELS:
-            raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+        changes(name)
 
 
 def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelConfig:
-    """The configuration of one of `MODELS` for these data."""
-    check_models([name])
+    """The configuration of a model by its name, for these data."""
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
@@ -78,7 +93,8 @@ def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelCon
         center=float(targets.float().mean()) if regression else 0.0,
         scale=spread or 1.0,
     )
-    return equal_parameters(reference, **MODELS[name]) if MODELS[name] else reference
+    changed = changes(name)
+    return equal_parameters(reference, **changed) if changed else reference
 
 
 def train_model(

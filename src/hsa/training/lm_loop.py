@@ -18,6 +18,7 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
 from hsa.models.saved import check_fits
+from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
@@ -211,9 +212,9 @@ class _Run:
     def _step(self, tokens: Tensor, targets: Tensor, trees: Trees) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
-        with precision(self.device, self.options.mixed_precision):
+        with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
             loss = self.model.loss(tokens, targets, (self.language.context,) * self.batch, trees=trees)
-        loss.backward()
+        (loss + sum(penalties)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -21,6 +21,7 @@ from hsa.errors import HsaError, InvalidInput, MissingExtra
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
+from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.data_set import DataSet, batches_by_tokens
 from hsa.training.loading import prefetched
@@ -252,9 +253,10 @@ class Trainer:
         done = self.progress.epoch * self.steps_per_epoch + self.progress.step
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(done)
-        losses = self._losses(self.model(batch), targets)
+        with collecting_penalties() as penalties:
+            losses = self._losses(self.model(batch), targets)
         loss = (losses * weights).sum()
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss + sum(penalties))
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

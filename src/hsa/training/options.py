@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hsa.errors import InvalidInput
+from hsa.nn.fusion_names import FusionName
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -68,6 +69,10 @@ class ModelOptions:
         head_dim: Channels per head; width / heads by default.
         layers: Of the encoder.
         dropout: On embeddings and residual branches.
+        fusion: How heads become one: concatenation, talking (they mix logits and weights), collaborative (one query and key
+            projection for all) or over-heads (every leaf weighs its heads).
+        shared_dim: For collaborative: channels of the shared queries and keys; half of all heads' by default.
+        fusion_penalty: For over-heads: how strongly leaves are kept from all choosing the same head.
         include_self: Leaves attend to themselves; in the paper they do not.
         near: For multiscale: neighbouring leaf families that are read leaf by leaf, on each side.
         refine: For multiscale and found: how many more, the best ones.
@@ -82,6 +87,9 @@ class ModelOptions:
     head_dim: int | None = None
     layers: int = 1
     dropout: float = 0.1
+    fusion: FusionName = "concatenation"
+    shared_dim: int | None = None
+    fusion_penalty: float = 0.01
     include_self: bool = False
     near: int = 1
     refine: int = 0
@@ -202,6 +210,7 @@ class Seq2SeqOptions:
 
 def decoder_sizes(model: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
     """What options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
-    shared = {name: getattr(model, name) for name in ("width", "heads", "dropout", "near")}
+    names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
+    shared = {name: getattr(model, name) for name in names}
     own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
     return {**shared, **{name: getattr(language, name) for name in own}}

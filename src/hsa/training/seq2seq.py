@@ -20,6 +20,7 @@ from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
 from hsa.nn.encoder import EncoderConfig
+from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.data_set import batches_by_tokens
 from hsa.training.lm_loop import precision
@@ -205,9 +206,9 @@ class _Run:
     def _step(self, prompts: Batch, read: Tensor, said: Tensor, lengths: list[int], rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with precision(self.device, self.options.mixed_precision):
+        with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
             loss = self.model.loss(prompts, read, said, lengths)
-        loss.backward()
+        (loss + sum(penalties)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

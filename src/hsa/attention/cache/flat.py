@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hsa.attention.arguments import scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.hierarchy import Hierarchy
 
 
@@ -80,12 +82,16 @@ class FlatCache(Cache):
         v: Tensor,
         *,
         pooled_bias: float | Tensor = 0.0,
+        mixing: HeadMixing | None = None,
         scale: float | None = None,
     ) -> Tensor:
+        check_mixing(mixing, q)
         self._meet_layer(layer, k, v, q)
         keys, values = self.keys[layer], self.values[layer]
         rows = torch.arange(self.batch, device=self.device)
         keys[rows, :, self._last], values[rows, :, self._last] = k, v
+        if mixing is not None:
+            return self._attend_mixed(q, keys, values, mixing, scale_or_default(scale, q))
         out = F.scaled_dot_product_attention(
             q[:, :, None],
             keys[:, :, : self._longest],
@@ -95,6 +101,13 @@ class FlatCache(Cache):
             enable_gqa=q.shape[1] != self.kv_heads,
         )
         return out[:, :, 0]
+
+    def _attend_mixed(self, q: Tensor, keys: Tensor, values: Tensor, mixing: HeadMixing, scale: float) -> Tensor:
+        groups = q.shape[1] // self.kv_heads
+        keys, values = (x[:, :, : self._longest].repeat_interleave(groups, 1) for x in (keys, values))
+        logits = mixing.mix_logits(q[:, :, None] @ keys.transpose(-1, -2) * scale)
+        logits = logits if self._mask is None else logits.masked_fill(~self._mask, -math.inf)
+        return (mixing.mix_weights(logits.softmax(-1)) @ values)[:, :, 0]
 
     def reorder(self, index: Any) -> None:
         chosen = self._check_index(index)

@@ -24,10 +24,11 @@ from hsa.attention.arguments import scale_or_default, without_autocast
 from hsa.attention.cache.found_search import Block, Counted, KeptLayer, Token
 from hsa.attention.cache.found_tree import Heap, Shape, Step, shape_of, step_of
 from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import in_order
-from hsa.errors import InvalidInput
+from hsa.errors import InvalidInput, Unsupported
 from hsa.hierarchy import Hierarchy
 
 PRODUCTS = 2**24
@@ -203,6 +204,7 @@ class FoundCache(Cache):
         v: Tensor,
         *,
         pooled_bias: float | Tensor = 0.0,
+        mixing: HeadMixing | None = None,
         scale: float | None = None,
         counted: Counted | None = None,
     ) -> Tensor:
@@ -211,8 +213,11 @@ class FoundCache(Cache):
         Args:
             q: `[batch, heads, dim]`; k, v: `[batch, kv_heads, dim]`.
             pooled_bias, scale: as for `multiscale_attention`.
+            mixing: None: every head looks at nodes of its own, so there is nothing to mix.
             counted: takes the count of entries that were attended to and scored.
         """
+        if mixing is not None:
+            raise Unsupported("a FoundCache cannot mix heads: each looks at nodes of its own")
         bias, scale = per_head(pooled_bias, q), scale_or_default(scale, q)
         self._meet_layer(layer, k, v, q)
         kept, step = self._kept[layer], self._step

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.arguments import check_count
+from hsa.attention.mixing import HeadMixing
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy, integers
 
@@ -111,6 +112,7 @@ class Cache(ABC):
         v: Tensor,
         *,
         pooled_bias: float | Tensor = 0.0,
+        mixing: HeadMixing | None = None,
         scale: float | None = None,
     ) -> Tensor:
         """What the newest token of every sequence sees in one layer.
@@ -118,6 +120,8 @@ class Cache(ABC):
         Args:
             q: `[batch, heads, head_dim]`.
             k, v: `[batch, kv_heads, head_dim]`, `[batch, kv_heads, value_dim]`: of the same token; they are stored.
+            pooled_bias: added to the logits of pooled nodes, a number or one per head.
+            mixing: talking heads, as in `multiscale_attention`.
         """
 
     @abstractmethod

@@ -26,6 +26,7 @@ from torch import Tensor
 from hsa.attention.arguments import check_count, scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.dispatch import Backend, choose
+from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import pyramid
 from hsa.attention.rounds import rooted, rounds
@@ -227,10 +228,14 @@ class HierarchicalCache(Cache):
         v: Tensor,
         *,
         pooled_bias: float | Tensor = 0.0,
+        mixing: HeadMixing | None = None,
         scale: float | None = None,
     ) -> Tensor:
         bias, scale = self._per_head(pooled_bias, q), scale_or_default(scale, q)
+        check_mixing(mixing, q)
         self._meet_layer(layer, k, v, q)
+        if mixing is not None:  # the kernel does not mix
+            return _Torch(self).attend(layer, q, k, v, bias, scale, mixing)
         return self.backend.run(self).attend(layer, q, k, v, bias, scale)
 
     def reorder(self, index: Any) -> None:
@@ -384,7 +389,16 @@ class _Torch:
         plan = rounds(forest)
         return pyramid(leaves, plan)[plan.slot_of_node[nodes]]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pooled_bias: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pooled_bias: Tensor,
+        scale: float,
+        mixing: HeadMixing | None = None,
+    ) -> Tensor:
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         keys, values = c.keys[layer], c.values[layer]
@@ -393,10 +407,14 @@ class _Torch:
         dtype = torch.promote_types(c.dtype, torch.float32)
         bias = c.bias.to(dtype)[:, None].expand(-1, q.shape[1], -1)
         bias = torch.cat([bias[..., : c.pooled_from], bias[..., c.pooled_from :] + pooled_bias.to(dtype)[:, None]], -1)
-        groups = q.shape[1] // c.kv_heads
-        queries = q.to(dtype).unflatten(1, (c.kv_heads, groups))
-        logits = queries @ keys.to(dtype).transpose(-1, -2) * scale + bias.unflatten(1, (c.kv_heads, groups))
-        out = (logits.softmax(-1) @ values.to(dtype)).flatten(1, 2).to(q.dtype)
+        split = (c.kv_heads, q.shape[1] // c.kv_heads)
+        logits = (q.to(dtype).unflatten(1, split) @ keys.to(dtype).transpose(-1, -2)).flatten(1, 2) * scale
+        if mixing is not None:
+            logits = mixing.logits.to(dtype) @ logits
+        weights = (logits + bias).softmax(-1)
+        if mixing is not None:
+            weights = mixing.weights.to(dtype) @ weights
+        out = (weights.unflatten(1, split) @ values.to(dtype)).flatten(1, 2).to(q.dtype)
         self._pool(keys, values, dtype)
         return out
 

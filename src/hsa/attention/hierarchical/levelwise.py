@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.hierarchical.leaf_round import attend_leaves, finish_leaves
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
 from hsa.attention.softmax import attend_with_gradient, exact
 from hsa.errors import InvalidInput
@@ -38,6 +39,7 @@ def hierarchical_attention(
     include_self: bool,
     causal: bool,
     family_attention: FamilyAttention,
+    mixing: HeadMixing | None,
     scale: float,
 ) -> Tensor:
     """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
@@ -52,6 +54,7 @@ def hierarchical_attention(
         include_self=include_self,
         causal=causal,
         family_attention=family_attention,
+        mixing=mixing,
         scale=scale,
     )
     return down_sweep(up, v, plan)
@@ -110,9 +113,10 @@ def up_sweep(
     causal: bool,
     family_attention: FamilyAttention,
     scale: float,
+    mixing: HeadMixing | None = None,
 ) -> UpSweep:
     """Leaves → roots."""
-    by_hand = bool(plan.rounds) and _by_hand(plan.rounds[0], positions, family_attention)
+    by_hand = bool(plan.rounds) and mixing is None and _by_hand(plan.rounds[0], positions, family_attention)
     up = UpSweep(by_hand=by_hand)
     pooled: tuple[list[Tensor], ...] = ([], [], [])
     no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -137,13 +141,16 @@ def up_sweep(
             qb, kb, factor = _with_positions(qb, kb, spot, scale)
             inputs = qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2)
             mask, alone = bucket.mask(include_self, causal)
-            if family_attention is exact:
-                bias, _ = bucket.bias(include_self, causal, qb.dtype)
-                y, outer = attend_with_gradient(*inputs, bias, factor)
-            else:
-                y, outer = _pair(family_attention(*inputs, bucket.log_count, mask, scale=factor))
             void = bucket.is_leaf if include_self else bucket.void
-            mass, side, down = _shares(inner, outer.transpose(1, 2), void, alone)
+            if mixing is not None:
+                y, mass, side, down = _attend_mixed(*inputs, bucket.log_count, mask, factor, inner, void, alone, mixing)
+            else:
+                if family_attention is exact:
+                    bias, _ = bucket.bias(include_self, causal, qb.dtype)
+                    y, outer = attend_with_gradient(*inputs, bias, factor)
+                else:
+                    y, outer = _pair(family_attention(*inputs, bucket.log_count, mask, scale=factor))
+                mass, side, down = shares(inner, outer.transpose(1, 2), void, alone)
             averages.append(y.transpose(1, 2))
             masses.append(mass)
             sides.append(side)
@@ -189,7 +196,7 @@ def _with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> 
     return torch.cat([q * scale, spot], -1), torch.cat([k, spot], -1), 1.0
 
 
-def _shares(
+def shares(
     inner: Tensor, outer: Tensor, void: Tensor | None, alone: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """log(e^inner + e^outer), and how a row divides between siblings and own children.
@@ -209,6 +216,40 @@ def _shares(
         side = side.masked_fill(alone, 0)
         down = down.masked_fill(alone & ~void, 1)
     return mass, side, down
+
+
+def _attend_mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_count: Tensor | None,
+    mask: Tensor,
+    scale: float,
+    inner: Tensor,
+    void: Tensor | None,
+    alone: Tensor | None,
+    mixing: HeadMixing,
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    """Attention inside families whose heads talk: averages that have their share of the row in them, masses, shares."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = mixing.mix_logits(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale)
+    if log_count is not None:
+        logits = logits + log_count.to(dtype)
+    if alone is not None:  # such rows stay finite, and get no weight below
+        mask = mask | alone[:, None]
+    logits = logits.masked_fill(~mask, -math.inf)
+    outer = logits.logsumexp(-1)
+    mass, side, down = shares(inner, outer.transpose(1, 2), void, alone)
+    weights = (logits - outer[..., None]).exp()
+    if side is not None:
+        weights = weights * side.transpose(1, 2)[..., None]
+    elif alone is not None:
+        weights = weights.masked_fill(alone[:, None], 0)
+    if down is not None:
+        down = down @ mixing.weights.to(dtype).T
+        if alone is not None:  # without siblings there is nothing to mix: all is handed down
+            down = torch.where(alone & ~void[:, :, None], torch.ones_like(down), down)  # type: ignore[index]
+    return (mixing.mix_weights(weights) @ v.to(dtype)).to(v.dtype), mass, None, down
 
 
 def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:

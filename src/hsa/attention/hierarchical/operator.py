@@ -12,6 +12,7 @@ from hsa.attention.arguments import check_inputs, check_positions, repeat_heads,
 from hsa.attention.dispatch import Backend, choose, only_softmax
 from hsa.attention.hierarchical import levelwise, reference
 from hsa.attention.hierarchical.family import family_attention_named
+from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available
 from hsa.attention.triton.reasons import hierarchical_reasons
@@ -25,6 +26,12 @@ def _only_exact(arguments: dict[str, Any]) -> list[str]:
     return only_softmax(arguments) + reasons
 
 
+def _why_not_torch(arguments: dict[str, Any]) -> list[str]:
+    exact = arguments["family_attention"] == "exact" or arguments.get("mixing") is None
+    reasons = [] if exact else ["mixed heads have an attention of their own inside families: it must be 'exact'"]
+    return only_softmax(arguments) + reasons
+
+
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
     from hsa.attention.triton.hierarchical import hierarchical_attention
 
@@ -34,6 +41,7 @@ def _run_triton(*arguments: Any, **options: Any) -> Tensor:
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
     reasons = only_softmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    reasons += no_mixing(arguments)
     if arguments["family_attention"] != "exact":
         reasons.append("it has its own attention inside families: family_attention must be 'exact'")
     if reasons:
@@ -45,7 +53,7 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
 
 HIERARCHICAL = (
     Backend("triton", _run_triton, _why_not_triton),
-    Backend("torch", levelwise.hierarchical_attention, only_softmax),
+    Backend("torch", levelwise.hierarchical_attention, _why_not_torch),
     Backend("reference", reference.hierarchical_attention, _only_exact),
 )
 ENERGY = (
@@ -66,6 +74,7 @@ def hierarchical_attention(
     causal: bool = False,
     normalizer: Any = "softmax",
     family_attention: FamilyAttentionName | Callable[..., tuple[Tensor, Tensor]] = "exact",
+    mixing: HeadMixing | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "leaves heads value_dim"]:
@@ -91,6 +100,8 @@ def hierarchical_attention(
         family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
             approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
             described in `hsa.attention.hierarchical.family`.
+        mixing: talking heads, in every family: logits are mixed across heads before its softmax; after it, whole rows are:
+            the weights of siblings together with the share that is handed down.
         scale: of the dot products; 1/√head_dim by default.
         backend: "auto", "triton" (CUDA), "torch" or "reference".
 
@@ -110,7 +121,7 @@ def hierarchical_attention(
     chosen = choose("hierarchical_attention", HIERARCHICAL, backend, arguments)
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     with without_autocast(q):
-        return chosen.run(q, k, v, hierarchy, **_resolved(arguments, q))
+        return chosen.run(q, k, v, hierarchy, mixing=mixing, **_resolved(arguments, q))
 
 
 def energy(
@@ -148,6 +159,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The checked arguments of both functions."""
     tensors: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if name in given}
     check_inputs(tensors, given["hierarchy"])
+    check_mixing(given.get("mixing"), given["q"])
     if given["causal"] and not given["include_self"]:
         raise InvalidInput(
             "causal",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Partition
 from hsa.attention.multiscale.positions import position_logits
@@ -43,6 +44,7 @@ def multiscale_attention(
     positions: Tensor | None,
     include_self: bool,
     pooled_bias: Tensor | None,
+    mixing: HeadMixing | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -54,8 +56,9 @@ def multiscale_attention(
     lists = _Lists(
         hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1], keys.dtype
     )
+    maps = (None, None) if mixing is None else (mixing.logits, mixing.weights)
     needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions)
+        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, *maps)
     )
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
     pieces: list[Tensor] = []
@@ -64,7 +67,7 @@ def multiscale_attention(
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
         attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, dropout_p=dropout_p, scale=scale)
-        arguments = q, keys, values, pooled_bias, positions
+        arguments = q, keys, values, pooled_bias, positions, *maps
         rows = chunk.rows.flatten()
         if needs_grad:
             pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
@@ -95,6 +98,8 @@ def _attend(
     values: Tensor,
     pooled_bias: Tensor | None,
     positions: Tensor | None,
+    mix_logits: Tensor | None,
+    mix_weights: Tensor | None,
     hierarchy: Hierarchy,
     chunk: _Chunk,
     dropout_p: float,
@@ -111,18 +116,23 @@ def _attend(
     if pooled_bias is not None:
         per_head = pooled_bias.to(keys.dtype)[:, None]
         bias = bias + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
-    bias = bias[:, :, None]
+    bias, place = bias[:, :, None], None
     if positions is not None:
         assert chunk.parent is not None
         assert chunk.leaf is not None
-        bias = bias + position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
-    if dropout_p == 0:
-        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
+        place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
+    if dropout_p == 0 and mix_logits is None:
+        out, _ = exact(queries, k, v, bias if place is None else bias + place, chunk.mask, scale=scale)
     else:
         hidden = bias == -math.inf
         hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
-        logits = (queries @ k.transpose(-1, -2) * scale + bias).masked_fill(hidden, torch.finfo(keys.dtype).min)
-        out = F.dropout(logits.softmax(-1).masked_fill(hidden, 0), dropout_p) @ v
+        logits = queries @ k.transpose(-1, -2) * scale
+        logits = logits if place is None else logits + place
+        mixing = None if mix_logits is None or mix_weights is None else HeadMixing(mix_logits, mix_weights)
+        logits = logits if mixing is None else mixing.mix_logits(logits)
+        weights = (logits + bias).masked_fill(hidden, torch.finfo(keys.dtype).min).softmax(-1).masked_fill(hidden, 0)
+        weights = F.dropout(weights if mixing is None else mixing.mix_weights(weights), dropout_p)
+        out = weights @ v
     return out.transpose(1, 2).flatten(0, 1)
 
 

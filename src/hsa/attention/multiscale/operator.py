@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, check_type, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose, only_softmax
+from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.multiscale import gathered, reference
 from hsa.attention.multiscale.choice import check_chunked, check_key_order, check_one_family, open_families
 from hsa.attention.multiscale.find_keys import KeyOrder
@@ -43,6 +44,7 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
         reasons.append("it does not take positions")
     if arguments["dropout_p"] > 0:
         reasons.append("it has no dropout")
+    reasons += no_mixing(arguments)
     return reasons + multiscale_reasons(rooted(arguments["hierarchy"])[0], arguments["opened"], arguments["needs_grad"])
 
 
@@ -67,6 +69,7 @@ def multiscale_attention(
     causal: bool = False,
     normalizer: Any = "softmax",
     pooled_bias: float | Tensor = 0.0,
+    mixing: HeadMixing | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
@@ -91,6 +94,8 @@ def multiscale_attention(
         causal: drop every node that is not wholly at or before the query. Nothing later is used, at all.
         normalizer: "softmax".
         pooled_bias: added to the logits of pooled nodes, a number or one per head: 0 is closest to softmax, −∞ drops them.
+        mixing: talking heads: logits are mixed across heads before the softmax, weights after it. All heads must have the
+            same lists: no choice per head, no trees found per head.
         dropout_p: dropout on (query, node) weights.
         scale: of the dot products; 1/√head_dim by default.
         backend: "auto", "triton" (CUDA), "torch" or "reference".
@@ -121,6 +126,8 @@ def multiscale_attention(
         opened = open_families(q, k, hierarchy, queries=queries, causal=causal)
     limit = key_limit(opened.queries, hierarchy, causal)
     _check_opened(hierarchy, opened, key_order, limit, q)
+    check_mixing(mixing, q)
+    _check_shared_lists(mixing, opened, key_order)
     scale = scale_or_default(scale, q)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
@@ -136,6 +143,7 @@ def multiscale_attention(
         "dropout_p": dropout_p,
         "needs_grad": needs_grad,
         "normalizer": normalizer,
+        "mixing": mixing,
         "backend": backend,
     }
     chosen = choose("multiscale_attention", MULTISCALE, backend, asked_of_backend)
@@ -147,11 +155,22 @@ def multiscale_attention(
         "positions": positions,
         "include_self": include_self,
         "pooled_bias": per_head(pooled_bias, q),
+        "mixing": mixing,
         "dropout_p": dropout_p,
         "scale": scale,
     }
     with without_autocast(q):
         return chosen.run(q, k, v, hierarchy, **options)
+
+
+def _check_shared_lists(mixing: HeadMixing | None, opened: Opened, key_order: KeyOrder | None) -> None:
+    if mixing is not None and (key_order is not None or opened.families.shape[1] > 1):
+        raise InvalidInput(
+            "mixing",
+            given="heads with lists of their own (refine, or a key order)",
+            expected="heads that look at the same nodes: else there is nothing to mix entry by entry",
+            fix="use open_families without refine and without a key order, or hierarchical_attention",
+        )
 
 
 def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:

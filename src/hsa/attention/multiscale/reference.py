@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Opened
 from hsa.hierarchy import Hierarchy
@@ -25,6 +27,7 @@ def multiscale_attention(
     positions: Tensor | None,
     include_self: bool,
     pooled_bias: Tensor | None,
+    mixing: HeadMixing | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -36,13 +39,13 @@ def multiscale_attention(
     for i in range(len(q)):
         group = int(queries.group[i])
         leaf = None if queries.leaves is None else int(queries.leaves[i])
-        row = []
+        similarities, biases, averages = [], [], []
         for h in range(heads):
             kv_head = h // group_of_heads
             keys, values = k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
             order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
             chosen = opened.families[group, min(h, opened.families.shape[1] - 1)].tolist()
-            logits, means = [], []
+            logits, bias, means = [], [], []
             for node in list_of_nodes(hierarchy, int(queries.tree[group]), chosen):
                 members = order[_leaf_slice(hierarchy, node)]
                 if limit is not None and max(members) >= int(limit[i]):
@@ -50,27 +53,42 @@ def multiscale_attention(
                 is_leaf = hierarchy.structure.num_children[node] == 0
                 if is_leaf and members == [leaf] and not include_self:
                     continue
-                logit = scale * (q[i, h].to(dtype) @ keys[members].mean(0)) + math.log(len(members))
+                logit = scale * (q[i, h].to(dtype) @ keys[members].mean(0))
                 if positions is not None:
                     assert leaf is not None
                     own, other = _highest_distinct(hierarchy, int(hierarchy.structure.leaf_nodes[leaf]), node)
                     place = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
                     logit = logit + place[own] @ place[other]
+                more = logit.new_tensor(math.log(len(members)))
                 if not is_leaf and pooled_bias is not None:
-                    logit = logit + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
+                    more = more + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
                 logits.append(logit)
+                bias.append(more)
                 means.append(values[members].mean(0))
-            row.append(_average(logits, means, v.new_zeros(v.shape[-1], dtype=dtype), dropout_p))
+            similarities.append(logits)
+            biases.append(bias)
+            averages.append(means)
+        nothing = v.new_zeros(v.shape[-1], dtype=dtype)
+        if mixing is not None and similarities[0]:  # all heads have the same list
+            mixed = mixing.logits.to(dtype) @ torch.stack([torch.stack(x) for x in similarities])
+            similarities = [list(x) for x in mixed]
+        weights = [_softmax(x, more) for x, more in zip(similarities, biases, strict=True)]
+        if mixing is not None and weights[0]:
+            weights = [list(w) for w in mixing.weights.to(dtype) @ torch.stack([torch.stack(w) for w in weights])]
+        row = [_average(w, means, nothing, dropout_p) for w, means in zip(weights, averages, strict=True)]
         out.append(torch.stack(row))
     return torch.stack(out).to(q.dtype) if out else q.new_empty(0, heads, v.shape[-1])
 
 
-def _average(logits: list[Tensor], means: list[Tensor], nothing: Tensor, dropout_p: float) -> Tensor:
-    visible = [i for i, logit in enumerate(logits) if logit > -math.inf]
-    if not visible:
-        return nothing
-    weights = torch.stack([logits[i] for i in visible]).softmax(0)
-    return F.dropout(weights, dropout_p) @ torch.stack([means[i] for i in visible])
+def _softmax(logits: Sequence[Tensor] | Tensor, bias: Sequence[Tensor]) -> list[Tensor]:
+    """Of logits + bias; 0 where the bias hides."""
+    visible = [x + b for x, b in zip(logits, bias, strict=True) if b > -math.inf]
+    weights = iter(torch.stack(visible).softmax(0) if visible else ())
+    return [next(weights) if b > -math.inf else torch.zeros_like(b) for b in bias]
+
+
+def _average(weights: list[Tensor], means: list[Tensor], nothing: Tensor, dropout_p: float) -> Tensor:
+    return F.dropout(torch.stack(weights), dropout_p) @ torch.stack(means) if means else nothing
 
 
 def list_of_nodes(hierarchy: Hierarchy, node: int, opened: list[int]) -> list[int]:

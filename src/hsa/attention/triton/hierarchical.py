@@ -41,6 +41,7 @@ def hierarchical_attention(
     include_self: bool,
     causal: bool,
     family_attention: Any,
+    mixing: None,
     scale: float,
 ) -> Tensor:
     """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""

@@ -33,6 +33,7 @@ def multiscale_attention(
     positions: Tensor | None,
     include_self: bool,
     pooled_bias: Tensor | None,
+    mixing: None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:

@@ -1,0 +1,179 @@
+"""Talking heads: both operators against their references and against talking-heads attention written out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, HsaError, hierarchical_attention, multiscale_attention, open_families
+from hsa.attention.mixing import HeadMixing
+from tests.forests import forests, gradients, random_inputs, random_positions
+
+seeds = st.integers(0, 10**6)
+selves = st.sampled_from([(False, False), (True, False), (True, True)])  # include_self, causal
+HEADS = 6  # as random_inputs has
+
+
+def random_mixing(seed, heads=HEADS, requires_grad=True):
+    generator = torch.Generator().manual_seed(seed + 2)
+    maps = torch.randn(2, heads, heads, generator=generator, dtype=torch.float64) / heads**0.5
+    return HeadMixing(*(m.clone().requires_grad_(requires_grad) for m in maps))
+
+
+def written_out(q, k, v, lengths, mixing, *, include_self=True, causal=False):
+    """Shazeer et al.: softmax(P·logits), mixed by U, times the values, sequence by sequence."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = []
+    for a, b, c in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        logits = torch.einsum("ihd,jhd->hij", a, b) * q.shape[-1] ** -0.5
+        logits = torch.einsum("gh,hij->gij", mixing.logits, logits)
+        seen = torch.ones(len(a), len(a), dtype=torch.bool)
+        seen = seen.tril() if causal else seen
+        seen = seen if include_self else seen & ~torch.eye(len(a), dtype=torch.bool)
+        weights = logits.masked_fill(~seen, -1e300).softmax(-1).masked_fill(~seen, 0)
+        out.append(torch.einsum("gh,hij,jgd->igd", mixing.weights, weights, c))
+    return torch.cat(out)
+
+
+@given(forests(), seeds, selves, st.booleans())
+def test_hierarchical_torch_equals_reference(forest, seed, how, with_positions):
+    q, k, v = random_inputs(forest, seed, requires_grad=True)
+    positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
+    mixing = random_mixing(seed)
+    options = {"positions": positions, "include_self": how[0], "causal": how[1], "mixing": mixing}
+    fast = hierarchical_attention(q, k, v, forest, backend="torch", **options)
+    slow = hierarchical_attention(q, k, v, forest, backend="reference", **options)
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+    inputs = [q, k, v, positions, mixing.logits, mixing.weights]
+    for a, b in zip(gradients(fast, inputs), gradients(slow, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@settings(max_examples=30)
+@given(forests(), seeds, st.booleans(), st.booleans(), st.integers(0, 1), st.booleans())
+def test_multiscale_torch_equals_reference(forest, seed, causal, include_self, near, with_positions):
+    q, k, v = random_inputs(forest, seed, requires_grad=True)
+    positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
+    mixing = random_mixing(seed)
+    opened = open_families(q, k, forest, near=near, causal=causal)
+    bias = torch.linspace(-1, 1, HEADS, dtype=torch.float64, requires_grad=True)
+    options = {"opened": opened, "causal": causal, "include_self": include_self, "mixing": mixing, "pooled_bias": bias}
+    fast = multiscale_attention(q, k, v, forest, backend="torch", positions=positions, **options)
+    slow = multiscale_attention(q, k, v, forest, backend="reference", positions=positions, **options)
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+    inputs = [q, k, v, positions, bias, mixing.logits, mixing.weights]
+    for a, b in zip(gradients(fast, inputs), gradients(slow, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), seeds, st.booleans())
+def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_self):
+    forest, mixing = Hierarchy.flat(lengths), random_mixing(seed, requires_grad=False)
+    q, k, v = random_inputs(forest, seed)
+    expected = written_out(q, k, v, lengths, mixing, include_self=include_self)
+    for backend in ("torch", "reference"):
+        found = hierarchical_attention(q, k, v, forest, include_self=include_self, mixing=mixing, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    found = multiscale_attention(q, k, v, forest, include_self=include_self, mixing=mixing)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    if include_self:
+        found = multiscale_attention(q, k, v, forest, causal=True, mixing=mixing)
+        expected = written_out(q, k, v, lengths, mixing, causal=True)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@given(forests(), seeds, selves)
+def test_two_identities_change_nothing(forest, seed, how):
+    q, k, v = random_inputs(forest, seed)
+    plain = HeadMixing.identity(HEADS, torch.float64)
+    options = {"include_self": how[0], "causal": how[1]}
+    torch.testing.assert_close(
+        hierarchical_attention(q, k, v, forest, mixing=plain, **options),
+        hierarchical_attention(q, k, v, forest, **options),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+    torch.testing.assert_close(
+        multiscale_attention(q, k, v, forest, mixing=plain),
+        multiscale_attention(q, k, v, forest),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+
+
+@given(forests(), seeds, st.booleans())
+def test_rows_still_sum_to_one(forest, seed, include_self):
+    """Where the rows of `weights` do."""
+    q, k, v = random_inputs(forest, seed)
+    mixing = random_mixing(seed, requires_grad=False)
+    mixing = HeadMixing(mixing.logits, mixing.weights.softmax(-1))
+    ones = torch.ones_like(v)
+    total = hierarchical_attention(q, k, ones, forest, include_self=include_self, mixing=mixing)
+    sees = torch.repeat_interleave(torch.tensor(forest.lengths), torch.tensor(forest.lengths)) > (not include_self)
+    torch.testing.assert_close(total, sees.double()[:, None, None].expand_as(total), rtol=1e-10, atol=1e-10)
+
+
+def test_causal_rows_do_not_depend_on_what_follows():
+    forest = Hierarchy.regular([13], (3, 2))
+    q, k, v = random_inputs(forest, 5)
+    mixing = random_mixing(5, requires_grad=False)
+    for place in range(13):
+        jacobians = torch.autograd.functional.jacobian(
+            lambda *x, place=place: multiscale_attention(*x, forest, causal=True, mixing=mixing)[place].sum(), (q, k, v)
+        )
+        assert all((j[place + 1 :] == 0).all() and ((j[: place + 1] != 0).any() or place == 0) for j in jacobians)
+
+
+def test_gradcheck():
+    forest = Hierarchy.from_nested([[3, [1, 2]], 1])
+    q, k, v = random_inputs(forest, 1, heads=2, kv_heads=2, requires_grad=True)
+    mixing = random_mixing(1, heads=2)
+
+    def run(q, k, v, logits, weights):
+        mixed = HeadMixing(logits, weights)
+        return hierarchical_attention(q, k, v, forest, include_self=True, mixing=mixed) + multiscale_attention(
+            q, k, v, forest, mixing=mixed
+        )
+
+    assert torch.autograd.gradcheck(run, (q, k, v, mixing.logits, mixing.weights))
+
+
+def test_trees_do_not_see_each_other():
+    a, b = Hierarchy.from_nested([[2, 3]]), Hierarchy.from_nested([[2, 3], [4, [1, 2]]])
+    q, k, v = random_inputs(b, 3)
+    mixing = random_mixing(3, requires_grad=False)
+    for operator in (hierarchical_attention, multiscale_attention):
+        alone = operator(q[:5], k[:5], v[:5], a, mixing=mixing)
+        torch.testing.assert_close(alone, operator(q, k, v, b, mixing=mixing)[:5], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", [hierarchical_attention, multiscale_attention])
+@pytest.mark.parametrize(
+    ("mixing", "message"),
+    [
+        (torch.eye(6), "HeadMixing"),
+        (HeadMixing(torch.eye(6), torch.eye(5)), r"mixing.weights: given \(5, 5\)"),
+        (HeadMixing(torch.eye(6).long(), torch.eye(6)), "mixing.logits"),
+        (HeadMixing(None, torch.eye(6)), "mixing.logits: given NoneType"),
+    ],
+)
+def test_mixing_that_does_not_fit(operator, mixing, message):
+    forest = Hierarchy.flat([4])
+    q, k, v = random_inputs(forest, 0)
+    with pytest.raises(HsaError, match=message):
+        operator(q, k, v, forest, mixing=mixing)
+
+
+def test_heads_with_lists_of_their_own_cannot_talk():
+    forest = Hierarchy.regular([32], (4, 2))
+    q, k, v = random_inputs(forest, 0)
+    opened = open_families(q, k, forest, refine=1)
+    with pytest.raises(HsaError, match="without refine"):
+        multiscale_attention(q, k, v, forest, opened=opened, mixing=random_mixing(0))
+
+
+def test_backends_say_why_not():
+    forest = Hierarchy.flat([4])
+    q, k, v = random_inputs(forest, 0)
+    with pytest.raises(HsaError, match="it must be 'exact'"):
+        hierarchical_attention(q, k, v, forest, mixing=random_mixing(0), family_attention="linear", backend="torch")
