@@ -119,7 +119,9 @@ def decompose(
         )
     factors = source.start(rank, seed) if start is None else _given("start", start, rank, source.dims, order)
     turns = 0
-    if iterations > 0 and source.squared_norm > 0:
+    if source.squared_norm == 0:
+        factors = [torch.zeros_like(factor) for factor in factors]
+    elif iterations > 0:
         factors, turns = _alternate(source, factors, iterations, tolerance)
     factors = [factor.to(dtype) for factor in factors]
     error = _error(source, [factor.double() for factor in factors])
@@ -170,8 +172,7 @@ class _Written:
 
     def start(self, rank: int, seed: int) -> list[Tensor]:
         if rank == self.dims[0] * self.dims[1]:
-            exact = exact_cp(self.tensor)
-            return [exact.a, exact.b, exact.c]
+            return _exact(self.tensor)
         generator = torch.Generator().manual_seed(seed)
         factors = [torch.randn(rank, dim, dtype=torch.float64, generator=generator) for dim in self.dims]
         return [factor.to(self.tensor.device) for factor in factors]
@@ -206,6 +207,8 @@ class _Factored:
         missing = rank - len(self.own[0])
         if missing >= 0:
             return [torch.nn.functional.pad(factor, (0, 0, 0, missing)) for factor in self.own]
+        if rank == self.dims[0] * self.dims[1]:
+            return _exact(CP(*self.own).tensor())
         return _strongest(self.own, rank)
 
     def note(self, mode: int, factor: Tensor) -> None:
@@ -217,6 +220,11 @@ class _Factored:
 
     def slice(self, i: int) -> Tensor:
         return _slice(self.own, i)
+
+
+def _exact(tensor: Tensor) -> list[Tensor]:
+    exact = exact_cp(tensor)
+    return [exact.a, exact.b, exact.c]
 
 
 def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:

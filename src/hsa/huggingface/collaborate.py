@@ -98,8 +98,8 @@ def collaborate(
         model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
 
     Args:
-        model: an encoder of BERT's kind (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …) or a model around one: its layers
-            have `query`, `key` and `value` and nothing between projection and comparison.
+        model: an encoder of BERT's kind (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …) or a model around one: layers
+            with `query`, `key` and `value` and nothing between projection and comparison.
         shared_dim: channels that the heads of a layer share, or, as a float, their share of heads · head_dim.
         inputs: arguments of forward passes, such as `{"input_ids": …, "attention_mask": …}`, a few thousand tokens in all.
             Projections are then chosen for small errors of the logits on them, not of the weights.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.decomposition import CP, decompose, relative_error
 from hsa.errors import InvalidInput
 
-_CONSTANT = 1e-3  # of what is the same for all keys, against what differs between them: softmax drops it
-_LEAST_SPREAD = 1e-6  # of inputs in a direction, relative to the mean one: what data never showed is not free
+_CONSTANT = 1e-6  # of what is the same for all keys, against what differs between them: softmax drops it
+_LEAST_SPREAD = 1e-3  # of inputs in a direction, relative to the mean one: what data never showed is not free
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +89,9 @@ def share_projections(
     if shared_dim == layer.rank:
         found = layer
     elif seen is None:
-        found = decompose(by_strength(layer), shared_dim, iterations=iterations).cp
+        found = _with_fewer(layer, shared_dim, iterations)
     else:
-        found = seen.without(decompose(by_strength(seen.within(layer)), shared_dim, iterations=iterations).cp)
+        found = seen.without(_with_fewer(seen.within(layer), shared_dim, iterations))
     found = CP(*(factor.to(query_weight.dtype).double() for factor in (found.a, found.b, found.c)))
     mixing, queries, keys = (factor.to(query_weight.dtype) for factor in (found.a, found.b, found.c))
     return SharedProjections(
@@ -104,6 +105,14 @@ def share_projections(
         sum(x.numel() for x in (query_weight, query_bias, key_weight, key_bias) if x is not None),
         sum(factor.numel() for factor in (mixing, queries, keys)),
     )
+
+
+def _with_fewer(layer: CP, channels: int, iterations: int) -> CP:
+    """Forms near those of a layer. A small width needs fewer channels than were asked for: the others are 0 then."""
+    heads, size = layer.a.shape[1], layer.b.shape[1]
+    rank = min(channels, size * min(heads, size))
+    found = decompose(by_strength(layer), rank, iterations=iterations).cp
+    return CP(*(F.pad(factor, (0, 0, 0, channels - rank)) for factor in (found.a, found.b, found.c)))
 
 
 def concatenated_heads(
