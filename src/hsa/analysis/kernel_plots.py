@@ -79,7 +79,8 @@ def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> N
     axes.set(xlabel="heads gone", ylabel=score)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title, parse_math=False)
-    axes.legend(frameon=False, fontsize=8)
+    for text in axes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)
     _tidy(axes)
     save_figure(figure, path)
 

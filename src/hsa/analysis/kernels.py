@@ -63,7 +63,8 @@ def alignment_matrix(grams: Tensor) -> Tensor:
         grams: `[kernels, n, n]`.
     """
     directions = _directions(grams)
-    return (directions @ directions.T).clamp(-1, 1)
+    found = (directions @ directions.T).clamp(-1, 1)
+    return (found + found.T) / 2  # rounding differs from one side to the other, and orders look for ties
 
 
 def _directions(grams: Tensor) -> Tensor:

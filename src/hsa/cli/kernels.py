@@ -261,11 +261,13 @@ def _targets(name: str, labels: list[Any]) -> Targets:
     from hsa.analysis.kernel_learning import Targets
     from hsa.errors import inside
 
-    whole = [isinstance(label, (int, float)) and not isinstance(label, bool) for label in labels]
-    fractions = any(isinstance(label, float) and not label.is_integer() for label in labels)
+    try:
+        numbers = [float(label) for label in labels]  # tables of text have numbers as text
+    except (TypeError, ValueError):
+        numbers = []
+    numeric = any(not number.is_integer() for number in numbers) or len(set(numbers)) > 20
     with inside(name):
-        numeric = all(whole) and (fractions or len(set(labels)) > 20)
-        return Targets.of_numbers(labels) if numeric else Targets.of_classes(labels)
+        return Targets.of_numbers(numbers) if numeric else Targets.of_classes(labels)
 
 
 def _look(
