@@ -1,6 +1,7 @@
 """Train the encoder and its baselines on one data set: a learning-rate sweep per model, then seeds, equal parameters.
 
     python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models hsa,flat] [--epochs 8]
+    python -m benchmarks.train_models heads FOLDER --seeds          how heads are fused, on the data of imdb
 
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
 validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
@@ -34,6 +35,7 @@ class Experiment:
     batch_size: int
     batch_tokens: int
     cut: dict[str, int]  # models that read only so many leaves
+    data: str  # the NAME of its files
 
 
 IMDB = Experiment(
@@ -51,6 +53,17 @@ IMDB = Experiment(
     batch_size=64,
     batch_tokens=2**20,
     cut={},
+    data="imdb",
+)
+HEADS = replace(
+    IMDB,
+    encoder={**IMDB.encoder, "heads": 8},
+    models={
+        f"{name}, {fusion}": {"operator": operator, "fusion": fusion}
+        for name, operator in (("hsa", "hierarchical"), ("flat", "flat"))
+        for fusion in ("talking", "concatenation", "collaborative", "over-heads")
+    },
+    rates=(1e-3, 3e-3, 1e-2),
 )
 PEER = Experiment(
     encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
@@ -66,6 +79,7 @@ PEER = Experiment(
     batch_size=32,
     batch_tokens=2**18,
     cut={"flat, first 512": 512},
+    data="peer",
 )
 LISTOPS = Experiment(
     encoder={"width": 128, "heads": 4, "layers": 4, "dropout": 0.0},
@@ -81,8 +95,9 @@ LISTOPS = Experiment(
     batch_size=64,
     batch_tokens=2**17,
     cut={},
+    data="listops",
 )
-EXPERIMENTS = {"imdb": IMDB, "peer": PEER, "listops": LISTOPS}
+EXPERIMENTS = {"imdb": IMDB, "heads": HEADS, "peer": PEER, "listops": LISTOPS}
 
 
 def train_one(job: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +112,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     experiment = EXPERIMENTS[job["task"]]
-    train, validation, test, vectors = _data(job["task"], job["folder"], experiment.cut.get(job["model"]))
+    train, validation, test, vectors = _data(experiment.data, job["folder"], experiment.cut.get(job["model"]))
     tokens = int(max(d.batch.values["text"].max() for d in (train, validation, test))) + 1
     text = (
         Modality(tokens=max(tokens, 2))
@@ -137,20 +152,20 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data(task: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
+def _data(name: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
     from hsa.training.data_set import DataSet, split_at_random
 
     def load(part: str) -> DataSet:
-        whole = DataSet.load(Path(folder) / f"{task}_{part}.safetensors")
+        whole = DataSet.load(Path(folder) / f"{name}_{part}.safetensors")
         return whole if cut is None else first_leaves(whole, cut)
 
     train, test = load("train"), load("test")
-    dev = Path(folder) / f"{task}_dev.safetensors"
+    dev = Path(folder) / f"{name}_dev.safetensors"
     if dev.exists():
         validation = load("dev")
     else:
         train, validation = split_at_random(train, (0.9, 0.1), seed=0)
-    vectors = Path(folder) / f"{task}_glove.npy"
+    vectors = Path(folder) / f"{name}_glove.npy"
     return train, validation, test, np.load(vectors).astype(np.float32) if vectors.exists() else None
 
 
