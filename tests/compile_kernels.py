@@ -19,7 +19,19 @@ from triton.runtime.driver import driver
 
 from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
 from hsa.attention.cache.pooled import HierarchicalCache
-from hsa.attention.triton import available, beam, decode, exact, find_keys, hierarchical, multiscale, pyramid, ranking  # noqa: F401
+from hsa.attention.trilinear.operator import trilinear_attention
+from hsa.attention.triton import (  # noqa: F401
+    available,
+    beam,
+    decode,
+    exact,
+    find_keys,
+    hierarchical,
+    multiscale,
+    pyramid,
+    ranking,
+    trilinear,
+)
 from hsa.attention.triton.levels import levels
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
@@ -79,11 +91,17 @@ def compile_decoding(dtype, dim):
     cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
 
 
+def compile_trilinear(dtype, dim, causal):
+    made = [torch.randn(512, 4, dim, dtype=dtype, requires_grad=True) for _ in range(5)]
+    trilinear_attention(*made, Hierarchy.flat([512]), causal=causal, backend="triton").sum().backward()
+
+
 if __name__ == "__main__":
     prepare(int(sys.argv[1]))
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
     compile_decoding(torch.bfloat16, 64)
+    compile_trilinear(torch.bfloat16, 64, causal=False)
     if sys.argv[2] == "all":
         for dtype in (torch.bfloat16, torch.float32):
             compile_hierarchical(regular, dtype)
@@ -92,4 +110,6 @@ if __name__ == "__main__":
             compile_hierarchical(Hierarchy.from_nested([[5, 20, 40], [3, 3]]), dtype)
             for causal in (False, True):
                 compile_multiscale(Hierarchy.regular([512], (8, 2), repeat_last=True), dtype, causal)
+                for dim in (32, 64, 128):
+                    compile_trilinear(dtype, dim, causal)
     print(len(compiled))

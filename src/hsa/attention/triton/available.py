@@ -15,6 +15,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
 WIDEST_FOUND = 128
 """Keys whose order is found: the spread between dimensions has to fit the registers of one program."""
+WIDEST_THREE_WAY = 128
+"""Three-way attention: a program keeps rows of queries, keys and values and their gradients."""
 CAPABILITY = (8, 0)
 """Of the oldest GPUs with the products that the kernels use (Ampere)."""
 

@@ -1,7 +1,8 @@
 """Gradients of three-way attention: one kernel for the queries, and one for each of the two other sets.
 
 Each keeps a tile of its own rows and a tile of another set, runs over single rows of the third set, and makes the weights
-once more from the summed exponentials. Nothing is added by atomic operations: gradients are the same bits every time.
+once more from the summed exponentials. Weights of so many pairs would leave float16 below, so that they are raised by a
+power of two, see `raised`. Nothing is added by atomic operations: gradients are the same bits every time.
 
     d_logit(i; j, k) = weight(i; j, k) · (Σ_c d_out(i) ∘ v1(j) ∘ v2(k) − Σ_c d_out(i) ∘ out(i))
     d_q(i)  = scale · Σ_j k1(j) ∘ Σ_k d_logit(i; j, k) k2(k)
@@ -22,6 +23,7 @@ from hsa.attention.triton.trilinear_tiles import (
     constants,
     find_tile,
     programs,
+    raised,
     read_row,
     read_rows,
     rows_of_tree,
@@ -151,12 +153,13 @@ def _queries_meet_rows(
         next_value = read_row(v1, j + 1, end, v1_row, VALUE_DIM, BLOCK_V)
         logit = tl.dot(q * key, tl.trans(keys), input_precision="ieee")
         d_weight = tl.dot(d_out * value, tl.trans(values), input_precision="ieee")
-        weight = tl.exp2(logit * log2_scale - mass[:, None])
+        logit = logit * log2_scale - mass[:, None]
         if MASKED:
             visible = seen
             if LIMITED:
                 visible = seen & sees(i, j, left, right)[:, None]
-            weight = tl.where(visible, weight, 0.0)
+            logit = tl.where(visible, logit, -float("inf"))
+        weight = tl.exp2(logit)
         d_logit = weight * (d_weight - shared[:, None])
         d_q += tl.dot(d_logit.to(keys.dtype), keys, input_precision="ieee") * key.to(tl.float32)
     return d_q
@@ -225,7 +228,8 @@ def _queries_kernel(
     d_outs = as_product(d_outs)
     here = head * num_queries + first + i
     tl.store(shared_ptr + here, shared, mask=inside)
-    mass = tl.load(mass_ptr + here, mask=inside, other=float("inf"))
+    lift = raised(length1, length2, left, right, LIMITED)
+    mass = tl.load(mass_ptr + here, mask=inside, other=float("inf")) - lift
     low1, high1, all_low, all_high1 = 0, length1, 0, length1
     low2, high2, all_high2 = 0, length2, length2
     if LIMITED:  # what some query of the tile sees, and what all of them see
@@ -262,7 +266,7 @@ def _queries_kernel(
                 left, right, log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     row = heads * DIM
-    write_rows(d_q_ptr + first * row + head * DIM, i, inside, row, d_q * scale, DIM, BLOCK_D)
+    write_rows(d_q_ptr + first * row + head * DIM, i, inside, row, d_q * (scale * tl.exp2(-lift)), DIM, BLOCK_D)
 
 
 @triton.jit
@@ -283,10 +287,11 @@ def _keys_meet_queries(
     end,
     j,
     k,
-    high,
+    seen,
     left,
     right,
     log2_scale,
+    lift,
     MASKED: tl.constexpr,
     LIMITED: tl.constexpr,
     DIM: tl.constexpr,
@@ -294,17 +299,18 @@ def _keys_meet_queries(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Queries begin … end with a tile of each of the two other sets: own rows j, and k below `high`."""
+    """Queries begin … end with a tile of each of the two other sets, j and k; `seen` [own, other] matters if MASKED."""
     for i in range(begin, end):
         query = read_row(q, i, end, q_row, DIM, BLOCK_D)
         d_outs = read_row(d_out, i, end, out_row, VALUE_DIM, BLOCK_V)
         logit = tl.dot(own_k * query, tl.trans(keys), input_precision="ieee")
-        weight = tl.exp2(logit * log2_scale - tl.load(mass + i))
+        logit = logit * log2_scale - (tl.load(mass + i) - lift)
         if MASKED:
-            visible = (k < high)[None, :]
+            visible = seen
             if LIMITED:
-                visible = visible & sees(i, k, left, right)[None, :] & sees(i, j, left, right)[:, None]
-            weight = tl.where(visible, weight, 0.0)
+                visible = seen & sees(i, k, left, right)[None, :] & sees(i, j, left, right)[:, None]
+            logit = tl.where(visible, logit, -float("inf"))
+        weight = tl.exp2(logit)
         d_v += tl.dot(weight.to(values.dtype), values, input_precision="ieee") * d_outs.to(tl.float32)
         d_weight = tl.dot(own_v * d_outs, tl.trans(values), input_precision="ieee")
         d_logit = weight * (d_weight - tl.load(shared + i))
@@ -381,6 +387,7 @@ def _keys_kernel(
     d_k = tl.zeros([ROWS, BLOCK_D], tl.float32)
     d_v = tl.zeros([ROWS, BLOCK_V], tl.float32)
     log2_scale = scale * LOG2E
+    lift = raised(own_length, length2, left, right, LIMITED)
     for start in range(low2, high2, COLUMNS):
         k = start + tl.arange(0, COLUMNS)
         keys = read_rows(k2, k, k < high2, k2_row, DIM, BLOCK_D)
@@ -392,23 +399,24 @@ def _keys_kernel(
             high = tl.minimum(tl.minimum(last, last2) + left + 1, length)
             all_low = tl.maximum(tl.maximum(last, last2) - right, 0)
             all_high = tl.minimum(tl.minimum(begin, start) + left + 1, length)
-        whole = (start + COLUMNS <= high2) & (all_low < all_high)
+        seen = inside[:, None] & (k < high2)[None, :]
+        whole = (begin + ROWS <= own_length) & (start + COLUMNS <= high2) & (all_low < all_high)
         plain = tl.where(whole, all_low, high)
         plain_end = tl.where(whole, all_high, high)
         d_k, d_v = _keys_meet_queries(
             d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, low, plain, j, k,
-            high2, left, right, log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+            seen, left, right, log2_scale, lift, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         d_k, d_v = _keys_meet_queries(
             d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, plain, plain_end, j,
-            k, high2, left, right, log2_scale, False, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+            k, seen, left, right, log2_scale, lift, False, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         if LIMITED:
             d_k, d_v = _keys_meet_queries(
                 d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, plain_end, high,
-                j, k, high2, left, right, log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+                j, k, seen, left, right, log2_scale, lift, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     row = heads * DIM
-    write_rows(d_k_ptr + own_first * row + head * DIM, j, inside, row, d_k * scale, DIM, BLOCK_D)
+    write_rows(d_k_ptr + own_first * row + head * DIM, j, inside, row, d_k * (scale * tl.exp2(-lift)), DIM, BLOCK_D)
     row = heads * VALUE_DIM
-    write_rows(d_v_ptr + own_first * row + head * VALUE_DIM, j, inside, row, d_v, VALUE_DIM, BLOCK_V)
+    write_rows(d_v_ptr + own_first * row + head * VALUE_DIM, j, inside, row, d_v * tl.exp2(-lift), VALUE_DIM, BLOCK_V)

@@ -38,13 +38,13 @@ HALF: Tiles = {
     ("queries", 128): Tile(64, 32, 4, 1),
     ("keys", 32): Tile(64, 64, 4, 1),
     ("keys", 64): Tile(64, 64, 4, 1),
-    ("keys", 128): Tile(64, 32, 8, 1),
+    ("keys", 128): Tile(32, 32, 4, 1),
 }
 """16-bit numbers: by kernel and padded width."""
 SINGLE: Tiles = {
     ("forward", 32): Tile(32, 32, 4, 1),
     ("forward", 64): Tile(32, 32, 4, 1),
-    ("forward", 128): Tile(32, 32, 8, 1),
+    ("forward", 128): Tile(16, 32, 8, 1),
     ("queries", 32): Tile(32, 32, 4, 1),
     ("queries", 64): Tile(32, 32, 8, 1),
     ("queries", 128): Tile(16, 32, 8, 1),
@@ -133,6 +133,16 @@ def write_rows(x, row, exists, row_stride, values, DIM: tl.constexpr, BLOCK: tl.
     d = tl.arange(0, BLOCK)
     target = x + row.to(tl.int64)[:, None] * row_stride + d
     tl.store(target, values.to(x.dtype.element_ty), mask=exists[:, None] & (d < DIM))
+
+
+@triton.jit
+def raised(length1, length2, left, right, LIMITED: tl.constexpr):
+    """log2 of what weights are multiplied by in gradients: even ones come as far below 1 as a single one comes above."""
+    if LIMITED:
+        length1 = tl.minimum(length1, left + right + 1)
+        length2 = tl.minimum(length2, left + right + 1)
+    pairs = tl.maximum(length1, 1).to(tl.float32) * tl.maximum(length2, 1).to(tl.float32)
+    return 0.5 * tl.log2(pairs)
 
 
 @triton.jit
