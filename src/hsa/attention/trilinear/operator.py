@@ -109,7 +109,7 @@ def trilinear_attention(
     """
     check_type("first", first, Hierarchy, "the forest of k1 and v1, or None for that of q")
     check_type("second", second, Hierarchy, "the forest of k2 and v2, or None for that of q")
-    left, right = _limits(hierarchy, first, second, causal, window)
+    left, right = limits(hierarchy, first, second, causal, window)
     first, second = first or hierarchy, second or hierarchy
     _check_rows(q, k1, k2, v1, v2, hierarchy, first, second)
     check_form(tensor, q)
@@ -179,7 +179,7 @@ def hierarchical_trilinear_attention(
         return attend(q, k1, k2, v1, v2, hierarchy, tensor=full, scale=scale)
 
 
-def _limits(
+def limits(
     hierarchy: Hierarchy, first: Hierarchy | None, second: Hierarchy | None, causal: bool, window: int | None
 ) -> tuple[int | None, int | None]:
     """How far before and after a query a leaf may lie; None for no limit."""
@@ -199,6 +199,18 @@ def _limits(
     return reach, 0 if causal else reach
 
 
+def check_trees(hierarchy: Hierarchy, first: Hierarchy, second: Hierarchy) -> None:
+    """Each set has as many trees."""
+    for name, forest in (("first", first), ("second", second)):
+        if forest.num_trees != hierarchy.num_trees:
+            raise InvalidInput(
+                name,
+                given=f"{forest.num_trees} trees",
+                expected=f"{hierarchy.num_trees}, as the hierarchy of q",
+                fix="tree t of the queries sees the pairs of tree t of both other sets",
+            )
+
+
 def _check_rows(
     q: Tensor,
     k1: Tensor,
@@ -213,14 +225,7 @@ def _check_rows(
     check_inputs({"q": q}, hierarchy)
     check_inputs({"k1": k1, "v1": v1}, first)
     check_inputs({"k2": k2, "v2": v2}, second)
-    for name, forest in (("first", first), ("second", second)):
-        if forest.num_trees != hierarchy.num_trees:
-            raise InvalidInput(
-                name,
-                given=f"{forest.num_trees} trees",
-                expected=f"{hierarchy.num_trees}, as the hierarchy of q",
-                fix="tree t of the queries sees the pairs of tree t of both other sets",
-            )
+    check_trees(hierarchy, first, second)
     heads, dim = q.shape[1:]
     for name, x, width, of in (("k1", k1, dim, "q"), ("k2", k2, dim, "q"), ("v2", v2, v1.shape[2], "v1")):
         if x.shape[2] != width:
