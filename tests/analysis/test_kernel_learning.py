@@ -20,6 +20,7 @@ from hsa.analysis.kernel_learning import (
     fit_gating,
     flat_mkl,
     halves,
+    leave_one_out,
     ridge_score,
     scaled,
     target_kernel,
@@ -205,6 +206,32 @@ def test_ridge_regression():
     # Shifted features are the same to a kernel that is centred.
     shifted = (rows + 3) @ (rows + 3).T
     assert ridge_score(shifted, Targets.of_numbers(y.numpy()), learn, hold) > 0.999
+
+
+@given(seeds, st.sampled_from([1e-3, 0.1, 30.0]))
+def test_leaving_one_out(seed, ridge):
+    """In closed form as by learning again from all others, by the normal equations with an intercept."""
+    n, dim = 11, 23  # more features than rows: everything can be learned by heart
+    rows = torch.randn(n, dim, dtype=torch.float64, generator=generator(seed))
+    y = torch.randn(n, 2, dtype=torch.float64, generator=generator(seed + 1))
+    found = leave_one_out(*torch.linalg.eigh(centred(rows @ rows.T)), y, ridge)
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        x, t = rows[others] - rows[others].mean(0), y[others] - y[others].mean(0)
+        map_ = torch.linalg.solve(x.T @ x + ridge * torch.eye(dim, dtype=torch.float64), x.T @ t)
+        predicted = (rows[i] - rows[others].mean(0)) @ map_ + y[others].mean(0)
+        torch.testing.assert_close(found[i], y[i] - predicted, atol=1e-8, rtol=1e-6)
+
+
+def test_the_ridge_is_not_too_small():
+    """Many features of which few matter: what is learned by heart is of no use."""
+    rows = torch.randn(200, 150, dtype=torch.float64)
+    y = rows[:, :1] + 2 * torch.randn(200, 1, dtype=torch.float64)
+    learn, hold = torch.arange(100), torch.arange(100, 200)
+    targets = Targets.of_numbers(y[:, 0].numpy())
+    score = ridge_score(rows @ rows.T, targets, learn, hold)
+    assert score > -0.1
+    assert ridge_score(rows @ rows.T * 1e-6, targets, learn, hold) == pytest.approx(score)  # whatever the scale
 
 
 def test_scaling_knows_only_what_is_known():

@@ -323,38 +323,44 @@ def _groups(targets: Targets) -> Tensor:
 def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> float:
     """Kernel ridge regression on some rows, tested on others: accuracy of classes, R² of numbers.
 
-    The ridge is the one with the least leave-one-out error on the first, which ridge regression has in closed form:
-
-        error_i = (y_i − f(x_i)) / (1 − H_ii),   H = K (K + λI)⁻¹
+    The ridge is the one with the least leave-one-out error on the first.
 
     Args:
         gram: `[n, n]` of all rows, positive semi-definite.
     """
     inside, across = gram[learn][:, learn], gram[hold][:, learn]
-    row_mean = inside.mean(0)  # centring by what is known of the first alone
-    across = across - across.mean(1, keepdim=True) - row_mean + inside.mean()
-    inside = centred(inside)
+    across = (
+        across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()
+    )  # by what is known of the first alone
     y = targets.values[learn]
     mean = y.mean(0)
-    values, vectors = torch.linalg.eigh(inside)
+    values, vectors = torch.linalg.eigh(centred(inside))
     values = values.clamp(min=0)
     size = float(values.mean())
-    if size == 0:
-        predicted = mean.expand(len(hold), -1)
-    else:
-        turned = vectors.T @ (y - mean)
-        best, error = 0.0, torch.inf
-        for ridge in (_RIDGES * size).tolist():
-            shrunk = values / (values + ridge)
-            leverage = (vectors.square() @ shrunk)[:, None]
-            missed = (y - mean - vectors @ (shrunk[:, None] * turned)) / (1 - leverage).clamp(min=1e-9)
-            if float(missed.square().sum()) < error:
-                best, error = ridge, float(missed.square().sum())
-        predicted = mean + across @ (vectors @ (turned / (values + best)[:, None]))
+    predicted = mean.expand(len(hold), -1)
+    if size > 0:
+        ridges = (_RIDGES * size).tolist()
+        best = min(ridges, key=lambda ridge: float(leave_one_out(values, vectors, y, ridge).square().sum()))
+        predicted = mean + across @ (vectors @ (vectors.T @ (y - mean) / (values + best)[:, None]))
     true = targets.values[hold]
     if targets.classes:
         return float((predicted.argmax(1) == true.argmax(1)).double().mean())
     return float(1 - (predicted - true).square().sum() / (true - true.mean(0)).square().sum())
+
+
+def leave_one_out(values: Tensor, vectors: Tensor, y: Tensor, ridge: float) -> Tensor:
+    """`[n, outputs]` by how much ridge regression with an intercept misses each row when it has learned from all others.
+
+        (y_i − f(x_i)) / (1 − H_ii),   H = 1/n + K_c (K_c + λI)⁻¹
+
+    Args:
+        values, vectors: the eigenvalues and eigenvectors of the centred kernel K_c.
+        ridge: λ.
+    """
+    left = ridge / (values + ridge)
+    residual = vectors @ (left[:, None] * (vectors.T @ (y - y.mean(0))))
+    # The intercept takes the constant direction, which has the eigenvalue 0: nothing of it is left.
+    return residual / (vectors.square() @ left - 1 / len(y)).clamp(min=1e-12)[:, None]
 
 
 def scaled(features: Tensor, known: Tensor) -> Tensor:
