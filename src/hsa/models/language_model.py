@@ -106,7 +106,8 @@ class LanguageModelConfig:
         for name, allowed in (("positions", PositionKind), ("activation", Activation)):
             if getattr(self, name) not in get_args(allowed):
                 raise InvalidInput(name, given=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
-        self.new_fusion()  # says what does not fit
+        with torch.device("meta"):  # takes no random numbers from the models that follow
+            self.new_fusion()  # says what does not fit
         for kind in self.kinds:
             if kind not in get_args(AttentionKind):
                 raise InvalidInput(
@@ -144,7 +145,8 @@ class LanguageModelConfig:
     @property
     def key_dim(self) -> int:
         """Channels of the keys that a cache keeps, per head."""
-        return self.new_fusion().key_dim
+        with torch.device("meta"):
+            return self.new_fusion().key_dim
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "closes": {str(token): height for token, height in self.closes.items()}}

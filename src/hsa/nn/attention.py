@@ -226,6 +226,8 @@ class Flat(Attention):
             return hierarchical_attention(
                 q, k, v, flat_tree(hierarchy), positions=positions, include_self=True, mixing=mixing
             )
+        if not len(q):
+            return v
         if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
             half = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(half), k.to(half), v.to(half)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
@@ -100,7 +101,8 @@ class EncoderConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
-        self.new_fusion()  # says what does not fit
+        with torch.device("meta"):  # takes no random numbers from the models that follow
+            self.new_fusion()  # says what does not fit
 
     def new_fusion(self) -> HeadFusion:
         """For a layer of these sizes."""

@@ -185,7 +185,8 @@ class AttentionOverHeads(HeadFusion):
     def weights(self, x: Tensor) -> Tensor:
         """β, `[leaves, heads]`."""
         q = self.query(F.layer_norm(x, x.shape[-1:]))
-        return (q @ self.keys.T.to(q.dtype) * self.keys.shape[1] ** -0.5).float().softmax(-1)
+        logits = q @ self.keys.T.to(q.dtype) * self.keys.shape[1] ** -0.5
+        return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
     def weigh(self, attended: Tensor, x: Tensor) -> Tensor:
         β = self.weights(x)
@@ -203,7 +204,8 @@ def concentration(β: Tensor) -> Tensor:
     0.693147
     """
     used = β.mean(0)
-    return torch.xlogy(used, used * len(used)).sum()
+    share = (used * len(used)).clamp(min=torch.finfo(used.dtype).tiny)  # a head that nobody uses has a slope too
+    return (used * share.log()).sum()
 
 
 def check_fusion(

@@ -1,0 +1,109 @@
+"""Layers of every kind with every fusion of their heads, and trees for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hsa import Hierarchy
+from hsa.growth import grown
+from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale
+from hsa.nn.causal_attention import CausalFlat, CausalFound, CausalMultiscale
+from hsa.nn.cross_attention import CrossAttention
+from hsa.nn.decoder import HierarchicalDecoderLayer
+from hsa.nn.grouped_linear import Groups
+from hsa.nn.head_fusion import head_fusion
+from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
+
+WIDTH, HEADS, DIM, SOURCE = 13, 3, 5, 7
+WIDE = HEADS * 2 * DIM  # of decoders, whose heads share their width; channels turn in pairs
+FUSIONS = ("talking", "collaborative", "over-heads")
+ATTENTIONS = {
+    "hierarchical": Hierarchical,
+    "hierarchical with self": lambda: Hierarchical(include_self=True),
+    "multiscale": lambda: Multiscale(HEADS, near=1),
+    "multiscale refined": lambda: Multiscale(HEADS, refine=1),
+    "found": lambda refine=1: Found(HEADS, group=2, refine=refine, window=3),
+    "flat": Flat,
+    "none": Alone,
+    "trilinear": Trilinear,
+    "hierarchical-trilinear": HierarchicalTrilinear,
+}
+CAUSAL = {
+    "flat": CausalFlat,
+    "hierarchical": lambda: CausalMultiscale(HEADS),
+    "found": lambda refine=1: CausalFound(HEADS, chunk=4, refine=refine),
+}
+CHOOSING = ("multiscale refined", "found")  # every head its own nodes
+NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # not one query with one key
+
+
+def fits(fusion: str, attention: str) -> bool:
+    if fusion in ("concatenation", "over-heads"):
+        return True
+    return attention not in NOT_PAIRS and not (fusion == "talking" and attention in CHOOSING)
+
+
+ENCODERS = [(f, a) for f in FUSIONS for a in ATTENTIONS if fits(f, a)]
+DECODERS = [(f, a) for f in FUSIONS for a in CAUSAL if fits(f, a)]
+CROSSES = [(f, r) for f in FUSIONS for r in (None, 0, 2) if not (f == "talking" and r)]
+
+LENGTHS = [13, 1, 6]
+NESTED = ([3, 2, 4], [1], [2, [2, 1]])
+TREE = Hierarchy.from_nested(NESTED)
+CAUSAL_TREES = {
+    "flat": Hierarchy.flat(LENGTHS),
+    "hierarchical": grown(LENGTHS, (3, 2), sinks=1),
+    "found": grown(LENGTHS, (2, 2)),
+}
+
+
+def make_fusion(name, width, dim, full):
+    """`full`: as many shared channels as all heads have."""
+    return head_fusion(name, width, HEADS, dim, shared_dim=HEADS * dim if full and name == "collaborative" else None)
+
+
+def encoder_layer(attention, fusion="concatenation", *, full=False, **choice) -> HierarchicalEncoderLayer:
+    made = make_fusion(fusion, WIDTH, DIM, full)
+    module = ATTENTIONS[attention](**choice)
+    return HierarchicalEncoderLayer(WIDTH, HEADS, module, fusion=made, head_dim=DIM, feed_forward=11)
+
+
+def decoder_layer(
+    attention, fusion="concatenation", *, full=False, kv_heads=None, **choice
+) -> HierarchicalDecoderLayer:
+    made = make_fusion(fusion, WIDE, 2 * DIM, full)
+    module = CAUSAL[attention](**choice)
+    return HierarchicalDecoderLayer(WIDE, HEADS, module, kv_heads=kv_heads, fusion=made, feed_forward=11)
+
+
+def cross_layer(refine, fusion="concatenation", *, full=False) -> CrossAttention:
+    return CrossAttention(WIDE, HEADS, SOURCE, refine=refine, fusion=make_fusion(fusion, WIDE, 2 * DIM, full))
+
+
+def attend(layer: HierarchicalEncoderLayer, x: Tensor, tree: Hierarchy, positions: Tensor | None = None) -> Tensor:
+    return layer(x, tree, Groups((len(x),), None, None), positions)
+
+
+def angles_of(positions: Tensor, dim: int) -> Tensor:
+    """As `rotary_angles`, in float64."""
+    phase = positions.double()[:, None, None] * 100.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return torch.stack([phase.cos(), phase.sin()])
+
+
+def places() -> Tensor:
+    """Of the tokens of texts of these `LENGTHS`."""
+    return torch.cat([torch.arange(n) for n in LENGTHS])
+
+
+def randn(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def finite(layer: torch.nn.Module, out: Tensor) -> Tensor:
+    """`out`, if it and its gradients are numbers."""
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    return out
