@@ -49,8 +49,8 @@ NOTES = (
     "layer together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many over "
     "all heads as have the same number of parameters. On data: both in coordinates in which the error is that of logits on "
     "inputs of the layer, whose moments come from other texts than those that are judged. Nothing was trained afterwards. "
-    "Tensor error: relative, mean over layers; logit error: the same for logits up to what softmax drops. × time: a forward pass "
-    "relative to before; a head compares as many channels as are shared, in place of its own."
+    "Tensor error: relative, mean over layers; logit error: the same for logits up to what softmax drops. × time: "
+    "a forward pass relative to before; a head compares as many channels as are shared, in place of its own."
 )
 
 Batches = list[dict[str, Tensor]]

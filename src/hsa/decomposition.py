@@ -240,11 +240,11 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
     chosen = torch.zeros(len(a), dtype=torch.bool, device=a.device)
     for _ in range(rank):
         size = left.diagonal()
-        open_ = ~chosen & (size > least)
-        gain = torch.where(open_, related.square().sum(1) / size.clamp_min(1e-300), -1.0 * chosen)
+        adds = size > least  # to what is chosen
+        gain = torch.where(adds, related.square().sum(1) / size.clamp_min(1e-300), 0.0).masked_fill(chosen, -1.0)
         pick = int(gain.argmax())
         chosen[pick] = True
-        if open_[pick]:
+        if adds[pick]:
             root = size[pick].sqrt()
             along, amount = left[:, pick] / root, related[pick] / root
             left = left - along[:, None] * along
@@ -255,7 +255,7 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
 
 def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float) -> tuple[list[Tensor], int]:
     """Factors after some turns, and how many: b and c of length 1, a of the length of the components."""
-    best, best_error = _moved_onto(0, start), math.inf
+    best = _moved_onto(0, start)
     for mode in range(3):
         source.note(mode, best[mode])
     best_error = _squared_error(source, best)
@@ -280,13 +280,14 @@ def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float
 
 def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
     """Each factor solved for once, and the squared error then, relative to the squared norm."""
+    changed: tuple[int, ...] = (0, 1)
     for mode in (2, 1, 0):
         factors = _moved_onto(mode, factors)
-        for other in range(3):
-            if other != mode:
-                source.note(other, factors[other])
+        for other in changed:
+            source.note(other, factors[other])
         first, second = (factor @ factor.T for other, factor in enumerate(factors) if other != mode)
         factors[mode] = _solve(first * second, source.products(mode), factors[mode])
+        changed = (mode,)
     return factors, _squared_error(source, factors)
 
 

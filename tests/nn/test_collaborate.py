@@ -153,6 +153,18 @@ def test_parameters_are_counted():
     assert sum(x.numel() for x in tensors) == shared.parameters_after
 
 
+@pytest.mark.parametrize("channels", [7, CHANNELS])
+def test_no_projection_outgrows_the_others(channels):
+    """Scale could lie anywhere; training, and float16, want it everywhere."""
+    shared = share_projections(*random_layer(), HEADS, channels, moment=moment_of(random_inputs()))
+    torch.testing.assert_close(shared.mixing.abs().amax(0), torch.ones(channels, dtype=torch.float64))
+    lengths = [
+        torch.cat([weight, bias[:, None]], 1).norm(dim=1)
+        for weight, bias in ((shared.query_weight, shared.query_bias), (shared.key_weight, shared.key_bias))
+    ]
+    torch.testing.assert_close(*lengths)
+
+
 def test_without_biases():
     query_weight, _, key_weight, _ = random_layer()
     zero = torch.zeros(CHANNELS, dtype=torch.float64)

@@ -260,9 +260,10 @@ def _reason_against(layer: Any) -> str | None:
         return f"has the parts {held} instead of linear layers named query, key and value"
     if looks_back(layer) or getattr(layer, "is_decoder", False):
         return "belongs to a decoder, whose cache holds keys per head; only encoders can have collaborative heads"
-    if not arguments <= _KNOWN or not hasattr(layer, "num_attention_heads"):
-        unknown = ", ".join(sorted(arguments - _KNOWN)) or "an unknown number of heads"
-        return f"attends with {unknown}, beyond hidden states and a mask"
+    if not arguments <= _KNOWN:
+        return f"attends with {', '.join(sorted(arguments - _KNOWN))}, beyond hidden states and a mask"
+    if not hasattr(layer, "num_attention_heads") or not isinstance(getattr(layer, "dropout", None), nn.Dropout):
+        return "keeps its number of heads or its dropout otherwise than BERT does"
     return None if _is_plain(layer) else f"does more than to compare its projections, {one_form}"
 
 

@@ -92,8 +92,8 @@ def share_projections(
         found = _with_fewer(layer, shared_dim, iterations)
     else:
         found = seen.without(_with_fewer(seen.within(layer), shared_dim, iterations))
-    found = CP(*(factor.to(query_weight.dtype).double() for factor in (found.a, found.b, found.c)))
-    mixing, queries, keys = (factor.to(query_weight.dtype) for factor in (found.a, found.b, found.c))
+    mixing, queries, keys = (factor.to(query_weight.dtype) for factor in _balanced(found))
+    found = CP(mixing.double(), queries.double(), keys.double())
     return SharedProjections(
         queries[:, :-1].contiguous(),
         queries[:, -1].contiguous(),
@@ -113,6 +113,17 @@ def _with_fewer(layer: CP, channels: int, iterations: int) -> CP:
     rank = min(channels, size * min(heads, size))
     found = decompose(by_strength(layer), rank, iterations=iterations).cp
     return CP(*(F.pad(factor, (0, 0, 0, channels - rank)) for factor in (found.a, found.b, found.c)))
+
+
+def _balanced(cp: CP) -> tuple[Tensor, Tensor, Tensor]:
+    """The same components: the largest mixing of each is 1, as where heads are concatenated; query and key equally long."""
+    mixing = cp.a.abs().amax(1, keepdim=True)
+    lengths = [factor.norm(dim=1, keepdim=True) for factor in (cp.b, cp.c)]
+    length = (mixing * lengths[0] * lengths[1]).sqrt()
+    queries, keys = (
+        factor * (length / own.clamp_min(1e-300)) for factor, own in zip((cp.b, cp.c), lengths, strict=True)
+    )
+    return cp.a / mixing.clamp_min(1e-300), queries, keys
 
 
 def concatenated_heads(
