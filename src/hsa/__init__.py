@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from hsa.attention.dense import dense_weights
     from hsa.attention.flops import Flops, flops, flops_flat, flops_regular
     from hsa.attention.hierarchical.operator import energy, hierarchical_attention
+    from hsa.attention.mixing import HeadMixing
     from hsa.attention.multiscale.choice import open_families
     from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
     from hsa.attention.multiscale.operator import multiscale_attention
     from hsa.attention.multiscale.partition import Opened, Partition
     from hsa.attention.multiscale.queries import Queries
+    from hsa.attention.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
     from hsa.batch import Batch, collate, uncollate
     from hsa.errors import HsaError
     from hsa.growth import grown
@@ -40,6 +42,7 @@ _HOMES = {
         "energy",
         "hierarchical_attention",
     ),
+    "hsa.attention.mixing": ("HeadMixing",),
     "hsa.attention.multiscale.choice": ("open_families",),
     "hsa.attention.multiscale.find_keys": (
         "KeyOrder",
@@ -51,6 +54,10 @@ _HOMES = {
         "Partition",
     ),
     "hsa.attention.multiscale.queries": ("Queries",),
+    "hsa.attention.trilinear.operator": (
+        "hierarchical_trilinear_attention",
+        "trilinear_attention",
+    ),
     "hsa.batch": (
         "Batch",
         "collate",
@@ -70,6 +77,7 @@ __all__ = [
     "Batch",
     "Flops",
     "FoundCache",
+    "HeadMixing",
     "HierarchicalCache",
     "Hierarchy",
     "HsaError",
@@ -90,8 +98,10 @@ __all__ = [
     "flops_regular",
     "grown",
     "hierarchical_attention",
+    "hierarchical_trilinear_attention",
     "multiscale_attention",
     "open_families",
+    "trilinear_attention",
     "uncollate",
 ]
 

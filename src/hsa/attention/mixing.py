@@ -50,7 +50,7 @@ def check_mixing(mixing: Any, q: Tensor) -> None:
     if mixing is None:
         return
     if not isinstance(mixing, HeadMixing):
-        raise InvalidInput("mixing", given=type(mixing).__name__, expected="an hsa.attention.mixing.HeadMixing")
+        raise InvalidInput("mixing", given=type(mixing).__name__, expected="an hsa.HeadMixing")
     heads = q.shape[1]
     for name in ("logits", "weights"):
         matrix = getattr(mixing, name)
