@@ -22,6 +22,7 @@ from hsa.attention.triton.trilinear_tiles import (
     as_product,
     constants,
     find_tile,
+    numbers,
     programs,
     raised,
     read_row,
@@ -51,14 +52,37 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k1, k2, v1, v2."""
     q, k1, k2, v1, v2 = (last_stride_1(x) for x in (q, k1, k2, v1, v2))
-    d_out, shared = d_out.contiguous(), torch.empty_like(mass)
-    limits = len(q) if left is None else left, len(q) if right is None else right
-    limited = left is not None or right is not None
-    d_q = q.new_empty(q.shape)
+    d_out = d_out.contiguous()
+    first, second = (k1, v1, first_offsets), (k2, v2, second_offsets)
+    limits = left, right, scale
+    d_q, shared = gradient_of_queries(d_out, out, mass, q, offsets, first, second, *limits)
+    d_k1, d_v1 = gradients_of_keys(d_out, shared, mass, q, offsets, first, second, *limits)
+    d_k2, d_v2 = gradients_of_keys(d_out, shared, mass, q, offsets, second, first, *limits)
+    return d_q, d_k1, d_k2, d_v1, d_v2
+
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Keys, values and offsets of one of the two other sets."""
+
+
+def gradient_of_queries(
+    d_out: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    offsets: Tensor,
+    first: Rows,
+    second: Rows,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Also Σ_c d_out ∘ out, `[heads, queries]`."""
+    (k1, v1, first_offsets), (k2, v2, second_offsets) = first, second
+    d_q, shared = q.new_empty(q.shape), torch.empty_like(mass)
     tile = tile_of("queries", q, v2)
-    number = programs(q, offsets, tile)
-    if number > 0 and len(q) > 0:
-        _queries_kernel[(number,)](
+    if d_q.shape[:2].numel() > 0:
+        _queries_kernel[(programs(q, offsets, tile),)](
             q,
             k1,
             k2,
@@ -72,25 +96,32 @@ def backward(
             offsets,
             first_offsets,
             second_offsets,
-            *(size for x in (q, k1, k2, v1, v2) for size in x.stride()[:2]),
-            len(q),
-            q.shape[1],
-            len(offsets) - 1,
-            *limits,
+            *numbers(q, k1, k2, v1, v2, offsets, left, right),
             scale,
-            LIMITED=limited,
+            LIMITED=left is not None or right is not None,
             **constants(tile, q, v2),
         )
-    tile = tile_of("keys", q, v2)
-    gradients = []
-    first, second = (k1, v1, first_offsets), (k2, v2, second_offsets)
-    for (own_k, own_v, own_offsets), (k, v, key_offsets) in ((first, second), (second, first)):
-        d_k, d_v = own_k.new_empty(own_k.shape), own_v.new_empty(own_v.shape)
-        gradients += [d_k, d_v]
-        number = programs(own_k, own_offsets, tile)
-        if number == 0 or len(own_k) == 0:
-            continue
-        _keys_kernel[(number,)](
+    return d_q, shared
+
+
+def gradients_of_keys(
+    d_out: Tensor,
+    shared: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    offsets: Tensor,
+    own: Rows,
+    other: Rows,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Of the keys and values of one set; the two sets play the same role."""
+    (own_k, own_v, own_offsets), (k, v, other_offsets) = own, other
+    d_k, d_v = own_k.new_empty(own_k.shape), own_v.new_empty(own_v.shape)
+    tile = tile_of("keys", q, v)
+    if d_k.shape[:2].numel() > 0:
+        _keys_kernel[(programs(own_k, own_offsets, tile),)](
             q,
             own_k,
             k,
@@ -103,18 +134,13 @@ def backward(
             d_v,
             offsets,
             own_offsets,
-            key_offsets,
-            *(size for x in (q, own_k, k, own_v, v) for size in x.stride()[:2]),
-            len(q),
-            q.shape[1],
-            len(offsets) - 1,
-            *limits,
+            other_offsets,
+            *numbers(q, own_k, k, own_v, v, offsets, left, right),
             scale,
-            LIMITED=limited,
-            **constants(tile, q, v2),
+            LIMITED=left is not None or right is not None,
+            **constants(tile, q, v),
         )
-    d_k1, d_v1, d_k2, d_v2 = gradients
-    return d_q, d_k1, d_k2, d_v1, d_v2
+    return d_k, d_v
 
 
 @triton.jit

@@ -19,38 +19,43 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Tile(NamedTuple):
-    """Rows that a program keeps, rows of another set that it meets at once, and how it is compiled."""
+    """Rows that a program keeps, rows of another set that it meets at once, and how it is compiled.
+
+    Fewer registers than the compiler would take let more programs run side by side: one multiplies while another takes
+    exponentials.
+    """
 
     rows: int
     columns: int
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
+    registers: int | None = None
 
 
 Tiles = dict[tuple[str, int], Tile]
 
 HALF: Tiles = {
-    ("forward", 32): Tile(64, 128, 4, 1),
-    ("forward", 64): Tile(64, 128, 4, 1),
-    ("forward", 128): Tile(64, 64, 4, 1),
-    ("queries", 32): Tile(64, 64, 4, 1),
-    ("queries", 64): Tile(64, 64, 4, 1),
-    ("queries", 128): Tile(64, 32, 4, 1),
-    ("keys", 32): Tile(64, 64, 4, 1),
-    ("keys", 64): Tile(64, 64, 4, 1),
-    ("keys", 128): Tile(32, 32, 4, 1),
+    ("forward", 32): Tile(64, 128, 4),
+    ("forward", 64): Tile(64, 128, 4),
+    ("forward", 128): Tile(64, 64, 4),
+    ("queries", 32): Tile(64, 64, 4),
+    ("queries", 64): Tile(64, 64, 4),
+    ("queries", 128): Tile(64, 32, 4),
+    ("keys", 32): Tile(64, 64, 4),
+    ("keys", 64): Tile(64, 64, 4),
+    ("keys", 128): Tile(32, 32, 4),
 }
 """16-bit numbers: by kernel and padded width."""
 SINGLE: Tiles = {
-    ("forward", 32): Tile(32, 32, 4, 1),
-    ("forward", 64): Tile(32, 32, 4, 1),
-    ("forward", 128): Tile(16, 32, 8, 1),
-    ("queries", 32): Tile(32, 32, 4, 1),
-    ("queries", 64): Tile(32, 32, 8, 1),
-    ("queries", 128): Tile(16, 32, 8, 1),
-    ("keys", 32): Tile(32, 32, 4, 1),
-    ("keys", 64): Tile(32, 32, 8, 1),
-    ("keys", 128): Tile(16, 32, 8, 1),
+    ("forward", 32): Tile(32, 32, 4),
+    ("forward", 64): Tile(32, 32, 4),
+    ("forward", 128): Tile(16, 32, 8),
+    ("queries", 32): Tile(32, 32, 4),
+    ("queries", 64): Tile(32, 32, 8),
+    ("queries", 128): Tile(16, 32, 8),
+    ("keys", 32): Tile(32, 32, 4),
+    ("keys", 64): Tile(32, 32, 8),
+    ("keys", 128): Tile(16, 32, 8),
 }
 """float32, whose products take no tensor cores but registers."""
 
@@ -60,7 +65,7 @@ def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
     return table[kernel, max(32, padded(q.shape[2]), padded(v.shape[2]))]
 
 
-def constants(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+def constants(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int | None]:
     """Sizes that kernels are compiled for."""
     return {
         "DIM": q.shape[2],
@@ -71,7 +76,17 @@ def constants(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
         "BLOCK_V": padded(v.shape[2]),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "maxnreg": tile.registers,
     }
+
+
+def numbers(
+    q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, offsets: Tensor, left: int | None, right: int | None
+) -> list[int]:
+    """Strides and sizes, as kernels take them; no limit is as far as there are rows."""
+    strides = [size for x in (q, k1, k2, v1, v2) for size in x.stride()[:2]]
+    limits = (len(q) if x is None else min(x, len(q)) for x in (left, right))
+    return [*strides, len(q), q.shape[1], len(offsets) - 1, *limits]
 
 
 def programs(rows: Tensor, offsets: Tensor, tile: Tile) -> int:
