@@ -86,7 +86,7 @@ def test_the_matrix_is_that_of_the_operator():
     with torch.no_grad():
         model.eval()(example)
     hook.remove()
-    q, k, _, hierarchy, positions = caught[0]
+    q, k, _, hierarchy, positions, _ = caught[0]
     wanted = dense_weights(hierarchical_attention, q, k, hierarchy, positions=positions)
     weights, families = attention_matrix(model.train(), example)
     assert model.training  # as it was
@@ -102,11 +102,24 @@ def test_dropout_is_off():
     assert np.array_equal(first, second)
 
 
-def test_bottom_up_has_no_matrix():
-    with pytest.raises(
-        InvalidInput, match="model: given a bottom-up encoder, expected one whose layers see all leaves"
-    ):
-        attention_matrix(classifier("bottom-up"), data(1).batch)
+@pytest.mark.parametrize("operator", ["bottom-up", "trilinear", "hierarchical-trilinear"])
+def test_some_have_no_matrix(operator):
+    expected = f"model: given a {operator} encoder, expected one whose layers see all leaves, one by one"
+    with pytest.raises(InvalidInput, match=expected):
+        attention_matrix(classifier(operator), data(1).batch)
+
+
+def test_heads_that_talk_are_shown_as_they_do(tmp_path):
+    """Whose weights are all a third of what they were, or the opposite of it."""
+    model, example = classifier("flat", fusion="talking"), data(5).select([4]).batch
+    before, _ = attention_matrix(model, example)
+    for factor in (1 / 3, -1.0):
+        with torch.no_grad():
+            model.encoder.layers[0].fusion.mix_weights.copy_((factor - 1) * torch.eye(2))
+        np.testing.assert_allclose(attention_matrix(model, example)[0], factor * before, atol=1e-6)
+        with np.errstate(invalid="raise"):
+            plot_attention(tmp_path / "a.png", model, example, None, "title")
+    check_picture(tmp_path / "a.png")
 
 
 def test_a_picture_that_cannot_be_written_is_closed(tmp_path):

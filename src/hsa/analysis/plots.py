@@ -73,6 +73,7 @@ def plot_attention(
         labels: of its leaves.
     """
     weights, families = attention_matrix(model, example)
+    weights = weights.clip(0)  # heads that talk may subtract
     leaves = len(weights)
     size = min(11.0, 3.0 + 0.13 * leaves)
     figure, axes = pyplot().subplots(figsize=(size + 1, size), layout="constrained")
@@ -97,15 +98,21 @@ def plot_attention(
     save_figure(figure, path)
 
 
+def has_matrix(model: HierarchicalClassifier) -> bool:
+    """Bottom up, no layer sees all leaves; three-way attention sees pairs of them."""
+    return model.config.encoder.operator not in ("bottom-up", "trilinear", "hierarchical-trilinear")
+
+
 @torch.no_grad()
 def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family.
 
     Raises:
-        InvalidInput: the model works bottom up, where no layer sees all leaves.
+        InvalidInput: there is none, see `has_matrix`.
     """
-    if model.config.encoder.operator == "bottom-up":
-        raise InvalidInput("model", given="a bottom-up encoder", expected="one whose layers see all leaves")
+    if not has_matrix(model):
+        given = f"a {model.config.encoder.operator} encoder"
+        raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
     caught: list[Any] = []
     attention = model.encoder.layers[0].attention
     if not isinstance(attention, nn.Module):
@@ -117,12 +124,12 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
     finally:
         hook.remove()
         model.train(was_training)
-    q, k, _, hierarchy, positions = caught[0]
+    *compared, v, hierarchy, positions, mixing = caught[0]
 
     def operator(q: Tensor, k: Tensor, v: Tensor, hierarchy: Any) -> Tensor:
-        return attention(q, k, v, hierarchy, positions)
+        return attention(*compared, v, hierarchy, positions, mixing)
 
-    weights = dense_weights(operator, q, k, hierarchy).mean(0)
+    weights = dense_weights(operator, v, v, hierarchy).mean(0)  # which asks queries and keys only for their number
     s = hierarchy.structure
     inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
     deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])

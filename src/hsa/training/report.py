@@ -82,7 +82,7 @@ def _cheaper(first: Result, other: Result) -> str:
 
 def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result]) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
-    from hsa.analysis.plots import plot_attention, plot_confusion, plot_curves
+    from hsa.analysis.plots import has_matrix, plot_attention, plot_confusion, plot_curves
 
     first = results[0]
     score = "accuracy" if prepared.test.classes else "R²"
@@ -92,8 +92,8 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
         pictures.append(folder / "confusion.png")
         plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
     chosen = _example_for_a_picture(prepared)
-    if chosen is not None and first.operations and prepared.reading.transform is None and first.model != "bottom-up":
-        model, _ = load_model(folder / first.model)
+    model, _ = load_model(folder / first.model)
+    if chosen is not None and first.operations and prepared.reading.transform is None and has_matrix(model):
         example = prepared.test.select([chosen])
         pictures.append(folder / "attention.png")
         plot_attention(
