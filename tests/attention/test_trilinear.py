@@ -152,6 +152,27 @@ def test_half_precision_keeps_its_tolerance(name, backend, dtype):
         assert (a.double() - b).abs().max() <= backend.tolerance[dtype] * b.abs().max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["none", "full"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 11}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_streaming_on_a_gpu(dtype, options, name):
+    """Where products of half precision are taken in half precision."""
+    forest = Hierarchy.flat([61, 5, 61]).to("cuda")
+    inputs = [*rows(forest, dtype=dtype), *form(name, dtype=dtype)[1]]
+    weight = torch.randn(forest.num_leaves, HEADS, VALUE_DIM).to("cuda", dtype)
+    results = []
+    for backend, precision in (("streaming", dtype), ("dense", torch.float64)):
+        x = [y.to("cuda", precision).requires_grad_() for y in inputs]
+        tensor = x[5] if name == "full" else None
+        with patch.dict(streaming.CHUNK, cuda=2**16):
+            out = trilinear_attention(*x[:5], forest, tensor=tensor, backend=backend, **options)
+            results.append([out, *torch.autograd.grad(out, x, weight.to(precision))])
+    tolerance = next(b.tolerance for b in TRILINEAR if b.name == "streaming")[dtype]
+    for a, b in zip(*results, strict=True):
+        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+
+
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_diagonal_is_the_tensor_with_that_diagonal(backend, per_head):

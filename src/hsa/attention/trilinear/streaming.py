@@ -20,7 +20,7 @@ from hsa.attention.trilinear.blocks import Blocks, plan
 from hsa.attention.trilinear.pair_queries import join, join_gradients, turn, turn_gradients
 from hsa.hierarchy import Hierarchy
 
-CHUNK = {"cpu": 2**20, "cuda": 2**25}
+CHUNK = {"cpu": 2**20, "cuda": 2**26}
 """Logits in flight: those of a CPU stay in its cache, those of a GPU keep it busy."""
 
 
@@ -84,18 +84,18 @@ class _AttendPairs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tensor = None if tensor is None else tensor.to(_accurate(q))
         heads, entries = q.shape[1], sum(group.queries.numel() for group in blocks)
-        out = v1.new_empty(entries, heads, v1.shape[-1])
+        out = v1.new_empty(entries, heads, v1.shape[-1], dtype=_accurate(v1))
         lse = q.new_empty(entries, heads, dtype=_accurate(q))
         for group, group_out, group_lse in zip(blocks, *_by_group(blocks, out, lse), strict=True):
             for part in _parts(group, k1, k2, v1, v2, tensor):
                 for queries in part.query_slices:
                     turned = turn(part.asked(q, queries) * scale, tensor)
                     result, mass = _attend(part, queries, turned)
-                    group_out[part.blocks, queries] = result.transpose(1, 2).to(out.dtype)
+                    group_out[part.blocks, queries] = result.transpose(1, 2)
                     group_lse[part.blocks, queries] = mass.transpose(1, 2)
         ctx.blocks, ctx.scale = blocks, scale
         ctx.save_for_backward(q, k1, k2, v1, v2, tensor, out, lse)
-        return out, lse
+        return out.to(v1.dtype), lse
 
     @staticmethod
     @once_differentiable
@@ -188,7 +188,7 @@ def _gradients(part: _Part, queries: slice, turned: Tensor, rows: list[Tensor], 
         d_logits = _product(d_averages, part.v2.mT).sub_(row[..., None, None]).mul_(weights)
         d_k2 += _product(d_logits.flatten(2, 3).mT, pairs.flatten(2, 3).to(part.k2.dtype))
         d_pairs = _product(d_logits, part.k2)
-        d_part, d_leaves = join_gradients(d_pairs, turned, part.k1[:, :, leaves])
+        d_part, d_leaves = join_gradients(d_pairs, turned, part.k1[:, :, leaves].to(turned.dtype))
         d_turned += d_part
         d_k1[:, :, leaves] += d_leaves
     return d_turned
