@@ -5,7 +5,8 @@
 
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
 validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
-their times are of a busy machine; `--times` measures each model alone for one epoch instead.
+their times are of a busy machine; `--times` measures each model alone for one epoch instead. `--examples` and `--leaves` make
+an experiment smaller: so many examples to train on, so many leaves of each.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     experiment = EXPERIMENTS[job["task"]]
-    train, validation, test, vectors = _data(experiment.data, job["folder"], experiment.cut.get(job["model"]))
+    cut = job["leaves"] or experiment.cut.get(job["model"])
+    train, validation, test, vectors = _data(experiment.data, job["folder"], cut)
+    if job["examples"]:
+        train = train.select(np.arange(min(job["examples"], len(train))))
     tokens = int(max(d.batch.values["text"].max() for d in (train, validation, test))) + 1
     text = (
         Modality(tokens=max(tokens, 2))
@@ -200,6 +204,8 @@ def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "folder": arguments.folder,
         "epochs": arguments.epochs or experiment.epochs,
         "precision": arguments.precision,
+        "examples": arguments.examples,
+        "leaves": arguments.leaves,
     }
     rates = experiment.rates if arguments.rates is None else tuple(float(r) for r in arguments.rates.split(","))
     # Slow models first, so that the last ones to run are short.
@@ -242,8 +248,9 @@ def times(arguments: argparse.Namespace) -> None:
     """Seconds of one epoch, every model alone on the machine; the second epoch, when everything is warm."""
     experiment = EXPERIMENTS[arguments.task]
     for name in list(experiment.models) if arguments.models is None else arguments.models.split(";"):
-        job = {"task": arguments.task, "folder": arguments.folder, "model": name, "rate": 1e-3, "seed": 0}
-        result = train_one({**job, "epochs": 2, "precision": arguments.precision})
+        job = {"task": arguments.task, "folder": arguments.folder, "model": name, "rate": 1e-3, "seed": 0, "epochs": 2}
+        sizes = {name: getattr(arguments, name) for name in ("precision", "examples", "leaves")}
+        result = train_one({**job, **sizes})
         print(
             json.dumps({"model": name, "seconds for 2 epochs": round(result["seconds"], 2), "wall": result["wall"]}),
             flush=True,
@@ -259,6 +266,8 @@ def main() -> None:
     parser.add_argument("--rates")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--precision", default="no")
+    parser.add_argument("--examples", type=int, help="to train on; all by default")
+    parser.add_argument("--leaves", type=int, help="of an example; all by default")
     parser.add_argument("--seeds", action="store_true", help="also the other seeds")
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--out", default="results.jsonl")

@@ -26,6 +26,14 @@ class InvalidInput(HsaError, ValueError):
         message = f"{where}: given {given}, expected {expected}"
         super().__init__(message if fix is None else f"{message}; {fix}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors of worker processes come back pickled; made from its message alone, this one would not."""
+        return _invalid_input, (self.where, self.given, self.expected, self.fix)
+
+
+def _invalid_input(where: str, given: Any, expected: Any, fix: str | None) -> InvalidInput:
+    return InvalidInput(where, given=given, expected=expected, fix=fix)
+
 
 @contextmanager
 def inside(where: str) -> Iterator[None]:
@@ -56,4 +64,8 @@ class MissingExtra(HsaError, ImportError):
     """A feature needs a package that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str):
+        self.parts = package, extra, purpose
         super().__init__(f"{purpose} needs the package {package!r}; install it with: pip install 'hsa[{extra}]'")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MissingExtra, self.parts
