@@ -5,8 +5,8 @@
 
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
 validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
-their times are of a busy machine; `--times` measures each model alone for one epoch instead. `--examples` and `--leaves` make
-an experiment smaller: so many examples to train on, so many leaves of each.
+their times are of a busy machine; `--times` measures each model alone for one epoch instead. `--examples` and `--leaves`
+make an experiment smaller: so many examples to train on, so many leaves of each.
 """
 
 from __future__ import annotations
