@@ -12,7 +12,14 @@ from cyclopts import Parameter
 
 from hsa.cli.progress import TrainingBar, say_where
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.options import (
+    DataOptions,
+    LanguageOptions,
+    Match3Options,
+    ModelOptions,
+    Seq2SeqOptions,
+    TrainingOptions,
+)
 from hsa.training.recipe import Recipe, load_recipe, overridden
 
 if TYPE_CHECKING:
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
 """The options that stand on the command line, which override those of a recipe even where they equal the default."""
+_QUICK_SEQUENCES = 2_000
 
 
 def train(
@@ -41,6 +49,7 @@ def train(
     training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
     language: Annotated[LanguageOptions, Parameter(name="*", group="Language model")] = LanguageOptions(),  # noqa: B008
     seq2seq: Annotated[Seq2SeqOptions, Parameter(name="*", group="Encoder–decoder")] = Seq2SeqOptions(),  # noqa: B008
+    match3: Annotated[Match3Options, Parameter(name="*", group="Match3")] = Match3Options(),  # noqa: B008
 ) -> None:
     """Train a classifier, regressor or language model that uses the structure of your data, and see whether it helped.
 
@@ -55,6 +64,8 @@ def train(
 
     With --task seq2seq: an encoder–decoder that writes the --label column from the --text column. Without DATA: made-up
     documents of which one sentence is to be repeated.
+
+    With --task match3: of made-up numbers, which ones make three that match? Three-way attention against attention to pairs.
 
     Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
 
@@ -72,7 +83,7 @@ def train(
     from rich.console import Console
 
     models = tuple(name for names in models for name in names.split(","))
-    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq), quick)
+    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq, match3), quick)
     console = Console(stderr=False)
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
@@ -96,6 +107,8 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
         given = _lm_recipe(given, quick)
     elif given.read.task == "seq2seq":
         given = _seq2seq_recipe(given)
+    elif given.read.task == "match3":
+        given = _match3_recipe(given)
     elif data is None:
         # Sizes that suit some two thousand short programs and two cores.
         default = Recipe(
@@ -107,6 +120,8 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
     if quick:
         training = replace(given.training, epochs=min(given.training.epochs, 4))
         given = replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
+        few = min(given.match3.sequences, _QUICK_SEQUENCES)
+        given = replace(given, match3=replace(given.match3, sequences=few))
     return given
 
 
@@ -142,6 +157,18 @@ def _seq2seq_recipe(given: Recipe) -> Recipe:
     return overridden(default, given, NAMED.get())
 
 
+def _match3_recipe(given: Recipe) -> Recipe:
+    """What learns to match three numbers in minutes on one core; recipes/match3.yaml says the same."""
+    default = Recipe(
+        given.data,
+        ("trilinear", "flat", "deepsets"),
+        DataOptions(task="match3"),
+        ModelOptions(width=64, head_dim=32, dropout=0.0, position_width=0),
+        TrainingOptions(epochs=15, learning_rate=2e-3, batch_size=256, patience=0),
+    )
+    return overridden(default, given, NAMED.get())
+
+
 def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
@@ -149,6 +176,7 @@ def _run(
 
     from hsa.training.experiment import check_models, compare
     from hsa.training.loop import make_accelerator
+    from hsa.training.match3 import prepare_match3
     from hsa.training.prepare import prepare
 
     check_models(recipe.models)  # before the data are read
@@ -160,11 +188,14 @@ def _run(
         if main:
             console.print(Text(f"{message} …", style="dim"))
 
-    with accelerator.main_process_first():  # the others find the data in the cache
-        prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
+    if recipe.read.task == "match3":
+        prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
+    else:
+        with accelerator.main_process_first():  # the others find the data in the cache
+            prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
     if main:
         _announce(console, prepared, folder)
-    score = "accuracy" if recipe.read.task == "classification" else "R²"
+    score = "accuracy" if prepared.train.classes else "R²"
     results = compare(
         recipe.models,
         recipe.model,
@@ -194,7 +225,7 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
                 fix="pass --resume to go on with that run, or another --out",
             )
         return out
-    own_data = "marked-sentences" if recipe.read.task == "seq2seq" else "python-standard-library"
+    own_data = {"seq2seq": "marked-sentences", "match3": "match3"}.get(recipe.read.task, "python-standard-library")
     name = own_data if recipe.data is None else recipe.data.stem
     own = re.compile(re.escape(name) + r"(-\d+)?")
     taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
@@ -239,7 +270,8 @@ def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[
     for line in report_lines(prepared, results):
         console.print(Text(line))
     model = folder / results[0].model
-    following = f"hsa predict {model} {_more_of(recipe, prepared)}"
+    made_up = prepared.reading.kind == "match3"
+    following = "" if made_up else f"hsa predict {model} {_more_of(recipe, prepared)}"
     say_where(console, model, folder / "report.md", pictures, following)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -75,14 +75,14 @@ def check_models(names: Iterable[str]) -> None:
         changes(name)
 
 
-def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelConfig:
-    """The configuration of a model by its name, for these data."""
+def model_config(prepared: Prepared, model: ModelOptions, name: str, reference: str = "hsa") -> ModelConfig:
+    """The configuration of a model by its name, for these data, with as many parameters as the `reference` has."""
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
     sizes = asdict(model)
     pooling = sizes.pop("pooling")
-    reference = ModelConfig(
+    plain = ModelConfig(
         EncoderConfig(**sizes),
         prepared.modalities,
         outputs=1 if regression else len(prepared.train.classes),
@@ -93,8 +93,9 @@ def model_config(prepared: Prepared, model: ModelOptions, name: str) -> ModelCon
         center=float(targets.float().mean()) if regression else 0.0,
         scale=spread or 1.0,
     )
-    changed = changes(name)
-    return equal_parameters(reference, **changed) if changed else reference
+    meant = replace(plain, encoder=replace(plain.encoder, **changes(reference)))
+    own = {option: getattr(plain.encoder, option) for option in changes(reference)} | changes(name)
+    return meant if name == reference else equal_parameters(meant, **own)
 
 
 def train_model(
@@ -166,8 +167,8 @@ def compare(
     resume: bool = False,
     watch: Callable[[str], Watcher] | None = None,
 ) -> list[Result]:
-    """Every model in a folder of its own; the results in `results.json`."""
-    configs = {name: model_config(prepared, model, name) for name in names}
+    """Every model in a folder of its own; the results in `results.json`. All have as many parameters as the first."""
+    configs = {name: model_config(prepared, model, name, names[0]) for name in names}
     results = []
     for name, config in configs.items():
         results.append(

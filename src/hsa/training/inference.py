@@ -54,6 +54,13 @@ class Saved:
             )
         model, classes = load_model(folder, device)
         reading = load_reading(folder)
+        if reading.kind == "match3":
+            raise InvalidInput(
+                str(folder),
+                given="a model of made-up numbers, of hsa train --task match3",
+                expected="a model that reads data",
+                fix="how good it is stands in the report of its run, beside this folder",
+            )
         _check_tokenizer(folder, model, reading)
         return Saved(model, classes, reading)
 

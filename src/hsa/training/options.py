@@ -108,8 +108,8 @@ class DataOptions:
         label: The column to predict.
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
-        task: classification (the label names a class), regression (it is a number), lm (a language model of the texts) or
-            seq2seq (the label is a text, to be written).
+        task: classification (the label names a class), regression (it is a number), lm (a language model of the texts),
+            seq2seq (the label is a text, to be written) or match3 (made-up numbers, of which three are to match).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -126,7 +126,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
-    task: Literal["classification", "regression", "lm", "seq2seq"] = "classification"
+    task: Literal["classification", "regression", "lm", "seq2seq", "match3"] = "classification"
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
@@ -206,6 +206,30 @@ class Seq2SeqOptions:
     def __post_init__(self) -> None:
         if self.max_answer < 1:
             raise InvalidInput("max_answer", given=self.max_answer, expected="1 or more")
+
+
+@dataclass(frozen=True)
+class Match3Options:
+    """For the task match3: the sequences of numbers that are made up.
+
+    Args:
+        modulus: Numbers are counted modulo this one. About 0.65 · length² makes half of the answers a yes.
+        length: Numbers of a sequence.
+        shortest: Training sequences have from so many numbers up to the length: in short ones a match stands out.
+        sequences: To train on; a tenth as many more to validate and to test.
+    """
+
+    modulus: int = 41
+    length: int = 8
+    shortest: int = 3
+    sequences: int = 50_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("modulus", 2), ("length", 1), ("shortest", 1), ("sequences", 10)):
+            if getattr(self, name) < least:
+                raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
+        if self.shortest > self.length:
+            raise InvalidInput("shortest", given=self.shortest, expected=f"at most {self.length}, the length")
 
 
 def decoder_sizes(model: ModelOptions, language: LanguageOptions) -> dict[str, Any]:

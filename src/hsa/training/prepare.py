@@ -50,7 +50,7 @@ class Reading:
     """How signals were made of the data, kept with a model so that it can read more of them.
 
     Attributes:
-        kind: "rows", "folders", "python" or "news".
+        kind: "rows", "folders", "python", "news", or "match3" for made-up numbers.
         columns: of rows.
         max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
         tokenizer: made the ids of text; None where there is none.
@@ -58,7 +58,7 @@ class Reading:
         transform: the text encoder as a map of batches: ids to vectors.
     """
 
-    kind: Literal["rows", "folders", "python", "news"]
+    kind: Literal["rows", "folders", "python", "news", "match3"]
     columns: Columns
     max_tokens: int
     max_family: int
@@ -158,8 +158,8 @@ def prepare(
         small: a fraction of the standard library, for a quick look.
         say: is told what is going on.
     """
-    if options.task == "lm" or options.task == "seq2seq":
-        fix = "see prepare_text" if options.task == "lm" else "see prepare_pairs"
+    if options.task != "classification" and options.task != "regression":
+        fix = {"lm": "see prepare_text", "seq2seq": "see prepare_pairs", "match3": "see prepare_match3"}[options.task]
         raise InvalidInput("task", given=options.task, expected="classification or regression", fix=fix)
     skipped: list[str] = []
 

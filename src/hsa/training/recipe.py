@@ -11,9 +11,16 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.options import (
+    DataOptions,
+    LanguageOptions,
+    Match3Options,
+    ModelOptions,
+    Seq2SeqOptions,
+    TrainingOptions,
+)
 
-_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions)
+_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions, Match3Options)
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Recipe:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     language: LanguageOptions = field(default_factory=LanguageOptions)
     seq2seq: Seq2SeqOptions = field(default_factory=Seq2SeqOptions)
+    match3: Match3Options = field(default_factory=Match3Options)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -136,4 +144,5 @@ def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
         merge(recipe.training, given.training),
         merge(recipe.language, given.language),
         merge(recipe.seq2seq, given.seq2seq),
+        merge(recipe.match3, given.match3),
     )

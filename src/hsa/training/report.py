@@ -13,6 +13,7 @@ from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.models.saved import load_model
 from hsa.training.experiment import Result
+from hsa.training.match3 import COSTS, match3_report
 from hsa.training.prepare import Prepared
 from hsa.training.recipe import Recipe
 
@@ -107,9 +108,13 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
     ]
     lines += ["", *(f"- {line}" for line in report_lines(prepared, results)), ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    if recipe.read.task == "match3":
+        lines += ["", *match3_report(folder, prepared, recipe.match3, recipe.model)]
+        pictures.append(folder / COSTS)
     lines += ["", "## Options", "", "```"]
-    for part in (recipe.read, recipe.model, recipe.training):
-        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    options = asdict(recipe.read) | asdict(recipe.model) | asdict(recipe.training)
+    options |= asdict(recipe.match3) if recipe.read.task == "match3" else {}
+    lines += [f"{name}: {value}" for name, value in options.items()]
     write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
     return pictures
 

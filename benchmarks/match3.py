@@ -1,0 +1,162 @@
+"""`python -m benchmarks.match3 FOLDER [--device cuda] [--processes 4]`: three-way attention on the task that needs it.
+
+Match3 with the options of recipes/match3.yaml, one layer of three-way attention against baselines with as many parameters.
+For every model, learning rate and lengths of the training sequences are chosen by validation accuracy on seed 0; then three
+seeds, of weights and data. Finished runs are taken from FOLDER; the table and the picture of the cost go to
+benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import RESULTS, Section, write_table
+from hsa.analysis.cost_plots import cost_table, costs, plot_costs
+from hsa.files import write_json
+from hsa.models.classifier import equal_parameters
+from hsa.training.experiment import model_config, train_model
+from hsa.training.loop import make_accelerator
+from hsa.training.match3 import prepare_match3, rules
+from hsa.training.recipe import Recipe, load_recipe
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "match3.yaml"
+MODELS: dict[str, dict[str, Any]] = {
+    "three-way, 1 layer": {},
+    "pairs, 1 layer": {"operator": "flat"},
+    "pairs, 2 layers": {"operator": "flat", "layers": 2},
+    "no attention": {"operator": "none"},
+}
+LONGER = {"pairs, 1 layer": 4, "pairs, 2 layers": 4}
+"""Trained once more, for so many times as many epochs."""
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+SEEDS = (0, 1, 2)
+NOTES = (
+    "Accuracy: per number, mean ± standard deviation over three seeds of weights and data. Short: training sequences have 3 "
+    "to 8 numbers, full: 8; those to validate and test always have 8. Models of one layer have as many parameters, by the "
+    "width of their feed-forward networks; that of two layers has more. Learning rate, and short or full: the best on "
+    "validation, seed 0, for each model; the longer runs take those of the shorter. Cost: of the attention of one layer, 4 "
+    "heads of 32 channels, on one sequence; operations, and the median of three forward passes on one CPU thread where they "
+    "are not too many."
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    model: str
+    rate: float
+    short: bool
+    epochs: int
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        words = "-".join(self.model.replace(",", "").split())
+        return f"{words}-{self.rate:g}-{'short' if self.short else 'full'}-{self.epochs}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    parameters: int
+    validation: float
+    test: float
+    seconds: float
+
+
+def trained(run: Run, folder: Path, device: str) -> Outcome:
+    """The outcome of a run, from its folder where it was finished before."""
+    path = folder / f"{run.folder}.json"
+    if path.is_file():
+        return Outcome(**json.loads(path.read_text()))
+    torch.set_num_threads(1)
+    recipe = load_recipe(RECIPE)
+    match3 = replace(recipe.match3, shortest=recipe.match3.shortest if run.short else recipe.match3.length)
+    options = replace(recipe.training, learning_rate=run.rate, epochs=run.epochs, seed=run.seed)
+    data = prepare_match3(None, match3, seed=run.seed)
+    config = model_config(data, recipe.model, "trilinear", "trilinear")
+    if changes := MODELS[run.model]:
+        # Two layers of attention would leave no parameters for feed-forward networks: they may have more.
+        wider = replace(config, encoder=replace(config.encoder, **changes))
+        config = wider if "layers" in changes else equal_parameters(config, **changes)
+    accelerator = make_accelerator(options, cpu=device == "cpu")
+    result = train_model(run.model, config, data, options, folder / run.folder, accelerator)
+    best = max(record.validation for record in result.history)
+    outcome = Outcome(result.parameters, best, result.scores.main, result.training_seconds)
+    write_json(path, asdict(outcome))
+    print(f"{run.folder}: validation {best:.4f}, test {outcome.test:.4f}, {outcome.seconds:.0f} s", flush=True)
+    return outcome
+
+
+def accuracy_rows(folder: Path, recipe: Recipe, device: str, pool: ProcessPoolExecutor) -> list[list[Any]]:
+    """A row per model: the best settings, and what they came to."""
+    epochs = recipe.training.epochs
+    grid = [Run(name, rate, short, epochs, 0) for name in MODELS for rate in RATES for short in (True, False)]
+    tried = dict(zip(grid, pool.map(partial(trained, folder=folder, device=device), grid), strict=True))
+    best = {name: max((r for r in grid if r.model == name), key=lambda r: tried[r].validation) for name in MODELS}
+    longer = [replace(best[name], epochs=times * epochs) for name, times in LONGER.items()]
+    wanted = [replace(run, seed=seed) for run in (*longer, *best.values()) for seed in SEEDS]  # the longest first
+    found = dict(zip(wanted, pool.map(partial(trained, folder=folder, device=device), wanted), strict=True))
+    rows = []
+    for run in sorted((*best.values(), *longer), key=lambda r: list(MODELS).index(r.model)):
+        outcomes = [found[replace(run, seed=seed)] for seed in SEEDS]
+        tests = [100 * outcome.test for outcome in outcomes]
+        accuracy = f"{statistics.mean(tests):.2f} ± {statistics.stdev(tests):.2f}"
+        settings = [f"{run.rate:g}", "short" if run.short else "full", run.epochs]
+        seconds = statistics.mean(outcome.seconds for outcome in outcomes)
+        rows.append([run.model, f"{outcomes[0].parameters:,}", *settings, accuracy, f"{min(tests):.2f}", seconds])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    recipe = load_recipe(RECIPE)
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
+        rows = accuracy_rows(given.folder, recipe, given.device, pool)
+    torch.set_num_threads(1)
+    header = [
+        "model",
+        "parameters",
+        "learning rate",
+        "sequences",
+        "epochs",
+        "test accuracy, %",
+        "worst seed, %",
+        "train s",
+    ]
+    known = rules(prepare_match3(None, recipe.match3), recipe.match3.modulus)
+    measured = costs(recipe.model.heads, recipe.model.heads * (recipe.model.head_dim or 0))
+    plot_costs(RESULTS / "match3.png", measured)
+    sections: list[Section] = [
+        ("Accuracy", header, rows),
+        (
+            "Rules without three numbers",
+            ["rule", "test accuracy, %"],
+            [[k, f"{100 * v:.2f}"] for k, v in known.items()],
+        ),
+        ("Cost by length", *cost_table(measured)),
+    ]
+    command = f"python -m benchmarks.match3 FOLDER --device {given.device} --processes {given.processes}"
+    title = f"Match3: {recipe.match3.length} numbers modulo {recipe.match3.modulus}"
+    write_table("match3", title, sections, f"{NOTES}\n\n![cost](match3.png)", command=command)
+
+
+if __name__ == "__main__":
+    main()
