@@ -60,9 +60,9 @@ class _Level:
     """Families of like size, with the leaves below them in blocks: `[blocks, size]` each."""
 
     leaves: Tensor  # padding repeats a block's last leaf
-    members: Tensor  # slots of the parent's children; padding repeats the last
-    end: Tensor  # the leaf after each member; beyond all leaves for padding
-    own: Tensor  # the leaf that a member is; −1 for other members
+    members: Tensor  # slots of the parent's children; padding repeats the last, which lies before none of these leaves
+    end: Tensor  # the leaf after each member
+    own: Tensor  # the leaf that a member is; −1 for other members and padding
     log_count: Tensor
 
     def blocks(self, dtype: torch.dtype) -> Blocks:
@@ -104,7 +104,7 @@ def _build(forest: Hierarchy) -> _Plan:
             _Level(
                 leaves=tensor(leaves),
                 members=tensor(slot_of_node[nodes]),
-                end=tensor(np.where(present, s.end_leaf[nodes], forest.num_leaves + 1)),
+                end=tensor(s.end_leaf[nodes]),
                 own=tensor(np.where(present & s.is_leaf[nodes], s.first_leaf[nodes], -1)),
                 log_count=tensor(np.log(s.leaf_count[nodes])),
             )
