@@ -89,6 +89,20 @@ def test_all_subsets_say_the_same(seed):
     torch.testing.assert_close(flat_mkl(grams, target).weights, weights, atol=1e-8, rtol=0)
 
 
+@given(seeds)
+def test_what_looks_best_first_may_have_to_go(seed):
+    """The third kernel is the most like the target, but has a part in it that the target lacks: the first two have none."""
+    one, other, wrong = linear_grams(features(seed, heads=3, n=17))
+    grams = torch.stack([one, other, one + other + 0.4 * wrong])
+    target = one + other - 0.1 * wrong
+    found = flat_mkl(grams, target)
+    assert found.weights[2] == 0
+    assert float(found.weights.min()) >= 0
+    assert found.alignment > centred_alignment(grams[2], target)
+    single = [centred_alignment(gram, target) for gram in grams]
+    assert single[2] == max(single)
+
+
 def test_equal_kernels_and_many():
     """More kernels than they have dimensions, each twice."""
     few = torch.cat([linear_grams(features(3, heads=60, n=9, dim=2))] * 2)
@@ -250,7 +264,7 @@ def test_scaling_knows_only_what_is_known():
 def test_comparing_sums(seed):
     """One head knows the classes, others know nothing: weights find it, and it is worth something elsewhere too."""
     targets = labelled(seed, 48, 2)
-    knows = targets.values[:, :1] + 0.3 * torch.randn(48, 1, dtype=torch.float64, generator=generator(seed))
+    knows = targets.values[:, :1] + 0.1 * torch.randn(48, 1, dtype=torch.float64, generator=generator(seed))
     heads = [*features(seed, heads=6, n=48), 100 * knows]
     own = torch.zeros(48, 7, dtype=torch.float64)
     own[:, 6] = 1
@@ -258,6 +272,11 @@ def test_comparing_sums(seed):
     found = {s.name: s for s in compare_sums(heads, targets, own=own, splits=2, seed=seed, watch=done.append)}
     assert list(found) == [UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN]
     assert done == [1, 1]
+    for split in range(2):
+        learn, _ = halves(targets, seed + split)
+        grams = linear_grams([scaled(head[learn], torch.arange(len(learn))) for head in heads])
+        best = flat_mkl(grams, target_kernel(targets.part(learn)))
+        assert found[FLAT].learned[split] == pytest.approx(best.alignment)
     for name, entry in found.items():
         assert [len(v) for v in (entry.learned, entry.held, entry.score)] == [2, 2, 2]
         assert all(a >= b for a, b in zip(found[FLAT].learned, entry.learned, strict=True)) or name == CONDITIONAL

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hsa.cli.main import run
+from hsa.huggingface.loading import load_for_task
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.models.saved import load_model, save_model
 from tests.fidelity.small import classifier, language_model, rows, save
@@ -113,6 +114,25 @@ def test_the_same_again_and_others(call, models, data):
     assert (few["examples"], few["mean_length"]) == (20, 7)
 
 
+def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
+    """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
+    texts = [row["text"] for row in rows(40, seed=3)]
+    model, tokenizer = load_for_task(str(models / "classify"), "classify")
+    found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    assert 5 < sum(found) < 35
+    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, found, strict=True)])
+    code, said, _ = call("predict", ours / "number/hsa", ours / "reviews.csv", "--json")
+    assert code == 0
+    numbers = [json.loads(line)["label"] for line in said.splitlines()]
+    assert len(set(numbers)) > 20
+    table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
+    others = write_rows(tmp_path / "own.jsonl", table)
+    for name, file in ((models / "classify", some), (ours / "number/hsa", others)):
+        assert call("kernels", name, "--data", file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
+        curves = json.loads(Path(file.suffix, "kernels.json").read_text())["curves"]
+        assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
+
+
 def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, monkeypatch):
     """The model's accuracy on them, and on no others."""
     from hsa.analysis import kernel_learning
@@ -189,10 +209,10 @@ def test_the_models_own_weights(call, ours, tmp_path):
     )
     code, out, err = call("kernels", folder, "--data", ours / "reviews.csv", "--out", "o", *FEW)
     assert (code, err) == (0, "")
-    assert "the model's own weights" in out
+    assert "the model's own weighting" in out
     sums = {s["name"]: s for s in json.loads(Path("o/kernels.json").read_text())["sums"]}
     # Weights of heads start equal.
-    assert sums["the model's own weights"]["held"] == pytest.approx(sums["equal weights"]["held"])
+    assert sums["the model's own weighting"]["held"] == pytest.approx(sums["equal weights"]["held"])
 
 
 def test_json_alone_on_stdout(call, models, data):

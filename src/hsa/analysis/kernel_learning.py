@@ -230,7 +230,7 @@ UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN = (
     "best single head",
     "flat MKL",
     "input-conditional",
-    "the model's own weights",
+    "the model's own weighting",
 )
 
 
