@@ -110,11 +110,22 @@ def test_components_that_slices_share_are_kept_once(amounts):
 
 
 def test_the_strongest_components_are_the_start():
-    """Of components that are orthogonal to each other, those of the greatest length."""
-    a = torch.diag(torch.tensor([2.0, 5.0, 1.0, 3.0], dtype=torch.float64))
-    source = CP(a, torch.eye(4, 7, dtype=torch.float64), torch.eye(4, 5, dtype=torch.float64))
-    found = decompose(source, 2, iterations=0)
-    assert found.error == pytest.approx(((4 + 1) / (4 + 25 + 1 + 9)) ** 0.5)
+    """Of components that are orthogonal to each other, those of the greatest length, wherever that lies."""
+    amounts, lengths = torch.tensor([[2.0, 5.0, 1.0, 3.0], [2.0, 1.0, 4.5, 0.1]], dtype=torch.float64)
+    source = CP(torch.diag(amounts), torch.eye(4, 7).double() * lengths[:, None], torch.eye(4, 5).double())
+    squares = (amounts * lengths).square()
+    for rank, kept in ((1, [1]), (2, [1, 2]), (3, [0, 1, 2])):
+        left = 1 - squares[kept].sum() / squares.sum()
+        assert decompose(source, rank, iterations=0).error == pytest.approx(float(left.sqrt()))
+
+
+def test_a_component_that_others_explain_is_not_chosen():
+    """The second strongest is nearly the strongest; the weakest is like none."""
+    one, two, three = torch.eye(3, 7, dtype=torch.float64)
+    source = CP(
+        torch.eye(3).double(), torch.stack([2 * one, 1.9 * one + 0.01 * two, three]), torch.eye(5).double()[[0, 0, 1]]
+    )
+    assert decompose(source, 2, iterations=0).error < 0.01
 
 
 def test_collinear_components_give_numbers():

@@ -292,16 +292,10 @@ def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
 
 
 def _solve(gram: Tensor, products: Tensor, before: Tensor) -> Tensor:
-    """X of (gram + pull) X = products + pull · before, with as much pull as it takes."""
-    pull = _PULL * float(gram.diagonal().amax())
-    for _ in range(12):
-        lower, failed = torch.linalg.cholesky_ex(
-            gram + pull * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        )
-        if not failed:
-            return torch.cholesky_solve(products + pull * before, lower)
-        pull = max(pull * 10, 1e-300)
-    return before
+    """X of (gram + pull) X = products + pull · before."""
+    pull = max(_PULL * float(gram.diagonal().amax()), 1e-300)
+    lower, failed = torch.linalg.cholesky_ex(gram + pull * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+    return before if failed else torch.cholesky_solve(products + pull * before, lower)
 
 
 def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
