@@ -6,7 +6,7 @@
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
 validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
 their times are of a busy machine; `--times` measures each model alone for one epoch instead. `--examples` and `--leaves`
-make an experiment smaller: so many examples to train on, so many leaves of each.
+make an experiment smaller: so many examples to train on (twice as many to test), so many leaves of each.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     train, validation, test, vectors = _data(experiment.data, job["folder"], cut)
     if job["examples"]:
         train = train.select(np.arange(min(job["examples"], len(train))))
+        test = test.select(np.random.default_rng(0).permutation(len(test))[: 2 * job["examples"]])
     tokens = int(max(d.batch.values["text"].max() for d in (train, validation, test))) + 1
     text = (
         Modality(tokens=max(tokens, 2))
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--rates")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--precision", default="no")
-    parser.add_argument("--examples", type=int, help="to train on; all by default")
+    parser.add_argument("--examples", type=int, help="to train on, and twice as many to test; all by default")
     parser.add_argument("--leaves", type=int, help="of an example; all by default")
     parser.add_argument("--seeds", action="store_true", help="also the other seeds")
     parser.add_argument("--times", action="store_true")
