@@ -25,7 +25,7 @@ from hsa.analysis.plots import COLORS, pyplot, save_figure
 from hsa.decomposition import CP, relative_error
 from hsa.fidelity.examples import Examples, load_examples, tokenize
 from hsa.fidelity.judging import Judge
-from hsa.huggingface.collaborate import collaborate, replace_projections
+from hsa.huggingface.collaborative_heads import collaborate, replace_projections
 from hsa.huggingface.layers import attention_layers
 from hsa.nn.collaborate import Inputs, SharedProjections, by_strength, concatenated_heads
 
@@ -45,7 +45,7 @@ HEADER = [
 ]
 
 NOTES = (
-    "Shared: `hsa.huggingface.collaborate.collaborate`, alternating least squares on the bilinear forms of all heads of a "
+    "Shared: `hsa.huggingface.collaborate`, alternating least squares on the bilinear forms of all heads of a "
     "layer together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many over "
     "all heads as have the same number of parameters. On data: both in coordinates in which the error is that of logits on "
     "inputs of the layer, whose moments come from other texts than those that are judged. Nothing was trained afterwards. "

@@ -1,6 +1,6 @@
 """Hierarchical attention in pre-trained transformers models, and frozen encoders as embeddings.
 
-`convert` and `revert` change a model, `counting` counts its operations. Functions load when they are first used, and
+`convert` and `revert` change a model, `counting` counts its operations, `collaborate` lets its heads share projections. Functions load when they are first used, and
 `convert` registers `attn_implementation="hsa"` with transformers.
 """
 
@@ -10,21 +10,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hsa.huggingface.attend import counting
     from hsa.huggingface.cache import memory_of, new_cache
+    from hsa.huggingface.collaborative_heads import collaborate, prepare_collaborative
     from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
 
 _HOMES = {
+    "collaborate": "collaborative_heads",
     "convert": "conversion",
     "convert_as": "conversion",
     "counting": "attend",
     "memory_of": "cache",
     "new_cache": "cache",
+    "prepare_collaborative": "collaborative_heads",
     "register": "interface",
     "revert": "conversion",
     "settings_of": "conversion",
 }
 
-__all__ = ["convert", "convert_as", "counting", "memory_of", "new_cache", "register", "revert", "settings_of"]
+__all__ = [
+    "collaborate",
+    "convert",
+    "convert_as",
+    "counting",
+    "memory_of",
+    "new_cache",
+    "prepare_collaborative",
+    "register",
+    "revert",
+    "settings_of",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from hsa.errors import InvalidInput, Unsupported
 from hsa.huggingface import convert, revert
-from hsa.huggingface.collaborate import collaborate, prepare
+from hsa.huggingface.collaborative_heads import collaborate, prepare_collaborative
 from tests.huggingface.tiny_models import inputs_of, random_ids, run, tiny, transformers
 
 BERT_LIKE = ("bert", "roberta", "electra")
@@ -177,7 +177,7 @@ def test_a_saved_model_is_loaded_into_its_form(tmp_path):
     model.save_pretrained(tmp_path)
     torch.manual_seed(9)
     other = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).eval()
-    prepare(other)
+    prepare_collaborative(other)
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     inputs, _ = inputs_of("bert")
     assert torch.equal(run(other, **inputs), run(model, **inputs))
@@ -185,9 +185,9 @@ def test_a_saved_model_is_loaded_into_its_form(tmp_path):
 
 def test_a_form_needs_its_size():
     with pytest.raises(InvalidInput, match="shared_dim: given None, and none in the config"):
-        prepare(tiny("bert"))
+        prepare_collaborative(tiny("bert"))
     model = tiny("bert")
-    prepare(model, 0.25)
+    prepare_collaborative(model, 0.25)
     assert model.encoder.layer[0].attention.self.mixing.shape == (HEADS, 8)
 
 

@@ -94,7 +94,7 @@ def collaborate(
     `save_pretrained` writes the new parameters (`query`, `key`, `mixing`) and notes shared_dim in the config. To load them:
 
         model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-        prepare(model)
+        prepare_collaborative(model)
         model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
 
     Args:
@@ -136,7 +136,7 @@ def collaborate(
     return CollaborationReport(shared, channels, tuple(done), before, after)
 
 
-def prepare(model: Any, shared_dim: int | float | None = None) -> None:
+def prepare_collaborative(model: Any, shared_dim: int | float | None = None) -> None:
     """Give an encoder the form that `collaborate` does, with projections that are yet to be loaded or trained.
 
     Args:
