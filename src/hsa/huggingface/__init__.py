@@ -1,7 +1,7 @@
 """Hierarchical attention in pre-trained transformers models, and frozen encoders as embeddings.
 
-`convert` and `revert` change a model, `counting` counts its operations, `collaborate` lets its heads share projections. Functions load when they are first used, and
-`convert` registers `attn_implementation="hsa"` with transformers.
+`convert` and `revert` change a model, `counting` counts its operations; `collaborate` lets its heads share projections.
+Functions load when they are first used, and `convert` registers `attn_implementation="hsa"` with transformers.
 """
 
 from importlib import import_module
