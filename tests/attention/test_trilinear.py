@@ -157,7 +157,7 @@ def test_half_precision_keeps_its_tolerance(name, backend, dtype):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 11}])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_streaming_on_a_gpu(dtype, options, name):
-    """Where products of half precision are taken in half precision."""
+    """Where products of bfloat16 are taken in bfloat16."""
     forest = Hierarchy.flat([61, 5, 61]).to("cuda")
     inputs = [*rows(forest, dtype=dtype), *form(name, dtype=dtype)[1]]
     weight = torch.randn(forest.num_leaves, HEADS, VALUE_DIM).to("cuda", dtype)

@@ -255,13 +255,17 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 
 def _factors(x: Tensor, rows: Tensor) -> Tensor:
-    """`_take`, in the dtype of the factors of products: half precision where there are tensor cores."""
-    return _take(x, rows).to(x.dtype if x.is_cuda else _accurate(x))
+    """`_take`, in the dtype of the factors of products: half precision where there are tensor cores.
+
+    Not float16: the weights of many pairs are too small for it.
+    """
+    in_half = x.is_cuda and x.dtype == torch.bfloat16
+    return _take(x, rows).to(x.dtype if in_half else _accurate(x))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a `[blocks, heads, …, n]` times b `[blocks, heads, n, m]`, whose dtype is that of the factors."""
     flat = a.flatten(2, -2).flatten(0, 1).to(b.dtype), b.flatten(0, 1)
-    half = b.dtype in (torch.float16, torch.bfloat16)  # products in half precision, sums not
-    result = torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)
+    in_half = b.dtype == torch.bfloat16  # products, but not their sums
+    result = torch.bmm(*flat, out_dtype=torch.float32) if in_half else torch.bmm(*flat)
     return result.view(*a.shape[:-1], b.shape[-1])
