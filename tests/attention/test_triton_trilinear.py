@@ -76,6 +76,11 @@ def test_ragged_trees(small_tiles, left, right):
     compare(made, offsets, 1e-5, left, right)
 
 
+def test_whole_tiles_that_lie_apart(small_tiles):
+    made, offsets = inputs((33,))
+    compare(made, offsets, 1e-5, left=20, right=0)
+
+
 def test_window_of_one_sees_itself():
     (q, k1, k2, v1, v2), offsets = inputs((5, 3))
     out = trilinear_core(q, k1, k2, v1, v2, *offsets, left=0, right=0, scale=0.4)
@@ -142,6 +147,12 @@ def test_scales(small_tiles, scale):
     made, offsets = inputs((17,))
     compare(made, offsets, 1e-3, scale=scale)
     compare([x.detach()[:9].requires_grad_() for x in made], [offsets_of([9])] * 3, 1e-3, right=0, scale=scale)
+
+
+def test_rows_outside_of_a_tree_never_overflow():
+    """All logits are far below 0, what a row of zeros would get."""
+    made = [torch.full((3, 1, DIM), x, device=DEVICE).requires_grad_() for x in (1.0, 1.0, -1.0, 0.5, 2.0)]
+    compare(made, [offsets_of([3])] * 3, 1e-4, scale=40.0)
 
 
 def test_rows_at_any_distance():
