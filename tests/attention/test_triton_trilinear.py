@@ -12,6 +12,7 @@ from hsa import Hierarchy, trilinear_attention
 from hsa.attention.triton import trilinear_tiles
 from hsa.attention.triton.trilinear import operator, trilinear_core
 from hsa.attention.triton.trilinear_tiles import Tile
+from hsa.errors import Unsupported
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 DIM, VALUE_DIM = 7, 5
@@ -194,6 +195,12 @@ def test_public_operator(causal, window):
         for backend in ("triton", "dense")
     )
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_too_wide_is_refused():
+    made, _ = inputs((3,), dim=129)
+    with pytest.raises(Unsupported, match="head dims must be 1 to 128, not 129"):
+        trilinear_attention(*made, Hierarchy.flat([3]).to(DEVICE), backend="triton")
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def _run_triton(
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
     q, tensor = arguments["q"], arguments["tensor"]
     core = q[..., :1].expand(*q.shape[:2], core_dim(q, tensor))
-    reasons = available.why_not(core, arguments["v1"], arguments["backend"])
+    reasons = available.why_not(core, arguments["v1"], arguments["backend"], available.WIDEST_THREE_WAY)
     if is_full(tensor):
         reasons.append("it takes the core only: T must be a diagonal, a CP or None")
     if arguments["hierarchy"].num_leaves == 0:
