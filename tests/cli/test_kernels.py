@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hsa.analysis.plots import pyplot
 from hsa.cli.main import run
 from hsa.huggingface.loading import load_for_task
 from hsa.models.classifier import HierarchicalClassifier
@@ -24,6 +25,20 @@ def _alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_pictures(request, monkeypatch):
+    """Drawing takes longer than all else; one test looks at what is drawn."""
+    from hsa.analysis import kernel_plots
+
+    def save(figure, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        pyplot().close(figure)
+
+    if request.node.originalname != "test_encoders":
+        monkeypatch.setattr(kernel_plots, "save_figure", save)
 
 
 @pytest.fixture(scope="module")
