@@ -4,6 +4,7 @@ import json
 from functools import partial
 
 from hsa.analysis.cost_plots import costs
+from hsa.models.saved import load_model
 
 TINY = ("--cpu", "--width", "8", "--heads", "2", "--head-dim", "4", "--epochs", "2", "--batch-size", "32")
 
@@ -18,6 +19,9 @@ def test_the_whole_way(call, fails, tmp_path, monkeypatch):
     assert "Match3: 4 numbers modulo 11: 60 to train, 6 to validate, 6 to test; 2 classes" in printed
     assert "next:" not in printed  # there is nothing to predict
     assert [r["model"] for r in json.loads((out / "results.json").read_text())] == ["trilinear", "flat"]
+    assert (
+        load_model(out / "trilinear")[0].config.encoder.feed_forward is None
+    )  # the one that the others are as large as
     report = (out / "report.md").read_text()
     for said in ("## Rules without three numbers", "| 32 | ", "![cost](cost.png)", "modulus: 11", "task: match3"):
         assert said in report

@@ -10,17 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsa.analysis import cost_plots
 from hsa.analysis.cost_plots import BRANCHING, WINDOW, cost_table, costs
 from hsa.attention.trilinear.counts import flops_trilinear
 from hsa.cli.train import _match3_recipe
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, count_parameters
+from hsa.nn.attention import Flat
+from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
 from hsa.training.experiment import model_config
 from hsa.training.loop import Trainer, make_accelerator
 from hsa.training.match3 import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
 from hsa.training.options import Match3Options, ModelOptions, TrainingOptions
-from hsa.training.recipe import Recipe, load_recipe
+from hsa.training.recipe import Recipe, load_recipe, overridden
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "match3.yaml"
 SMALL = Match3Options(sequences=300)
@@ -71,14 +74,15 @@ def test_half_of_the_answers_are_yes_and_no_simple_rule_knows_which(prepared):
         assert 0.4 < float(data.targets.float().mean()) < 0.62
 
 
-def test_rules_are_measured_on_the_test_data():
-    data = prepare_match3(None, Match3Options(modulus=5, length=2, shortest=2, sequences=2_000))
+@pytest.mark.parametrize("modulus", [5, 11])  # where yes is the more frequent answer, and where it is not
+def test_rules_are_measured_on_the_test_data(modulus):
+    data = prepare_match3(None, Match3Options(modulus=modulus, length=2, shortest=2, sequences=2_000))
     numbers = data.test.batch.values[MODALITY].numpy()
     answers = data.test.targets.numpy()
     rate = np.array(
-        [data.train.targets.numpy()[data.train.batch.values[MODALITY].numpy() == v].mean() for v in range(5)]
+        [data.train.targets.numpy()[data.train.batch.values[MODALITY].numpy() == v].mean() for v in range(modulus)]
     )
-    assert list(rules(data, 5).values()) == pytest.approx(
+    assert list(rules(data, modulus).values()) == pytest.approx(
         [max(answers.mean(), 1 - answers.mean()), ((rate > 0.5)[numbers] == answers).mean(), 1.0]
     )
 
@@ -133,11 +137,17 @@ def test_recipe_and_command_say_the_same():
     assert recipe == _match3_recipe(Recipe())
     assert recipe.match3 == Match3Options()
     assert recipe.read.task == "match3"
+    changed = overridden(recipe, Recipe(match3=Match3Options(modulus=53, length=9)), {"modulus"})
+    assert changed.match3 == replace(recipe.match3, modulus=53)
 
 
-def test_costs_by_length():
-    lengths = (8, 64, 512)
+def test_costs_by_length(monkeypatch):
+    lengths, timed = (8, 64, 512), []
+    seconds = cost_plots._seconds
+    monkeypatch.setattr(cost_plots, "_seconds", lambda *given: timed.append(given) or seconds(*given))
     found = costs(2, 12, lengths, most=2_000_000, repeats=1)
+    used = {(type(attention), getattr(attention, "window", None)) for attention, *_ in timed}
+    assert used == {(Flat, None), (Trilinear, None), (Trilinear, WINDOW), (HierarchicalTrilinear, None)}
     by_kind = {kind: [c for c in found if c.kind == kind] for kind in dict.fromkeys(c.kind for c in found)}
     pairs, exact, window, tree = by_kind.values()
     assert [c.operations for c in exact] == [flops_trilinear(Hierarchy.flat([n]), 12, 2).total for n in lengths]

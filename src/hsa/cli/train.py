@@ -164,7 +164,7 @@ def _match3_recipe(given: Recipe) -> Recipe:
         ("trilinear", "flat", "deepsets"),
         DataOptions(task="match3"),
         ModelOptions(width=64, head_dim=32, dropout=0.0, position_width=0),
-        TrainingOptions(epochs=12, learning_rate=2e-3, batch_size=256, patience=0),
+        TrainingOptions(epochs=10, learning_rate=2e-3, batch_size=256, patience=0),
     )
     return overridden(default, given, NAMED.get())
 
