@@ -25,6 +25,7 @@ from hsa.attention.triton.trilinear_tiles import (
     numbers,
     programs,
     raised,
+    reach,
     read_row,
     read_rows,
     rows_of_tree,
@@ -256,15 +257,8 @@ def _queries_kernel(
     tl.store(shared_ptr + here, shared, mask=inside)
     lift = raised(length1, length2, left, right, LIMITED)
     mass = tl.load(mass_ptr + here, mask=inside, other=float("inf")) - lift
-    low1, high1, all_low, all_high1 = 0, length1, 0, length1
-    low2, high2, all_high2 = 0, length2, length2
-    if LIMITED:  # what some query of the tile sees, and what all of them see
-        last = tl.minimum(begin + ROWS, length) - 1
-        low1 = tl.maximum(begin - left, 0)
-        low2 = low1
-        high1, high2 = tl.minimum(last + right + 1, length1), tl.minimum(last + right + 1, length2)
-        all_low = tl.maximum(last - left, 0)
-        all_high1, all_high2 = tl.minimum(begin + right + 1, length1), tl.minimum(begin + right + 1, length2)
+    low1, high1, all_low, all_high1 = reach(begin, length, length1, left, right, ROWS, LIMITED)
+    low2, high2, _, all_high2 = reach(begin, length, length2, left, right, ROWS, LIMITED)
     d_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
     log2_scale = scale * LOG2E
     for start in range(low2, high2, COLUMNS):

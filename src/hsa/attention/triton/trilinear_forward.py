@@ -20,6 +20,7 @@ from hsa.attention.triton.trilinear_tiles import (
     find_tile,
     numbers,
     programs,
+    reach,
     read_row,
     read_rows,
     rows_of_tree,
@@ -172,15 +173,8 @@ def _forward_kernel(
     i = begin + tl.arange(0, ROWS)
     inside = i < length
     queries = as_product(read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D))
-    low1, high1, all_low, all_high1 = 0, length1, 0, length1
-    low2, high2, all_high2 = 0, length2, length2
-    if LIMITED:  # what some query of the tile sees, and what all of them see
-        last = tl.minimum(begin + ROWS, length) - 1
-        low1 = tl.maximum(begin - left, 0)
-        low2 = low1
-        high1, high2 = tl.minimum(last + right + 1, length1), tl.minimum(last + right + 1, length2)
-        all_low = tl.maximum(last - left, 0)
-        all_high1, all_high2 = tl.minimum(begin + right + 1, length1), tl.minimum(begin + right + 1, length2)
+    low1, high1, all_low, all_high1 = reach(begin, length, length1, left, right, ROWS, LIMITED)
+    low2, high2, _, all_high2 = reach(begin, length, length2, left, right, ROWS, LIMITED)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_V], tl.float32)

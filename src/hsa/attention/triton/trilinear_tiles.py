@@ -163,3 +163,14 @@ def raised(length1, length2, left, right, LIMITED: tl.constexpr):
 @triton.jit
 def sees(query, key, left, right):
     return (key >= query - left) & (key <= query + right)
+
+
+@triton.jit
+def reach(begin, length, other_length, left, right, ROWS: tl.constexpr, LIMITED: tl.constexpr):
+    """Rows of another set that some query of a tile sees, low … high, and those that all of them see."""
+    low, high, all_low, all_high = 0, other_length, 0, other_length
+    if LIMITED:
+        last = tl.minimum(begin + ROWS, length) - 1
+        low, all_low = tl.maximum(begin - left, 0), tl.maximum(last - left, 0)
+        high, all_high = tl.minimum(last + right + 1, other_length), tl.minimum(begin + right + 1, other_length)
+    return low, high, all_low, all_high
