@@ -73,6 +73,7 @@ def build_app() -> App:
         "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
         "`hsa train --task lm` and `hsa generate` train a language model and write with it.\n"
         "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
+        "`hsa kernels` says how alike the heads of a model are, and which can go.\n"
         "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
         default_parameter=Parameter(negative=(), consume_multiple=True),
