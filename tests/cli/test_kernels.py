@@ -151,12 +151,12 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
 
 def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, monkeypatch):
     """The model's accuracy on them, and on no others."""
-    from hsa.analysis import kernel_learning
+    from hsa.fidelity import head_kernels
 
     known = []
-    flat = kernel_learning.flat_mkl
+    flat = head_kernels.flat_mkl
     monkeypatch.setattr(
-        kernel_learning, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
+        head_kernels, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
     )
     assert call("kernels", models / "classify", "--data", data, "--out", "o", *FEW)[0] == 0
     assert known[0] == 25

@@ -1,1 +1,1 @@
-"""What conversion costs and saves: data, answers before and after, time, a search for settings, and reports."""
+"""What a change of a model costs and saves: conversion and heads that go; data, answers before and after, time, reports."""
