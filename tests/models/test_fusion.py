@@ -89,7 +89,7 @@ def test_shared_keys_and_values(fusion, attention):
         with pytest.raises(InvalidInput, match="kv_heads: given 1 for 3 collaborative heads, expected 3"):
             language_model(fusion, attention, kv_heads=1)
         return
-    model, tokens = language_model(fusion, attention, kv_heads=1), text(23)
+    model, tokens = language_model(fusion, attention, width=24, heads=4, kv_heads=2), text(23)
     cache = model.new_cache(1)
     model.read(tokens[:20], [20], cache)
     steps = torch.cat([model.step(token[None], cache) for token in tokens[20:]])

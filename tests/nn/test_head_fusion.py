@@ -175,6 +175,24 @@ def test_talking_heads_in_a_flat_layer_written_out(lengths, seed):
     close(attend(layer, x, forest), concatenated(weights, v, layer, x), 1e-9)
 
 
+@pytest.mark.parametrize("refine", [None, 0])
+def test_talking_heads_of_cross_attention_written_out(refine):
+    """All leaves, or the two members of the root, each with its mean and the logarithm of its leaves."""
+    cross, forest = exact(cross_layer(refine, "talking")), Hierarchy.from_nested([[3, 2]])
+    x, vectors = randn(4, WIDE), randn(5, SOURCE)
+    k, v = cross.keys_and_values(vectors)
+    leaves = torch.ones(5, dtype=torch.float64)
+    if refine == 0:
+        k, v = (torch.stack([t[:3].mean(0), t[3:].mean(0)]) for t in (k, v))
+        leaves = torch.tensor([3.0, 2.0], dtype=torch.float64)
+    q = cross.query(cross.norm(x)).unflatten(-1, (HEADS, -1))
+    mixing = cross.fusion.mixing
+    logits = torch.einsum("gh,ihd,jhd->gij", mixing.logits, q, k) / math.sqrt(2 * DIM) + leaves.log()
+    weights = torch.einsum("gh,hij->gij", mixing.weights, logits.softmax(-1))
+    wanted = cross.output(torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
+    close(cross(x, Source.of(vectors, forest, [4])), wanted, 1e-9)
+
+
 def test_who_hears_whom():
     """Where only head 1 has values, its row of the weights' map matters, and every head's logits."""
     layer = exact(encoder_layer("hierarchical", "talking"))
@@ -350,9 +368,9 @@ def small(kind, fusion):
 def test_gradcheck(fusion, kind):
     layer = exact(small(kind, fusion))
     names = [name for name, _ in layer.fusion.named_parameters(prefix="fusion")]
-    forest, vectors = Hierarchy.from_nested([[2, [1, 2]], 1]), randn(6, 3, seed=9)
+    forest = Hierarchy.from_nested([[2, [1, 2]], 1])
 
-    def run(x, *values):
+    def run(x, vectors, *values):
         others = {
             "encoder": (forest, Groups((6,), None, None)),
             "decoder": (grown([5, 1], (2, 2)),),
@@ -362,4 +380,7 @@ def test_gradcheck(fusion, kind):
 
     inputs = [layer.get_parameter(name).detach().clone().requires_grad_() for name in names]
     x = randn(6, 3 if kind == "encoder" else 4).requires_grad_()
-    assert torch.autograd.gradcheck(run, (x, *inputs))
+    vectors = randn(6, 3, seed=9).requires_grad_(kind == "cross")
+    assert torch.autograd.gradcheck(run, (x, vectors, *inputs))
+    run(x, vectors, *inputs).square().sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in inputs)
