@@ -9,10 +9,9 @@ benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ import torch
 
 from benchmarks.measure import RESULTS, Section, write_table
 from hsa.analysis.cost_plots import cost_table, costs, plot_costs
-from hsa.files import write_json
 from hsa.models.classifier import equal_parameters
-from hsa.training.experiment import model_config, train_model
+from hsa.training.experiment import Result, model_config, train_model
 from hsa.training.loop import make_accelerator
 from hsa.training.match3 import prepare_match3, rules
 from hsa.training.recipe import Recipe, load_recipe
@@ -65,21 +63,8 @@ class Run:
         return f"{words}-{self.rate:g}-{'short' if self.short else 'full'}-{self.epochs}-{self.seed}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it."""
-
-    parameters: int
-    validation: float
-    test: float
-    seconds: float
-
-
-def trained(run: Run, folder: Path, device: str) -> Outcome:
-    """The outcome of a run, from its folder where it was finished before."""
-    path = folder / f"{run.folder}.json"
-    if path.is_file():
-        return Outcome(**json.loads(path.read_text()))
+def trained(run: Run, folder: Path, device: str) -> Result:
+    """What came of a run; one that was begun before goes on."""
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE)
     match3 = replace(recipe.match3, shortest=recipe.match3.shortest if run.short else recipe.match3.length)
@@ -91,12 +76,13 @@ def trained(run: Run, folder: Path, device: str) -> Outcome:
         wider = replace(config, encoder=replace(config.encoder, **changes))
         config = wider if "layers" in changes else equal_parameters(config, **changes)
     accelerator = make_accelerator(options, cpu=device == "cpu")
-    result = train_model(run.model, config, data, options, folder / run.folder, accelerator)
-    best = max(record.validation for record in result.history)
-    outcome = Outcome(result.parameters, best, result.scores.main, result.training_seconds)
-    write_json(path, asdict(outcome))
-    print(f"{run.folder}: validation {best:.4f}, test {outcome.test:.4f}, {outcome.seconds:.0f} s", flush=True)
-    return outcome
+    result = train_model(run.model, config, data, options, folder / run.folder, accelerator, resume=True)
+    print(f"{run.folder}: validation {best_validation(result):.4f}, test {result.scores.main:.4f}", flush=True)
+    return result
+
+
+def best_validation(result: Result) -> float:
+    return max(record.validation for record in result.history)
 
 
 def accuracy_rows(folder: Path, recipe: Recipe, device: str, pool: ProcessPoolExecutor) -> list[list[Any]]:
@@ -104,18 +90,17 @@ def accuracy_rows(folder: Path, recipe: Recipe, device: str, pool: ProcessPoolEx
     epochs = recipe.training.epochs
     grid = [Run(name, rate, short, epochs, 0) for name in MODELS for rate in RATES for short in (True, False)]
     tried = dict(zip(grid, pool.map(partial(trained, folder=folder, device=device), grid), strict=True))
-    best = {name: max((r for r in grid if r.model == name), key=lambda r: tried[r].validation) for name in MODELS}
+    best = {name: max((r for r in grid if r.model == name), key=lambda r: best_validation(tried[r])) for name in MODELS}
     longer = [replace(best[name], epochs=times * epochs) for name, times in LONGER.items()]
     wanted = [replace(run, seed=seed) for run in (*longer, *best.values()) for seed in SEEDS]  # the longest first
     found = dict(zip(wanted, pool.map(partial(trained, folder=folder, device=device), wanted), strict=True))
     rows = []
     for run in sorted((*best.values(), *longer), key=lambda r: list(MODELS).index(r.model)):
-        outcomes = [found[replace(run, seed=seed)] for seed in SEEDS]
-        tests = [100 * outcome.test for outcome in outcomes]
+        results = [found[replace(run, seed=seed)] for seed in SEEDS]
+        tests = [100 * result.scores.main for result in results]
         accuracy = f"{statistics.mean(tests):.2f} ± {statistics.stdev(tests):.2f}"
         settings = [f"{run.rate:g}", "short" if run.short else "full", run.epochs]
-        seconds = statistics.mean(outcome.seconds for outcome in outcomes)
-        rows.append([run.model, f"{outcomes[0].parameters:,}", *settings, accuracy, f"{min(tests):.2f}", seconds])
+        rows.append([run.model, f"{results[0].parameters:,}", *settings, accuracy, f"{min(tests):.2f}"])
     return rows
 
 
@@ -139,7 +124,6 @@ def main() -> None:
         "epochs",
         "test accuracy, %",
         "worst seed, %",
-        "train s",
     ]
     known = rules(prepare_match3(None, recipe.match3), recipe.match3.modulus)
     measured = costs(recipe.model.heads, recipe.model.heads * (recipe.model.head_dim or 0))
