@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import collate
-from hsa.errors import InvalidInput
+from hsa.attention.mixing import HeadMixing
+from hsa.errors import HsaError, InvalidInput
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
 from hsa.models.saved import (
@@ -121,6 +122,20 @@ def test_keys_of_a_cache_are_as_wide_as_heads_compare():
         part = HierarchicalLanguageModel(made).new_cache(2).parts["flat"]
         assert made.key_dim == part.head_dim == wide
         assert part.value_dim == 10
+
+
+def test_caches_say_which_heads_cannot_talk():
+    q, k, v = torch.randn(3, 1, 3, 10).unbind(0)
+    refusals = {
+        "found": (3, "a FoundCache cannot mix heads: each looks at nodes of its own"),
+        "flat": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
+        "hierarchical": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
+    }
+    for attention, (heads, message) in refusals.items():
+        part = HierarchicalLanguageModel(config("over-heads", attention)).new_cache(1).parts[attention]
+        part.append()
+        with pytest.raises(HsaError, match=message):
+            part.attend(0, q, k, v, mixing=HeadMixing.identity(heads))
 
 
 # Texts on their own, and causal

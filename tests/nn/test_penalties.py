@@ -138,13 +138,13 @@ def test_the_innermost_collects():
 # What it does
 
 
-def optimised(penalty, wish=0.7, steps=400):
+def optimised(penalty, wish=0.7, steps=150):
     """Mean β where every token would rather use head 1, and nothing but the penalty is against it."""
     torch.manual_seed(1)
     fusion, x = AttentionOverHeads(HEADS, DIM, WIDTH, penalty=penalty).double(), tokens(40)
     attended = torch.zeros(40, HEADS, 1, dtype=torch.float64)
     attended[:, 1] = 1  # what the heads bring is what the loss wants
-    optimizer = torch.optim.Adam(fusion.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(fusion.parameters(), lr=0.1)
     for _ in range(steps):
         with collecting_penalties() as penalties:
             loss = -wish * fusion.weigh(attended, x).sum(1).mean()
@@ -172,7 +172,7 @@ def test_it_may_be_met_by_different_choices():
     x = torch.cat([tokens(1, seed=1).expand(20, -1), tokens(1, seed=2).expand(20, -1)])
     attended = torch.eye(2, dtype=torch.float64).repeat_interleave(20, 0)[..., None]
     optimizer = torch.optim.Adam(fusion.parameters(), lr=0.05)
-    for _ in range(200):
+    for _ in range(100):
         with collecting_penalties() as penalties:
             loss = -fusion.weigh(attended, x).sum(1).mean()
         optimizer.zero_grad()
