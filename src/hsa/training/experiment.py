@@ -25,9 +25,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "found": {"operator": "found"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},
-    "trilinear": {"operator": "trilinear", "position_input": True},
-    "hsa-trilinear": {"operator": "hierarchical-trilinear", "position_input": True},
-    "deepsets": {"operator": "none"},
+    # Here heads have nothing to talk about and no one key to share.
+    "trilinear": {"operator": "trilinear", "position_input": True, "fusion": "concatenation"},
+    "hsa-trilinear": {"operator": "hierarchical-trilinear", "position_input": True, "fusion": "concatenation"},
+    "deepsets": {"operator": "none", "fusion": "concatenation"},
 }
 """How each model differs from the one the options describe. All have as many parameters."""
 RESULT = "result.json"
