@@ -155,7 +155,7 @@ class CollaborativeHeads(HeadFusion):
         return self.blocks * self.head_dim
 
     def compare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Attention divides by √key_dim, a head of its own by √head_dim. Keys are mixed, so that each head finds its own tree.
+        # Attention divides by √key_dim, a head of its own by √head_dim. Keys are mixed: each head finds its own tree.
         mixing = self.mix_channels * math.sqrt(self.key_dim / self.head_dim)
         return q.flatten(1)[:, None].expand(-1, self.heads, -1), k.flatten(1)[:, None] * mixing.to(k.dtype)
 
