@@ -252,8 +252,8 @@ def test_rotated_collaborative_logits_written_out():
     wanted = torch.zeros(HEADS, 13, 13, dtype=torch.float64)
     for block in range(HEADS):
         asks, key = bare[:, 0, block, None], bare[:, 1, block, None]
-        turned = rotate(asks * mixing[:, block], angles), rotate(key, angles)[:, 0]
-        wanted += torch.einsum("ihd,jd->hij", *turned)
+        turned = rotate(asks, angles)[:, 0], rotate(key * mixing[:, block], angles)
+        wanted += torch.einsum("id,jhd->hij", *turned)
     close(torch.einsum("ihr,jhr->hij", q, k) / math.sqrt(HEADS), wanted)  # attention divides by √(heads · dim)
     close(v, bare[:, 2])
 
