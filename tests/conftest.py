@@ -1,4 +1,7 @@
-"""Test options, and one hypothesis profile: no deadline, because the first call of an operator builds its plan."""
+"""Test options, and two hypothesis profiles without deadlines, because the first call of an operator builds its plan.
+
+Without --explore the examples are the same in every run, so that a failure is due to a change; with it, they are new ones.
+"""
 
 import os
 
@@ -13,12 +16,17 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # tests are small and run side by side: teams of threads would fight for the cores
 
-settings.register_profile("hsa", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("hsa")
+settings.register_profile("explore", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("hsa", settings.get_profile("explore"), derandomize=True, database=None)
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--explore", action="store_true", help="draw new random examples in property tests")
+
+
+def pytest_configure(config):
+    settings.load_profile("explore" if config.getoption("--explore") else "hsa")
 
 
 def pytest_collection_modifyitems(config, items):

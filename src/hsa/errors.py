@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
@@ -28,11 +29,7 @@ class InvalidInput(HsaError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors of worker processes come back pickled; made from its message alone, this one would not."""
-        return _invalid_input, (self.where, self.given, self.expected, self.fix)
-
-
-def _invalid_input(where: str, given: Any, expected: Any, fix: str | None) -> InvalidInput:
-    return InvalidInput(where, given=given, expected=expected, fix=fix)
+        return partial(InvalidInput, given=self.given, expected=self.expected, fix=self.fix), (self.where,)
 
 
 @contextmanager

@@ -66,6 +66,17 @@ def test_multiscale_torch_equals_reference(forest, seed, causal, include_self, n
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("forest", [Hierarchy.from_parents([-1]), Hierarchy.flat([1])], ids=["leaf", "family"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_the_row_of_a_single_leaf_is_mixed(forest, backend):
+    q, k, v = random_inputs(forest, 0)
+    mixing = random_mixing(0, requires_grad=False)
+    expected = written_out(q, k, v, [1], mixing)
+    found = hierarchical_attention(q, k, v, forest, include_self=True, mixing=mixing, backend=backend)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(multiscale_attention(q, k, v, forest, mixing=mixing, backend=backend), expected)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), seeds, st.booleans())
 def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_self):
     forest, mixing = Hierarchy.flat(lengths), random_mixing(seed, requires_grad=False)

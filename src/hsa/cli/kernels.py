@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from hsa.cli.progress import Bars
+from hsa.cli.progress import Bars, say_where
 from hsa.cli.train import NAMED
 from hsa.errors import InvalidInput
 from hsa.fidelity.options import HeadDataOptions, HeadViewOptions, PruningOptions
@@ -108,5 +108,4 @@ def _show(console: Console, report: KernelReport, folder: Path, pictures: list[P
         console.print(Text(line))
     for remark in report.remarks():
         console.print(Text(remark, style="yellow"))
-    for line in (f"\nreport    {folder / 'report.md'}", f"pictures  {', '.join(str(picture) for picture in pictures)}"):
-        console.print(Text(line), soft_wrap=True)
+    say_where(console, None, folder / "report.md", pictures)

@@ -112,11 +112,13 @@ class TrainingBar:
         self.progress.stop()
 
 
-def say_where(console: Console, model: Path, report: Path, pictures: Iterable[Path] = (), following: str = "") -> None:
-    """Where the results of a training are, and what to do next."""
+def say_where(
+    console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: str = ""
+) -> None:
+    """Where the results are, of a training with its model, and what to do next."""
     from rich.text import Text
 
-    lines = [f"\nmodel     {model}", f"report    {report}"]
+    lines = ["", *([] if model is None else [f"model     {model}"]), f"report    {report}"]
     if shown := ", ".join(map(str, pictures)):
         lines.append(f"pictures  {shown}")
     if following:

@@ -12,6 +12,7 @@ from hsa.errors import InvalidInput, Unsupported
 from hsa.models.language_model import HierarchicalLanguageModel
 from hsa.nn.collaborate import SharedProjections, share_projections
 from hsa.nn.decoder import HierarchicalDecoderLayer
+from hsa.nn.layer import HierarchicalEncoderLayer
 
 
 def collaborative(
@@ -64,7 +65,7 @@ def _check(model: Any) -> None:
     if not isinstance(model, HierarchicalLanguageModel):
         reason = (
             "its queries and keys are normalised after projection, which leaves no bilinear form to share"
-            if isinstance(model, nn.Module) and any("norm_q" in name for name, _ in model.named_modules())
+            if isinstance(model, nn.Module) and any(isinstance(m, HierarchicalEncoderLayer) for m in model.modules())
             else "it is no HierarchicalLanguageModel; for Hugging Face encoders there is hsa.huggingface.collaborate"
         )
         raise Unsupported(f"{type(model).__name__} cannot share trained projections: {reason}")

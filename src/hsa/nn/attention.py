@@ -141,13 +141,10 @@ class Multiscale(Attention):
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
         opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
         note_operations(q, v, opened, mixing, hierarchy=hierarchy)
-        options: dict[str, Any] = {
-            "opened": opened,
-            "positions": positions,
-            "pooled_bias": self.pooled_bias,
-            "mixing": mixing,
-        }
-        return multiscale_attention(q, k, v, hierarchy, **options)
+        bias = self.pooled_bias
+        return multiscale_attention(
+            q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias, mixing=mixing
+        )
 
 
 class Found(Attention):
@@ -178,13 +175,8 @@ class Found(Attention):
         order = find_key_order(k, tree)
         opened = open_families(q, k, tree, queries=queries, refine=self.refine, key_order=order)
         note_operations(q, v, opened, mixing, hierarchy=tree, key_order=order)
-        options: dict[str, Any] = {
-            "opened": opened,
-            "key_order": order,
-            "pooled_bias": self.pooled_bias,
-            "mixing": mixing,
-        }
-        return multiscale_attention(q, k, v, tree, **options)
+        bias = self.pooled_bias
+        return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=bias, mixing=mixing)
 
 
 class Alone(Attention):
@@ -221,7 +213,7 @@ class Flat(Attention):
         mixing: HeadMixing | None = None,
     ) -> Tensor:
         if is_counting():
-            note_operations(q, v, Hierarchy.flat(hierarchy.lengths), mixing)
+            note_operations(q, v, flat_tree(hierarchy), mixing)
         if mixing is not None:  # fused kernels do not mix
             return hierarchical_attention(
                 q, k, v, flat_tree(hierarchy), positions=positions, include_self=True, mixing=mixing

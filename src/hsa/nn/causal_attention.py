@@ -116,8 +116,8 @@ class CausalMultiscale(CausalAttention):
     ) -> Tensor:
         opened = self._opened(hierarchy)
         note_operations(q, v, opened, mixing, hierarchy=hierarchy)
-        options: dict[str, Any] = {"pooled_bias": self.bias, "mixing": mixing}
-        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, **options)
+        bias = self.bias
+        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, pooled_bias=bias, mixing=mixing)
 
 
 class CausalFound(CausalAttention):
@@ -152,11 +152,6 @@ class CausalFound(CausalAttention):
         order = key_order or find_key_order(k, hierarchy, chunk=self.chunk)
         opened = open_families(q, k, hierarchy, refine=self.refine, beam=self.beam, key_order=order, causal=True)
         note_operations(q, v, opened, mixing, hierarchy=hierarchy, key_order=order)
-        options: dict[str, Any] = {
-            "opened": opened,
-            "key_order": order,
-            "causal": True,
-            "pooled_bias": self.bias,
-            "mixing": mixing,
-        }
-        return multiscale_attention(q, k, v, hierarchy, **options)
+        return multiscale_attention(
+            q, k, v, hierarchy, opened=opened, key_order=order, causal=True, pooled_bias=self.bias, mixing=mixing
+        )

@@ -135,9 +135,11 @@ class _Recursion:
         return torch.sigmoid(outer - inner), torch.sigmoid(inner - outer)
 
     def down(self, node: int, weight: Tensor, out: Tensor) -> None:
+        children = self.children(node)
         if node in self.outer:  # not a root: it has a row in its family
             weight, out = self.row(node, weight, out)
-        children = self.children(node)
+        elif not children:  # a tree of one leaf: a row with nothing in it but the leaf itself
+            weight = self.mixing.weights.to(weight.dtype) @ weight
         if not children:
             own = self.v[self.structure.first_leaf[node]]
             self.out[node] = out + weight[:, None] * own * float(self.include_self)

@@ -56,7 +56,7 @@ def multiscale_attention(
     lists = _Lists(
         hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1], keys.dtype
     )
-    maps = (None, None) if mixing is None else (mixing.logits, mixing.weights)
+    maps = () if mixing is None else (mixing.logits, mixing.weights)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, *maps)
     )
@@ -66,8 +66,8 @@ def multiscale_attention(
     begin = 0
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
-        attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, dropout_p=dropout_p, scale=scale)
-        arguments = q, keys, values, pooled_bias, positions, *maps
+        attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, mixing=mixing, dropout_p=dropout_p, scale=scale)
+        arguments = q, keys, values, pooled_bias, positions
         rows = chunk.rows.flatten()
         if needs_grad:
             pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
@@ -98,10 +98,9 @@ def _attend(
     values: Tensor,
     pooled_bias: Tensor | None,
     positions: Tensor | None,
-    mix_logits: Tensor | None,
-    mix_weights: Tensor | None,
     hierarchy: Hierarchy,
     chunk: _Chunk,
+    mixing: HeadMixing | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -121,14 +120,13 @@ def _attend(
         assert chunk.parent is not None
         assert chunk.leaf is not None
         place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
-    if dropout_p == 0 and mix_logits is None:
+    if dropout_p == 0 and mixing is None:
         out, _ = exact(queries, k, v, bias if place is None else bias + place, chunk.mask, scale=scale)
     else:
         hidden = bias == -math.inf
         hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
         logits = queries @ k.transpose(-1, -2) * scale
         logits = logits if place is None else logits + place
-        mixing = None if mix_logits is None or mix_weights is None else HeadMixing(mix_logits, mix_weights)
         logits = logits if mixing is None else mixing.mix_logits(logits)
         weights = (logits + bias).masked_fill(hidden, torch.finfo(keys.dtype).min).softmax(-1).masked_fill(hidden, 0)
         weights = F.dropout(weights if mixing is None else mixing.mix_weights(weights), dropout_p)
