@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -41,7 +43,7 @@ def run() -> None:
         config = ModelConfig(EncoderConfig(layers=1), {"text": Modality(tokens=_VOCABULARY)}, outputs=2)
         models = {
             "hsa": HierarchicalClassifier(config),
-            "flat": HierarchicalClassifier(equal_parameters(config, operator="flat")),
+            "flat": HierarchicalClassifier(equal_parameters(config, replace(config.encoder, operator="flat"))),
         }
         chosen = np.arange(batch_size)
         batch = data.select(chosen).batch

@@ -74,7 +74,7 @@ def trained(run: Run, folder: Path, device: str) -> Result:
     if changes := MODELS[run.model]:
         # Two layers of attention would leave no parameters for feed-forward networks: they may have more.
         wider = replace(config, encoder=replace(config.encoder, **changes))
-        config = wider if "layers" in changes else equal_parameters(config, **changes)
+        config = wider if "layers" in changes else equal_parameters(config, replace(config.encoder, **changes))
     accelerator = make_accelerator(options, cpu=device == "cpu")
     result = train_model(run.model, config, data, options, folder / run.folder, accelerator, resume=True)
     print(f"{run.folder}: validation {best_validation(result):.4f}, test {result.scores.main:.4f}", flush=True)

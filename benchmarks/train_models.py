@@ -125,7 +125,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
         else Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
     )
     reference = ModelConfig(EncoderConfig(**experiment.encoder), {"text": text}, outputs=len(train.classes))
-    config = equal_parameters(reference, **experiment.models[job["model"]])
+    config = equal_parameters(reference, replace(reference.encoder, **experiment.models[job["model"]]))
     torch.manual_seed(job["seed"])
     model = HierarchicalClassifier(config)
     if vectors is not None:

@@ -185,7 +185,7 @@ def test_models_are_as_large_as_each_other(fusion, sizes):
     width, heads, layers = sizes
     encoder = EncoderConfig(width=width, heads=heads, layers=layers)
     plain = ModelConfig(encoder, {"text": Modality(tokens=97)}, outputs=3)
-    fused = equal_parameters(plain, fusion=fusion)
+    fused = equal_parameters(plain, replace(plain.encoder, fusion=fusion))
     assert fused.encoder.fusion == fusion
     with torch.device("meta"):
         wanted, found = (count_parameters(HierarchicalClassifier(config)) for config in (plain, fused))

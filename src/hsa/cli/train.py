@@ -14,6 +14,7 @@ from hsa.cli.progress import TrainingBar, say_where
 from hsa.errors import InvalidInput
 from hsa.training.options import (
     DataOptions,
+    DocumentOptions,
     LanguageOptions,
     Match3Options,
     ModelOptions,
@@ -50,6 +51,7 @@ def train(
     language: Annotated[LanguageOptions, Parameter(name="*", group="Language model")] = LanguageOptions(),  # noqa: B008
     seq2seq: Annotated[Seq2SeqOptions, Parameter(name="*", group="Encoder–decoder")] = Seq2SeqOptions(),  # noqa: B008
     match3: Annotated[Match3Options, Parameter(name="*", group="Match3")] = Match3Options(),  # noqa: B008
+    documents: Annotated[DocumentOptions, Parameter(name="*", group="Document models")] = DocumentOptions(),  # noqa: B008
 ) -> None:
     """Train a classifier, regressor or language model that uses the structure of your data, and see whether it helped.
 
@@ -72,8 +74,9 @@ def train(
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hsa, multiscale, found, bottom-up, flat, trilinear, hsa-trilinear, deepsets; hsa, found, flat
-            for the task lm; hsa, multiscale, found, flat (the encoder) for seq2seq. The first is the one that is meant.
+        models: What to train: hsa, multiscale (or hsa-token), found, bottom-up, flat, trilinear, hsa-trilinear, deepsets,
+            han, hat, transformer-xl; hsa, found, flat, transformer-xl for the task lm; hsa, multiscale, found, flat (the
+            encoder) for seq2seq. The first is the one that is meant.
             Classifiers named NAME+FUSION fuse their heads so: hsa+talking beside hsa.
         resume: Go on where a run in the same folder stopped.
         quick: Few examples and epochs: a look at how it works, in half a minute.
@@ -83,7 +86,7 @@ def train(
     from rich.console import Console
 
     models = tuple(name for names in models for name in names.split(","))
-    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq, match3), quick)
+    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq, match3, documents), quick)
     console = Console(stderr=False)
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
@@ -203,6 +206,7 @@ def _run(
         recipe.training,
         folder,
         accelerator,
+        documents=recipe.documents,
         resume=resume,
         watch=(lambda name: TrainingBar(name, score, console)) if main else None,
     )

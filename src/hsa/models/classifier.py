@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
+from hsa.models.encoders import AnyEncoderConfig, build_encoder, encoder_from_dict, known_fields
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
 from hsa.nn.inputs import Inputs
 from hsa.nn.pooling import GlobalPool, GlobalPooling
 
@@ -22,7 +23,7 @@ class ModelConfig:
     """Everything a model is made from; `to_dict` and `from_dict` go through JSON.
 
     Args:
-        encoder: its sizes.
+        encoder: its sizes; their class says which encoder it is.
         modalities, kinds, keys: see `HierarchicalEncoder`.
         task: "classification" (a class per tree), "regression" (a number per tree), "tokens" (a class per leaf).
         outputs: classes; 1 for regression.
@@ -31,7 +32,7 @@ class ModelConfig:
         center, scale: the mean and the spread of the numbers to predict, for regression.
     """
 
-    encoder: EncoderConfig
+    encoder: AnyEncoderConfig
     modalities: Mapping[str, Modality]
     outputs: int
     kinds: tuple[str, ...] = ("sequence",)
@@ -45,7 +46,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.task not in get_args(Task):
             raise InvalidInput("task", given=repr(self.task), expected=f"one of {', '.join(get_args(Task))}")
-        if self.task == "tokens" and (self.encoder.pool != "none" or self.encoder.operator == "bottom-up"):
+        if self.task == "tokens" and not self.encoder.keeps_leaves:
             raise InvalidInput(
                 "task", given="a class per leaf from an encoder that pools", expected="leaves that are still there"
             )
@@ -66,28 +67,11 @@ class ModelConfig:
         return ModelConfig(**given)
 
 
-def encoder_from_dict(data: Mapping[str, Any]) -> EncoderConfig:
-    return EncoderConfig(**{**known_fields(EncoderConfig, data), "windows": tuple(data.get("windows", ()))})
-
-
-def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the data, if a configuration has all of these fields."""
-    unknown = set(data) - {f.name for f in fields(kind)}
-    if unknown:
-        raise InvalidInput(
-            kind.__name__,
-            given=f"the unknown field {sorted(unknown)[0]!r}",
-            expected="a configuration of this version of hsa",
-            fix="was it saved by a newer version?",
-        )
-    return dict(data)
-
-
 class HierarchicalClassifier(nn.Module):
     """Encoder, global pooling, and an MLP with one hidden layer.
 
-    >>> import torch
     >>> from hsa import Signal, collate
+    >>> from hsa.nn.encoder import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
     >>> HierarchicalClassifier(config)(batch).shape  # logits per tree
@@ -98,7 +82,7 @@ class HierarchicalClassifier(nn.Module):
         super().__init__()
         self.config = config
         width, inner = config.encoder.width, config.head or config.encoder.width
-        self.encoder = HierarchicalEncoder(config.encoder, config.modalities, config.kinds, config.keys)
+        self.encoder = build_encoder(config.encoder, config.modalities, config.kinds, config.keys)
         self.norm = nn.LayerNorm(width)
         self.pool = None if config.task == "tokens" else GlobalPool(config.pooling, width)
         self.head = nn.Sequential(
@@ -120,22 +104,39 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def equal_parameters(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """A variant of a model with as many parameters: its feed-forward networks make up for what the change adds or takes.
+def equal_parameters(config: ModelConfig, encoder: AnyEncoderConfig) -> ModelConfig:
+    """The model with another encoder and as many parameters: its feed-forward networks make up for the difference.
 
     For fair baselines: a model without attention lacks query and key projections, and gets wider networks instead.
 
+    >>> from hsa.nn.encoder import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
-    >>> deepsets = equal_parameters(config, operator="none")
+    >>> deepsets = equal_parameters(config, replace(config.encoder, operator="none"))
     >>> abs(count_parameters(HierarchicalClassifier(deepsets)) - count_parameters(HierarchicalClassifier(config))) < 40
     True
     """
-    import torch
 
-    with torch.device("meta"):
-        wanted = count_parameters(HierarchicalClassifier(config))
-        changed = replace(config, encoder=replace(config.encoder, **changes))
-        found = count_parameters(HierarchicalClassifier(changed))
-    layers, width = changed.encoder.layers, changed.encoder.width
-    inner = (changed.encoder.feed_forward or 2 * width) + round((wanted - found) / (layers * (2 * width + 1)))
-    return replace(changed, encoder=replace(changed.encoder, feed_forward=max(8, inner)))
+    def sized(inner: int) -> ModelConfig:
+        return replace(config, encoder=replace(encoder, feed_forward=inner))
+
+    def count(sizes: ModelConfig) -> int:
+        with torch.device("meta"):
+            return count_parameters(HierarchicalClassifier(sizes))
+
+    return sized(closest_size(lambda inner: count(sized(inner)), count(config)))
+
+
+def closest_size(count: Callable[[int], int], wanted: int, least: int = 8) -> int:
+    """The size, `least` or more, at which what grows with it comes closest to what is wanted.
+
+    >>> closest_size(lambda size: 3 * size, 40)
+    13
+    """
+    above = least
+    while count(above) < wanted:
+        above *= 2
+    below = max(least, above // 2)
+    while above - below > 1:
+        middle = (above + below) // 2
+        below, above = (middle, above) if count(middle) < wanted else (below, middle)
+    return min(below, above, key=lambda size: abs(count(size) - wanted))

@@ -104,6 +104,11 @@ class EncoderConfig:
         with torch.device("meta"):  # takes no random numbers from the models that follow
             self.new_fusion()  # says what does not fit
 
+    @property
+    def keeps_leaves(self) -> bool:
+        """Whether the encoder gives a vector for every leaf of its input."""
+        return self.pool == "none" and self.operator != "bottom-up"
+
     def new_fusion(self) -> HeadFusion:
         """For a layer of these sizes."""
         sizes = self.width, self.heads, self.head_dim or self.width // self.heads

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,17 +12,20 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
+from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.encoders import AnyEncoderConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.fusion_names import FusionName
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
-from hsa.training.options import ModelOptions, TrainingOptions
+from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import Prepared, save_reading
 
 MODELS: dict[str, dict[str, Any]] = {
     "hsa": {},
     "multiscale": {"operator": "multiscale"},
+    "hsa-token": {"operator": "multiscale"},  # every token has a row of its own
     "found": {"operator": "found"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},
@@ -30,7 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "hsa-trilinear": {"operator": "hierarchical-trilinear", "position_input": True, "fusion": "concatenation"},
     "deepsets": {"operator": "none", "fusion": "concatenation"},
 }
-"""How each model differs from the one the options describe. All have as many parameters."""
+"""How each model of ours differs from the one the options describe. All have as many parameters."""
+PUBLISHED = ("han", "hat", "transformer-xl")
+"""Models of others, with encoders of their own."""
 RESULT = "result.json"
 
 
@@ -65,38 +71,64 @@ def changes(name: str) -> dict[str, Any]:
     """
     base, plus, fusion = name.partition("+")
     if base not in MODELS:
-        raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(MODELS)}")
+        raise unknown_model(name, [*MODELS, *PUBLISHED])
     if plus and fusion not in get_args(FusionName):
         raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(get_args(FusionName))}")
     return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
 
 
+def unknown_model(name: str, known: Iterable[str]) -> InvalidInput:
+    """What is wrong with a name, and which one may have been meant."""
+    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    fix = f"did you mean {close[0]!r}?" if close else None
+    return InvalidInput("models", given=repr(name), expected=f"some of {', '.join(known)}", fix=fix)
+
+
 def check_models(names: Iterable[str]) -> None:
     for name in names:
-        changes(name)
+        if name not in PUBLISHED:
+            changes(name)
 
 
-def model_config(prepared: Prepared, model: ModelOptions, name: str, reference: str = "hsa") -> ModelConfig:
+def encoder_config(
+    name: str, model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
+) -> AnyEncoderConfig:
+    """The encoder of a model by its name, of the sizes that the options say, for documents with such trees.
+
+    Raises:
+        InvalidInput: the trees lack a level that it needs.
+    """
+    sizes = {f.name: getattr(model, f.name) for f in fields(EncoderConfig) if hasattr(model, f.name)}
+    return replace(EncoderConfig(**sizes), **changes(name))
+
+
+def model_config(
+    prepared: Prepared,
+    model: ModelOptions,
+    name: str,
+    reference: str = "hsa",
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+) -> ModelConfig:
     """The configuration of a model by its name, for these data, with as many parameters as the `reference` has."""
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
-    sizes = asdict(model)
-    pooling = sizes.pop("pooling")
-    plain = ModelConfig(
-        EncoderConfig(**sizes),
+
+    def encoder(name: str) -> AnyEncoderConfig:
+        return encoder_config(name, model, documents, prepared.train.batch.hierarchy)
+
+    meant = ModelConfig(
+        encoder(reference),
         prepared.modalities,
         outputs=1 if regression else len(prepared.train.classes),
         kinds=prepared.kinds,
         keys=prepared.keys,
         task=prepared.task,
-        pooling=pooling,
+        pooling=model.pooling,
         center=float(targets.float().mean()) if regression else 0.0,
         scale=spread or 1.0,
     )
-    meant = replace(plain, encoder=replace(plain.encoder, **changes(reference)))
-    own = {option: getattr(plain.encoder, option) for option in changes(reference)} | changes(name)
-    return meant if name == reference else equal_parameters(meant, **own)
+    return meant if name == reference else equal_parameters(meant, encoder(name))
 
 
 def train_model(
@@ -165,11 +197,12 @@ def compare(
     folder: Path,
     accelerator: Any,
     *,
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
     resume: bool = False,
     watch: Callable[[str], Watcher] | None = None,
 ) -> list[Result]:
     """Every model in a folder of its own; the results in `results.json`. All have as many parameters as the first."""
-    configs = {name: model_config(prepared, model, name, names[0]) for name in names}
+    configs = {name: model_config(prepared, model, name, names[0], documents) for name in names}
     results = []
     for name, config in configs.items():
         results.append(

@@ -100,6 +100,33 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class DocumentOptions:
+    """What the published document models have beside the sizes of all models.
+
+    Args:
+        level_encoder: For han: what encodes the members of a family: attention or gru.
+        levels: For han: levels with weights of their own, from the leaves up; those above share the last one's. By default
+            as many as half of the documents have.
+        layout: For hat: where cross-segment layers stand: interleaved, early, late, ad-hoc, or a pattern such as SSC.
+        segment: For hat and transformer-xl: tokens per segment.
+        segment_level: For hat: 0 for fixed windows; 1: sentences are the segments, or whatever leaf families are; 2: what is
+            above these.
+        memory: For transformer-xl: tokens of earlier segments that are remembered.
+        test_memory: For transformer-xl: the same after training; as in training by default.
+        warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name.
+    """
+
+    level_encoder: Literal["attention", "gru"] = "attention"
+    levels: int | None = None
+    layout: str = "interleaved"
+    segment: int = 128
+    segment_level: int = 0
+    memory: int = 128
+    test_memory: int | None = None
+    warm_start: str | None = None
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """Which data, and how they are read.
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.training.options import (
     DataOptions,
+    DocumentOptions,
     LanguageOptions,
     Match3Options,
     ModelOptions,
@@ -20,7 +21,7 @@ from hsa.training.options import (
     TrainingOptions,
 )
 
-_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions, Match3Options)
+_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions, Match3Options, DocumentOptions)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Recipe:
     language: LanguageOptions = field(default_factory=LanguageOptions)
     seq2seq: Seq2SeqOptions = field(default_factory=Seq2SeqOptions)
     match3: Match3Options = field(default_factory=Match3Options)
+    documents: DocumentOptions = field(default_factory=DocumentOptions)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -145,4 +147,5 @@ def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
         merge(recipe.language, given.language),
         merge(recipe.seq2seq, given.seq2seq),
         merge(recipe.match3, given.match3),
+        merge(recipe.documents, given.documents),
     )

@@ -1,0 +1,62 @@
+"""The encoders a classifier can have: one per kind of configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from hsa.errors import InvalidInput
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+
+AnyEncoderConfig = EncoderConfig
+
+_OURS = "hierarchical"
+_ENCODERS: dict[str, tuple[type[Any], type[nn.Module]]] = {
+    _OURS: (EncoderConfig, HierarchicalEncoder),
+}
+"""By architecture, which a configuration names in its field of that name; ours has none."""
+
+
+def build_encoder(
+    config: AnyEncoderConfig, modalities: Mapping[str, Modality], kinds: Sequence[str], keys: Sequence[str]
+) -> Any:
+    """The encoder of a configuration: a module that maps `Inputs` to vectors and the forest whose leaves they are.
+
+    All have `embedding`, and `prepare(inputs)`, which builds what depends on the forest alone.
+    """
+    _, module = _ENCODERS[getattr(config, "architecture", _OURS)]
+    return module(config, modalities, kinds, keys)
+
+
+def encoder_from_dict(data: Mapping[str, Any]) -> AnyEncoderConfig:
+    """The configuration that `asdict` made this of."""
+    given = dict(data)
+    architecture = given.pop("architecture", _OURS)
+    if architecture not in _ENCODERS:
+        raise InvalidInput(
+            "architecture",
+            given=repr(architecture),
+            expected=f"one of {', '.join(_ENCODERS)}",
+            fix="was it saved by a newer version?",
+        )
+    kind, _ = _ENCODERS[architecture]
+    if "windows" in given:
+        given["windows"] = tuple(given["windows"])
+    return kind(**known_fields(kind, given))
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the data, if a configuration has all of these fields."""
+    unknown = set(data) - {f.name for f in fields(kind)}
+    if unknown:
+        raise InvalidInput(
+            kind.__name__,
+            given=f"the unknown field {sorted(unknown)[0]!r}",
+            expected="a configuration of this version of hsa",
+            fix="was it saved by a newer version?",
+        )
+    return dict(data)
