@@ -91,6 +91,30 @@ def segment_max(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, "max", lengths=lengths, unsafe=True)
 
 
+def segment_softmax(logits: Tensor, lengths: Tensor) -> Tensor:
+    """Weights that sum to one over consecutive runs of rows, `[rows, …]`; in float32 or better.
+
+    >>> segment_softmax(torch.zeros(5), torch.tensor([4, 1])).tolist()
+    [0.25, 0.25, 0.25, 0.25, 1.0]
+    """
+    exponentials = _exponentials(logits, lengths)
+    totals = torch.segment_reduce(exponentials, "sum", lengths=lengths, unsafe=True)
+    return exponentials / totals.repeat_interleave(lengths, 0, output_size=len(logits))
+
+
+def segment_weigh(x: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
+    """Σ softmax(logits)·x over consecutive runs of rows: `[rows, width]` and `[rows, 1]` → `[runs, width]`."""
+    weights = _exponentials(logits, lengths)
+    return (segment_mean(weights * x, lengths) / segment_mean(weights, lengths)).to(x.dtype)
+
+
+def _exponentials(logits: Tensor, lengths: Tensor) -> Tensor:
+    """exp(logit − the largest of its run): no run overflows, none is all zero."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = segment_max(wide.detach(), lengths).repeat_interleave(lengths, 0, output_size=len(wide))
+    return (wide - top).exp()
+
+
 class GlobalPool(nn.Module):
     """A tree → one vector: the mean or the maximum of its leaves, a learned weighing of them, its first or last leaf.
 
@@ -114,9 +138,6 @@ class GlobalPool(nn.Module):
         if self.kind == "max":
             return segment_max(x, lengths)
         if self.score is not None:
-            logits = self.score(x).to(torch.promote_types(x.dtype, torch.float32))
-            top = segment_max(logits.detach(), lengths).repeat_interleave(lengths, 0, output_size=len(x))
-            weights = (logits - top).exp()
-            return (segment_mean(weights * x, lengths) / segment_mean(weights, lengths)).to(x.dtype)
+            return segment_weigh(x, self.score(x), lengths)
         offsets = hierarchy.tensor("leaf_offsets")
         return x[offsets[:-1] if self.kind == "first" else offsets[1:] - 1]

@@ -1,0 +1,35 @@
+"""What the sizes of every encoder have to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsa.errors import InvalidInput
+
+
+def check_sizes(config: Any) -> None:
+    """Raises for a width, heads, layers, … that no encoder can have.
+
+    Args:
+        config: has `width`, `heads`, `layers`, `feed_forward`, `dropout`; perhaps `head_dim` and `position_width`.
+
+    Raises:
+        InvalidInput: naming the field.
+    """
+    head_dim = getattr(config, "head_dim", None)
+    for name in ("width", "heads", "layers", "feed_forward", "head_dim"):
+        size = getattr(config, name, None)
+        if size is not None and size < 1:
+            raise InvalidInput(name, given=size, expected="1 or more")
+    if head_dim is None and config.width % config.heads:
+        raise InvalidInput(
+            "heads",
+            given=f"{config.heads} heads of a width of {config.width}",
+            expected="heads that divide the width",
+            fix="or say how many channels a head has: head_dim" if hasattr(config, "head_dim") else None,
+        )
+    position_width = getattr(config, "position_width", 0)
+    if position_width % 2 or position_width < 0:
+        raise InvalidInput("position_width", given=position_width, expected="an even number: sines and cosines")
+    if not 0 <= config.dropout < 1:
+        raise InvalidInput("dropout", given=config.dropout, expected="0 or more and less than 1")
