@@ -108,7 +108,8 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
     from hsa.nn.embedding import Modality
     from hsa.nn.encoder import EncoderConfig
-    from hsa.training.loop import Trainer, make_accelerator
+    from hsa.training.accelerator import make_accelerator
+    from hsa.training.loop import Trainer
     from hsa.training.options import TrainingOptions
 
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())

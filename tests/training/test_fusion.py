@@ -16,9 +16,9 @@ from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.head_fusion import AttentionOverHeads
 from hsa.training import seq2seq
+from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import changes, check_models
 from hsa.training.lm_loop import train_language_model
-from hsa.training.loop import make_accelerator
 from hsa.training.options import (
     DataOptions,
     LanguageOptions,

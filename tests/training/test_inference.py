@@ -8,9 +8,9 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.models.saved import save_model
+from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import compare
 from hsa.training.inference import Saved
-from hsa.training.loop import make_accelerator
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import prepare
 from tests.tables import mixed_folder, picture, reviews, write_rows

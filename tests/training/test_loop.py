@@ -15,7 +15,8 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer, make_accelerator
+from hsa.training.accelerator import make_accelerator
+from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer
 from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
@@ -462,7 +463,8 @@ import json, os, signal, sys
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch
-from hsa.training.loop import Interrupted, make_accelerator
+from hsa.training.accelerator import make_accelerator
+from hsa.training.loop import Interrupted
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
 torch.set_num_threads(1)

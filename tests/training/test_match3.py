@@ -19,8 +19,9 @@ from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, count_parameters
 from hsa.nn.attention import Flat
 from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
+from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import model_config
-from hsa.training.loop import Trainer, make_accelerator
+from hsa.training.loop import Trainer
 from hsa.training.match3 import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
 from hsa.training.options import Match3Options, ModelOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden

@@ -9,9 +9,9 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.signals import Grid, Sequence, Table
 from hsa.training import prepare as preparing
+from hsa.training.accelerator import make_accelerator
 from hsa.training.data_set import DataSet
 from hsa.training.experiment import compare
-from hsa.training.loop import make_accelerator
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import cache_folder, load_reading, open_source, prepare, save_reading
 from hsa.training.sources import Columns, Rows, StandardLibrary

@@ -177,8 +177,8 @@ def _run(
 ) -> None:
     from rich.text import Text
 
+    from hsa.training.accelerator import make_accelerator
     from hsa.training.experiment import check_models, compare
-    from hsa.training.loop import make_accelerator
     from hsa.training.match3 import prepare_match3
     from hsa.training.prepare import prepare
 

@@ -15,8 +15,9 @@ from hsa.models.classifier import HierarchicalClassifier
 from hsa.models.saved import CONFIG, load_model
 from hsa.signals import Signal
 from hsa.signals.readers.files import SUFFIXES
+from hsa.training.accelerator import make_accelerator
 from hsa.training.data_set import DataSet, Example, build
-from hsa.training.loop import Evaluation, Trainer, make_accelerator
+from hsa.training.loop import Evaluation, Trainer
 from hsa.training.options import TrainingOptions
 from hsa.training.prepare import ROW_SUFFIXES, Reading, load_reading
 from hsa.training.sources import Files
