@@ -320,7 +320,7 @@ def test_recipes_and_flags(call, trained):
         ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
         (
             "models: [hsa, nope]",
-            "models: given 'nope', expected some of hsa, multiscale, found, bottom-up, flat, trilinear, hsa-trilinear",
+            "models: given 'nope', expected some of hsa, multiscale, hsa-token, found, bottom-up, flat, trilinear",
         ),
         ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
     ],
@@ -336,7 +336,7 @@ def test_bad_recipes(fails, text, said):
     [
         (
             ("--models", "nope"),
-            "models: given 'nope', expected some of hsa, multiscale, found, bottom-up, flat, trilinear, hsa-trilinear",
+            "models: given 'nope', expected some of hsa, multiscale, hsa-token, found, bottom-up, flat, trilinear",
         ),
         (("--epochs", "0"), "epochs: given 0, expected more than 0"),
         (("--learning-rate=-1",), "learning_rate: given -1.0, expected more than 0"),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hsa.analysis import cost_plots
 from hsa.analysis.cost_plots import BRANCHING, WINDOW, cost_table, costs
 from hsa.attention.trilinear.counts import flops_trilinear
-from hsa.cli.train import NAMED, _match3_recipe
+from hsa.cli.runs import NAMED
+from hsa.cli.train import _match3_recipe
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, count_parameters

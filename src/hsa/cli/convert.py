@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from hsa.cli.progress import Bars
-from hsa.cli.train import NAMED
+from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:

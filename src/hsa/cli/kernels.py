@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from hsa.cli.progress import Bars, say_where
-from hsa.cli.train import NAMED
+from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
 from hsa.fidelity.options import HeadDataOptions, HeadViewOptions, PruningOptions
 

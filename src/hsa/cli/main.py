@@ -24,7 +24,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         from cyclopts import CycloptsError
 
         from hsa.cli.inspect import STDIN
-        from hsa.cli.train import NAMED
+        from hsa.cli.runs import NAMED
 
         app = build_app()
     except ModuleNotFoundError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from hsa.cli.progress import TrainingBar, say_where
-from hsa.errors import InvalidInput
+from hsa.cli.runs import NAMED, completed, is_recipe, quicker, read_data, run_folder
 from hsa.training.options import (
     DataOptions,
     DocumentOptions,
@@ -21,7 +19,7 @@ from hsa.training.options import (
     Seq2SeqOptions,
     TrainingOptions,
 )
-from hsa.training.recipe import Recipe, load_recipe, overridden
+from hsa.training.recipe import Recipe, overridden
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from hsa.training.prepare import Prepared
 
 
-NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
-"""The options that stand on the command line, which override those of a recipe even where they equal the default."""
 _QUICK_SEQUENCES = 2_000
 
 
@@ -103,26 +99,18 @@ def train(
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
-    data = given.data
-    if data is not None and data.suffix.lower() in (".yaml", ".yml"):
-        given = overridden(load_recipe(data), given, NAMED.get())
+    if is_recipe(given.data):
+        given = completed(given)
     elif given.read.task == "lm":
         given = _lm_recipe(given, quick)
     elif given.read.task == "seq2seq":
         given = _seq2seq_recipe(given)
     elif given.read.task == "match3":
         given = _match3_recipe(given)
-    elif data is None:
-        # Sizes that suit some two thousand short programs and two cores.
-        default = Recipe(
-            read=DataOptions(vocabulary=4096, max_tokens=384),
-            model=ModelOptions(width=96),
-            training=TrainingOptions(epochs=6, learning_rate=3e-3, batch_tokens=8192),
-        )
-        given = overridden(default, given, NAMED.get())
+    else:
+        given = completed(given)
     if quick:
-        training = replace(given.training, epochs=min(given.training.epochs, 4))
-        given = replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
+        given = quicker(given)
         few = min(given.match3.sequences, _QUICK_SEQUENCES)
         given = replace(given, match3=replace(given.match3, sequences=few))
     return given
@@ -175,29 +163,14 @@ def _match3_recipe(given: Recipe) -> Recipe:
 def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
-    from rich.text import Text
-
     from hsa.training.accelerator import make_accelerator
     from hsa.training.experiment import check_models, compare
-    from hsa.training.match3 import prepare_match3
-    from hsa.training.prepare import prepare
 
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
     folder = run_folder(recipe, out, resume)
-
-    def say(message: str) -> None:
-        if main:
-            console.print(Text(f"{message} …", style="dim"))
-
-    if recipe.read.task == "match3":
-        prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
-    else:
-        with accelerator.main_process_first():  # the others find the data in the cache
-            prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=quick, say=say)
-    if main:
-        _announce(console, prepared, folder)
+    prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
     score = "accuracy" if prepared.train.classes else "R²"
     results = compare(
         recipe.models,
@@ -212,54 +185,6 @@ def _run(
     )
     if main:
         _report(console, recipe, prepared, results, folder)
-
-
-def run_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:
-    """Results are never written over: a new folder, or the one to resume."""
-    if out is not None:
-        if resume and not out.is_dir():
-            raise InvalidInput(
-                str(out), given="no such folder", expected="a run to resume", fix="start without --resume"
-            )
-        if not resume and any(out.glob("*/checkpoint.pt")):
-            raise InvalidInput(
-                str(out),
-                given="a folder with a run",
-                expected="a new folder",
-                fix="pass --resume to go on with that run, or another --out",
-            )
-        return out
-    own_data = {"seq2seq": "marked-sentences", "match3": "match3"}.get(recipe.read.task, "python-standard-library")
-    name = own_data if recipe.data is None else recipe.data.stem
-    own = re.compile(re.escape(name) + r"(-\d+)?")
-    taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
-    if resume:
-        if not taken:
-            raise InvalidInput(
-                "resume",
-                given=f"no run in runs/{name}",
-                expected="one to resume",
-                fix="start without --resume, or pass the folder of the run as --out",
-            )
-        return max(taken, key=lambda path: path.stat().st_mtime)
-    numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
-    return next(path for path in numbered if not path.exists())
-
-
-def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
-    from rich.text import Text
-
-    sizes = (
-        f"{len(prepared.train):,} to train, {len(prepared.validation):,} to validate, {len(prepared.test):,} to test"
-    )
-    what = f"{len(prepared.train.classes)} classes" if prepared.train.classes else "numbers"
-    leaves = prepared.train.lengths
-    console.print(
-        Text(f"{prepared.name}: {sizes}; {what}; {leaves.mean():,.0f} leaves each (at most {leaves.max():,})")
-    )
-    if prepared.skipped:
-        console.print(Text(f"left out: {len(prepared.skipped):,}, the first: {prepared.skipped[0]}", style="yellow"))
-    console.print(Text(f"results go to {folder}", style="dim"))
 
 
 def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:

@@ -21,6 +21,7 @@ from hsa.nn.inputs import Inputs
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
+from hsa.nn.sizes import check_sizes
 from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
 from hsa.places import Places
 
@@ -85,22 +86,7 @@ class EncoderConfig:
             raise InvalidInput(
                 "operator", given=repr(self.operator), expected=f"one of {', '.join(get_args(Operator))}"
             )
-        for name in ("width", "heads", "layers"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
-        if self.head_dim is None and self.width % self.heads:
-            raise InvalidInput(
-                "heads",
-                given=f"{self.heads} heads of a width of {self.width}",
-                expected="heads that divide the width",
-                fix="or say how many channels a head has: head_dim",
-            )
-        if self.position_width % 2:
-            raise InvalidInput(
-                "position_width", given=self.position_width, expected="an even number: sines and cosines"
-            )
-        if not 0 <= self.dropout < 1:
-            raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
+        check_sizes(self)
         with torch.device("meta"):  # takes no random numbers from the models that follow
             self.new_fusion()  # says what does not fit
 
