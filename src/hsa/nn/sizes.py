@@ -11,13 +11,13 @@ def check_sizes(config: Any) -> None:
     """Raises for a width, heads, layers, … that no encoder can have.
 
     Args:
-        config: has `width`, `heads`, `layers`, `feed_forward`, `dropout`; perhaps `head_dim` and `position_width`.
+        config: has `width`, `heads`, `layers`, `feed_forward`, `dropout`; perhaps `head_dim`, `position_width`, `position_dim`.
 
     Raises:
         InvalidInput: naming the field.
     """
     head_dim = getattr(config, "head_dim", None)
-    for name in ("width", "heads", "layers", "feed_forward", "head_dim"):
+    for name in ("width", "heads", "layers", "feed_forward", "head_dim", "position_dim"):
         size = getattr(config, name, None)
         if size is not None and size < 1:
             raise InvalidInput(name, given=size, expected="1 or more")
