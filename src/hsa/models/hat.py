@@ -19,7 +19,7 @@ from hsa.hierarchy import Hierarchy
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.inputs import Inputs
 from hsa.nn.positions import FourierFeatures
-from hsa.nn.segments import Segments, segments
+from hsa.nn.text_segments import TextSegments, text_segments
 from hsa.nn.transformer_layer import ActivationName, Norm, TransformerLayer
 
 STYLES = ("ad-hoc", "interleaved", "early", "late")
@@ -85,7 +85,7 @@ class HatConfig:
         layout: the order of layers inside and across segments, see `layout_pattern`.
         segment: leaves of a segment, at most. Documents may have any number of segments.
         segment_level: 0: segments are windows of so many leaves; 1: leaf families (sentences), 2: what is above them
-            (paragraphs), …, those of more leaves cut into windows. See `hsa.nn.segments`.
+            (paragraphs), …, those of more leaves cut into windows. See `hsa.nn.text_segments`.
         returns: "segments": the vector of every segment; "leaves": of every leaf.
         norm, activation, epsilon: of the layers inside segments, see `TransformerLayer`.
         separator: segments end with a learned vector too, as texts of BERT do.
@@ -250,6 +250,6 @@ class HatEncoder(nn.Module):
             raise InvalidInput(f"warm start: {unknown[0]}", given="a weight too many", expected="those of this encoder")
         self.load_state_dict(dict(tensors), strict=False)
 
-    def _plan(self, inputs: Inputs) -> Segments:
+    def _plan(self, inputs: Inputs) -> TextSegments:
         config = self.config
-        return segments(inputs.hierarchy, config.segment, config.segment_level, last_row=config.separator)
+        return text_segments(inputs.hierarchy, config.segment, config.segment_level, last_row=config.separator)
