@@ -1,0 +1,119 @@
+"""What commands that train classifiers share: their recipe, their folder, their data."""
+
+from __future__ import annotations
+
+import re
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hsa.errors import InvalidInput
+from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.recipe import Recipe, load_recipe, overridden
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hsa.training.prepare import Prepared
+
+
+NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
+"""The options that stand on the command line, which override those of a recipe even where they equal the default."""
+_CHECKPOINTS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt")
+"""Where `hsa train` and `hsa compare` have theirs."""
+
+
+def is_recipe(data: Path | None) -> bool:
+    return data is not None and data.suffix.lower() in (".yaml", ".yml")
+
+
+def completed(given: Recipe) -> Recipe:
+    """What the command line says, on top of a recipe file or of what suits the standard library."""
+    if given.data is not None and is_recipe(given.data):
+        return overridden(load_recipe(given.data), given, NAMED.get())
+    if given.data is not None:
+        return given
+    # Sizes that suit some two thousand short programs and two cores.
+    default = Recipe(
+        models=given.models,
+        read=DataOptions(vocabulary=4096, max_tokens=384),
+        model=ModelOptions(width=96),
+        training=TrainingOptions(epochs=6, learning_rate=3e-3, batch_tokens=8192),
+    )
+    return overridden(default, given, NAMED.get())
+
+
+def quicker(given: Recipe) -> Recipe:
+    """For a look at how it works: few epochs of a small model."""
+    training = replace(given.training, epochs=min(given.training.epochs, 4))
+    return replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
+
+
+def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, console: Console) -> Prepared:
+    """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
+    from rich.text import Text
+
+    from hsa.training.match3 import prepare_match3
+    from hsa.training.prepare import prepare
+
+    def say(message: str) -> None:
+        if accelerator.is_main_process:
+            console.print(Text(f"{message} …", style="dim"))
+
+    if recipe.read.task == "match3":
+        prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
+    else:
+        with accelerator.main_process_first():  # the others find the data in the cache
+            prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=small, say=say)
+    if accelerator.is_main_process:
+        _announce(console, prepared, folder)
+    return prepared
+
+
+def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -> Path:
+    """Results are never written over: a new folder, or the one to resume. `kind`: what its name begins with."""
+    if out is not None:
+        if resume and not out.is_dir():
+            raise InvalidInput(
+                str(out), given="no such folder", expected="a run to resume", fix="start without --resume"
+            )
+        if not resume and any(any(out.glob(pattern)) for pattern in _CHECKPOINTS):
+            raise InvalidInput(
+                str(out),
+                given="a folder with a run",
+                expected="a new folder",
+                fix="pass --resume to go on with that run, or another --out",
+            )
+        return out
+    own_data = {"seq2seq": "marked-sentences", "match3": "match3"}.get(recipe.read.task, "python-standard-library")
+    name = kind + (own_data if recipe.data is None else recipe.data.stem)
+    own = re.compile(re.escape(name) + r"(-\d+)?")
+    taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
+    if resume:
+        if not taken:
+            raise InvalidInput(
+                "resume",
+                given=f"no run in runs/{name}",
+                expected="one to resume",
+                fix="start without --resume, or pass the folder of the run as --out",
+            )
+        return max(taken, key=lambda path: path.stat().st_mtime)
+    numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
+    return next(path for path in numbered if not path.exists())
+
+
+def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
+    from rich.text import Text
+
+    sizes = (
+        f"{len(prepared.train):,} to train, {len(prepared.validation):,} to validate, {len(prepared.test):,} to test"
+    )
+    what = f"{len(prepared.train.classes)} classes" if prepared.train.classes else "numbers"
+    leaves = prepared.train.lengths
+    console.print(
+        Text(f"{prepared.name}: {sizes}; {what}; {leaves.mean():,.0f} leaves each (at most {leaves.max():,})")
+    )
+    if prepared.skipped:
+        console.print(Text(f"left out: {len(prepared.skipped):,}, the first: {prepared.skipped[0]}", style="yellow"))
+    console.print(Text(f"results go to {folder}", style="dim"))
