@@ -94,7 +94,7 @@ def plan_segments(
     keep = rows.remembered(every, (sizes - kept)[every] + place)
     return Segments(
         buckets,
-        _back(buckets, rows, text, start, length, groups, int(sizes.sum()), device),
+        torch.from_numpy(_back(buckets, groups, rows.first[text] + start, length)).to(device),
         max((bucket.memory + bucket.length for bucket in buckets), default=0),
         int((length * remembers + length * (length + 1) // 2).sum()),
         bool((start[remembers > 0] > 0).any()),
@@ -155,22 +155,15 @@ def _bucket(
     )
 
 
-def _back(
-    buckets: tuple[Bucket, ...],
-    rows: _Rows,
-    text: np.ndarray,
-    start: np.ndarray,
-    length: np.ndarray,
-    groups: list[np.ndarray],
-    tokens: int,
-    device: torch.device | str,
-) -> Tensor:
-    back = np.empty(tokens, np.int64)
+def _back(buckets: tuple[Bucket, ...], groups: list[np.ndarray], first: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """For every token its row; `first` are the first tokens of the segments."""
+    back = np.empty(int(length.sum()), np.int64)
     done = 0
     for bucket, group in zip(buckets, groups, strict=True):
         place = np.arange(bucket.length)
         real = place < length[group][:, None]
-        token = (rows.first[text[group]] + start[group])[:, None] + place
-        back[token[real]] = (done + np.arange(bucket.segments * bucket.length)).reshape(real.shape)[real]
-        done += bucket.segments * bucket.length
-    return torch.from_numpy(back).to(device)
+        token = first[group][:, None] + place
+        row = done + np.arange(bucket.segments * bucket.length)
+        back[token[real]] = row.reshape(real.shape)[real]
+        done += len(row)
+    return back
