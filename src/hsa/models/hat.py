@@ -19,9 +19,11 @@ from hsa.hierarchy import Hierarchy
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.inputs import Inputs
 from hsa.nn.positions import FourierFeatures
+from hsa.nn.sizes import check_sizes
 from hsa.nn.text_segments import TextSegments, text_segments
 from hsa.nn.transformer_layer import ActivationName, Norm, TransformerLayer
 
+Returns = Literal["segments", "leaves"]
 STYLES = ("ad-hoc", "interleaved", "early", "late")
 PUBLISHED = {
     "I1": "SC" * 6,
@@ -100,7 +102,7 @@ class HatConfig:
     layout: str = "interleaved"
     segment: int = 128
     segment_level: int = 0
-    returns: Literal["segments", "leaves"] = "segments"
+    returns: Returns = "segments"
     norm: Norm = "pre"
     activation: ActivationName = "gelu"
     epsilon: float = 1e-5
@@ -109,23 +111,15 @@ class HatConfig:
     architecture: str = field(default="hat", init=False)
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("heads", 1), ("layers", 1), ("segment", 1), ("segment_level", 0)):
+        check_sizes(self)
+        for name, least in (("segment", 1), ("segment_level", 0)):
             if getattr(self, name) < least:
                 raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
-        if self.feed_forward is not None and self.feed_forward < 1:
-            raise InvalidInput("feed_forward", given=self.feed_forward, expected="1 or more")
-        if self.width % self.heads:
-            raise InvalidInput(
-                "heads", given=f"{self.heads} heads of a width of {self.width}", expected="heads that divide the width"
-            )
-        if not 0 <= self.dropout < 1:
-            raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
-        for name, allowed in (("returns", ("segments", "leaves")), ("norm", get_args(Norm))):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(name, given=repr(getattr(self, name)), expected=f"one of {', '.join(allowed)}")
-        if self.activation not in get_args(ActivationName):
-            names = ", ".join(get_args(ActivationName))
-            raise InvalidInput("activation", given=repr(self.activation), expected=f"one of {names}")
+        styles = {"returns": Returns, "norm": Norm, "activation": ActivationName}
+        for name, allowed in styles.items():
+            if getattr(self, name) not in get_args(allowed):
+                names = ", ".join(get_args(allowed))
+                raise InvalidInput(name, given=repr(getattr(self, name)), expected=f"one of {names}")
         object.__setattr__(self, "layers", self.pattern.count("S"))
 
     @property
