@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -40,10 +38,11 @@ def run() -> None:
     rows = []
     for name, count, sentences, batch_size in (("reviews", 512, 12, 64), ("papers", 48, 350, 8)):
         data = documents(count, sentences)
-        config = ModelConfig(EncoderConfig(layers=1), {"text": Modality(tokens=_VOCABULARY)}, outputs=2)
+        ours, flat = (EncoderConfig(layers=1, operator=operator) for operator in ("hierarchical", "flat"))
+        config = ModelConfig(ours, {"text": Modality(tokens=_VOCABULARY)}, outputs=2)
         models = {
             "hsa": HierarchicalClassifier(config),
-            "flat": HierarchicalClassifier(equal_parameters(config, replace(config.encoder, operator="flat"))),
+            "flat": HierarchicalClassifier(equal_parameters(config, flat)),
         }
         chosen = np.arange(batch_size)
         batch = data.select(chosen).batch

@@ -65,10 +65,15 @@ class EncoderHeads:
     """The heads of an encoder of hsa.
 
     Raises:
-        Unsupported: a bottom-up encoder, which uses its layers many times over.
+        Unsupported: a bottom-up encoder, which uses its layers many times over, or a published document model.
     """
 
-    def __init__(self, encoder: HierarchicalEncoder):
+    def __init__(self, encoder: nn.Module):
+        if not isinstance(encoder, HierarchicalEncoder):
+            raise Unsupported(
+                "published document models (han, hat, transformer-xl) read a document part by part, so their heads have no "
+                "one output per example; hierarchical, multiscale, found and flat encoders have"
+            )
         if encoder.config.operator == "bottom-up":
             raise Unsupported(
                 "a bottom-up encoder uses the same heads on every level of the tree, so they have no one output per "

@@ -16,6 +16,7 @@ from hsa.batch import Batch
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
 from hsa.models.classifier import HierarchicalClassifier
+from hsa.nn.encoder import EncoderConfig
 
 COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#00798c", "#66a182")
 
@@ -99,8 +100,10 @@ def plot_attention(
 
 
 def has_matrix(model: HierarchicalClassifier) -> bool:
-    """Bottom up, no layer sees all leaves; three-way attention sees pairs of them."""
-    return model.config.encoder.operator not in ("bottom-up", "trilinear", "hierarchical-trilinear")
+    """Bottom up, and in the published document models, no layer sees all leaves; three-way attention sees pairs of them."""
+    encoder = model.config.encoder
+    no_matrix = ("bottom-up", "trilinear", "hierarchical-trilinear")
+    return isinstance(encoder, EncoderConfig) and encoder.operator not in no_matrix
 
 
 @torch.no_grad()
@@ -111,7 +114,9 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
         InvalidInput: there is none, see `has_matrix`.
     """
     if not has_matrix(model):
-        given = f"a {model.config.encoder.operator} encoder"
+        encoder = model.config.encoder
+        kind = encoder.operator if isinstance(encoder, EncoderConfig) else encoder.architecture
+        given = f"a {kind} encoder"
         raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
     caught: list[Any] = []
     attention = model.encoder.layers[0].attention

@@ -9,14 +9,18 @@ from typing import Any
 from torch import nn
 
 from hsa.errors import InvalidInput
+from hsa.models.han import HanConfig, HanEncoder
+from hsa.models.hat import HatConfig, HatEncoder
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
 
-AnyEncoderConfig = EncoderConfig
+AnyEncoderConfig = EncoderConfig | HanConfig | HatConfig
 
 _OURS = "hierarchical"
 _ENCODERS: dict[str, tuple[type[Any], type[nn.Module]]] = {
     _OURS: (EncoderConfig, HierarchicalEncoder),
+    "han": (HanConfig, HanEncoder),
+    "hat": (HatConfig, HatEncoder),
 }
 """By architecture, which a configuration names in its field of that name; ours has none."""
 

@@ -17,6 +17,7 @@ from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_par
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.fusion_names import FusionName
+from hsa.training.document_models import DOCUMENT_MODELS
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
@@ -35,8 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepsets": {"operator": "none", "fusion": "concatenation"},
 }
 """How each model of ours differs from the one the options describe. All have as many parameters."""
-PUBLISHED = ("han", "hat", "transformer-xl")
-"""Models of others, with encoders of their own."""
 RESULT = "result.json"
 
 
@@ -71,7 +70,7 @@ def changes(name: str) -> dict[str, Any]:
     """
     base, plus, fusion = name.partition("+")
     if base not in MODELS:
-        raise unknown_model(name, [*MODELS, *PUBLISHED])
+        raise unknown_model(name, [*MODELS, *DOCUMENT_MODELS])
     if plus and fusion not in get_args(FusionName):
         raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(get_args(FusionName))}")
     return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
@@ -86,7 +85,7 @@ def unknown_model(name: str, known: Iterable[str]) -> InvalidInput:
 
 def check_models(names: Iterable[str]) -> None:
     for name in names:
-        if name not in PUBLISHED:
+        if name not in DOCUMENT_MODELS:
             changes(name)
 
 
@@ -98,6 +97,8 @@ def encoder_config(
     Raises:
         InvalidInput: the trees lack a level that it needs.
     """
+    if name in DOCUMENT_MODELS:
+        return DOCUMENT_MODELS[name](model, documents, hierarchy)
     sizes = {f.name: getattr(model, f.name) for f in fields(EncoderConfig) if hasattr(model, f.name)}
     return replace(EncoderConfig(**sizes), **changes(name))
 
