@@ -61,11 +61,22 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
         if accelerator.is_main_process:
             console.print(Text(f"{message} …", style="dim"))
 
+    if recipe.documents.warm_start is not None and "hat" not in recipe.models:
+        raise InvalidInput(
+            "warm_start", given=f"for {', '.join(recipe.models)}", expected="hat among the models: it starts from it"
+        )
     if recipe.read.task == "match3":
         prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
     else:
         with accelerator.main_process_first():  # the others find the data in the cache
-            prepared = prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=small, say=say)
+            prepared = prepare(
+                recipe.data,
+                recipe.read,
+                seed=recipe.training.seed,
+                small=small,
+                warm_start=recipe.documents.warm_start,
+                say=say,
+            )
     if accelerator.is_main_process:
         _announce(console, prepared, folder)
     return prepared

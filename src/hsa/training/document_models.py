@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from torch import Tensor, nn
 
 from hsa.hierarchy import Hierarchy
 from hsa.models import han, hat
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig
+from hsa.models.hat import HatConfig, HatEncoder
 from hsa.training.options import DocumentOptions, ModelOptions
 
 
@@ -32,6 +33,7 @@ def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
 
 
 def hat_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy) -> HatConfig:
+    """With a warm start, of the sizes of the encoder that it starts from."""
     config = HatConfig(
         width=model.width,
         heads=model.heads,
@@ -40,12 +42,49 @@ def hat_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
         layout=documents.layout,
         segment=documents.segment,
         segment_level=documents.segment_level,
+        warm_start=documents.warm_start,
     )
     hat.check_levels(config, hierarchy)
-    return config
+    return config if config.warm_start is None else _pretrained(config)[0]
+
+
+def start_warm(encoder: nn.Module) -> None:
+    """Give an encoder the weights that its configuration says it starts from, if it does."""
+    if isinstance(encoder, HatEncoder) and encoder.config.warm_start is not None:
+        encoder.start_from(_pretrained(encoder.config)[1])
+
+
+def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
+    from hsa.huggingface.hat import warm_start
+
+    assert config.warm_start is not None
+    return warm_start(
+        config.warm_start,
+        layout=config.layout,
+        segment=config.segment,
+        segment_level=config.segment_level,
+        returns=config.returns,
+        dropout=config.dropout,
+    )
+
+
+def transformer_xl_encoder(
+    model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
+) -> TransformerXLConfig:
+    """Reads whatever tree as one sequence."""
+    return TransformerXLConfig(
+        width=model.width,
+        heads=model.heads,
+        layers=model.layers,
+        dropout=model.dropout,
+        segment=documents.segment,
+        memory=documents.memory,
+        test_memory=documents.test_memory,
+    )
 
 
 DOCUMENT_MODELS: dict[str, Callable[[ModelOptions, DocumentOptions, Hierarchy], AnyEncoderConfig]] = {
     "han": han_encoder,
     "hat": hat_encoder,
+    "transformer-xl": transformer_xl_encoder,
 }

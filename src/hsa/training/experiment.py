@@ -17,7 +17,7 @@ from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_par
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.fusion_names import FusionName
-from hsa.training.document_models import DOCUMENT_MODELS
+from hsa.training.document_models import DOCUMENT_MODELS, start_warm
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
@@ -129,7 +129,12 @@ def model_config(
         center=float(targets.float().mean()) if regression else 0.0,
         scale=spread or 1.0,
     )
-    return meant if name == reference else equal_parameters(meant, encoder(name))
+    if name == reference:
+        return meant
+    own = encoder(name)
+    if getattr(own, "warm_start", None) is not None:  # its sizes are those of what it starts from
+        return replace(meant, encoder=own)
+    return equal_parameters(meant, own)
 
 
 def train_model(
@@ -148,6 +153,9 @@ def train_model(
     model = HierarchicalClassifier(config)
     if prepared.vectors is not None:
         model.encoder.embedding.set_vectors("text", prepared.vectors)
+    resumes = resume and (folder / CHECKPOINT).is_file()
+    if not resumes:
+        start_warm(model.encoder)
     trainer = Trainer(
         model,
         prepared.train,
@@ -158,7 +166,7 @@ def train_model(
         transform=prepared.reading.transform,
         watcher=watcher,
     )
-    if resume and (folder / CHECKPOINT).is_file():
+    if resumes:
         trainer.resume()
     if resume and (folder / RESULT).is_file():
         return Result.load(folder)

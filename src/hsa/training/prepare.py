@@ -149,6 +149,7 @@ def prepare(
     *,
     seed: int = 0,
     small: bool = False,
+    warm_start: str | None = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> Prepared:
     """Read the data, train a tokenizer on its texts, and split. What was read once is kept in the cache.
@@ -156,11 +157,13 @@ def prepare(
     Args:
         data: a file of rows, a folder per class, or None for the Python standard library.
         small: a fraction of the standard library, for a quick look.
+        warm_start: a pre-trained encoder that a model starts from: its tokenizer is taken in place of a new one.
         say: is told what is going on.
     """
     if options.task != "classification" and options.task != "regression":
         fix = {"lm": "see prepare_text", "seq2seq": "see prepare_pairs", "match3": "see prepare_match3"}[options.task]
         raise InvalidInput("task", given=options.task, expected="classification or regression", fix=fix)
+    _check_warm_start(warm_start, options)
     skipped: list[str] = []
 
     def on_bad(error: InvalidInput) -> None:
@@ -174,7 +177,10 @@ def prepare(
     source = others.pop("train")
     _check_task(data, source, options)
     kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
-    tokenizer, vectors = _tokenizer(source, options, encoder, say)
+    if warm_start is None:
+        tokenizer, vectors = _tokenizer(source, options, encoder, say)
+    else:
+        tokenizer, vectors = _pretrained_tokenizer(warm_start, say), None
     reading = Reading(
         kind,
         columns_of(options),
@@ -193,6 +199,7 @@ def prepare(
             None if options.word_vectors is None else stamp(options.word_vectors),
             {name: value for name, value in asdict(options).items() if name != "skip_bad"},
             seed,
+            None if warm_start is None else tokenizer.to_str(),
         ],
         default=str,
     )
@@ -210,6 +217,8 @@ def prepare(
             for name, part in sets.items():
                 part.save(folder / f"{name}.safetensors")
     _check(sets, options)
+    if warm_start is not None and "text" not in sets["train"].batch.values:
+        raise InvalidInput("warm_start", given="data without text", expected="texts", fix="leave out --warm-start")
     kinds, keys = _domains(sets.values())
     return Prepared(
         train=sets["train"],
@@ -224,6 +233,17 @@ def prepare(
         skipped=tuple(skipped),
         name="Python standard library" if data is None else data.name,
     )
+
+
+def _check_warm_start(warm_start: str | None, options: DataOptions) -> None:
+    for name in ("encoder", "word_vectors"):
+        if warm_start is not None and getattr(options, name) is not None:
+            raise InvalidInput(
+                "warm_start",
+                given=f"{name} too",
+                expected="one of them: both say what tokens and their vectors are",
+                fix=f"leave out --warm-start or --{name.replace('_', '-')}",
+            )
 
 
 def _check_task(data: Path | None, source: Source, options: DataOptions) -> None:
@@ -296,6 +316,13 @@ def _tokenizer(
         return None, None
     say("training a tokenizer")
     return train_tokenizer(texts, options.vocabulary), None
+
+
+def _pretrained_tokenizer(name: str, say: Callable[[str], None]) -> Tokenizer:
+    from hsa.huggingface.hat import pretrained_tokenizer
+
+    say(f"loading the tokenizer of {name}")
+    return pretrained_tokenizer(name)
 
 
 def _words(texts: Iterable[str]) -> set[str]:
