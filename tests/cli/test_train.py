@@ -339,6 +339,10 @@ def test_bad_recipes(fails, text, said):
             "models: given 'nope', expected some of hsa, multiscale, hsa-token, found, bottom-up, flat, trilinear",
         ),
         (("--epochs", "0"), "epochs: given 0, expected more than 0"),
+        (
+            ("--task", "lm", "--minutes", "2"),
+            "minutes: given 2 with the task lm, expected classification or regression; limit --epochs instead",
+        ),
         (("--learning-rate=-1",), "learning_rate: given -1.0, expected more than 0"),
         (("--warmup", "1"), "warmup: given 1.0, expected a share: 0 or more and less than 1"),
         (

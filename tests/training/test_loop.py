@@ -16,7 +16,7 @@ from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer
+from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer, learning_rate
 from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
@@ -139,7 +139,7 @@ def test_the_watcher_hears_of_every_step_and_epoch():
 
 def rates(**changes):
     run = trainer(TrainingOptions(epochs=4, learning_rate=0.01, batch_size=4, **changes))
-    return np.array([run._learning_rate(step) for step in range(run.total_steps + 1)])
+    return np.array([learning_rate(run.options, step, run.total_steps) for step in range(run.total_steps + 1)])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -171,7 +171,7 @@ def test_the_optimizer_follows_the_schedule():
 
     run.optimizer.step = spy
     run.fit()
-    assert used == [{run._learning_rate(i)} for i in range(run.total_steps)]
+    assert used == [{learning_rate(run.options, i, run.total_steps)} for i in range(run.total_steps)]
 
 
 def test_weight_decay_is_for_matrices():

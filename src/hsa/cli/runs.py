@@ -50,6 +50,17 @@ def quicker(given: Recipe) -> Recipe:
     return replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
 
 
+def no_time_limit(recipe: Recipe) -> None:
+    """Refuses what the loops of other tasks cannot do."""
+    if recipe.training.minutes:
+        raise InvalidInput(
+            "minutes",
+            given=f"{recipe.training.minutes:g} with the task {recipe.read.task}",
+            expected="classification or regression",
+            fix="limit --epochs instead",
+        )
+
+
 def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, console: Console) -> Prepared:
     """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
     from rich.text import Text

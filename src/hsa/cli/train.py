@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from hsa.cli.progress import TrainingBar, say_where
-from hsa.cli.runs import NAMED, completed, is_recipe, quicker, read_data, run_folder
+from hsa.cli.runs import NAMED, completed, is_recipe, no_time_limit, quicker, read_data, run_folder
 from hsa.training.options import (
     DataOptions,
     DocumentOptions,
@@ -84,6 +84,8 @@ def train(
     models = tuple(name for names in models for name in names.split(","))
     recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq, match3, documents), quick)
     console = Console(stderr=False)
+    if recipe.read.task in ("lm", "seq2seq"):
+        no_time_limit(recipe)
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 

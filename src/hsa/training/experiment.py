@@ -52,6 +52,7 @@ class Result:
     epochs: int
     history: tuple[EpochRecord, ...]
     confusion: tuple[tuple[int, ...], ...] = ()
+    peak_memory: float | None = None  # MiB of training; None where the system cannot say
 
     @staticmethod
     def load(folder: Path) -> Result:
@@ -182,6 +183,7 @@ def train_model(
         epochs=len(history),
         history=tuple(history),
         confusion=_confusion(found, prepared),
+        peak_memory=trainer.progress.peak_memory,
     )
     trainer.save_model(folder, prepared.test.classes)
     if accelerator.is_main_process:

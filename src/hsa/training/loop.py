@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hsa.analysis.memory import PeakMemory
 from hsa.batch import Batch
 from hsa.errors import HsaError, InvalidInput
 from hsa.models.classifier import HierarchicalClassifier
@@ -82,6 +83,8 @@ class Progress:
     step: int = 0  # of the epoch
     loss_sum: float = 0.0
     epoch_seconds: float = 0.0
+    seconds: float = 0.0  # of training, all epochs
+    peak_memory: float | None = None  # MiB; None where the system cannot say
     best: tuple[float, float] = (-math.inf, -math.inf)  # score and negative loss: small validation sets have many ties
     best_epoch: int = -1
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -137,6 +140,7 @@ class Trainer:
             model.register_forward_hook(_by_way_of_all)
         if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
             self.accelerator.free_memory()
+        self.memory = PeakMemory(self.accelerator.device)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
@@ -164,12 +168,14 @@ class Trainer:
             Interrupted: Ctrl-C was pressed; a checkpoint is saved.
             Diverged: the loss is not a number; the last checkpoint is from before.
         """
-        state, options = self.progress, self.options
+        state = self.progress
         try:
             with stop_politely() as stop:
-                while state.epoch < options.epochs and not self._has_stopped():
+                while state.step or not self._is_over():  # an epoch that has begun is validated
                     if self._train_epoch(stop):
                         self._finish_epoch()
+                    if (peak := self.memory.so_far()) is not None:
+                        state.peak_memory = max(peak, state.peak_memory or 0.0)
                     self._save()
                     if any(self._agree(stop())):
                         raise Interrupted(self._how_to_resume())
@@ -179,12 +185,21 @@ class Trainer:
             checkpoint.set_weights(self.model, self.best_weights)
         return [EpochRecord(**record) for record in state.history]
 
-    def _has_stopped(self) -> bool:
-        waited = self.progress.epoch - 1 - self.progress.best_epoch
-        return bool(self.options.patience) and self.progress.best_epoch >= 0 and waited >= self.options.patience
+    def _is_over(self) -> bool:
+        state, patience = self.progress, self.options.patience
+        waited = bool(patience) and state.best_epoch >= 0 and state.epoch - 1 - state.best_epoch >= patience
+        return waited or state.epoch >= self.options.epochs or self._share_of_time() >= 1
+
+    def _share_of_time(self) -> float:
+        return self.progress.seconds / (60 * self.options.minutes) if self.options.minutes else 0.0
+
+    def _steps_gone(self) -> float:
+        """Of `total_steps`; where time runs out first, as large a share of them as of the time."""
+        steps = self.progress.epoch * self.steps_per_epoch + self.progress.step
+        return max(steps, self._share_of_time() * self.total_steps)
 
     def _train_epoch(self, stop: Callable[[], bool]) -> bool:
-        """The steps of the epoch that are left; False when it was asked to stop."""
+        """The steps of the epoch that are left, or that there is time for; False when it was asked to stop."""
         state, longest = self.progress, 60 * self.options.checkpoint_minutes
         self.model.train()
         batches = self._epoch_batches(state.epoch)[state.step :]
@@ -194,15 +209,17 @@ class Trainer:
             for batch, targets, weights in loaded:
                 running.append(self._step(batch, targets, weights))
                 state.step += 1
-                done = state.epoch * self.steps_per_epoch + state.step
                 due, stopping = self._agree(time.monotonic() - saved > longest, stop())
+                began = self._count_time(began)
+                over = self._share_of_time() >= 1
                 mean = None
-                if len(running) == _LOOK_EVERY or due or stopping or state.step == self.steps_per_epoch:
+                if len(running) == _LOOK_EVERY or due or stopping or over or state.step == self.steps_per_epoch:
                     mean = self._look(running)
-                    now = time.monotonic()
-                    state.epoch_seconds += now - began
-                    began = now
-                self.watcher.step(done, self.total_steps, mean, self._learning_rate(done))
+                    began = self._count_time(began)
+                done = min(self.total_steps, math.floor(self._steps_gone()))
+                self.watcher.step(done, self.total_steps, mean, self._learning_rate())
+                if over:
+                    return True
                 if stopping:
                     return False
                 if due:
@@ -210,10 +227,19 @@ class Trainer:
                     began = saved = time.monotonic()
         return True
 
+    def _count_time(self, began: float) -> float:
+        """What was spent since then counts as training; returns the time. All processes keep the same count."""
+        now = time.monotonic()
+        spent = now - began
+        if self.options.minutes and self.accelerator.num_processes > 1:
+            spent = float(self.accelerator.reduce(torch.tensor(spent, device=self.accelerator.device), "mean"))
+        self.progress.seconds += spent
+        self.progress.epoch_seconds += spent
+        return now
+
     def _step(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
-        done = self.progress.epoch * self.steps_per_epoch + self.progress.step
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(done)
+            group["lr"] = self._learning_rate()
         with collecting_penalties() as penalties:
             losses = self._losses(self.model(batch), targets)
         loss = (losses * weights).sum()
@@ -240,7 +266,7 @@ class Trainer:
 
     def _what_to_do(self) -> str:
         epoch, step = self.progress.epoch, self.progress.step
-        rate = self._learning_rate(epoch * self.steps_per_epoch + step)
+        rate = self._learning_rate()
         saved = self.path is not None and self.path.exists()
         fixes = "a lower learning rate" + ("" if self.options.mixed_precision == "no" else " or mixed_precision no")
         return (
@@ -258,10 +284,10 @@ class Trainer:
         found = self.evaluate(self.validation)
         record = EpochRecord(
             epoch=state.epoch + 1,
-            loss=state.loss_sum / self.steps_per_epoch,
+            loss=state.loss_sum / state.step,
             validation_loss=found.loss,
             validation=found.scores.main,
-            learning_rate=self._learning_rate((state.epoch + 1) * self.steps_per_epoch),
+            learning_rate=self._learning_rate(),
             seconds=state.epoch_seconds,
         )
         state.history.append(asdict(record))
@@ -341,7 +367,7 @@ class Trainer:
     def _gather(self, entries: list[Any]) -> list[Any]:
         if self.accelerator.num_processes == 1:
             return entries
-        from accelerate.utils import gather_object
+        from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
         return gather_object(entries)
 
@@ -395,11 +421,12 @@ class Trainer:
             return ((out.float() - targets) / self.config.scale) ** 2
         return F.cross_entropy(out.float(), targets, reduction="none")
 
-    def _learning_rate(self, done: int) -> float:
-        return learning_rate(self.options, done, self.total_steps)
+    def _learning_rate(self) -> float:
+        """Of the step that comes next."""
+        return learning_rate(self.options, self._steps_gone(), self.total_steps)
 
 
-def learning_rate(options: TrainingOptions, done: int, total: int) -> float:
+def learning_rate(options: TrainingOptions, done: float, total: int) -> float:
     """After so many of all steps."""
     warm = options.warmup * max(1, total)
     if done < warm:

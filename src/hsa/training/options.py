@@ -19,6 +19,8 @@ class TrainingOptions:
 
     Args:
         epochs: Passes over the training data, at most.
+        minutes: Time to train, at most, not counting validation; 0 for no limit. The learning rate then falls with the
+            larger share of steps and of time.
         learning_rate: The highest one.
         schedule: How the learning rate falls after the warm-up: linear or cosine to zero, or constant.
         warmup: Share of all steps during which the learning rate rises.
@@ -33,6 +35,7 @@ class TrainingOptions:
     """
 
     epochs: int = 10
+    minutes: float = 0.0
     learning_rate: float = 1e-3
     schedule: Schedule = "linear"
     warmup: float = 0.05
@@ -49,7 +52,7 @@ class TrainingOptions:
         for name in ("epochs", "batch_size", "batch_tokens", "learning_rate", "clip", "checkpoint_minutes"):
             if not getattr(self, name) > 0:
                 raise InvalidInput(name, given=getattr(self, name), expected="more than 0")
-        for name in ("patience", "weight_decay", "seed"):
+        for name in ("patience", "weight_decay", "seed", "minutes"):
             if not getattr(self, name) >= 0:
                 raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
         if not 0 <= self.warmup < 1:

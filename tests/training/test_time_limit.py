@@ -1,0 +1,147 @@
+"""Training for so many minutes: the clock of these tests says one second per step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hsa.errors import InvalidInput
+from hsa.training import loop
+from hsa.training.loop import Interrupted, Trainer, learning_rate
+from hsa.training.options import TrainingOptions
+from tests.tasks import QUICK, Log, trainer
+from tests.training.test_loop import Interrupting, assert_same, plain
+
+STEPS = 6  # of an epoch of the tiny task
+TEN_SECONDS = replace(QUICK, epochs=5, minutes=10 / 60)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A step takes a second, validation a thousand."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    found = Clock()
+    step, evaluate = Trainer._step, Trainer.evaluate
+
+    def slow_step(self, *batch):
+        found.now += 1
+        return step(self, *batch)
+
+    def slow_evaluate(self, data):
+        found.now += 1000
+        return evaluate(self, data)
+
+    monkeypatch.setattr(loop, "time", found)
+    monkeypatch.setattr(Trainer, "_step", slow_step)
+    monkeypatch.setattr(Trainer, "evaluate", slow_evaluate)
+    return found
+
+
+def test_training_ends_when_time_is_up_and_is_validated():
+    log = Log()
+    run = trainer(TEN_SECONDS, watcher=log)
+    losses, plain_losses = [], run._losses
+
+    def noted(out, targets):
+        found = plain_losses(out, targets)
+        if run.model.training:
+            losses.append(float(found.detach().mean()))
+        return found
+
+    run._losses = noted
+    history = run.fit()
+    assert run.steps_per_epoch == STEPS
+    assert [record.seconds for record in history] == [6, 4]
+    assert log.epochs == history
+    assert len(losses) == 10
+    assert history[0].loss == pytest.approx(sum(losses[:6]) / 6)
+    assert history[1].loss == pytest.approx(sum(losses[6:]) / 4)
+    assert history[1].learning_rate == 0
+    assert run.progress.seconds == 10
+
+
+def test_the_learning_rate_falls_with_the_larger_share():
+    total = 5 * STEPS
+    for minutes, shares in ((10 / 60, [i / 10 for i in range(10)]), (1000, [i / total for i in range(total)])):
+        log, used = Log(), []
+        run = trainer(replace(TEN_SECONDS, minutes=minutes, warmup=0.2), watcher=log)
+        step = run.optimizer.step
+
+        def spy(run=run, step=step, used=used):
+            used.append(run.optimizer.param_groups[0]["lr"])
+            step()
+
+        run.optimizer.step = spy
+        run.fit()
+        assert used == pytest.approx([learning_rate(run.options, share * total, total) for share in shares])
+        done = [math.floor(total * share + 1e-9) for share in [*shares[1:], 1.0]]
+        assert [told[0] for told in log.steps] == done  # so that a bar is full when time is up
+        assert {told[1] for told in log.steps} == {total}
+
+
+def test_time_enough_changes_nothing():
+    limited, free = trainer(replace(QUICK, minutes=1000)), trainer(QUICK)
+    assert plain(limited.fit()) == plain(free.fit())
+    assert_same(limited, free)
+
+
+def test_time_already_spent_counts(tmp_path):
+    whole = trainer(TEN_SECONDS)
+    history = whole.fit()
+    with pytest.raises(Interrupted):
+        trainer(TEN_SECONDS, folder=tmp_path, watcher=Interrupting(after=3 * 7)).fit()  # 7 of 10 seconds
+    log = Log()
+    resumed = trainer(TEN_SECONDS, folder=tmp_path, watcher=log)
+    resumed.resume()
+    assert resumed.progress.seconds == 8
+    assert plain(resumed.fit()) == plain(history)
+    assert len(log.steps) == 2
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("after", [27, 30])
+def test_stopped_when_time_is_up(tmp_path, after):
+    """Ctrl-C in the last step or the one before: the epoch is validated, now or after --resume."""
+    history = trainer(TEN_SECONDS).fit()
+    stopped = trainer(TEN_SECONDS, folder=tmp_path, watcher=Interrupting(after))
+    with pytest.raises(Interrupted):
+        stopped.fit()
+    resumed = trainer(TEN_SECONDS, folder=tmp_path)
+    resumed.resume()
+    assert plain(resumed.fit()) == plain(history)
+
+
+def test_a_run_out_of_time_has_nothing_left_to_do(tmp_path):
+    history = trainer(TEN_SECONDS, folder=tmp_path).fit()
+    log = Log()
+    again = trainer(TEN_SECONDS, folder=tmp_path, watcher=log)
+    again.resume()
+    assert (again.fit(), log.steps) == (history, [])
+
+
+def test_less_than_a_step_is_a_step():
+    history = trainer(replace(TEN_SECONDS, minutes=1e-6)).fit()
+    assert [record.seconds for record in history] == [1]
+
+
+def test_memory_is_measured_and_goes_on(tmp_path):
+    run = trainer(folder=tmp_path)
+    run.fit()
+    peak = run.progress.peak_memory
+    assert peak is None or 0 <= peak < 10_000
+    again = trainer(folder=tmp_path)
+    again.resume()
+    assert again.progress.peak_memory == peak
+
+
+def test_less_than_no_time():
+    with pytest.raises(InvalidInput, match=r"^minutes: given -1, expected 0 or more$"):
+        TrainingOptions(minutes=-1)
+    with pytest.raises(InvalidInput, match=r"^minutes: given nan"):
+        TrainingOptions(minutes=math.nan)
