@@ -11,16 +11,18 @@ from torch import nn
 from hsa.errors import InvalidInput
 from hsa.models.han import HanConfig, HanEncoder
 from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.transformer_xl import TransformerXLConfig, TransformerXLEncoder
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
 
-AnyEncoderConfig = EncoderConfig | HanConfig | HatConfig
+AnyEncoderConfig = EncoderConfig | HanConfig | HatConfig | TransformerXLConfig
 
 _OURS = "hierarchical"
 _ENCODERS: dict[str, tuple[type[Any], type[nn.Module]]] = {
     _OURS: (EncoderConfig, HierarchicalEncoder),
     "han": (HanConfig, HanEncoder),
     "hat": (HatConfig, HatEncoder),
+    "transformer-xl": (TransformerXLConfig, TransformerXLEncoder),
 }
 """By architecture, which a configuration names in its field of that name; ours has none."""
 

@@ -12,6 +12,7 @@ from hsa.models import han, hat
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.han import HanConfig
 from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.training.options import DocumentOptions, ModelOptions
 
 
