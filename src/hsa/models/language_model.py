@@ -16,7 +16,7 @@ from hsa.growth import check_branching, grown
 from hsa.hierarchy import Hierarchy
 from hsa.models.language_cache import LanguageModelCache
 from hsa.nn.causal_attention import CausalAttention, CausalFlat, CausalFound, CausalMultiscale
-from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise
+from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise, inner_width
 from hsa.nn.fusion_names import FusionName
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.rotary import rotary_angles
@@ -133,9 +133,7 @@ class LanguageModelConfig:
     @property
     def inner(self) -> int:
         """The width inside the feed-forward networks."""
-        if self.feed_forward is not None:
-            return self.feed_forward
-        return 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 32) * 32
+        return self.feed_forward or inner_width(self.width, self.activation)
 
     def new_fusion(self) -> HeadFusion:
         """For a layer of these sizes."""
@@ -254,7 +252,8 @@ class HierarchicalLanguageModel(nn.Module):
         memory: Any = None,
     ) -> Tensor:
         """`[tokens, width]`: what the logits are made of."""
-        sizes = self._checked(tokens, lengths)
+        sizes = check_texts(tokens, lengths)
+        check_length(max(sizes), self.config.max_length)
         if cache is not None:
             cache.check(self.config, len(sizes))
             trees = cache.begin(self, tokens, sizes)
@@ -348,16 +347,17 @@ class HierarchicalLanguageModel(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.embedding.weight)
 
-    def _checked(self, tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
-        sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if tokens.ndim != 1 or sum(sizes) != len(tokens) or not sizes or min(sizes) < 1:
-            raise InvalidInput(
-                "tokens",
-                given=f"shape {tuple(tokens.shape)} for lengths {sizes[:5]}{'…' if len(sizes) > 5 else ''}",
-                expected="the tokens of all texts, one after another; every text at least one",
-            )
-        check_length(max(sizes), self.config)
-        return sizes
+
+def check_texts(tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
+    """The lengths of the texts that these are the tokens of."""
+    sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if tokens.ndim != 1 or sum(sizes) != len(tokens) or not sizes or min(sizes) < 1:
+        raise InvalidInput(
+            "tokens",
+            given=f"shape {tuple(tokens.shape)} for lengths {sizes[:5]}{'…' if len(sizes) > 5 else ''}",
+            expected="the tokens of all texts, one after another; every text at least one",
+        )
+    return sizes
 
 
 def check_logits(logits: Tensor, where: str) -> None:
@@ -371,12 +371,12 @@ def check_logits(logits: Tensor, where: str) -> None:
         )
 
 
-def check_length(length: int, config: LanguageModelConfig) -> None:
-    if config.max_length is not None and length > config.max_length:
+def check_length(length: int, max_length: int | None) -> None:
+    if max_length is not None and length > max_length:
         raise InvalidInput(
             "tokens",
             given=f"a text of {length:,} tokens",
-            expected=f"at most {config.max_length:,}, the max_length of the model",
+            expected=f"at most {max_length:,}, the max_length of the model",
             fix="cut the text, or train a model for longer ones",
         )
 

@@ -17,6 +17,11 @@ from hsa.nn.rotary import rotate
 Activation = Literal["swiglu", "gelu"]
 
 
+def inner_width(width: int, activation: Activation) -> int:
+    """Of a feed-forward network, unless it is said: 4·width, or 8/3 of it where three matrices share the parameters."""
+    return 4 * width if activation == "gelu" else -(-8 * width // 3 // 32) * 32
+
+
 class FeedForward(nn.Module):
     """W_2 (silu(W_a x) · W_b x), or W_2 gelu(W_1 x)."""
 
