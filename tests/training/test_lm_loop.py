@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
-from hsa.training.lm_loop import Blocks, evaluate_language_model, train_language_model
+from hsa.training.lm_blocks import Blocks
+from hsa.training.lm_loop import evaluate_language_model, train_language_model
 from hsa.training.loop import CHECKPOINT, Diverged, Interrupted
 from hsa.training.options import LanguageOptions, TrainingOptions
 

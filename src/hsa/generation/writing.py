@@ -21,7 +21,7 @@ Reason = Literal["running", "tokens", "end", "stop", "max_length"]
 
 
 class Writer(Protocol):
-    """A language model, as far as writing needs it: `HierarchicalLanguageModel`, or a pre-trained one."""
+    """A language model, as far as writing needs it: one of `hsa.models.language_models`, or a pre-trained one."""
 
     @property
     def config(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,12 +13,15 @@ from hsa.errors import InvalidInput
 from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.language_models import AnyLanguageModel
 from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
+from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig, TransformerXLLanguageModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-CLASSIFIER, LANGUAGE_MODEL, SEQ2SEQ = (
+CLASSIFIER, LANGUAGE_MODEL, TRANSFORMER_XL, SEQ2SEQ = (
     "hierarchical classifier",
     "hierarchical language model",
+    "Transformer-XL language model",
     "hierarchical encoder–decoder",
 )
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -56,18 +59,19 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Hierar
         classes = tuple(config.pop("classes"))
         return HierarchicalClassifier(ModelConfig.from_dict(config))
 
-    return _load(folder, device, CLASSIFIER, "model", "hsa train", make), classes
+    return _load(folder, device, "model", "hsa train", {CLASSIFIER: make}), classes
 
 
-def save_language_model(folder: Path, model: HierarchicalLanguageModel, tokenizer: Any = None) -> None:
+def save_language_model(folder: Path, model: AnyLanguageModel, tokenizer: Any = None) -> None:
     """Write a language model and what makes its tokens, a `tokenizers.Tokenizer`."""
     save_tensors(folder / WEIGHTS, model.state_dict())
     if tokenizer is not None:
         write_then_rename(folder / TOKENIZER, lambda beside: tokenizer.save(str(beside)))
-    write_json(folder / CONFIG, {"model": LANGUAGE_MODEL, **model.config.to_dict()})
+    kind = TRANSFORMER_XL if isinstance(model, TransformerXLLanguageModel) else LANGUAGE_MODEL
+    write_json(folder / CONFIG, {"model": kind, **model.config.to_dict()})
 
 
-def load_language_model(folder: Path, device: torch.device | str = "cpu") -> HierarchicalLanguageModel:
+def load_language_model(folder: Path, device: torch.device | str = "cpu") -> AnyLanguageModel:
     """The language model of a folder, ready to write.
 
     >>> import tempfile
@@ -80,14 +84,11 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Hie
     Raises:
         InvalidInput: naming the file: it is missing, damaged, or of another model.
     """
-    return _load(
-        folder,
-        device,
-        LANGUAGE_MODEL,
-        "language model",
-        "hsa train --task lm",
-        lambda config: HierarchicalLanguageModel(LanguageModelConfig.from_dict(config)),
-    )
+    kinds: dict[str, Callable[[dict[str, Any]], AnyLanguageModel]] = {
+        LANGUAGE_MODEL: lambda config: HierarchicalLanguageModel(LanguageModelConfig.from_dict(config)),
+        TRANSFORMER_XL: lambda config: TransformerXLLanguageModel(TransformerXLLanguageConfig.from_dict(config)),
+    }
+    return _load(folder, device, "language model", "hsa train --task lm", kinds)
 
 
 def save_seq2seq(folder: Path, model: HierarchicalSeq2Seq) -> None:
@@ -98,27 +99,21 @@ def save_seq2seq(folder: Path, model: HierarchicalSeq2Seq) -> None:
 
 def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> HierarchicalSeq2Seq:
     """The encoder–decoder of a folder, ready to answer; raises as `load_language_model`."""
-    return _load(
-        folder,
-        device,
-        SEQ2SEQ,
-        "encoder–decoder",
-        "hsa train --task seq2seq",
-        lambda config: HierarchicalSeq2Seq(Seq2SeqConfig.from_dict(config)),
-    )
+    kinds = {SEQ2SEQ: lambda config: HierarchicalSeq2Seq(Seq2SeqConfig.from_dict(config))}
+    return _load(folder, device, "encoder–decoder", "hsa train --task seq2seq", kinds)
 
 
 def _load(
     folder: Path,
     device: torch.device | str,
-    kind: str,
     what: str,
     command: str,
-    make: Callable[[dict[str, Any]], AnyModel],
+    kinds: Mapping[str, Callable[[dict[str, Any]], AnyModel]],
 ) -> AnyModel:
+    """By its kind, which the configuration names."""
     about = read_json(folder / CONFIG, f"the configuration of a {what} of hsa")
-    if not isinstance(about, dict) or about.get("model") != kind:
-        found = about.get("model") if isinstance(about, dict) else None
+    found = about.get("model") if isinstance(about, dict) else None
+    if not isinstance(found, str) or found not in kinds:
         raise InvalidInput(
             str(folder / CONFIG),
             given=f"that of a {found}" if isinstance(found, str) else "something else",
@@ -126,7 +121,7 @@ def _load(
             fix=f"train one with: {command}",
         )
     try:
-        model = make({name: value for name, value in about.items() if name != "model"})
+        model = kinds[found]({name: value for name, value in about.items() if name != "model"})
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
         raise InvalidInput(
             str(folder / CONFIG),

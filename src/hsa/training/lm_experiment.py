@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,20 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.files import write_json
-from hsa.models.classifier import count_parameters
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.classifier import closest_size, count_parameters
+from hsa.models.language_model import LanguageModelConfig
+from hsa.models.language_models import AnyLanguageConfig, build_language_model
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
-from hsa.nn.attention import counting_operations
+from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig
 from hsa.signals.readers.tokens import load_tokenizer
-from hsa.training.experiment import RESULT
+from hsa.training.experiment import RESULT, unknown_model
 from hsa.training.lm_data import LmData
-from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, train_language_model
-from hsa.training.options import LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
+from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, reader_of, train_language_model
+from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
 
 LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "found": "found"}
-"""The attention of all layers of each model."""
+"""The attention of all layers of each model of ours."""
+TRANSFORMER_XL = "transformer-xl"
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,42 @@ class LmResult:
 
 
 def check_lm_models(names: Iterable[str]) -> None:
+    known = (*LM_MODELS, TRANSFORMER_XL)
     for name in names:
-        if name not in LM_MODELS:
-            raise InvalidInput("models", given=repr(name), expected=f"some of {', '.join(LM_MODELS)}, for the task lm")
+        if name not in known:
+            unknown = unknown_model(name, known)
+            expected = f"{unknown.expected}, for the task lm"
+            raise InvalidInput(unknown.where, given=unknown.given, expected=expected, fix=unknown.fix)
 
 
 def language_model_config(
-    data: LmData, model: ModelOptions, language: LanguageOptions, name: str
-) -> LanguageModelConfig:
-    """The configuration of one of `LM_MODELS`. They differ in a bias per head and layer, and in nothing else."""
+    data: LmData,
+    model: ModelOptions,
+    language: LanguageOptions,
+    name: str,
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+) -> AnyLanguageConfig:
+    """The configuration of a model by its name. Ours differ in a bias per head and layer, and in nothing else.
+
+    Transformer-XL reads segments of `context` tokens; its feed-forward networks make up for what it has more.
+    """
     if model.head_dim is not None and model.head_dim * model.heads != model.width:
         raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
+    if name == TRANSFORMER_XL:
+        sizes = TransformerXLLanguageConfig(
+            vocabulary=data.tokenizer.get_vocab_size(),
+            width=model.width,
+            heads=model.heads,
+            layers=model.layers,
+            dropout=model.dropout,
+            segment=language.context,
+            memory=documents.memory,
+            test_memory=documents.test_memory,
+            max_length=language.max_length,
+        )
+        wanted = _count(language_model_config(data, model, language, "hsa"))
+        inner = closest_size(lambda inner: _count(replace(sizes, feed_forward=inner)), wanted)
+        return replace(sizes, feed_forward=inner)
     return LanguageModelConfig(
         vocabulary=data.tokenizer.get_vocab_size(),
         layers=model.layers,
@@ -77,9 +104,14 @@ def language_model_config(
     )
 
 
+def _count(config: AnyLanguageConfig) -> int:
+    with torch.device("meta"):
+        return count_parameters(build_language_model(config))
+
+
 def train_one(
     name: str,
-    config: LanguageModelConfig,
+    config: AnyLanguageConfig,
     data: LmData,
     options: TrainingOptions,
     language: LanguageOptions,
@@ -117,7 +149,7 @@ def train_one(
         loss=tested.loss,
         bits_per_character=tested.loss / math.log(2) * tested.tokens / max(1, characters),
         by_position=binned(tested.by_position),
-        operations=_operations(found.model, data.test, language.context),
+        operations=reader_of(found.model, language.context).operations(data.test),
         tokens=found.tokens,
         training_seconds=found.seconds,
         test_tokens=tested.tokens,
@@ -153,12 +185,13 @@ def compare_language_models(
     language: LanguageOptions,
     folder: Path,
     *,
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
     resume: bool = False,
     device: torch.device | str | None = None,
     watch: Callable[[str], LmWatcher] | None = None,
 ) -> list[LmResult]:
     """Every model in a folder of its own; the results in `results.json`."""
-    configs = {name: language_model_config(data, model, language, name) for name in names}
+    configs = {name: language_model_config(data, model, language, name, documents) for name in names}
     starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
     results = []
     for name, config in configs.items():
@@ -180,12 +213,3 @@ def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, f
     edges = np.unique(np.ceil(2 ** (np.arange(int(np.log2(size) + 1) * per_octave + 1) / per_octave)).astype(int))
     bounds = [0, *(int(e) - 1 for e in edges if 1 < e < size), size]  # a last bin of one token would be noise
     return tuple(((a + 1 + b) / 2, float(by_position[a:b].mean())) for a, b in pairwise(bounds))
-
-
-@torch.no_grad()
-def _operations(model: HierarchicalLanguageModel, tokens: np.ndarray, context: int) -> float:
-    """Of attention per token of a block, all layers, everything counted."""
-    block = torch.from_numpy(tokens[:context].astype(np.int64)).to(model.device)
-    with counting_operations() as counts:
-        model.hidden(block, [len(block)])
-    return sum(count.total for count in counts) / len(block)

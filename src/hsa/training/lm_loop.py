@@ -1,4 +1,4 @@
-"""Training of a language model on an array of token ids: blocks of equal length, drawn anew in every epoch."""
+"""Training of a language model on an array of token ids, in blocks of equal length."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
+from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel, build_language_model
 from hsa.models.saved import check_fits
+from hsa.models.transformer_xl_lm import TransformerXLLanguageModel
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
+from hsa.training.lm_blocks import BlockReader
+from hsa.training.lm_reading import Reader, blocks_of
+from hsa.training.lm_streams import StreamReader
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
     CHECKPOINT,
@@ -87,7 +91,7 @@ class _Progress:
 class TrainedLanguageModel:
     """What came of a run."""
 
-    model: HierarchicalLanguageModel
+    model: AnyLanguageModel
     history: tuple[LmRecord, ...]
     seconds: float
     tokens: int
@@ -98,7 +102,7 @@ class TrainedLanguageModel:
 
 
 def train_language_model(
-    config: LanguageModelConfig,
+    config: AnyLanguageConfig,
     train: np.ndarray,
     validation: np.ndarray,
     options: TrainingOptions | None = None,
@@ -113,7 +117,7 @@ def train_language_model(
     """Train a language model from the start, or from its checkpoint.
 
     Args:
-        config: of the model.
+        config: of the model; its class says which.
         train, validation: token ids, one after another.
         options: how; of these `epochs` only where the language options name no steps.
         language: `context`, `steps`, `evaluate_every`; the rest is in the config.
@@ -126,6 +130,7 @@ def train_language_model(
         Interrupted: Ctrl-C was pressed; a checkpoint is saved.
         Diverged: the loss is not a number.
 
+    >>> from hsa.models.language_model import LanguageModelConfig
     >>> text = np.tile(np.arange(7), 40)
     >>> sizes = LanguageModelConfig(7, width=8, heads=2, layers=1, branching=(4, 2))
     >>> found = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
@@ -143,7 +148,7 @@ def train_language_model(
 class _Run:
     def __init__(
         self,
-        config: LanguageModelConfig,
+        config: AnyLanguageConfig,
         train: np.ndarray,
         validation: np.ndarray,
         options: TrainingOptions,
@@ -157,13 +162,13 @@ class _Run:
         self.options, self.language, self.device, self.watcher = options, language, device, watcher
         self.train, self.validation = train, validation
         self.path = None if folder is None else folder / CHECKPOINT
-        self.blocks = Blocks(train, language.context, options.seed)
         self.batch = sequences_per_step(options, language.context)
-        each = max(1, self.blocks.per_epoch // self.batch)
+        each = max(1, blocks_of(train, language.context) // self.batch)
         self.total = language.steps or options.epochs * each
         self.every = language.evaluate_every or max(1, self.total // 10)
         torch.manual_seed(options.seed)
-        self.model = HierarchicalLanguageModel(config).to(device)
+        self.model = build_language_model(config).to(device)
+        self.course = reader_of(self.model, language.context).course(train, self.batch, options.seed)
         groups, fused = parameter_groups(self.model, options), device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
         self.progress = _Progress()
@@ -188,9 +193,9 @@ class _Run:
         self.model.train()
         running: list[Tensor] = []
         began = saved = time.monotonic()
-        with closing(prefetched(self._load(step) for step in range(state.step, self.total))) as loaded:
-            for tokens, targets, trees in loaded:
-                running.append(self._step(tokens, targets, trees))
+        with closing(prefetched(self.course.load(step) for step in range(state.step, self.total))) as loaded:
+            for batch in loaded:
+                running.append(self._step(batch))
                 state.step += 1
                 stopping, due = stop(), time.monotonic() - saved > longest
                 ends = state.step % self.every == 0 or state.step == self.total
@@ -209,23 +214,17 @@ class _Run:
                 if stopping and state.step < self.total:
                     raise Interrupted(self._how_to_resume())
 
-    def _step(self, tokens: Tensor, targets: Tensor, trees: Trees) -> Tensor:
+    def _step(self, batch: Any) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
-            loss = self.model.loss(tokens, targets, (self.language.context,) * self.batch, trees=trees)
+            loss = self.course.loss(batch)
         (loss + sum(penalties)).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._bad |= ~norm.isfinite()
         return loss.detach()
-
-    def _load(self, step: int) -> tuple[Tensor, Tensor, Trees]:
-        """A batch on the device, with its trees."""
-        blocks = self.blocks.take(step * self.batch, self.batch)
-        trees = self.model.trees(blocks[:, :-1].reshape(-1), (self.language.context,) * self.batch, self.device)
-        return (*to_device(blocks, self.device), trees)
 
     def _look(self, running: list[Tensor]) -> float:
         *losses, bad = torch.stack([*running, self._bad.to(running[0].dtype)]).tolist()
@@ -273,13 +272,16 @@ class _Run:
 
     def _save(self) -> None:
         if self.path is not None:
-            progress = {"state": asdict(self.progress), "training": self._fingerprint()}
+            carried = self.course.state()
+            progress = {"state": asdict(self.progress), "training": self._fingerprint(), "carried": carried}
             checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
 
     def _restore(self, path: Path) -> None:
         content = checkpoint.load(path)
         checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
-        self.progress = _Progress(**checkpoint.restore(path, content, self.model, self.optimizer)["state"])
+        progress = checkpoint.restore(path, content, self.model, self.optimizer)
+        self.progress = _Progress(**progress["state"])
+        self.course.restore(progress.get("carried"))
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
@@ -296,49 +298,25 @@ class _Run:
         }
 
 
-class Blocks:
-    """Blocks of `context` + 1 tokens. Every epoch starts at another token and takes them in another order."""
-
-    def __init__(self, tokens: np.ndarray, context: int, seed: int):
-        if len(tokens) < context + 1:
-            raise InvalidInput(
-                "data",
-                given=f"{len(tokens):,} tokens to train on",
-                expected=f"more than the context of {context:,}",
-                fix="give more text, or a smaller --context",
-            )
-        self.tokens, self.context, self.seed = tokens, context, seed
-        self.per_epoch = max(1, (len(tokens) - context) // context)  # wherever in the first block an epoch starts
-        self._epoch: tuple[int, int, np.ndarray] | None = None
-
-    def take(self, first: int, number: int) -> np.ndarray:
-        """`[number, context + 1]` blocks from number `first` of all epochs on."""
-        places = np.arange(self.context + 1)
-        starts = np.array([self._start(i) for i in range(first, first + number)])
-        return self.tokens[starts[:, None] + places]
-
-    def _start(self, block: int) -> int:
-        epoch, place = divmod(block, self.per_epoch)
-        if self._epoch is None or self._epoch[0] != epoch:
-            draw = np.random.default_rng((self.seed, epoch))
-            spare = len(self.tokens) - 1 - self.per_epoch * self.context
-            shift = int(draw.integers(min(spare, self.context) + 1))
-            self._epoch = epoch, shift, draw.permutation(self.per_epoch)
-        return self._epoch[1] + int(self._epoch[2][place]) * self.context
+def reader_of(model: AnyLanguageModel, context: int) -> Reader:
+    """How a model reads: as a stream where it remembers what was before a block, else block by block."""
+    if isinstance(model, TransformerXLLanguageModel):
+        return StreamReader(model, context)
+    return BlockReader(model, context)
 
 
 @torch.no_grad()
 def evaluate_language_model(
-    model: HierarchicalLanguageModel,
+    model: AnyLanguageModel,
     tokens: np.ndarray,
     context: int,
     *,
     batch_tokens: int = 16_384,
     mixed_precision: str = "no",
 ) -> LmEvaluation:
-    """The loss on a text cut into blocks of `context` tokens, one after another; a shorter rest is left out.
+    """The loss on a text in blocks of `context` tokens, one after another; a shorter rest is left out.
 
-    A text shorter than a block is a block of its own.
+    A text shorter than a block is a block of its own. A model with a memory takes it from block to block.
     """
     if len(tokens) < 2:
         raise InvalidInput("tokens", given=f"{len(tokens)} tokens", expected="2 or more: one to predict the next from")
@@ -346,30 +324,16 @@ def evaluate_language_model(
     number = (len(tokens) - 1) // context
     sums = torch.zeros(context, dtype=torch.float64, device=model.device)
     model.eval()
-    step = max(1, batch_tokens // context)
     began = time.monotonic()
-    for first in range(0, number, step):
-        starts = np.arange(first, min(number, first + step)) * context
-        blocks = tokens[starts[:, None] + np.arange(context + 1)]
-        inputs, targets = to_device(blocks, model.device)
-        trees = model.trees(blocks[:, :-1].reshape(-1), (context,) * len(blocks))
-        with precision(model.device, mixed_precision):
-            losses = model.loss(inputs, targets, (context,) * len(blocks), trees=trees, mean=False)
-        sums += losses.view(len(blocks), context).double().sum(0)
+    with precision(model.device, mixed_precision):
+        for losses in reader_of(model, context).losses(tokens, max(1, batch_tokens // context)):
+            sums += losses.double().sum(0)
     by_position = (sums / number).cpu().numpy()
     return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
 
 
 def sequences_per_step(options: TrainingOptions, context: int) -> int:
     return max(1, min(options.batch_size, options.batch_tokens // context))
-
-
-def to_device(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and what follows each, `[blocks · context]`."""
-    whole = torch.from_numpy(blocks.astype(np.int64))
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    return whole[:, :-1].flatten(), whole[:, 1:].flatten()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.training.lm_data import LmData
-from hsa.training.lm_experiment import LmResult
+from hsa.training.lm_experiment import TRANSFORMER_XL, LmResult
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -71,5 +71,7 @@ def write_lm_report(folder: Path, recipe: Recipe, data: LmData, results: list[Lm
     lines += ["", "## Options", "", "```"]
     for part in (recipe.model, recipe.language, recipe.training):
         lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    if TRANSFORMER_XL in recipe.models:
+        lines += [f"{name}: {getattr(recipe.documents, name)}" for name in ("memory", "test_memory")]
     write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
     return pictures
