@@ -18,7 +18,8 @@ from hsa.files import write_then_rename
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.nn.encoder import EncoderConfig
 
-COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#00798c", "#66a182")
+COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#6a4c93", "#66a182", "#8c564b", "#2b2d42", "#e377c2")
+DPI = 140
 
 
 def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> None:
@@ -55,11 +56,11 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
         for i, j in np.argwhere(counts > 0):
             shade = "white" if shares[i, j] > 0.55 else "#333333"
             axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color=shade)
-    names = [_shown(name, 24) for name in classes]
+    names = [one_line(name, 24) for name in classes]
     axes.set_xticks(range(len(classes)), names, rotation=60, ha="right", fontsize=8, parse_math=False)
     axes.set_yticks(range(len(classes)), names, fontsize=8, parse_math=False)
     axes.set(xlabel="predicted", ylabel="true")
-    axes.set_title(_shown(title, 60), parse_math=False)
+    axes.set_title(one_line(title, 60), parse_math=False)
     figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
     save_figure(figure, path)
 
@@ -86,12 +87,12 @@ def plot_attention(
         axes.axvline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
     if labels is not None and leaves <= 90:
         font = max(4.0, min(8.0, 480 / leaves))
-        shown = [_shown(label, 12) for label in labels]
+        shown = [one_line(label, 12) for label in labels]
         look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
         axes.set_xticks(range(leaves), shown, rotation=90, **look)
         axes.set_yticks(range(leaves), shown, **look)
     axes.set(xlabel="attended to", ylabel="attends")
-    axes.set_title(_shown(title, 60), parse_math=False)
+    axes.set_title(one_line(title, 60), parse_math=False)
     bar = figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
     top = float(np.sqrt(weights.max())) or 1.0
     ticks = np.linspace(0, top, 5)
@@ -141,7 +142,7 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
     return weights.float().cpu().numpy(), list({place: (place, depth) for place, depth in deepest_first}.values())
 
 
-def _shown(text: str, most: int) -> str:
+def one_line(text: str, most: int) -> str:
     """On one line, and no longer than there is room for."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
@@ -163,6 +164,6 @@ def save_figure(figure: Any, path: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens of other scripts are drawn as boxes
-            write_then_rename(path, lambda beside: figure.savefig(beside, dpi=140, format=kind))
+            write_then_rename(path, lambda beside: figure.savefig(beside, dpi=DPI, format=kind))
     finally:
         pyplot().close(figure)

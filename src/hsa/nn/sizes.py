@@ -11,7 +11,7 @@ def check_sizes(config: Any) -> None:
     """Raises for a width, heads, layers, … that no encoder can have.
 
     Args:
-        config: has `width`, `heads`, `layers`, `feed_forward`, `dropout`; perhaps `head_dim`, `position_width`, `position_dim`.
+        config: with a `width`, `heads`, `dropout`, and whichever it has of the others below.
 
     Raises:
         InvalidInput: naming the field.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
+from hsa.models.han import HanEncoder
 from hsa.models.saved import load_model
 from hsa.training.experiment import Result
 from hsa.training.match3 import COSTS, match3_report
@@ -20,7 +22,7 @@ from hsa.training.recipe import Recipe
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PICTURE_LEAVES = 80
+_MATRIX_LEAVES, _PAGE_LEAVES = 80, 400  # that can be read: as a matrix, as text
 
 
 def columns(results: list[Result]) -> tuple[list[str], list[list[str]]]:
@@ -83,7 +85,7 @@ def _cheaper(first: Result, other: Result) -> str:
 
 def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result]) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
-    from hsa.analysis.plots import has_matrix, plot_attention, plot_confusion, plot_curves
+    from hsa.analysis.plots import plot_confusion, plot_curves
 
     first = results[0]
     score = "accuracy" if prepared.test.classes else "R²"
@@ -92,14 +94,7 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
     if first.confusion:
         pictures.append(folder / "confusion.png")
         plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
-    chosen = _example_for_a_picture(prepared)
-    model, _ = load_model(folder / first.model)
-    if chosen is not None and first.operations and prepared.reading.transform is None and has_matrix(model):
-        example = prepared.test.select([chosen])
-        pictures.append(folder / "attention.png")
-        plot_attention(
-            pictures[-1], model, example.batch, _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
-        )
+    pictures += _picture_of_an_example(folder, first, prepared)
     header, rows = columns(results)
     lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
     lines += [
@@ -119,15 +114,41 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
     return pictures
 
 
-def _example_for_a_picture(prepared: Prepared) -> int | None:
-    """The longest test example that still can be read in a picture."""
+def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> list[Path]:
+    """What the first model attends to in a test example, where that can be shown."""
+    from hsa.analysis.document_weights import plot_document_weights
+    from hsa.analysis.plots import has_matrix, plot_attention
+
+    model, _ = load_model(folder / first.model)
+    pools = isinstance(model.encoder, HanEncoder)
+    chosen = _longest_readable(prepared, _PAGE_LEAVES if pools else _MATRIX_LEAVES)
+    if chosen is None or not first.operations or prepared.reading.transform is not None:
+        return []
+    example = prepared.test.select([chosen])
+    labels, title = _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
+    picture = folder / ("weights.png" if pools else "attention.png")
+    if pools:
+        plot_document_weights(picture, model.encoder, example.batch, labels, title)
+    elif has_matrix(model):
+        plot_attention(picture, model, example.batch, labels, title)
+    else:
+        return []
+    return [picture]
+
+
+def _longest_readable(prepared: Prepared, most: int) -> int | None:
+    """The longest test example that still can be read in a picture of so many leaves."""
     lengths = prepared.test.lengths
-    fitting = np.flatnonzero(lengths <= _PICTURE_LEAVES)
+    fitting = np.flatnonzero(lengths <= most)
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
 
 
 def _labels(example: Any, prepared: Prepared) -> list[str] | None:
+    """The text of every token: what it adds to the one before, with a space where a word begins."""
     tokenizer = prepared.reading.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:
         return None
-    return [tokenizer.decode([i]).strip() or "·" for i in example.values["text"].tolist()]
+    ids = example.values["text"].tolist()
+    pairs = [(tokenizer.decode([a]), tokenizer.decode([a, b])) for a, b in pairwise(ids)]
+    texts = [tokenizer.decode(ids[:1]), *(both[len(alone) :] for alone, both in pairs)]
+    return [text if text.strip() else "·" for text in texts]
