@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
 
 from hsa.analysis.plots import COLORS, pyplot, save_figure
+from hsa.analysis.timing import median_seconds
 from hsa.attention.flops import flops_flat
 from hsa.attention.trilinear.counts import flops_hierarchical_trilinear, flops_trilinear
 from hsa.hierarchy import Hierarchy
@@ -81,12 +81,7 @@ def _seconds(attention: Attention, hierarchy: Hierarchy, heads: int, dim: int, r
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(hierarchy.num_leaves, heads, dim, generator=generator) for _ in attention.parts]
     attention(*parts, hierarchy, None)  # plans, allocations
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        attention(*parts, hierarchy, None)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return median_seconds(lambda: attention(*parts, hierarchy, None), repeats)
 
 
 def cost_table(found: Sequence[Cost]) -> tuple[list[str], list[list[str]]]:
@@ -101,16 +96,16 @@ def cost_table(found: Sequence[Cost]) -> tuple[list[str], list[list[str]]]:
     return ["length", *kinds], rows
 
 
-def plot_costs(path: Path, found: Sequence[Cost]) -> None:
-    """Operations and seconds against length, both axes logarithmic, a line per kind."""
+def plot_costs(path: Path, found: Sequence[Cost], device: str = "this CPU") -> None:
+    """Operations and seconds against length, both axes logarithmic, a line per kind; `device`: where it was measured."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    for color, kind in zip(COLORS, dict.fromkeys(cost.kind for cost in found), strict=False):
+    for color, kind in zip(cycle(COLORS), dict.fromkeys(cost.kind for cost in found), strict=False):
         own = [cost for cost in found if cost.kind == kind]
         left.plot([c.length for c in own], [c.operations for c in own], color=color, marker="o", ms=3, label=kind)
         timed = [(c.length, c.seconds) for c in own if c.seconds is not None]
         right.plot([n for n, _ in timed], [s for _, s in timed], color=color, marker="o", ms=3, label=kind)
     left.set(ylabel="operations", title="Operations of attention")
-    right.set(ylabel="seconds", title="Forward pass, this CPU")
+    right.set(ylabel="seconds", title=f"Forward pass, {device}")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 
 from hsa.analysis.memory import extra_memory
+from hsa.analysis.timing import median_seconds
 from hsa.errors import InvalidInput
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.settings import LayerSettings
@@ -76,18 +75,8 @@ def time_model(
             convert_as(model, settings if name == "after" else {}, tokenizer=tokenizer)
             run()
             run()
-            found[name] = (_median(run, repeats, seconds / 2), extra_memory(run, device))
+            found[name] = (1e3 * median_seconds(run, repeats, seconds / 2), extra_memory(run, device))
         rows.append(Timed(length, found["before"][0], found["after"][0], found["before"][1], found["after"][1]))
         if watch is not None:
             watch(length)
     return rows
-
-
-def _median(run: Callable[[], None], repeats: int, seconds: float) -> float:
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < repeats and (len(times) < 2 or time.perf_counter() - began < seconds):
-        start = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)

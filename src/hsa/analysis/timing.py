@@ -1,0 +1,27 @@
+"""How long a call takes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def median_seconds(
+    run: Callable[[], Any], repeats: int, most: float = math.inf, device: torch.device | str = "cpu"
+) -> float:
+    """The median over `repeats` calls, or as many as `most` seconds have room for, at least two."""
+    gpu = torch.device(device).type == "cuda"
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < repeats and (len(times) < 2 or time.perf_counter() - began < most):
+        start = time.perf_counter()
+        run()
+        if gpu:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,131 @@
+"""What models cost by the length of a document: attention operations, and the time of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hsa.analysis.cost_plots import Cost
+from hsa.analysis.timing import median_seconds
+from hsa.batch import Batch, collate, uncollate
+from hsa.errors import InvalidInput
+from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.saved import load_model
+from hsa.nn.attention import counting_operations
+from hsa.signals import Leaf, Signal
+from hsa.signals import Sequence as Row
+from hsa.signals.windows import in_windows
+from hsa.training.data_set import DataSet
+from hsa.training.prepare import Prepared
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
+LONGEST_PASS = 1.0
+"""Seconds: a model that takes longer is not measured at greater lengths."""
+_REPEATS = 5
+
+
+def length_costs(
+    folders: Mapping[str, Path],
+    prepared: Prepared,
+    accelerator: Any,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    longest_pass: float = LONGEST_PASS,
+    watch: Callable[[str, int], None] | None = None,
+) -> list[Cost]:
+    """One document of every length that can be made of the data, through every model; model by model.
+
+    Args:
+        folders: model → a folder that it was saved in.
+        lengths: leaves, rising.
+        longest_pass: seconds; a model that takes longer is not measured at greater lengths.
+        watch: is told the model and the length that come next.
+    """
+    documents = {length: document for length in lengths if (document := document_of(prepared, length)) is not None}
+    found = []
+    for name, folder in folders.items():
+        model, _ = load_model(folder, accelerator.device)
+        for length, document in documents.items():
+            if watch is not None:
+                watch(name, length)
+            cost = _cost(name, model, document, prepared, accelerator)
+            if cost is None:
+                break
+            found.append(cost)
+            if cost.seconds is not None and cost.seconds > longest_pass:
+                break
+    return found
+
+
+@torch.no_grad()
+def _cost(
+    name: str, model: HierarchicalClassifier, document: Batch, prepared: Prepared, accelerator: Any
+) -> Cost | None:
+    """None where there is no room for it."""
+    batch = document.to(accelerator.device)
+    if prepared.reading.transform is not None:
+        batch = prepared.reading.transform(batch)
+
+    def run() -> None:
+        with accelerator.autocast():
+            model(batch)
+
+    try:
+        with counting_operations() as counts:
+            run()  # which also builds what depends on the tree alone
+        run()
+        seconds = median_seconds(run, _REPEATS, most=2.0, device=accelerator.device)
+    except torch.OutOfMemoryError:
+        return None
+    return Cost(name, batch.hierarchy.num_leaves, sum(count.attention for count in counts), seconds)
+
+
+def document_of(prepared: Prepared, length: int) -> Batch | None:
+    """A batch of one document of so many leaves, put together from the training data.
+
+    Documents that are sequences of parts, such as paragraphs, give their parts; others become parts themselves. What is too
+    long is cut off, and families stay as large as the data's may be. None where the data cannot be put in a row, because
+    models would not know what a sequence is, and have no example that long.
+
+    Args:
+        length: in leaves.
+
+    Raises:
+        InvalidInput: not above 0.
+    """
+    if length < 1:
+        raise InvalidInput("length", given=length, expected="1 or more")
+    data = prepared.train
+    if "sequence" not in prepared.kinds:
+        longest = int(data.lengths.argmax())
+        (only,) = uncollate(data.batch.select([longest]))
+        return _cut(only, length, prepared) if data.lengths[longest] >= length else None
+    parts: list[Signal | Leaf] = []
+    leaves = 0
+    for i in cycle(range(len(data))):
+        own = _parts(data, i)
+        parts += own
+        leaves += sum(part.num_leaves if isinstance(part, Signal) else 1 for part in own)
+        if leaves >= length:
+            break
+    return _cut(Signal(Row(len(parts)), parts), length, prepared)
+
+
+def _parts(data: DataSet, example: int) -> tuple[Signal | Leaf, ...]:
+    (signal,) = uncollate(data.batch.select([example]))
+    if isinstance(signal, Leaf) or not isinstance(signal.domain, Row) or signal.values is not None:
+        return (signal,)
+    members = tuple(signal.members)
+    return (signal,) if any(isinstance(member, Leaf) for member in members) else members
+
+
+def _cut(signal: Signal | Leaf, length: int, prepared: Prepared) -> Batch | None:
+    cut = signal.first(length) if isinstance(signal, Signal) and signal.num_leaves > length else signal
+    if cut is None:
+        return None
+    most = prepared.reading.max_family
+    return collate([in_windows(cut, most) if most else cut])
