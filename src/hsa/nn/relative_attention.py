@@ -107,17 +107,18 @@ class RelativeAttention(nn.Module):
             `[tokens, width]`; and `[rows + tokens, width or 2·width]`, of which `segments.keep` are those to carry.
         """
         note_flops(Flops(self._operations(segments), 0))
-        rows = x if carried is None else torch.cat([carried.to(x.dtype), x.detach()])
         own = self.key_value(x)
-        if projected:
-            remembered = rows = own.detach() if carried is None else torch.cat([carried.to(own.dtype), own.detach()])
-        elif torch.is_grad_enabled():
-            used = rows if segments.recalls else rows[: len(rows) - len(x)]
-            remembered = self.key_value(used.detach())
-        else:
-            remembered = own if carried is None else torch.cat([self.key_value(carried.to(x.dtype)), own])
+        rows = _after(carried, own if projected else x)
+        remembered = rows if projected else self._remember(rows, own, segments)
         attended = self._attend(self.query(x), own, remembered, segments)
-        return self.output(attended), rows.detach()
+        return self.output(attended), rows
+
+    def _remember(self, rows: Tensor, own: Tensor, segments: Segments) -> Tensor:
+        """Keys and values of all that is remembered in this pass, without a gradient into the rows."""
+        if segments.recalls and torch.is_grad_enabled():
+            return self.key_value(rows)
+        before = self.key_value(rows[: len(rows) - len(own)])
+        return torch.cat([before, own]) if segments.recalls else before
 
     def _attend(self, q: Tensor, own: Tensor, remembered: Tensor, segments: Segments) -> Tensor:
         if not len(q):
@@ -163,3 +164,8 @@ class RelativeAttention(nn.Module):
         """Every pair compares contents and distance."""
         width = self.heads * self.head_dim
         return segments.entries * entry_operations(2 * width, self.heads, value_width=width)
+
+
+def _after(carried: Tensor | None, rows: Tensor) -> Tensor:
+    """What was carried here and what is new, without gradients."""
+    return rows.detach() if carried is None else torch.cat([carried.to(rows.dtype), rows.detach()])
