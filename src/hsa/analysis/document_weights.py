@@ -99,7 +99,7 @@ def plot_document_weights(
     found = document_weights(encoder, example)
     if labels is not None and len(labels) != len(found.leaves):
         raise InvalidInput("labels", given=len(labels), expected=f"{len(found.leaves)}, one per leaf")
-    words = [one_line(label, _CELLS - 2) or "·" for label in labels or map(str, range(len(found.leaves)))]
+    words = [one_line(label, _CELLS - 2) for label in labels or map(str, range(len(found.leaves)))]
     begins = [labels is None or label[:1].isspace() for label in labels or words]
     places = _places(found.rows, [_cells(word) for word in words], begins)
     shown = [place for place in places if place[0] < _LINES]

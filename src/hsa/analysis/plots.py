@@ -87,7 +87,7 @@ def plot_attention(
         axes.axvline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
     if labels is not None and leaves <= 90:
         font = max(4.0, min(8.0, 480 / leaves))
-        shown = [one_line(label, 12) for label in labels]
+        shown = [one_line(label, 12) or "·" for label in labels]
         look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
         axes.set_xticks(range(leaves), shown, rotation=90, **look)
         axes.set_yticks(range(leaves), shown, **look)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.models.han import HanEncoder
 from hsa.models.saved import load_model
+from hsa.training.chance import margin
 from hsa.training.experiment import Result
 from hsa.training.match3 import COSTS, match3_report
 from hsa.training.prepare import Prepared
@@ -60,22 +60,24 @@ def report_lines(prepared: Prepared, results: list[Result]) -> list[str]:
     for other in results[1:]:
         if first.scores.accuracy is None or other.scores.accuracy is None:
             better = first.scores.main - other.scores.main
-            lines.append(f"{first.model} against {other.model}: R² {better:+.3f}{_cheaper(first, other)}")
+            cheaper = fewer_operations(first.operations, other.operations)
+            lines.append(f"{first.model} against {other.model}: R² {better:+.3f}{cheaper}")
             continue
         a, b, n = first.scores.accuracy, other.scores.accuracy, len(prepared.test)
-        margin = 1.96 * math.sqrt((a * (1 - a) + b * (1 - b)) / n)
-        sure = "more than chance" if abs(a - b) > margin else "within chance"
+        by_chance = margin([a], [b], n) or 0.0
+        sure = "more than chance" if abs(a - b) > by_chance else "within chance"
         lines.append(
-            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points ({sure}: ± {100 * margin:.1f} for "
-            f"{n:,} test examples and one seed){_cheaper(first, other)}"
+            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points ({sure}: ± {100 * by_chance:.1f} for "
+            f"{n:,} test examples and one seed){fewer_operations(first.operations, other.operations)}"
         )
     return lines
 
 
-def _cheaper(first: Result, other: Result) -> str:
-    if not first.operations or not other.operations:
+def fewer_operations(first: float, other: float) -> str:
+    """How many times fewer or more the first has; nothing where one has none."""
+    if not first or not other:
         return ""
-    ratio = other.operations / first.operations
+    ratio = other / first
     return (
         f", {ratio:.1f} × fewer attention operations"
         if ratio >= 1
@@ -144,11 +146,11 @@ def _longest_readable(prepared: Prepared, most: int) -> int | None:
 
 
 def _labels(example: Any, prepared: Prepared) -> list[str] | None:
-    """The text of every token: what it adds to the one before, with a space where a word begins."""
+    """The text of every token: what it adds to those before it, with a space where a word begins."""
     tokenizer = prepared.reading.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:
         return None
     ids = example.values["text"].tolist()
-    pairs = [(tokenizer.decode([a]), tokenizer.decode([a, b])) for a, b in pairwise(ids)]
-    texts = [tokenizer.decode(ids[:1]), *(both[len(alone) :] for alone, both in pairs)]
-    return [text if text.strip() else "·" for text in texts]
+    # A character of several tokens is that of the last one: until then it is decoded to replacement characters.
+    texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    return [text[len(before) :] for before, text in pairwise(texts)]
