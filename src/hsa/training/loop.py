@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hsa.analysis.memory import PeakMemory
 from hsa.batch import Batch
 from hsa.errors import HsaError, InvalidInput
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.penalties import collecting_penalties
@@ -156,7 +156,8 @@ class Trainer:
         if self.path is None:
             raise InvalidInput("resume", given="no folder", expected="a folder with a checkpoint")
         content = checkpoint.load(self.path)
-        checkpoint.check_same(self.path, content["progress"]["training"], self._fingerprint())
+        now = fingerprint(self.config, self.options, self.train, self.validation)
+        checkpoint.check_same(self.path, content["progress"]["training"], now)
         progress = checkpoint.restore(self.path, content, self.model, self.optimizer.optimizer)
         self.best_weights = progress["best_weights"]
         self.progress = Progress(**progress["state"])
@@ -301,22 +302,12 @@ class Trainer:
     def _save(self) -> None:
         if self.path is None:
             return
-        progress = {"state": asdict(self.progress), "training": self._fingerprint(), "best_weights": self.best_weights}
+        training = fingerprint(self.config, self.options, self.train, self.validation)
+        progress = {"state": asdict(self.progress), "training": training, "best_weights": self.best_weights}
         content = checkpoint.gather(self.model, self.optimizer.optimizer, progress)
         if self.accelerator.is_main_process:
             checkpoint.save(self.path, content)
         self.accelerator.wait_for_everyone()
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
-        options = asdict(self.options)
-        del options["checkpoint_minutes"]
-        return {
-            **options,
-            **dict(leaves_of(self.config.to_dict())),
-            "examples": len(self.train),
-            "data": (self.train.digest, self.validation.digest),
-        }
 
     def save_model(self, folder: Path, classes: tuple[str, ...]) -> None:
         """The weights as they are now, gathered from all processes."""
@@ -445,6 +436,18 @@ def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return out
     return out + 0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
+
+
+def fingerprint(config: ModelConfig, options: TrainingOptions, train: DataSet, validation: DataSet) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    given = asdict(options)
+    del given["checkpoint_minutes"]
+    return {
+        **given,
+        **dict(leaves_of(config.to_dict())),
+        "examples": len(train),
+        "data": (train.digest, validation.digest),
+    }
 
 
 def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

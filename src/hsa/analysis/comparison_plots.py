@@ -1,0 +1,157 @@
+"""Pictures of a comparison: how good models are against what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from hsa.analysis.frontier import on_frontier
+from hsa.analysis.plots import COLORS, pyplot, save_figure
+
+_NOTHING = 4
+"""A cost of 0 is drawn so many times left of the smallest other one: the axis is logarithmic."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model: its cost (0 or more), its score, and the spread of that, where it is known."""
+
+    name: str
+    cost: float
+    score: float
+    spread: float | None = None
+
+
+def plot_frontiers(path: Path, panels: Mapping[str, Sequence[Point]], score: str, title: str) -> None:
+    """The score against each cost, logarithmic; a dashed line leads along the models that no other beats.
+
+    Args:
+        panels: the name of a cost → the same models in the same order, one or more.
+        score: its name.
+    """
+    size = (max(5.0, 4.2 * len(panels)), 4.0)
+    figure, grid = pyplot().subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    drawn = [_draw(axes, points, cost) for axes, (cost, points) in zip(grid[0], panels.items(), strict=True)]
+    grid[0][0].set_ylabel(score)
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    figure.canvas.draw()  # puts all in its place, which labels depend on
+    figure.set_layout_engine("none")
+    for axes, points, places in zip(grid[0], panels.values(), drawn, strict=True):
+        _label(figure, axes, points, places)
+    save_figure(figure, path)
+
+
+def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
+    """Points, error bars and the frontier; returns where on the axis each point lies."""
+    smallest = min((point.cost for point in points if point.cost > 0), default=1.0)
+    nothing = smallest / _NOTHING
+    places = [point.cost if point.cost > 0 else nothing for point in points]
+    axes.set_xscale("log")
+    for color, point, place in zip(cycle(COLORS), points, places, strict=False):
+        axes.errorbar(
+            place, point.score, yerr=point.spread, color=color, marker="o", ms=6, capsize=3, elinewidth=1, ls=""
+        )
+    best = on_frontier((point.cost, point.score) for point in points)
+    line = sorted((place, point.score) for place, point, on in zip(places, points, best, strict=True) if on)
+    axes.plot([place for place, _ in line], [score for _, score in line], color="#999999", ls="--", lw=1, zorder=0)
+    left, right = min(places) / 1.8, max(places) * 1.8
+    axes.set_xlim(left, right)
+    ticks = [(tick, _short(tick)) for tick in _round_numbers(left, right)]
+    if min(places) < smallest:
+        border = nothing * _NOTHING**0.5
+        axes.axvline(border, color="#cccccc", lw=0.8, zorder=0)
+        ticks = [(nothing, "0"), *(tick for tick in ticks if tick[0] > border)]
+    axes.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks])
+    axes.minorticks_off()
+    axes.margins(y=0.15)
+    axes.set_xlabel(cost)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return places
+
+
+def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
+    """Powers of ten between two numbers, with twos and fives where there is room for them.
+
+    >>> _round_numbers(0.8, 30), _round_numbers(0.5, 2e6)
+    ([1.0, 2.0, 5.0, 10.0, 20.0], [1.0, 10.0, 100.0, 1000.0, 10000.0, 100000.0, 1000000.0])
+    """
+    powers = [10.0**i for i in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    finest = [factor * power for power in powers for factor in (1, 2, 5) if low <= factor * power <= high]
+    return finest if len(finest) <= most else [power for power in powers if low <= power <= high]
+
+
+def _short(number: float) -> str:
+    """
+    >>> [_short(number) for number in (0.02, 5.0, 20_000.0, 1e6, 2e9)]
+    ['0.02', '5', '20 k', '1 M', '2 G']
+    """
+    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:g}{letter}"
+    return f"{number:g}"
+
+
+_SIDES = ((1, 0.6), (1, -0.6), (-1, 0.6), (-1, -0.6), (0, 1), (0, -1))
+"""Where a label may stand beside its point."""
+
+
+def _label(figure: Any, axes: Any, points: Sequence[Point], places: Sequence[float]) -> None:
+    """The name of every point, where it covers no other one and no point, as near as that is possible."""
+    renderer = figure.canvas.get_renderer()
+    spots = [axes.transData.transform((x, point.score)) for x, point in zip(places, points, strict=True)]
+    taken: list[Any] = [_box(*spot, *spot) for spot in spots]
+    for x, point in zip(places, points, strict=True):
+        if point.spread:
+            ends = (axes.transData.transform((x, point.score + sign * point.spread)) for sign in (-1, 1))
+            taken.append(_box(*next(ends), *next(ends)))
+    for i, (color, point, x) in enumerate(zip(cycle(COLORS), points, places, strict=False)):
+        best: tuple[float, Any] | None = None
+        for distance in (6, 12, 20, 30, 42):
+            for across, up in _SIDES:
+                text = axes.annotate(
+                    point.name,
+                    (x, point.score),
+                    (distance * across, distance * up),
+                    textcoords="offset points",
+                    ha={1: "left", -1: "right", 0: "center"}[across],
+                    va="center" if across else ("bottom" if up > 0 else "top"),
+                    fontsize=8,
+                    color=color,
+                    parse_math=False,
+                    arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5} if distance > 12 else None,
+                )
+                box = text.get_window_extent(renderer)
+                covered = sum(map(box.overlaps, taken)) + _outside(box, axes.bbox) + _astray(box, i, spots)
+                if best is None or covered < best[0]:
+                    if best is not None:
+                        best[1].remove()
+                    best = covered, text
+                else:
+                    text.remove()
+            if best is not None and not best[0]:
+                break
+        if best is not None:
+            taken.append(best[1].get_window_extent(renderer))
+
+
+def _box(left: float, bottom: float, right: float, top: float) -> Any:
+    """In pixels, as large as what is drawn there is wide."""
+    from matplotlib.transforms import Bbox
+
+    return Bbox.from_extents(left - 5, bottom - 5, right + 5, top + 5)
+
+
+def _astray(box: Any, own: int, spots: Sequence[Any]) -> float:
+    """A label that stands nearer to another point than to its own misleads."""
+    distances = [math.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1)) for x, y in spots]
+    return 0.5 * (min(distances) < distances[own])
+
+
+def _outside(box: Any, room: Any) -> float:
+    """Worse than to cover something else."""
+    return 10.0 * (box.x0 < room.x0 or box.x1 > room.x1 or box.y0 < room.y0 or box.y1 > room.y1)
