@@ -56,6 +56,7 @@ def build_app() -> App:
     """All commands."""
     from cyclopts import App, Parameter
 
+    from hsa.cli.compare import compare
     from hsa.cli.convert import convert
     from hsa.cli.evaluate import evaluate
     from hsa.cli.finetune import finetune
@@ -71,6 +72,7 @@ def build_app() -> App:
         name="hsa",
         help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
         "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
+        "`hsa compare` puts more models beside them at an equal budget: what is worth its cost?\n"
         "`hsa train --task lm` and `hsa generate` train a language model and write with it.\n"
         "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
         "`hsa kernels` says how alike the heads of a model are, and which can go.\n"
@@ -79,6 +81,7 @@ def build_app() -> App:
         default_parameter=Parameter(negative=(), consume_multiple=True),
     )
     app.command(train)
+    app.command(compare)
     app.command(evaluate)
     app.command(predict)
     app.command(generate)

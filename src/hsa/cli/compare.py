@@ -1,0 +1,186 @@
+"""`hsa compare`: models on the same data at the same budget, and which one is worth its cost."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from hsa.cli.comparison_bar import ComparisonBar
+from hsa.cli.progress import say_where
+from hsa.cli.runs import NAMED, completed, quicker, read_data, run_folder
+from hsa.errors import InvalidInput
+from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hsa.training.comparison import Compared, Plan
+    from hsa.training.comparison_report import Comparison
+    from hsa.training.prepare import Prepared
+
+MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+RATES = ("3e-4", "1e-3", "3e-3")
+_QUICK_RATES = ("1e-3", "3e-3")
+_QUICK_SEEDS = 2
+_QUICK_LENGTHS = (256, 512, 1024, 2048)
+_EPOCHS_WITHIN_MINUTES = 100
+
+
+def compare(
+    data: Path | None = None,
+    /,
+    *,
+    models: tuple[str, ...] = MODELS,
+    rates: tuple[str, ...] = RATES,
+    seeds: int = 3,
+    out: Path | None = None,
+    resume: bool = False,
+    quick: bool = False,
+    json: bool = False,
+    cpu: bool = False,
+    read: Annotated[DataOptions, Parameter(name="*", group="Data")] = DataOptions(),  # noqa: B008
+    model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
+    documents: Annotated[DocumentOptions, Parameter(name="*", group="Document models")] = DocumentOptions(),  # noqa: B008
+    training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
+) -> None:
+    """Compare models on your data at an equal budget: accuracy, operations, time and memory, in one table.
+
+    All models get as many parameters as the first, and as many epochs (--epochs) or as much time (--minutes). Each is
+    trained with every learning rate; the best one on validation is kept and trained with further seeds. The test data
+    have no part in any choice.
+
+    Without DATA: which package of the Python standard library does a class or function come from?
+
+    With --minutes, every run trains for as long: --epochs is then 100 and --patience 0, unless they are given.
+
+    Args:
+        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
+        models: What to compare: hsa, hsa-token, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
+        rates: Learning rates to choose from, for each model.
+        seeds: How many: --seed and those that follow it.
+        out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.
+        resume: Go on where a comparison in the same folder stopped; models, rates and seeds may be added.
+        quick: Few examples, epochs, rates and seeds: a look at how it works.
+        json: Print the results as JSON, for scripts, and nothing else.
+        cpu: Do not use a GPU.
+    """
+    from rich.console import Console
+
+    from hsa.training.accelerator import make_accelerator
+    from hsa.training.comparison import compare_models
+    from hsa.training.comparison_report import JSON, Comparison
+    from hsa.training.loop import Interrupted
+
+    console = Console(stderr=json)
+    recipe = _recipe(Recipe(data, _words(models), read, model, training, documents=documents), quick)
+    plan = _plan(recipe, rates, seeds, quick)  # wrong names are told before the data are read
+    accelerator = make_accelerator(recipe.training, cpu=cpu)
+    folder = run_folder(recipe, out, resume, kind="compare-")
+    try:
+        prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+        bar = ComparisonBar(plan, "accuracy" if prepared.test.classes else "R²", console)
+        with bar if accelerator.is_main_process else nullcontext():
+            observer = bar if accelerator.is_main_process else None
+            compared = compare_models(plan, recipe, prepared, folder, accelerator, resume=resume, observer=observer)
+            if not accelerator.is_main_process:
+                return
+            costs = _costs(compared, prepared, folder, accelerator, bar, quick)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; go on with --out {folder} --resume") from None
+    found = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
+    pictures = found.write(folder)
+    if json:
+        print((folder / JSON).read_text(encoding="utf-8"), end="")
+        return
+    _show(console, found, folder, pictures)
+
+
+def _words(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Lists with commas as well as without: each word once.
+
+    >>> _words(("hsa,flat", "deepsets", "hsa"))
+    ('hsa', 'flat', 'deepsets')
+    """
+    return tuple(dict.fromkeys(word for words in given for word in words.split(",") if word))
+
+
+def _recipe(given: Recipe, quick: bool) -> Recipe:
+    recipe = completed(given)
+    if recipe.read.task not in ("classification", "regression"):
+        raise InvalidInput(
+            "task",
+            given=recipe.read.task,
+            expected="classification or regression",
+            fix=f"hsa train --task {recipe.read.task} --models … compares models of that task",
+        )
+    if quick:
+        recipe = quicker(recipe)
+    training = recipe.training
+    if training.minutes:
+        named = NAMED.get()
+        training = replace(
+            training,
+            epochs=training.epochs if "epochs" in named else _EPOCHS_WITHIN_MINUTES,
+            patience=training.patience if "patience" in named else 0,
+        )
+    return replace(recipe, training=training)
+
+
+def _plan(recipe: Recipe, rates: tuple[str, ...], seeds: int, quick: bool) -> Plan:
+    from hsa.training.comparison import Plan
+
+    named = NAMED.get()
+    if quick:
+        rates = rates if "rates" in named else _QUICK_RATES
+        seeds = seeds if "seeds" in named else _QUICK_SEEDS
+    if "learning_rate" in named:
+        if "rates" in named:
+            raise InvalidInput("learning_rate", given="one beside --rates", expected="one of the two")
+        rates = (f"{recipe.training.learning_rate:g}",)
+    if seeds < 1:
+        raise InvalidInput("seeds", given=seeds, expected="1 or more")
+    first = recipe.training.seed
+    return Plan(recipe.models, tuple(map(_rate, _words(rates))), tuple(range(first, first + seeds)))
+
+
+def _rate(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise InvalidInput("rates", given=repr(word), expected="learning rates, such as 3e-4,1e-3") from None
+
+
+def _costs(
+    compared: list[Compared], prepared: Prepared, folder: Path, accelerator: Any, bar: ComparisonBar, quick: bool
+) -> list[Any]:
+    from hsa.training.length_costs import LENGTHS, length_costs
+
+    folders = {model.model: model.runs[0].folder(folder) for model in compared if model.runs}
+    lengths = _QUICK_LENGTHS if quick else LENGTHS
+    return length_costs(folders, prepared, accelerator, lengths=lengths, watch=bar.measuring)
+
+
+def _device(accelerator: Any) -> str:
+    import torch
+
+    on_gpu = accelerator.device.type == "cuda"
+    return torch.cuda.get_device_name(accelerator.device) if on_gpu else "this CPU"
+
+
+def _show(console: Console, found: Comparison, folder: Path, pictures: list[Path]) -> None:
+    from rich.text import Text
+
+    from hsa.analysis.tables import print_table
+
+    console.print()
+    print_table(console, found.table())
+    console.print()
+    for line in found.findings():
+        console.print(Text(line))
+    best = found.finished[0].runs[0].folder(folder) if found.finished else None
+    say_where(console, best, folder / "report.md", pictures)

@@ -1,0 +1,144 @@
+"""The progress of `hsa compare`: one bar over all runs with the time left; in a log, a line per run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hsa.training.comparison import Plan, Run
+
+
+class ComparisonBar:
+    """Watches a comparison, see `hsa.training.comparison.Observer`; `score` names what validation measures."""
+
+    def __init__(self, plan: Plan, score: str, console: Console):
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.plan, self.score, self.console = plan, score, console
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task("", total=plan.num_runs, note="")
+        self.finished = 0
+        self.spent: dict[str, list[float]] = {}  # seconds of a whole run, by model, of those that were trained now
+
+    def __enter__(self) -> ComparisonBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def begin(self, run: Run) -> RunBar:
+        # A model that diverged at every rate has no further seeds.
+        self.finished = max(self.finished, self.plan.models.index(run.model) * self.runs_per_model)
+        self.watched = RunBar(self, run)
+        self.show(self.watched, "")
+        return self.watched
+
+    def end(self, run: Run) -> None:
+        self.finished += 1
+        if (seconds := self.watched.whole_run()) is not None:
+            self.spent.setdefault(run.model, []).append(seconds)
+        if self.console.is_terminal:
+            return
+        found = "diverged" if run.result is None else f"{self.score} {run.validation[0]:.3f} on validation"
+        how = f"{self.watched.elapsed():.1f} s" if seconds is not None else "finished before"
+        left = said_left(self.seconds_left())
+        place = f"run {self.finished} of {self.plan.num_runs}{left}"
+        self.console.print(
+            f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}  {found}  {how}  ({place})",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def measuring(self, model: str, length: int) -> None:
+        """What comes after the runs."""
+        note = f"time of {model} at {length:,} leaves"
+        self.progress.update(self.task, description="measuring", completed=self.plan.num_runs, note=note)
+
+    @property
+    def runs_per_model(self) -> int:
+        return self.plan.num_runs // len(self.plan.models)
+
+    def show(self, watched: RunBar, note: str) -> None:
+        run = watched.run
+        left = said_left(self.seconds_left(watched))
+        self.progress.update(
+            self.task,
+            description=f"{run.model}, rate {run.rate:g}, seed {run.seed}",
+            completed=self.finished + watched.share,
+            note=f"run {self.finished + 1} of {self.plan.num_runs}{left}  {note}",
+        )
+
+    def seconds_left(self, watched: RunBar | None = None) -> float | None:
+        """What runs to come will take if they are like those of their model before, else like all; None if not known."""
+        now = watched.whole_run() if watched is not None else None
+        known = {model: statistics.fmean(seconds) for model, seconds in self.spent.items()}
+        if watched is not None and now is not None:
+            known.setdefault(watched.run.model, now)
+        if not known:
+            return None
+        usual = statistics.fmean(known.values())
+        models = [model for model in self.plan.models for _ in range(self.runs_per_model)]
+        left = [known.get(model, usual) for model in models[self.finished :]]
+        share = watched.share if watched is not None else 0.0
+        return sum(left) - (share * left[0] if left else 0.0)
+
+
+class RunBar:
+    """Watches one run, see `hsa.training.loop.Watcher`."""
+
+    def __init__(self, bar: ComparisonBar, run: Run):
+        self.bar, self.run = bar, run
+        self.began = time.monotonic()
+        self.start: float | None = None  # how much was done when it began: less than a step unless it goes on
+        self.share = 0.0
+        self.loss = self.validation = ""
+
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        if self.start is None:
+            self.start = (done - 1) / total
+        self.share = done / total
+        if loss is not None:
+            self.loss = f"loss {loss:.3f}"
+        self._show()
+
+    def epoch(self, record: Any) -> None:
+        self.validation = f"{self.bar.score} {record.validation:.3f}"
+        self._show()
+
+    def done(self) -> None: ...
+
+    def _show(self) -> None:
+        self.bar.show(self, "  ".join(filter(None, [self.loss, self.validation])))
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def whole_run(self) -> float | None:
+        """Seconds, as far as can be told; None where nothing was trained."""
+        if self.start is None or self.share <= self.start:
+            return None
+        return self.elapsed() / (self.share - self.start)
+
+
+def said_left(seconds: float | None) -> str:
+    """
+    >>> said_left(40.0), said_left(300.0), said_left(7900.0), said_left(None)
+    (', 40 s left', ', 5 min left', ', 2.2 h left', '')
+    """
+    if seconds is None:
+        return ""
+    if seconds < 90:
+        return f", {max(0.0, seconds):.0f} s left"
+    return f", {seconds / 60:.0f} min left" if seconds < 5400 else f", {seconds / 3600:.1f} h left"
