@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy
 from hsa.batch import collate
+from hsa.nn.bottom_up import fold
 from hsa.nn.grouped_linear import Groups
 from hsa.signals import Leaf, Signal
+from tests.forests import forests
 from tests.model_inputs import MODALITIES, encoder, readable
 
 
@@ -46,6 +48,29 @@ def test_bottom_up_is_the_recursion_over_the_tree(names, changes, data):
     x, forest = model(batch)
     assert forest.num_nodes == forest.num_leaves == forest.num_trees == batch.hierarchy.num_trees
     torch.testing.assert_close(x, by_recursion(model, batch), rtol=0, atol=1e-10)
+
+
+@settings(max_examples=25)
+@given(forests())
+def test_every_family_is_folded_once_after_its_members(hierarchy):
+    """Of leaves that are 1, sums of members are the leaves below; a step's height is that of its parents."""
+    heights = []
+
+    def add(members, step):
+        heights.append(step.height)
+        assert torch.equal(hierarchy.parent[step.nodes].unique(), torch.from_numpy(tall == step.height).nonzero()[:, 0])
+        return torch.segment_reduce(members, "sum", lengths=step.sizes)
+
+    tall = hierarchy.structure.height
+    x, roots = fold(torch.ones(hierarchy.num_leaves, 2), hierarchy, add)
+    assert torch.equal(x[:, 0], torch.tensor(hierarchy.lengths, dtype=torch.float32))
+    assert heights == list(range(1, hierarchy.depth + 1))
+    assert (roots.num_trees, roots.depth) == (hierarchy.num_trees, 0)
+
+
+def test_nothing_to_fold():
+    x, roots = fold(torch.empty(0, 3), Hierarchy.collate([]), lambda members, step: members)
+    assert (x.shape, roots.num_trees) == ((0, 3), 0)
 
 
 def test_a_lone_leaf_is_its_embedding():

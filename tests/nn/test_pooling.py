@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
-from hsa.nn.pooling import GlobalPool, merge_leaves, pool_families, segment_max, segment_mean
+from hsa.nn.pooling import (
+    GlobalPool,
+    merge_leaves,
+    pool_families,
+    segment_max,
+    segment_mean,
+    segment_softmax,
+    segment_weigh,
+)
 from hsa.places import Places
 from tests.forests import forests
 
@@ -164,6 +172,19 @@ def test_attention_pooling_of_large_scores():
     torch.nn.init.constant_(pool.score.weight, 1e4)
     wanted = torch.stack([rows[pool.score(rows)[:, 0].argmax()] for rows in x.split([3, 2])])
     torch.testing.assert_close(pool(x, tree), wanted, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=25)
+@given(forests())
+def test_weights_of_runs(hierarchy):
+    """However large their logits are."""
+    lengths, logits = torch.tensor(hierarchy.lengths), 300 * torch.randn(hierarchy.num_leaves, 1, dtype=torch.float64)
+    weights, x = segment_softmax(logits, lengths), vectors(hierarchy)
+    wanted = torch.cat([part.softmax(0) for part in logits.split(hierarchy.lengths)])
+    torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        segment_weigh(x, logits, lengths), segment_mean(weights * x, lengths) * lengths[:, None], rtol=0, atol=1e-12
+    )
 
 
 def test_an_unknown_pooling():

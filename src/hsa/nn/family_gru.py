@@ -45,8 +45,10 @@ class FamilyGRU(nn.Module):
         if not len(x):
             return x
         order = _order(hierarchy)
-        rows = x.index_select(0, order.rows).to(self.output.weight.dtype)  # norms and sums may have made another
-        hidden, _ = self.gru(PackedSequence(rows, order.running))
+        # Not in half precision, which recurrent kernels do not have everywhere, and which a long family would add up.
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.index_select(0, order.rows).to(self.output.weight.dtype)
+            hidden, _ = self.gru(PackedSequence(rows, order.running))
         return self.dropout(self.output(hidden.data.index_select(0, order.back)))
 
 
