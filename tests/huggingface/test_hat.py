@@ -174,6 +174,7 @@ READ = DataOptions(text=("text",), label="label", vocabulary=300)
 TINY = ModelOptions(width=8, heads=2, position_width=8, dropout=0.0)
 
 
+@pytest.mark.parametrize("pretrained", ["bert"], indirect=True)
 @pytest.mark.usefixtures("_cache")
 def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     """With a learning rate of next to nothing they are still there when it ends, and other models are what they were."""
@@ -195,6 +196,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     assert last.encoder == config  # no feed-forward networks of another width
 
 
+@pytest.mark.parametrize("pretrained", ["bert"], indirect=True)
 @pytest.mark.usefixtures("_cache")
 def test_data_are_read_with_the_tokenizer_of_the_pretrained_model(tmp_path, pretrained):
     _, name, _ = pretrained

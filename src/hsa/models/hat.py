@@ -89,7 +89,7 @@ class HatConfig:
         segment_level: 0: segments are windows of so many leaves; 1: leaf families (sentences), 2: what is above them
             (paragraphs), …, those of more leaves cut into windows. See `hsa.nn.text_segments`.
         returns: "segments": the vector of every segment; "leaves": of every leaf.
-        norm, activation, epsilon: of the layers inside segments, see `TransformerLayer`.
+        norm, activation, epsilon: of the layers inside segments, see `TransformerLayer`; "post" is as published.
         separator: segments end with a learned vector too, as texts of BERT do.
         warm_start: the pre-trained encoder that training starts from; these sizes are then its own.
     """
@@ -103,7 +103,7 @@ class HatConfig:
     segment: int = 128
     segment_level: int = 0
     returns: Returns = "segments"
-    norm: Norm = "pre"
+    norm: Norm = "post"
     activation: ActivationName = "gelu"
     epsilon: float = 1e-5
     separator: bool = False
