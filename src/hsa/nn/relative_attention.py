@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +19,10 @@ class DistanceFeatures:
     Args:
         width: of r.
 
-    >>> DistanceFeatures(4)(2, torch.device("cpu"), torch.float32)[-1].tolist()  # distance 0 comes last
+    >>> features = DistanceFeatures(4)(2, torch.device("cpu"), torch.float32)
+    >>> features.shape
+    torch.Size([3, 4])
+    >>> features[1].tolist()  # distance 0
     [0.0, 0.0, 1.0, 1.0]
     """
 
@@ -30,37 +31,38 @@ class DistanceFeatures:
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def __call__(self, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """`[count, width]`, distances count − 1 … 0."""
+        """`[count + 1, width]`, distances count − 1 … 0, and −1, which makes room for `relative_shift`."""
         key = (device, dtype)
-        if key not in self._tables or len(self._tables[key]) < count:
+        known = len(self._tables[key]) if key in self._tables else 0
+        if known < count + 1:  # twice as many: distances come one by one where a text is written
             with torch.inference_mode(False):  # what is made now must serve later calls with gradients too
-                self._tables[key] = self._make(count, device).to(dtype)
+                self._tables[key] = self._make(max(count + 1, 2 * known), device).to(dtype)
         table = self._tables[key]
-        return table[len(table) - count :]
+        return table[len(table) - count - 1 :]
 
     def _make(self, count: int, device: torch.device) -> Tensor:
         wide = torch.float64  # at distance 100,000 a float32 phase is off by a hundredth
         waves = -(-self.width // 2)
         frequencies = _BASE ** (-torch.arange(waves, device=device, dtype=wide) / waves)
-        phase = torch.arange(count - 1, -1, -1, device=device, dtype=wide)[:, None] * frequencies
+        phase = torch.arange(count - 2, -2, -1, device=device, dtype=wide)[:, None] * frequencies
         return torch.cat([phase.sin(), phase.cos()], -1)[:, : self.width]
 
 
 def relative_shift(x: Tensor) -> Tensor:
-    """From logits by distance to logits by key, without a copy per row.
+    """From logits by distance to logits by key: a view.
 
         out[…, i, j] = x[…, i, j + rows − 1 − i]
 
     Args:
-        x: `[…, rows, keys]`; column c holds distance keys − 1 − c.
+        x: `[…, rows, keys + 1]`; column c holds distance keys − 1 − c, of which −1 is never looked at.
 
     Returns `[…, rows, keys]`: the last row is at distance 0 from the last key. Keys after a row's own have no meaning.
 
-    >>> relative_shift(torch.tensor([[2, 1, 0], [2, 1, 0]])).tolist()  # each row's distances; one key comes too late
-    [[1, 0, 0], [2, 1, 0]]
+    >>> relative_shift(torch.tensor([[2, 1, 0, -1], [2, 1, 0, -1]])).tolist()  # each row's distance from three keys
+    [[1, 0, -1], [2, 1, 0]]
     """
-    *lead, rows, keys = x.shape
-    return F.pad(x, (1, 0)).view(*lead, keys + 1, rows)[..., 1:, :].reshape(x.shape)
+    rows, columns = x.shape[-2:]
+    return x.flatten(-2)[..., rows - 1 : -1].unflatten(-1, (rows, columns - 1))
 
 
 class RelativeAttention(nn.Module):
@@ -126,16 +128,17 @@ class RelativeAttention(nn.Module):
         scale = self.head_dim**-0.5
         u, w = (bias.to(q.dtype).view(self.heads, 1, self.head_dim) for bias in (self.u, self.w))
         features = self.features(segments.longest, q.device, self.distance.weight.dtype)
-        # A few queries: fold W_r into them rather than apply it to all distances.
-        folds = len(q) * (self.heads - 1) < self.distance.in_features
+        # Few queries: fold W_r into them rather than apply it to all distances.
+        width, longest = self.heads * self.head_dim, segments.longest
+        folds = len(q) * (width + self.heads * longest) < longest * (width + len(q))
         distances = features if folds else self.distance(features)
         parts = []
         for bucket in segments.buckets:
             keys, values = self._keys(own, remembered, bucket)
             asked = self._split(q.index_select(0, bucket.queries), bucket.length)
-            near = distances[len(distances) - bucket.memory - bucket.length :]
-            bias = self._distance_logits((asked + w) * scale, near, folds)
-            bias = relative_shift(bias).masked_fill(bucket.unseen, -math.inf)
+            near = distances[len(distances) - bucket.memory - bucket.length - 1 :]
+            bias = relative_shift(self._distance_logits((asked + w) * scale, near, folds))
+            bias = bias + bucket.mask.to(bias.dtype)
             attended = F.scaled_dot_product_attention(asked + u, keys, values, attn_mask=bias, scale=scale)
             parts.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return torch.cat(parts).index_select(0, segments.back)
@@ -168,4 +171,4 @@ class RelativeAttention(nn.Module):
 
 def _after(carried: Tensor | None, rows: Tensor) -> Tensor:
     """What was carried here and what is new, without gradients."""
-    return rows.detach() if carried is None else torch.cat([carried.to(rows.dtype), rows.detach()])
+    return rows.detach() if carried is None else torch.cat([carried.to(rows.dtype), rows]).detach()

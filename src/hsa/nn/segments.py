@@ -28,7 +28,7 @@ class Bucket:
     segments: int
     length: int
     memory: int
-    unseen: Tensor  # [segments or 1, 1, length, memory + length] keys that a query does not see
+    mask: Tensor  # [segments or 1, 1, length, memory + length] 0, and −∞ for keys that a query does not see
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,13 +145,14 @@ def _bucket(
     unseen = np.arange(-memory, longest) > np.arange(longest)[:, None]
     if absent.any():
         unseen = unseen | np.pad(absent, ((0, 0), (0, longest)))[:, None]
+    mask = np.where(unseen, np.float32(-np.inf), np.float32(0))
     return Bucket(
         torch.from_numpy(queries.reshape(-1)).to(device),
         torch.from_numpy(remembered.reshape(-1)).to(device),
         len(text),
         longest,
         memory,
-        torch.from_numpy(unseen.reshape(-1, 1, longest, memory + longest)).to(device),
+        torch.from_numpy(mask.reshape(-1, 1, longest, memory + longest)).to(device),
     )
 
 
