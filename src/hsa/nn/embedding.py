@@ -81,7 +81,7 @@ class Embedding(nn.Module):
         vectors = {name: self._vectors(name, given) for name, given in values.items()}
         if len(vectors) == 1:
             return next(iter(vectors.values()))
-        like = next(iter(vectors.values()))
+        like = next(iter(vectors.values()), next(self.parameters()))  # a batch of no trees has no values
         out = like.new_zeros(num_leaves, self.width)
         for name, rows in vectors.items():
             out = out.index_copy(0, leaves[name], rows.to(out.dtype))

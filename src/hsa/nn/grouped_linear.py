@@ -30,7 +30,7 @@ class Groups:
         """One group per modality; more `groups` than modalities are empty ones."""
         sizes = tuple(len(leaves[name]) if name in leaves else 0 for name in modalities)
         sizes += (0,) * ((groups or len(sizes)) - len(sizes))
-        if sum(size > 0 for size in sizes) == 1:
+        if sum(size > 0 for size in sizes) <= 1:
             return Groups(sizes, None, None)
         order = torch.cat([leaves[name] for name in modalities if name in leaves])
         back = torch.empty_like(order)

@@ -11,20 +11,27 @@ from hsa.hierarchy import Hierarchy
 from hsa.models import han, hat
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.hat import HatConfig, HatEncoder, layout_pattern
 from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.training.options import DocumentOptions, ModelOptions
 
 
 def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy) -> HanConfig:
-    """By default with as many levels as half of the documents have: higher ones would hardly be trained."""
-    heights = hierarchy.structure.height[: hierarchy.num_trees]  # roots come first
+    """By default with as many levels as half of the documents have: higher ones would hardly be trained.
+
+    Levels that attend each have projections of their own, so that channels are divided among them: together they have as
+    many as one layer of other models.
+    """
+    levels = documents.levels
+    if levels is None:
+        levels = max(1, int(np.median(hierarchy.structure.height[: hierarchy.num_trees])))  # roots come first
+    channels = model.head_dim or model.width // model.heads
     config = HanConfig(
         width=model.width,
         heads=model.heads,
-        head_dim=model.head_dim,
+        head_dim=max(1, channels // max(1, levels)),
         layers=model.layers,
-        levels=documents.levels or max(1, int(np.median(heights))),
+        levels=levels,
         dropout=model.dropout,
         encoder=documents.level_encoder,
         position_width=model.position_width,
@@ -34,11 +41,15 @@ def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
 
 
 def hat_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy) -> HatConfig:
-    """With a warm start, of the sizes of the encoder that it starts from."""
+    """With as many layers inside and across segments together as other models have, but one of each at least.
+
+    With a warm start, of the sizes of the encoder that it starts from.
+    """
+    inside = [n for n in range(1, model.layers + 1) if len(layout_pattern(documents.layout, n)) <= model.layers]
     config = HatConfig(
         width=model.width,
         heads=model.heads,
-        layers=model.layers,
+        layers=max(inside, default=1),
         dropout=model.dropout,
         layout=documents.layout,
         segment=documents.segment,

@@ -70,7 +70,7 @@ class ModelOptions:
         width: Of the leaf vectors.
         heads: Of attention.
         head_dim: Channels per head; width / heads by default.
-        layers: Of the encoder.
+        layers: Of the encoder; of hat in all, of han on every level.
         dropout: On embeddings and residual branches.
         fusion: How heads become one: concatenation, talking (they mix logits and weights), collaborative (one query and key
             projection for all) or over-heads (every leaf weighs its heads).

@@ -1,0 +1,132 @@
+"""What holds for the classifier of every encoder, ours and the published ones."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hsa.batch import collate
+from hsa.errors import InvalidInput
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig, closest_size, count_parameters, equal_parameters
+from hsa.models.encoders import encoder_from_dict
+from hsa.models.han import HanConfig
+from hsa.models.hat import HatConfig
+from hsa.models.transformer_xl import TransformerXLConfig
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig
+from hsa.signals import Leaf, Sequence, Signal
+
+SIZES = {"width": 26, "heads": 2}
+ENCODERS = {
+    "hsa": EncoderConfig(**SIZES, layers=2),
+    "multiscale": EncoderConfig(**SIZES, layers=2, operator="multiscale"),
+    "flat": EncoderConfig(**SIZES, layers=2, operator="flat"),
+    "deepsets": EncoderConfig(**SIZES, layers=2, operator="none"),
+    "han": HanConfig(**SIZES),
+    "han, gru": HanConfig(**SIZES, encoder="gru"),
+    "hat": HatConfig(**SIZES, segment=5),
+    "hat, sentences": HatConfig(**SIZES, segment=5, segment_level=1),
+    "hat, leaves": HatConfig(**SIZES, segment=5, returns="leaves"),
+    "transformer-xl": TransformerXLConfig(**SIZES, segment=5, memory=3, test_memory=7),
+    "transformer-xl, no memory": TransformerXLConfig(**SIZES, segment=5, memory=0),
+}
+TOKENS, OUTPUTS = 31, 3
+
+
+def model(encoder, **more):
+    torch.manual_seed(0)
+    found = HierarchicalClassifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
+    for parameter in found.parameters():  # what starts at zero would hide what it does
+        torch.nn.init.normal_(parameter, std=0.3)
+    return found.eval()
+
+
+def document(*lengths, seed=0):
+    """Sentences of so many tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    sentences = [Signal.of(torch.randint(TOKENS, (n,), generator=draw), "text") for n in lengths]
+    return Signal(Sequence(len(sentences)), sentences)
+
+
+DOCUMENTS = [
+    document(4, 7, 1),
+    document(1),  # one token
+    Leaf(3, "text"),  # not even a sentence
+    Signal(Sequence(2), [document(3, 2, seed=1), Leaf(5, "text")]),  # of unequal depth
+    document(13, seed=2),
+    Signal(Sequence(1), [document(2, 2, seed=3)]),  # an only child
+]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_is_said_of_a_document_does_not_depend_on_the_others(name):
+    with torch.no_grad():
+        found = model(ENCODERS[name])
+        together = found(collate(DOCUMENTS))
+        alone = torch.cat([found(collate([one])) for one in DOCUMENTS])
+        turned = found(collate(DOCUMENTS[::-1])).flip(0)
+    assert together.isfinite().all()
+    assert together.unique(dim=0).shape == together.shape
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(together, turned, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_parameter_is_trained(name):
+    found = model(ENCODERS[name]).train()
+    found(collate(DOCUMENTS)).square().sum().backward()
+    # Position projections of levels, kinds and domains that these documents lack stay out of it.
+    idle = [n for n, p in found.named_parameters() if p.grad is None and "position" not in n]
+    assert not idle
+    assert all(p.grad is None or p.grad.isfinite().all() for p in found.parameters())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_no_documents(name):
+    none = collate(DOCUMENTS).select([])
+    assert model(ENCODERS[name])(none).shape == (0, OUTPUTS)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_configurations_survive_json(name):
+    config = model(ENCODERS[name]).config
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_as_many_parameters(name):
+    reference = ModelConfig(EncoderConfig(width=128, layers=2), {"text": Modality(tokens=8192)}, OUTPUTS)
+    own = {
+        "width": 128,
+        "heads": 4,
+        "layers": 1 if name.startswith("hat") else 2,
+    }  # of hat inside segments, and one across
+    if name.startswith("han") and "gru" not in name:
+        own["head_dim"] = 16  # two levels share the channels
+    sized = equal_parameters(reference, replace(ENCODERS[name], **own))
+    wanted, found = (count_parameters(HierarchicalClassifier(c)) for c in (reference, sized))
+    assert abs(found / wanted - 1) < 0.002
+
+
+def test_the_closest_size():
+    assert [closest_size(lambda size: 7 * size, wanted) for wanted in (0, 55, 56, 67, 7000)] == [8, 8, 8, 10, 1000]
+
+
+@pytest.mark.parametrize("name", ["han", "hat"])
+def test_no_class_per_leaf_without_leaves(name):
+    with pytest.raises(InvalidInput, match="leaves that are still there"):
+        model(ENCODERS[name], task="tokens")
+
+
+@pytest.mark.parametrize("name", ["hat, leaves", "transformer-xl"])
+def test_a_class_per_leaf(name):
+    batch = collate(DOCUMENTS)
+    assert model(ENCODERS[name], task="tokens")(batch).shape == (batch.hierarchy.num_leaves, OUTPUTS)
+
+
+def test_an_encoder_of_a_newer_version():
+    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of hierarchical, han, hat"):
+        encoder_from_dict({"architecture": "mamba"})
+    with pytest.raises(InvalidInput, match="unknown field 'depth'"):
+        encoder_from_dict({"architecture": "han", "depth": 3})
