@@ -27,7 +27,7 @@ class Point:
 
 
 def plot_frontiers(path: Path, panels: Mapping[str, Sequence[Point]], score: str, title: str) -> None:
-    """The score against each cost, logarithmic; a dashed line leads along the models that no other beats.
+    """The score against each cost, logarithmic; a dashed line shows what can be had for how much.
 
     Args:
         panels: the name of a cost → the same models in the same order, one or more.
@@ -57,14 +57,16 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
         )
     best = on_frontier((point.cost, point.score) for point in points)
     line = sorted((place, point.score) for place, point, on in zip(places, points, best, strict=True) if on)
-    axes.plot([place for place, _ in line], [score for _, score in line], color="#999999", ls="--", lw=1, zorder=0)
     left, right = min(places) / 1.8, max(places) * 1.8
+    line.append((right, line[-1][1]))  # the best score can be had at any higher cost
+    look: dict[str, Any] = {"color": "#999999", "ls": "--", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
+    axes.plot([place for place, _ in line], [score for _, score in line], **look)
     axes.set_xlim(left, right)
     ticks = [(tick, _short(tick)) for tick in _round_numbers(left, right)]
     if min(places) < smallest:
         border = nothing * _NOTHING**0.5
         axes.axvline(border, color="#cccccc", lw=0.8, zorder=0)
-        ticks = [(nothing, "0"), *(tick for tick in ticks if tick[0] > border)]
+        ticks = [(nothing, "0"), *(tick for tick in ticks if tick[0] > 1.2 * border)]
     axes.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks])
     axes.minorticks_off()
     axes.margins(y=0.15)

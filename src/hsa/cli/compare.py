@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
 RATES = ("3e-4", "1e-3", "3e-3")
-_QUICK_RATES = ("1e-3", "3e-3")
+_QUICK_RATES = ("3e-3", "1e-2")
 _QUICK_SEEDS = 2
+_QUICK_TOKENS = 128
 _QUICK_LENGTHS = (256, 512, 1024, 2048)
 _EPOCHS_WITHIN_MINUTES = 100
 
@@ -120,6 +121,8 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
         )
     if quick:
         recipe = quicker(recipe)
+        most = min(recipe.read.max_tokens or _QUICK_TOKENS, _QUICK_TOKENS)
+        recipe = replace(recipe, read=replace(recipe.read, max_tokens=most))
     training = recipe.training
     if training.minutes:
         named = NAMED.get()

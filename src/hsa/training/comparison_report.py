@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 JSON = "comparison.json"
 CAPTION = (
-    "± : spread over seeds. operations: of attention, per test example, all layers. train s: of one run. "
-    "MiB: peak of training. on the frontier: no other model is as good for less time or operations"
+    "±: spread over seeds; operations: of attention, per test example, all layers; train s: of one run; "
+    "test ms: per example; MiB: peak of training; on the frontier: for which cost no other model beats it"
 )
+_SAME_SIZE = 0.02
+"""Models whose numbers of parameters differ by a smaller share are as large as each other."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,8 @@ class Comparison:
             first, *others = self.finished
             lines += [self._against(first, other) for other in others]
             best = [name for name, costs in self.frontiers().items() if "training" in costs]
-            lines.append(f"no model is as good in less training time as: {', '.join(best)}")
-        for model in self.compared:
-            lines += self._remarks(model)
-        return lines
+            lines.append(f"on the frontier of accuracy against training time: {', '.join(best)}")
+        return lines + self._remarks()
 
     def _against(self, first: Compared, other: Compared) -> str:
         classes, n = bool(self.prepared.test.classes), len(self.prepared.test)
@@ -145,20 +145,26 @@ class Comparison:
         operations = fewer_operations(first.operations, other.operations)
         return f"{first.model} against {other.model}: {gained} ({sure}){operations}{time}"
 
-    def _remarks(self, model: Compared) -> list[str]:
-        lines = []
-        rates = sorted(run.rate for run in model.tried if run.result is not None)
-        every = sorted(self.plan.rates)
-        if len(every) > 1 and model.rate == every[-1]:
-            lines.append(
-                f"{model.model}: the highest rate, {model.rate:g}, was the best; higher ones may be better still"
-            )
-        elif len(every) > 1 and model.rate == every[0] and len(rates) > 1:
-            lines.append(
-                f"{model.model}: the lowest rate, {model.rate:g}, was the best; lower ones may be better still"
-            )
-        for run in model.diverged:
-            lines.append(f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}")
+    def _remarks(self) -> list[str]:
+        """What makes the comparison less fair than it could be."""
+        lines, rates = [], sorted(self.plan.rates)
+        for rate, which, other in ((rates[-1], "highest", "higher"), (rates[0], "lowest", "lower")):
+            ended = [model.model for model in self.finished if model.rate == rate]
+            if ended and len(rates) > 1:
+                lines.append(
+                    f"the {which} rate, {rate:g}, was the best for {', '.join(ended)}; {other} ones may be better still"
+                )
+        for model in self.compared:
+            for run in model.diverged:
+                lines.append(f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}")
+        sizes = {model.model: model.results[0].parameters for model in self.finished}
+        meant = next(iter(sizes.values()), 0)
+        for name, size in sizes.items():
+            if abs(size - meant) > _SAME_SIZE * meant:
+                share = size / meant - 1
+                lines.append(
+                    f"{name} has {abs(share):.0%} {'more' if share > 0 else 'fewer'} parameters: no size of it fits"
+                )
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -225,7 +231,7 @@ class Comparison:
         found = self.to_json()
         write_json(folder / JSON, found)
         lines = [f"# {self.prepared.name}: {', '.join(self.plan.models)}", "", *markdown_table(*self.columns())]
-        lines += ["", f"{CAPTION}.", "", *(f"- {line}" for line in found["findings"]), ""]
+        lines += ["", f"{CAPTION[0].upper()}{CAPTION[1:]}.", "", *(f"- {line}" for line in found["findings"]), ""]
         lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
         lines += ["", f"## Validation {self.score} by learning rate, seed {self.plan.seeds[0]}", ""]
         lines += markdown_table(["model", *(f"{rate:g}" for rate in self.plan.rates)], self._rate_rows())
