@@ -9,11 +9,12 @@ import torch
 from hsa import Signal, collate
 from hsa.errors import InvalidInput
 from hsa.huggingface.hat import pretrained_tokenizer, warm_start
+from hsa.models.classifier import HierarchicalClassifier
 from hsa.models.hat import HatEncoder
 from hsa.models.saved import load_model
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
-from hsa.training.experiment import compare, model_config
+from hsa.training.experiment import compare, model_config, train_model
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import prepare
 from tests.tables import FILLERS, WORDS, reviews, write_rows
@@ -194,6 +195,36 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     assert hsa.parameters == pytest.approx(hat.parameters, rel=0.02)  # those of the first
     last = model_config(prepared, TINY, "hat", "hsa", documents)
     assert last.encoder == config  # no feed-forward networks of another width
+
+
+@pytest.mark.parametrize("pretrained", ["bert"], indirect=True)
+@pytest.mark.usefixtures("_cache")
+def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
+    """The first step of Adam is as long as its rate."""
+    _, name, _ = pretrained
+    data = write_rows(tmp_path / "reviews.jsonl", reviews())
+    rates = {"warmup": 0.0, "schedule": "constant", "weight_decay": 0.0, "learning_rate": 1e-3}
+    options = TrainingOptions(epochs=1, batch_size=64, **rates)  # one step
+    documents = DocumentOptions(warm_start=name, segment=5)
+    prepared = prepare(data, replace(READ, number=("stars",)), warm_start=name)
+    config = model_config(prepared, TINY, "hat", "hat", documents)
+    accelerator, folder = make_accelerator(options, cpu=True), tmp_path / "run"
+    found = train_model("hat", config, prepared, options, folder, accelerator)
+    after, _ = load_model(folder)
+    torch.manual_seed(options.seed)
+    before = HierarchicalClassifier(config)
+    before.encoder.start_from(warm_start(name, segment=5, dropout=0.0)[1])
+    slow = {id(p) for p in before.encoder.pretrained_parameters()}
+    moved = {True: {}, False: {}}
+    for (key, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        moved[id(old) in slow][key] = (new - old).abs().max().item()
+    assert max(moved[True].values()) == pytest.approx(1e-4, rel=1e-2)
+    assert max(moved[False].values()) == pytest.approx(1e-3, rel=1e-2)
+    assert {"encoder.layers.1.output.weight", "encoder.embedding.maps.number.weight"} <= set(moved[False])
+    assert {"encoder.layers.2.output.weight", "encoder.embedding.tables.text.weight"} <= set(moved[True])
+    (folder / "result.json").unlink()  # what was interrupted goes on as it was
+    again = train_model("hat", config, prepared, options, folder, accelerator, resume=True)
+    assert again.scores == found.scores
 
 
 @pytest.mark.parametrize("pretrained", ["bert"], indirect=True)

@@ -230,19 +230,29 @@ class HatEncoder(nn.Module):
             InvalidInput: naming a weight that does not fit, or one inside segments that is missing.
         """
         own = self.state_dict()
-        across = tuple(f"layers.{i}." for i, letter in enumerate(self.config.pattern) if letter == "C")
-        fresh = (*across, "numbers.", "embedding.")  # leaves of other modalities than text have no pre-trained vectors
         for name, tensor in own.items():
             if name in tensors and tensors[name].shape != tensor.shape:
                 raise InvalidInput(
                     f"warm start: {name}", given=tuple(tensors[name].shape), expected=f"shape {tuple(tensor.shape)}"
                 )
-            if name not in tensors and not name.startswith(fresh):
+            if name not in tensors and not name.startswith(self._always_new()):
                 raise InvalidInput(f"warm start: {name}", given="no such weight", expected="all inside segments")
         unknown = sorted(set(tensors) - set(own))
         if unknown:
             raise InvalidInput(f"warm start: {unknown[0]}", given="a weight too many", expected="those of this encoder")
         self.load_state_dict(dict(tensors), strict=False)
+
+    def pretrained_parameters(self) -> list[nn.Parameter]:
+        """Those that a warm start sets: of layers inside segments, and of text; none without a warm start."""
+        if self.config.warm_start is None:
+            return []
+        return [p for name, p in self.named_parameters() if not name.startswith(self._always_new())]
+
+    def _always_new(self) -> tuple[str, ...]:
+        """How names of weights begin that no pre-trained encoder has: across segments, and of leaves that are no text."""
+        across = (f"layers.{i}." for i, letter in enumerate(self.config.pattern) if letter == "C")
+        others = (name for name in self.embedding.modalities if name != "text")
+        return (*across, "numbers.", *(f"embedding.{kind}.{name}." for name in others for kind in ("tables", "maps")))
 
     def _plan(self, inputs: Inputs) -> TextSegments:
         config = self.config

@@ -66,6 +66,11 @@ def start_warm(encoder: nn.Module) -> None:
         encoder.start_from(_pretrained(encoder.config)[1])
 
 
+def pretrained_parameters(encoder: nn.Module) -> list[nn.Parameter]:
+    """Those that a warm start sets."""
+    return encoder.pretrained_parameters() if isinstance(encoder, HatEncoder) else []
+
+
 def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
     from hsa.huggingface.hat import warm_start
 

@@ -17,7 +17,7 @@ from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_par
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.fusion_names import FusionName
-from hsa.training.document_models import DOCUMENT_MODELS, start_warm
+from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
@@ -165,6 +165,7 @@ def train_model(
         folder=folder,
         accelerator=accelerator,
         transform=prepared.reading.transform,
+        pretrained=pretrained_parameters(model.encoder),
         watcher=watcher,
     )
     if resumes:

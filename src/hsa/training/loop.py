@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from hsa.training.options import TrainingOptions
 
 Transform = Callable[[Batch], Batch]
 CHECKPOINT = "checkpoint.pt"
+PRETRAINED_RATE = 0.1  # what is new learns at a rate that would undo what was learned before
 _LOOK_EVERY = 20  # steps between looks at whether the loss is still a number: each look waits for the device
 
 
@@ -115,6 +116,7 @@ class Trainer:
         folder: for the checkpoint; None for none.
         accelerator: from `make_accelerator`.
         transform: applied to every batch after it is cut from the data, such as a frozen encoder.
+        pretrained: parameters that learn at a tenth of the rate of the others.
         watcher: is told how it goes.
     """
 
@@ -128,6 +130,7 @@ class Trainer:
         folder: Path | None = None,
         accelerator: Any = None,
         transform: Transform | None = None,
+        pretrained: Iterable[nn.Parameter] = (),
         watcher: Watcher | None = None,
     ):
         self.config, self.encoder = model.config, model.encoder
@@ -135,7 +138,8 @@ class Trainer:
         self.path = None if folder is None else folder / CHECKPOINT
         self.accelerator = accelerator or make_accelerator(options)
         self.transform, self.watcher = transform, watcher or Silent()
-        optimizer = torch.optim.AdamW(parameter_groups(model, options), lr=options.learning_rate, betas=(0.9, 0.98))
+        groups = parameter_groups(model, options, pretrained)
+        optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98))
         if hasattr(self.accelerator.state, "fsdp_plugin"):
             model.register_forward_hook(_by_way_of_all)
         if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
@@ -240,7 +244,7 @@ class Trainer:
 
     def _step(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = self._learning_rate() * group.get("rate", 1.0)
         with collecting_penalties() as penalties:
             losses = self._losses(self.model(batch), targets)
         loss = (losses * weights).sum()
@@ -459,16 +463,22 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def parameter_groups(model: nn.Module, options: TrainingOptions) -> list[dict[str, Any]]:
-    """Weight decay for matrices, not for biases, norms, frequencies and embeddings."""
+def parameter_groups(
+    model: nn.Module, options: TrainingOptions, pretrained: Iterable[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """Weight decay for matrices, not for biases, norms, frequencies and embeddings. A lower rate for pre-trained ones."""
     kept = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    slow = {id(p) for p in pretrained}
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2 and id(p) not in kept]
-    chosen = {id(p) for p in decayed}
-    return [
-        {"params": decayed, "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if id(p) not in chosen], "weight_decay": 0.0},
-    ]
+    groups = []
+    for lower in ({}, {"rate": PRETRAINED_RATE}) if slow else ({},):
+        here = [p for p in trained if (id(p) in slow) == bool(lower)]
+        decayed = [p for p in here if p.ndim >= 2 and id(p) not in kept]
+        chosen = {id(p) for p in decayed}
+        others = [p for p in here if id(p) not in chosen]
+        groups.append({"params": decayed, "weight_decay": options.weight_decay, **lower})
+        groups.append({"params": others, "weight_decay": 0.0, **lower})
+    return groups
 
 
 @contextmanager
