@@ -92,7 +92,8 @@ def compare(
                 return
             costs = _costs(compared, prepared, folder, accelerator, bar, quick)
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped; go on with --out {folder} --resume") from None
+        went = f"; go on with --out {folder} --resume" if folder.is_dir() else " before the first run"
+        raise Interrupted(f"stopped{went}") from None
     found = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
     pictures = found.write(folder)
     if json:

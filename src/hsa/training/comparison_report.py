@@ -122,7 +122,7 @@ class Comparison:
             first, *others = self.finished
             lines += [self._against(first, other) for other in others]
             best = [name for name, costs in self.frontiers().items() if "training" in costs]
-            lines.append(f"on the frontier of accuracy against training time: {', '.join(best)}")
+            lines.append(f"on the frontier of {self.score} against training time: {', '.join(best)}")
         return lines + self._remarks()
 
     def _against(self, first: Compared, other: Compared) -> str:
@@ -155,16 +155,16 @@ class Comparison:
                     f"the {which} rate, {rate:g}, was the best for {', '.join(ended)}; {other} ones may be better still"
                 )
         for model in self.compared:
-            for run in model.diverged:
-                lines.append(f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}")
+            if not model.results:
+                lines.append(f"{model.model} diverged at every rate; try lower ones")
+                continue
+            lines += [f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}" for run in model.diverged]
         sizes = {model.model: model.results[0].parameters for model in self.finished}
         meant = next(iter(sizes.values()), 0)
         for name, size in sizes.items():
             if abs(size - meant) > _SAME_SIZE * meant:
-                share = size / meant - 1
-                lines.append(
-                    f"{name} has {abs(share):.0%} {'more' if share > 0 else 'fewer'} parameters: no size of it fits"
-                )
+                more = "more" if size > meant else "fewer"
+                lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: no size of it fits")
         return lines
 
     def to_json(self) -> dict[str, Any]:
