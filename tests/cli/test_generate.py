@@ -200,7 +200,10 @@ def test_folders_without_a_language_model(fails, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--models", "deepsets"), "given 'deepsets', expected some of hsa, flat, found, transformer-xl, for the task lm"),
+        (
+            ("--models", "deepsets"),
+            "given 'deepsets', expected some of hsa, flat, found, transformer-xl, for the task lm",
+        ),
         (("--fsdp",), "lm in several processes"),
         (("--context", "1"), "context: given 1"),
         (("--context", "100000"), "tokens to train on, expected more than the context of 100,000"),
