@@ -124,9 +124,8 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
         recipe = quicker(recipe)
         most = min(recipe.read.max_tokens or _QUICK_TOKENS, _QUICK_TOKENS)
         recipe = replace(recipe, read=replace(recipe.read, max_tokens=most))
-    training = recipe.training
-    if training.minutes:
-        named = NAMED.get()
+    training, named = recipe.training, NAMED.get()
+    if training.minutes and "minutes" in named:
         training = replace(
             training,
             epochs=training.epochs if "epochs" in named else _EPOCHS_WITHIN_MINUTES,

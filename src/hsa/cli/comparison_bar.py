@@ -21,7 +21,7 @@ class ComparisonBar:
         self.plan, self.score, self.console = plan, score, console
         self.progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
@@ -75,7 +75,7 @@ class ComparisonBar:
         left = said_left(self.seconds_left(watched))
         self.progress.update(
             self.task,
-            description=f"{run.model}, rate {run.rate:g}, seed {run.seed}",
+            description=f"{run.model} {run.rate:g} seed {run.seed}",
             completed=self.finished + watched.share,
             note=f"run {self.finished + 1} of {self.plan.num_runs}{left}  {note}",
         )
@@ -120,7 +120,7 @@ class RunBar:
     def done(self) -> None: ...
 
     def _show(self) -> None:
-        self.bar.show(self, "  ".join(filter(None, [self.loss, self.validation])))
+        self.bar.show(self, self.validation or self.loss)
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
