@@ -65,6 +65,7 @@ def plan_segments(
         memory: tokens before a segment that it remembers.
         carried: rows of memory that every text brings along; none by default.
         begun: how many of them belong to a segment that goes on; none by default.
+        device: where the plan is used.
 
     >>> plan = plan_segments([5, 2], segment=3, memory=2)
     >>> plan.entries  # (1 + 2 + 3) + (3 + 4), and 1 + 2
@@ -81,8 +82,8 @@ def plan_segments(
     start = np.maximum(0, index * segment - old[text])  # among the new tokens of the text
     end = np.minimum(sizes[text], (index + 1) * segment - old[text])
     # Of a segment that goes on, its own earlier tokens are remembered too.
-    remembers = np.where(index == 0, np.minimum(memory, (had - old)[text]) + old[text], 0)
-    remembers = np.where(index > 0, np.minimum(memory, had[text] + start), remembers)
+    goes_on = np.minimum(memory, (had - old)[text]) + old[text]
+    remembers = np.where(index == 0, goes_on, np.minimum(memory, had[text] + start))
     length = end - start
     rows = _Rows(np.cumsum(sizes) - sizes, np.cumsum(had), int(had.sum()))
     groups = _groups(remembers, length)
