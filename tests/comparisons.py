@@ -1,0 +1,43 @@
+"""A tiny data set, prepared, and comparisons on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hsa.nn.embedding import Modality
+from hsa.training.experiment import Result
+from hsa.training.loop import EpochRecord
+from hsa.training.metrics import Scores
+from hsa.training.options import ModelOptions, TrainingOptions
+from hsa.training.prepare import Prepared, Reading
+from hsa.training.recipe import Recipe
+from hsa.training.sources import Columns
+from tests.tasks import TOKENS, data
+
+RECIPE = Recipe(
+    model=ModelOptions(width=12, heads=2, position_width=8, dropout=0.0),
+    training=TrainingOptions(epochs=2, batch_size=9, patience=0),
+)
+
+
+def prepared(task: Any = "classification", **more: Any) -> Prepared:
+    return Prepared(
+        train=data(31, task, **more),
+        validation=data(13, task, seed=1, **more),
+        test=data(17, task, seed=2, **more),
+        reading=Reading("rows", Columns(("text",), (), (), "label", False, "en"), 0, 0),
+        modalities={"text": Modality(tokens=TOKENS)},
+        kinds=("sequence",),
+        keys=(),
+        task=task,
+        name="tiny",
+    )
+
+
+def result(model: str, score: float, validation: float = 0.5, *, regression: bool = False, **more: Any) -> Result:
+    """What might come of a run."""
+    scores = Scores(r2=score, mean_absolute_error=2.0) if regression else Scores(accuracy=score, f1=score / 2)
+    record = EpochRecord(1, 0.7, 0.6, validation, 0.0, 3.0)
+    found = Result(model, 1000, scores, 5e6, 3.0, 0.17, 1, (record,), (), 7.0)
+    return replace(found, **more)

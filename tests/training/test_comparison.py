@@ -1,0 +1,274 @@
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsa.errors import InvalidInput
+from hsa.training import comparison
+from hsa.training.accelerator import make_accelerator
+from hsa.training.chance import _student, margin
+from hsa.training.comparison import DIVERGED, Compared, Plan, Run, compare_models
+from hsa.training.experiment import RESULT, Result
+from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Silent
+from tests.comparisons import RECIPE, prepared, result
+
+PLAN = Plan(("hsa", "deepsets"), (1e-3, 1e-2, 3e-2), (5, 6))
+
+
+class Notes:
+    """An observer that keeps what it is told."""
+
+    def __init__(self, stop_at=None):
+        self.begun, self.ended, self.stop_at = [], [], stop_at
+
+    def begin(self, run):
+        self.begun.append((run.model, run.rate, run.seed))
+        return Stopping() if len(self.begun) == self.stop_at else Silent()
+
+    def end(self, run):
+        self.ended.append(run)
+
+
+class Stopping(Silent):
+    """Presses Ctrl-C after the first step."""
+
+    def step(self, done, total, loss, learning_rate):
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def compare(folder, plan=PLAN, **more):
+    return compare_models(plan, RECIPE, prepared(), folder, make_accelerator(RECIPE.training, cpu=True), **more)
+
+
+def scripted(monkeypatch, found):
+    """Runs end as the test wants: `found(model, rate, seed)` gives a result, or None for one that diverges."""
+
+    def train(name, config, data, options, folder, accelerator, **more):
+        ended = found(name, options.learning_rate, options.seed)
+        if ended is None:
+            raise Diverged("no number")
+        return ended
+
+    monkeypatch.setattr(comparison, "train_model", train)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"models": ("hsa", "flt")}, r"^models: given 'flt', expected some of hsa, .*; did you mean 'flat'\?$"),
+        ({"models": ()}, "^models: given none, expected one or more$"),
+        ({"models": ("hsa", "hsa")}, "^models: given hsa twice, expected each once$"),
+        ({"rates": ()}, "^rates: given none"),
+        ({"rates": (1e-3, 0.0)}, "^rates: given 0, expected learning rates above 0"),
+        ({"rates": (-1e-3,)}, "^rates: given -0.001, expected"),
+        ({"rates": (math.nan,)}, "^rates: given nan, expected"),
+        ({"rates": (math.inf,)}, "^rates: given inf, expected"),
+        ({"rates": (1e-3, 0.0010000001)}, "^rates: given 0.001 twice"),
+        ({"seeds": ()}, "^seeds: given none"),
+        ({"seeds": (0, 0)}, "^seeds: given 0 twice"),
+    ],
+)
+def test_plans_that_are_none(change, said):
+    with pytest.raises(InvalidInput, match=said):
+        replace(PLAN, **change)
+
+
+# Runs
+
+
+def test_every_rate_then_every_seed_of_the_best(tmp_path):
+    notes = Notes()
+    found = compare(tmp_path, observer=notes)
+    assert [model.model for model in found] == ["hsa", "deepsets"]
+    assert len(notes.begun) == PLAN.num_runs == 8
+    for model, begun in zip(found, (notes.begun[:4], notes.begun[4:]), strict=True):
+        assert begun == [*((model.model, rate, 5) for rate in PLAN.rates), (model.model, model.rate, 6)]
+        assert [run.seed for run in model.runs] == [5, 6]
+        assert model.runs[0] in model.tried
+        best = max(record.validation for run in model.tried for record in run.result.history)
+        assert max(record.validation for record in model.runs[0].result.history) == best
+        assert model.runs[0].result.scores != model.runs[1].result.scores or model.runs[0].result.history != (
+            model.runs[1].result.history
+        )
+    assert notes.ended == [run for model in found for run in (*model.tried, model.runs[1])]
+    sizes = [model.runs[0].result.parameters for model in found]
+    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
+    folders = {path.parent.relative_to(tmp_path) for path in tmp_path.glob(f"**/{RESULT}")}
+    assert folders == {Path(model) / f"{rate:g}" / str(seed) for model, rate, seed in notes.begun}
+
+
+def test_rates_and_seeds_are_those_of_training(tmp_path):
+    from hsa.training import checkpoint
+
+    compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)))
+    for rate in (1e-3, 1e-2):
+        options = checkpoint.load(tmp_path / "deepsets" / f"{rate:g}" / "5" / CHECKPOINT)["progress"]["training"]
+        assert (options["learning_rate"], options["seed"]) == (rate, 5)
+
+
+def test_the_best_on_validation_is_kept_not_the_best_in_the_test(tmp_path, monkeypatch):
+    scores = {1e-3: (0.9, 0.6), 1e-2: (0.1, 0.8), 3e-2: (0.8, 0.7)}  # test, validation
+    scripted(monkeypatch, lambda model, rate, seed: result(model, *scores[rate]))
+    assert [model.rate for model in compare(tmp_path)] == [1e-2, 1e-2]
+
+
+def test_the_best_epoch_counts_and_the_loss_decides_ties():
+    def run(*history):
+        records = tuple(
+            replace(result("hsa", 0.5).history[0], validation=score, validation_loss=loss) for score, loss in history
+        )
+        return Run("hsa", 1e-3, 0, result("hsa", 0.5, history=records))
+
+    assert run((0.5, 1.0), (0.9, 0.5), (0.7, 0.2)).validation == (0.9, -0.5)
+    assert run((0.5, 0.4)).validation > run((0.5, 0.5)).validation
+    assert Run("hsa", 1e-3, 0, None).validation < run((-1e9, 1e9)).validation
+
+
+def test_what_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
+    def found(model, rate, seed):
+        if model == "deepsets" or rate == 3e-2 or (rate == 1e-2 and seed == 6):
+            return None
+        return result(model, 0.5, validation=rate)
+
+    scripted(monkeypatch, found)
+    notes = Notes()
+    hsa, deepsets = compare(tmp_path, observer=notes)
+    assert hsa.rate == 1e-2
+    assert (len(hsa.results), hsa.scores) == (1, [0.5])
+    assert [(run.rate, run.seed) for run in hsa.diverged] == [(3e-2, 5), (1e-2, 6)]
+    assert (deepsets.rate, deepsets.runs, deepsets.scores) == (None, (), [])
+    assert [(run.rate, run.seed) for run in deepsets.diverged] == [(rate, 5) for rate in PLAN.rates]
+    assert len(notes.ended) == 7  # no further seeds of what has no rate
+
+    def never(*run):
+        raise AssertionError("trained again")
+
+    known = {(run.model, run.rate, run.seed): run.result for run in notes.ended if run.result is not None}
+    scripted(monkeypatch, lambda *run: known[run] if run in known else never())
+    assert compare(tmp_path, resume=True) == [hsa, deepsets]
+
+
+def test_a_learning_rate_that_is_far_too_high(tmp_path):
+    found = compare(tmp_path, Plan(("hsa", "deepsets"), (1e-2, 1e30), (0,)))
+    for model in found:
+        assert model.rate == 1e-2
+        assert [(run.rate, run.seed) for run in model.diverged] == [(1e30, 0)]
+        assert "the loss is no longer a number" in (tmp_path / model.model / "1e+30/0" / DIVERGED).read_text()
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7])
+def test_going_on_finds_the_same(tmp_path, stop_at):
+    whole = compare(tmp_path / "a")
+    with pytest.raises(Interrupted) as caught:
+        compare(tmp_path / "b", observer=Notes(stop_at))
+    assert str(caught.value).endswith(f"go on with --resume; {stop_at - 1} of 8 runs are finished")
+    again = compare(tmp_path / "b", resume=True)
+    for model, other in zip(whole, again, strict=True):
+        assert (model.rate, model.scores) == (other.rate, other.scores)
+        assert [run.validation for run in model.tried] == [run.validation for run in other.tried]
+
+
+def test_finished_runs_are_taken_as_they_are(tmp_path, monkeypatch):
+    found = compare(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("**/*")}
+    assert compare(tmp_path, resume=True) == found
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("**/*")} == before
+
+
+def test_models_rates_and_seeds_can_be_added(tmp_path):
+    few = compare(tmp_path, Plan(("hsa",), (1e-2,), (5,)))
+    notes = Notes()
+    more = compare(tmp_path, Plan(("hsa", "flat"), (1e-2, 1e-3), (5, 6)), resume=True, observer=notes)
+    assert len(more) == 2
+    assert few[0].tried[0] in notes.ended
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e30])
+def test_going_on_with_other_options(tmp_path, rate):
+    """Of runs that ended well, and of those that diverged."""
+    plan = Plan(("deepsets",), (rate,), (0,))
+    compare(tmp_path, plan)
+    other = replace(RECIPE, training=replace(RECIPE.training, epochs=3))
+    with pytest.raises(InvalidInput, match=r"trained with epochs = 2, expected epochs = 3; resume with the options"):
+        compare_models(plan, other, prepared(), tmp_path, make_accelerator(other.training, cpu=True), resume=True)
+    with pytest.raises(InvalidInput, match="other data"):
+        compare_models(
+            plan, RECIPE, prepared(sentences=4), tmp_path, make_accelerator(RECIPE.training, cpu=True), resume=True
+        )
+
+
+def test_a_note_that_cannot_be_read(tmp_path):
+    plan = Plan(("deepsets",), (1e30,), (0,))
+    compare(tmp_path, plan)
+    (tmp_path / "deepsets/1e+30/0" / DIVERGED).write_text("{")
+    with pytest.raises(InvalidInput, match=r"diverged.json: given a file that cannot be read"):
+        compare(tmp_path, plan, resume=True)
+
+
+# Means and chance
+
+
+def test_means_over_seeds():
+    ends = [
+        result("hsa", 0.5, operations=2.0, training_seconds=3.0, test_seconds=5.0, peak_memory=100.0),
+        result("hsa", 0.7, operations=4.0, training_seconds=5.0, test_seconds=9.0, peak_memory=7.0),
+        result("hsa", 0.9, operations=6.0, training_seconds=13.0, test_seconds=13.0, peak_memory=None),
+    ]
+    runs = tuple(Run("hsa", 1e-3, seed, end) for seed, end in enumerate(ends))
+    found = Compared("hsa", runs[:1], (*runs, Run("hsa", 1e-3, 9, None)))
+    assert found.scores == [0.5, 0.7, 0.9]
+    assert (found.operations, found.training_seconds, found.test_seconds) == (4, 7, 9)
+    assert found.peak_memory == 53.5
+    unknown = Compared("hsa", (), (Run("hsa", 1e-3, 0, result("hsa", 0.5, peak_memory=None)),))
+    assert unknown.peak_memory is None
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 9, 10, 11, 15, 40, 1000])
+def test_students_distribution(freedom):
+    """Nineteen in twenty lie within: by adding up its density."""
+    edge = _student(freedom)
+    t = np.linspace(0, edge, 200_001)
+    density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    assert 2 * scale * float(np.trapezoid(density, t)) == pytest.approx(0.95, abs=2e-4)
+
+
+def test_the_margin_is_what_chance_does():
+    """Of two equally good models, one in twenty pairs of samples lies further apart."""
+    generator = np.random.default_rng(0)
+    wide = 0
+    for _ in range(2000):
+        first, second = (generator.normal(0.7, 0.05, 3).tolist() for _ in range(2))
+        wide += abs(np.mean(first) - np.mean(second)) > margin(first, second, None)
+    assert 0.025 < wide / 2000 < 0.075
+
+
+def test_margins():
+    assert margin([0.5], [0.5], 400) == pytest.approx(1.96 * math.sqrt(0.5 / 400))
+    assert margin([0.5, 0.5], [0.5, 0.5], 400) == pytest.approx(margin([0.5], [0.5], 400))
+    assert margin([1.0, 1.0], [1.0, 1.0], 400) == 0
+    seeds = margin([0.4, 0.6], [0.5, 0.5], None)
+    assert seeds == pytest.approx(4.303 * 0.1)  # two degrees of freedom; 0.1² = 0.02 / 2
+    assert margin([0.4, 0.6], [0.5, 0.5], 400) == pytest.approx(math.hypot(seeds, margin([0.5], [0.5], 400)))
+    assert margin([0.4, 0.6], [0.5], None) == pytest.approx(12.706 * 0.1)
+
+
+def test_results_of_before_have_no_memory(tmp_path):
+    compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
+    folder = tmp_path / "deepsets/0.01/0"
+    found = json.loads((folder / RESULT).read_text())
+    del found["peak_memory"]
+    (folder / RESULT).write_text(json.dumps(found))
+    assert Result.load(folder).peak_memory is None
