@@ -11,6 +11,7 @@ from hsa.nn.fusion_names import FusionName
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
+LevelEncoder = Literal["attention", "gru"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class DocumentOptions:
         warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name.
     """
 
-    level_encoder: Literal["attention", "gru"] = "attention"
+    level_encoder: LevelEncoder = "attention"
     levels: int | None = None
     layout: str = "interleaved"
     segment: int = 128
@@ -127,6 +128,15 @@ class DocumentOptions:
     memory: int = 128
     test_memory: int | None = None
     warm_start: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("levels", 1), ("segment", 1), ("segment_level", 0), ("memory", 0), ("test_memory", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidInput(name, given=value, expected=f"{least} or more")
+        if self.level_encoder not in get_args(LevelEncoder):
+            expected = f"one of {', '.join(get_args(LevelEncoder))}"
+            raise InvalidInput("level_encoder", given=self.level_encoder, expected=expected)
 
 
 @dataclass(frozen=True)
