@@ -75,3 +75,11 @@ def test_they_are_built_once():
     text = Hierarchy.from_nested([[3, 2]])
     assert text_segments(text, 4, 1) is text_segments(text, 4, 1)
     assert text_segments(text, 4, 1) is not text_segments(text, 4, 0)
+
+
+def test_loose_tokens_of_two_documents_are_not_neighbours():
+    """The last leaf of one family, and the first of the next, where both hang higher up than sentences."""
+    texts = Hierarchy.from_parents([-1, -1, 0, 0, 1, 1, 2, 2, 5, 5])
+    found = text_segments(texts, 99, 1)
+    assert [n - 1 for n in found.rows.lengths] == [2, 1, 1, 2]
+    assert found.documents.lengths == [2, 2]
