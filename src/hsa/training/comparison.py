@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,6 +154,7 @@ def compare_models(
     accelerator: Any,
     *,
     resume: bool = False,
+    only: Collection[str] | None = None,
     observer: Observer | None = None,
 ) -> list[Compared]:
     """Train all models of a plan, every run in `folder/MODEL/RATE/SEED`; a run that diverges does not stop the others.
@@ -161,6 +162,7 @@ def compare_models(
     Args:
         recipe: the options of models and of training, but for rate and seed.
         resume: finished runs are taken as they are, unfinished ones go on.
+        only: these models now; processes that each take some can share a folder.
 
     Raises:
         Interrupted: Ctrl-C was pressed; says how far it came.
@@ -185,7 +187,7 @@ def compare_models(
             observer.end(ended)
         return ended
 
-    return [_compare(model, plan, run) for model in plan.models]
+    return [_compare(model, plan, run) for model in plan.models if only is None or model in only]
 
 
 def _compare(model: str, plan: Plan, run: Callable[[str, float, int], Run]) -> Compared:
