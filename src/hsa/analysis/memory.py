@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,13 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        gc.collect()  # what is freed later would hide what is taken
         self.held: float | None = None
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.held = torch.cuda.memory_allocated(self.device) / 2**20
             return
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # so would memory that was freed but kept
+            ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken
             _RESET.write_text("5")  # the peak starts anew
             self.held = _mib("VmRSS")
         except (OSError, AttributeError, StopIteration):
