@@ -54,7 +54,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def write(name: str, data: Path, tables: Path, most: int) -> None:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = list(TABLES[name](data))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and with hierarchical attention.
+"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and hierarchical attention; Transformer-XL.
 
 TEXT is what `hsa train --task lm` takes, such as a table of books. Models of equal size see as many tokens of it; results
 are kept in FOLDER as JSON, and finished ones are not trained again. The table and the curves go to benchmarks/results/.
@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,10 @@ from benchmarks.measure import RESULTS, write_table
 from hsa.analysis.lm_plots import plot_by_position, plot_losses
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
+from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel
+from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.training.lm_data import LmData, prepare_text
+from hsa.training.lm_experiment import as_large_as
 from hsa.training.lm_loop import evaluate_language_model, train_language_model
 from hsa.training.options import LanguageOptions, TrainingOptions
 
@@ -36,11 +39,14 @@ class Phase:
     schedule: Any = "cosine"
 
 
-FLAT: Any = {"attention": "flat"}
-NEAR_7: Any = {"attention": "hierarchical", "branching": (32, 4), "near": 7}
-NEAR_15: Any = {**NEAR_7, "near": 15}
+FLAT = LanguageModelConfig(**SIZES, attention="flat")
+NEAR_7 = LanguageModelConfig(**SIZES, attention="hierarchical", branching=(32, 4), near=7)
+NEAR_15 = replace(NEAR_7, near=15)
+XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=1024, memory=1024))
+XL_MEMORIES = (1024, 4096, 15360)
+"""Tokens that Transformer-XL remembers while it is tested."""
 WHOLE = (Phase(60, 2048),)
-RUNS: Mapping[str, tuple[dict[str, Any], tuple[Phase, ...]]] = {
+RUNS: Mapping[str, tuple[AnyLanguageConfig, tuple[Phase, ...]]] = {
     "flat": (FLAT, WHOLE),
     "near 7": (NEAR_7, WHOLE),
     "near 15": (NEAR_15, WHOLE),
@@ -49,15 +55,16 @@ RUNS: Mapping[str, tuple[dict[str, Any], tuple[Phase, ...]]] = {
     "flat, late fall": (FLAT, (Phase(45, 2048, "constant"), Phase(15, 2048))),
     "near 7, then 16,384": (NEAR_7, (Phase(45, 2048, "constant"), Phase(15, 16384))),
     "near 7, half 16,384": (NEAR_7, (Phase(30, 2048, "constant"), Phase(30, 16384))),
+    "Transformer-XL": (XL, (Phase(60, 1024),)),
+    "Transformer-XL, late fall": (XL, (Phase(45, 1024, "constant"), Phase(15, 1024))),
 }
 
 
-PLOTTED = ("flat", "near 7", "flat, late fall", "near 7, then 16,384")
+PLOTTED = ("flat", "near 7", "flat, late fall", "near 7, then 16,384", "Transformer-XL, late fall")
 
 
-def train(attention: dict[str, Any], phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
+def train(config: AnyLanguageConfig, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
     """One model through its phases, each from the weights of the one before."""
-    config = LanguageModelConfig(**SIZES, **attention)
     weights, history, seen, seconds = None, [], 0, 0.0
     for number, phase in enumerate(phases):
         options = TrainingOptions(
@@ -76,10 +83,10 @@ def train(attention: dict[str, Any], phases: tuple[Phase, ...], data: LmData) ->
         history += [[seen + r.tokens, r.loss, r.validation_loss] for r in found.history]
         seen, seconds = seen + found.tokens, seconds + found.seconds
     tests = {}
-    for context in sorted({2048, *(phase.context for phase in phases)}):
-        tested = evaluate_language_model(found.model, data.test, context, batch_tokens=BATCH, mixed_precision="bf16")
+    for reads, (model, context) in _readings(found.model, phases).items():
+        tested = evaluate_language_model(model, data.test, context, batch_tokens=BATCH, mixed_precision="bf16")
         bins = tested.by_position.reshape(64, -1).mean(1)
-        tests[str(context)] = {"loss": tested.loss, "by_position": bins.tolist()}
+        tests[reads] = {"loss": tested.loss, "context": context, "by_position": bins.tolist()}
     return {
         "parameters": count_parameters(found.model),
         "tokens": seen,
@@ -89,14 +96,28 @@ def train(attention: dict[str, Any], phases: tuple[Phase, ...], data: LmData) ->
     }
 
 
+def _readings(model: AnyLanguageModel, phases: tuple[Phase, ...]) -> dict[str, tuple[AnyLanguageModel, int]]:
+    """How a trained model is tested: what it reads at a time, and so much of the text in a block."""
+    config = model.config
+    if isinstance(config, LanguageModelConfig):
+        contexts = sorted({2048, *(phase.context for phase in phases)})
+        return {f"{context:,}": (model, context) for context in contexts}
+    found: dict[str, tuple[AnyLanguageModel, int]] = {}
+    for memory in XL_MEMORIES:
+        longer = TransformerXLLanguageModel(replace(config, test_memory=memory)).to(model.device)
+        longer.load_state_dict(model.state_dict())
+        found[f"{config.segment:,} and {memory:,} before"] = longer, config.segment
+    return found
+
+
 def report(results: Mapping[str, dict[str, Any]]) -> None:
     rows = []
     for name, result in results.items():
         learned = ", then ".join(
             f"{phase.tokens:g} M in blocks of {phase.context:,} ({phase.schedule})" for phase in RUNS[name][1]
         )
-        for context, test in result["tests"].items():
-            rows.append([name.split(",")[0], learned, f"{int(context):,}", math.exp(test["loss"])])
+        for reads, test in result["tests"].items():
+            rows.append([name.split(",")[0], learned, reads, math.exp(test["loss"])])
     write_table(
         "language_models",
         "Language models on books",
@@ -112,8 +133,8 @@ def report(results: Mapping[str, dict[str, Any]]) -> None:
     plot_losses(RESULTS / "language_models.png", histories)
     curves = {}
     for name, result in results.items():
-        context, test = list(result["tests"].items())[-1]
-        width = int(context) / len(test["by_position"])
+        test = list(result["tests"].values())[-1]
+        width = test["context"] / len(test["by_position"])
         curves[name] = [((i + 0.5) * width, loss) for i, loss in enumerate(test["by_position"])]
     plot_by_position(RESULTS / "language_models_by_position.png", curves)
 
@@ -122,10 +143,11 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
     parameters = next(iter(results.values()))["parameters"]
     sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
     return (
-        f"{sizes}, rotary positions, {parameters / 1e6:.1f} M parameters (hierarchical ones have a bias per head more); "
+        f"{sizes}, rotary positions (Transformer-XL: its own), {parameters / 1e6:.1f} M parameters (hierarchical ones have "
+        "a bias per head more); "
         f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of "
         "32, then of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into "
-        "blocks of as many tokens as the model reads.\n\n"
+        "blocks of as many tokens as the model reads; Transformer-XL reads it as one stream.\n\n"
         "![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
     )
 
@@ -133,12 +155,12 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
 def main(text: Path, folder: Path) -> None:
     data = prepare_text(text, vocabulary=VOCABULARY, say=print)
     results = {}
-    for name, (attention, phases) in RUNS.items():
+    for name, (config, phases) in RUNS.items():
         path = folder / f"{name.replace(', ', '_').replace(' ', '_').replace(',', '')}.json"
         if not path.is_file():
             print(name, flush=True)
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(train(attention, phases, data)))
+            path.write_text(json.dumps(train(config, phases, data)))
         results[name] = json.loads(path.read_text())
     report(results)
 

@@ -88,9 +88,7 @@ def language_model_config(
             test_memory=documents.test_memory,
             max_length=language.max_length,
         )
-        wanted = _count(language_model_config(data, model, language, "hsa"))
-        inner = closest_size(lambda inner: _count(replace(sizes, feed_forward=inner)), wanted)
-        return replace(sizes, feed_forward=inner)
+        return as_large_as(language_model_config(data, model, language, "hsa"), sizes)
     return LanguageModelConfig(
         vocabulary=data.tokenizer.get_vocab_size(),
         layers=model.layers,
@@ -104,9 +102,15 @@ def language_model_config(
     )
 
 
-def _count(config: AnyLanguageConfig) -> int:
-    with torch.device("meta"):
-        return count_parameters(build_language_model(config))
+def as_large_as(reference: AnyLanguageConfig, sizes: TransformerXLLanguageConfig) -> TransformerXLLanguageConfig:
+    """Feed-forward networks as wide as it takes to have as many parameters as the reference."""
+
+    def count(config: AnyLanguageConfig) -> int:
+        with torch.device("meta"):
+            return count_parameters(build_language_model(config))
+
+    inner = closest_size(lambda inner: count(replace(sizes, feed_forward=inner)), count(reference))
+    return replace(sizes, feed_forward=inner)
 
 
 def train_one(
