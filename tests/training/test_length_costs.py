@@ -1,0 +1,130 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hsa.batch import uncollate
+from hsa.errors import InvalidInput
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.saved import save_model
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig
+from hsa.signals import Grid, Leaf, Signal
+from hsa.training import length_costs as module
+from hsa.training.accelerator import make_accelerator
+from hsa.training.data_set import Example, build
+from hsa.training.length_costs import document_of, length_costs
+from hsa.training.options import TrainingOptions
+from tests.comparisons import prepared
+from tests.tasks import TOKENS
+
+
+def with_train(examples, **more):
+    """Prepared data with these signals to train on."""
+    made = [Example(signal, ("no", "yes")[i % 2], str(i)) for i, signal in enumerate(examples)]
+    return replace(prepared(), train=build(made, "classification"), **more)
+
+
+@pytest.mark.parametrize("length", [1, 5, 7, 64, 257, 1031])
+def test_documents_have_the_length_that_was_asked_for(length):
+    data = prepared()
+    document = document_of(data, length)
+    assert (document.hierarchy.num_trees, document.hierarchy.num_leaves) == (1, length)
+    values = data.train.batch.values["text"]
+    assert torch.equal(document.values["text"], values.repeat(-(-length // len(values)))[:length])
+
+
+def test_documents_of_parts_give_their_parts():
+    data = prepared()
+    document = document_of(data, 40)
+    sentences = [signal for tree in uncollate(data.train.batch) for signal in tree.members]
+    (found,) = uncollate(document)
+    assert found.depth == 2
+    assert list(found.members)[:-1] == sentences[: found.domain.size - 1]
+
+
+def test_documents_without_parts_are_parts():
+    """A sentence, a single leaf, and leaves beside sentences."""
+    mixed = Signal.of([1, 2], "text")
+    trees = [Signal.of([3, 4, 5], "text"), Leaf(6, "text"), Signal(mixed.domain, [mixed, Leaf(7, "text")])]
+    (found,) = uncollate(document_of(with_train(trees), 7))
+    assert list(found.members) == trees
+
+
+def test_families_stay_as_large_as_the_data_may_have():
+    data = prepared()
+    data = replace(data, reading=replace(data.reading, max_family=5))
+    document = document_of(data, 211)
+    assert document.hierarchy.num_leaves == 211
+    assert max(document.hierarchy.structure.num_children) <= 5
+
+
+def test_data_that_cannot_be_put_in_a_row():
+    pictures = [Signal.of(np.arange(size), "text", Grid((size,))) for size in (3, 7, 5)]
+    data = with_train(pictures, kinds=("grid",))
+    assert document_of(data, 7).hierarchy.num_leaves == 7
+    assert document_of(data, 8) is None
+    assert document_of(data, 4) is None  # a grid is whole or not there
+
+
+def test_no_length():
+    with pytest.raises(InvalidInput, match=r"^length: given 0, expected 1 or more$"):
+        document_of(prepared(), 0)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    found = {}
+    for operator in ("flat", "none"):
+        config = ModelConfig(
+            EncoderConfig(width=12, heads=2, layers=1, operator=operator, position_width=8),
+            {"text": Modality(tokens=TOKENS)},
+            outputs=2,
+        )
+        found[operator] = tmp_path / operator
+        save_model(found[operator], HierarchicalClassifier(config), ("no", "yes"))
+    return found
+
+
+def measure(folders, **more):
+    return length_costs(folders, prepared(), make_accelerator(TrainingOptions(), cpu=True), **more)
+
+
+def test_costs_of_every_model_and_length(folders):
+    told = []
+    found = measure(folders, lengths=(13, 29), watch=lambda *next_one: told.append(next_one))
+    assert told == [(name, length) for name in ("flat", "none") for length in (13, 29)]
+    assert [(cost.kind, cost.length) for cost in found] == told
+    # Softmax attention: the square of the length.
+    assert found[1].operations / found[0].operations == pytest.approx((29 / 13) ** 2, rel=1e-9)
+    assert [cost.operations for cost in found[2:]] == [0, 0]
+    assert all(cost.seconds > 0 for cost in found)
+
+
+def test_slow_models_are_not_measured_at_greater_lengths(folders, monkeypatch):
+    monkeypatch.setattr(module, "median_seconds", lambda run, repeats, **more: 1.5)
+    found = measure(folders, lengths=(13, 29), longest_pass=1.0)
+    assert [(cost.kind, cost.length) for cost in found] == [("flat", 13), ("none", 13)]
+
+
+def test_no_room(folders, monkeypatch):
+    def full(*arguments, **more):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module, "median_seconds", full)
+    assert measure(folders, lengths=(13, 29)) == []
+
+
+def test_vectors_of_a_frozen_encoder_are_made_once(folders):
+    calls = []
+
+    def transform(batch):
+        calls.append(batch.hierarchy.num_leaves)
+        return batch
+
+    data = prepared()
+    data = replace(data, reading=SimpleNamespace(transform=transform, max_family=0))
+    length_costs(folders, data, make_accelerator(TrainingOptions(), cpu=True), lengths=(13,))
+    assert calls == [13, 13]  # for each model
