@@ -78,11 +78,10 @@ def fewer_operations(first: float, other: float) -> str:
     if not first or not other:
         return ""
     ratio = other / first
-    return (
-        f", {ratio:.1f} × fewer attention operations"
-        if ratio >= 1
-        else f", {1 / ratio:.1f} × more attention operations"
-    )
+    if 0.95 < ratio < 1.05:
+        return ", as many attention operations"
+    times = f"{ratio:.1f} × fewer" if ratio > 1 else f"{1 / ratio:.1f} × more"
+    return f", {times} attention operations"
 
 
 def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result]) -> list[Path]:

@@ -1,0 +1,314 @@
+"""`hsa compare`, from the command line."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsa.cli.comparison_bar import ComparisonBar
+from hsa.training import comparison, experiment, length_costs
+from hsa.training.comparison import Plan, Run
+from tests.comparisons import result
+from tests.tables import reviews, write_rows
+
+COLUMNS = ("--text", "text", "--label", "label")
+SIZES = ("--cpu", "--width", "8", "--heads", "2", "--position-width", "8", "--vocabulary", "300")
+TINY = (*SIZES, "--epochs", "1", "--models", "hsa,deepsets", "--rates", "1e-3,1e-2", "--seeds", "2")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    """A folder of its own, for the cache too, one thread, and short documents to measure time on."""
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(length_costs, "LENGTHS", (16, 32))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "reviews.csv", reviews())
+
+
+def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
+    code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    runs = [line.split() for line in lines if re.match(r"(hsa|deepsets) +rate ", line)]
+    assert [(run[0], run[2], run[4]) for run in runs[:2]] == [("hsa", "0.001", "0"), ("hsa", "0.01", "0")]
+    assert len(runs) == 6
+    assert "(run 6 of 6, 0 s left)" in out
+    header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["model", "parameters"])
+    names = "model parameters rate accuracy F1 operations train s test ms MiB on the frontier"
+    assert lines[header].split() == names.split()
+    assert "…" not in "".join(lines[header:])
+    for name, line in zip(("hsa", "deepsets"), lines[header + 2 :], strict=False):
+        assert re.match(rf"{name} +\d,\d+ +0\.01? +[01]\.\d+ ± \d", line) or re.match(rf"{name} +\d,\d+ +0\.001", line)
+    assert any(line.startswith("hsa against deepsets: ") for line in lines)
+
+    folder = Path("runs/compare-reviews")
+    assert f"report    {folder}/report.md" in lines
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {
+        "accuracy.png",
+        "curves.png",
+        "costs.png",
+        "report.md",
+        "comparison.json",
+    }
+    before = json.loads((folder / "comparison.json").read_text())
+    assert [cost["length"] for cost in before["costs"]] == [16, 32, 16, 32]
+    model = re.search(r"^model     (runs.*)$", out, re.M)[1]
+    code, out, _ = call("predict", model, rows)
+    assert (code, len(out.splitlines())) == (0, 40)
+
+    said = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
+    assert said.endswith("expected a new folder; pass --resume to go on with that run, or another --out")
+
+    class NoTraining(experiment.Trainer):
+        def fit(self):
+            raise AssertionError("trained again")
+
+    monkeypatch.setattr(experiment, "Trainer", NoTraining)
+    code, out, err = call("compare", rows, *COLUMNS, *TINY, "--resume", "--json")
+    assert code == 0
+    assert "finished before" in err
+    again = json.loads(out)  # and nothing else
+    assert again["models"] == before["models"]
+    said = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--dropout", "0.7")
+    assert "trained with encoder.dropout = 0.1, expected encoder.dropout = 0.7" in said
+
+
+def test_without_data_and_quick(call, monkeypatch):
+    seen = []
+
+    def compare_nothing(plan, recipe, prepared, folder, accelerator, **more):
+        seen.append((plan, recipe, prepared))
+        return []
+
+    monkeypatch.setattr(comparison, "compare_models", compare_nothing)
+    code, out, err = call("compare", "--quick", "--cpu")
+    assert (code, err) == (0, "")
+    assert "Python standard library: " in out
+    ((plan, recipe, prepared),) = seen
+    assert plan.models == ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+    assert (plan.rates, plan.seeds) == ((3e-3, 1e-2), (0, 1))
+    assert (recipe.training.epochs, recipe.model.width, recipe.read.max_tokens) == (4, 64, 128)
+    assert prepared.train.lengths.max() <= 128
+
+
+@pytest.fixture
+def planned(call, rows, monkeypatch):
+    """The plan and the recipe of a command, without its work."""
+
+    def plan(*arguments):
+        seen = []
+        monkeypatch.setattr(
+            comparison, "compare_models", lambda plan, recipe, *more, **rest: seen.append((plan, recipe)) or []
+        )
+        code, _, err = call("compare", *arguments)
+        assert (code, err) == (0, "")
+        return seen[0]
+
+    return plan
+
+
+def test_plans(planned, rows):
+    plan, recipe = planned(rows, *COLUMNS, "--cpu")
+    assert (plan.rates, plan.seeds) == ((3e-4, 1e-3, 3e-3), (0, 1, 2))
+    assert (recipe.training.epochs, recipe.training.patience) == (10, 3)
+    plan, _ = planned(
+        rows, *COLUMNS, "--cpu", "--models", "hsa", "flat,hsa", "--rates", "1e-2", "--seed", "7", "--seeds", "2"
+    )
+    assert (plan.models, plan.rates, plan.seeds) == (("hsa", "flat"), (1e-2,), (7, 8))
+    plan, _ = planned(rows, *COLUMNS, "--cpu", "--learning-rate", "0.02")
+    assert plan.rates == (0.02,)
+
+
+def test_a_budget_of_time(planned, rows):
+    _, recipe = planned(rows, *COLUMNS, "--cpu", "--minutes", "2")
+    assert (recipe.training.minutes, recipe.training.epochs, recipe.training.patience) == (2, 100, 0)
+    _, recipe = planned(rows, *COLUMNS, "--cpu", "--minutes", "2", "--epochs", "3", "--patience", "1")
+    assert (recipe.training.epochs, recipe.training.patience) == (3, 1)
+
+
+def test_recipes(planned, rows):
+    Path("my.yaml").write_text(
+        f"data: {rows}\ntext: text\nlabel: label\nmodels: [hsa, flat]\nwidth: 16\nminutes: 3\nepochs: 4\n"
+    )
+    plan, recipe = planned("my.yaml", "--cpu", "--width", "24")
+    assert plan.models == ("hsa", "flat")
+    assert (recipe.model.width, recipe.training.minutes, recipe.training.epochs) == (24, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--models", "hsa,hsa-tokn"), "models: given 'hsa-tokn', expected some of hsa, "),
+        (("--models", ","), "models: given none, expected one or more"),
+        (("--rates", "fast"), "rates: given 'fast', expected learning rates, such as 3e-4,1e-3"),
+        (("--rates", "0"), "rates: given 0, expected learning rates above 0, such as 1e-3"),
+        (
+            ("--rates", "1e-3", "--learning-rate", "1e-3"),
+            "learning_rate: given one beside --rates, expected one of the two",
+        ),
+        (("--seeds", "0"), "seeds: given 0, expected 1 or more"),
+        (("--minutes", "-1"), "minutes: given -1.0, expected 0 or more"),
+        (
+            ("--task", "lm"),
+            "task: given lm, expected classification or regression; hsa train --task lm --models … compares models of that",
+        ),
+        (("--resume",), "resume: given no run in runs/compare-nothing, expected one to resume; start without --resume"),
+        ((), "nothing.csv: given no such file or folder, expected rows, or a folder per class"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_data_are_read(fails, arguments, said):
+    found = fails("compare", "nothing.csv", "--cpu", *arguments)
+    assert found.startswith(said)
+    if "hsa-tokn" in said:
+        assert found.endswith("did you mean 'hsa-token'?")
+    assert not Path("runs").exists()
+
+
+def test_one_class_and_no_rows(fails, tmp_path):
+    same = write_rows(tmp_path / "same.csv", [{**row, "label": "pos"} for row in reviews()])
+    assert "given one class in the training data, 'pos', expected two or more" in fails(
+        "compare", same, *COLUMNS, *TINY
+    )
+    (tmp_path / "empty.csv").write_text("text,label\n")
+    assert "given no rows" in fails("compare", tmp_path / "empty.csv", *COLUMNS, *TINY)
+
+
+def test_every_model_diverges(call, rows):
+    code, out, err = call("compare", rows, *COLUMNS, *SIZES, "--models", "hsa", "--rates", "1e30", "--epochs", "2")
+    assert (code, err) == (0, "")
+    assert "diverged" in out
+    assert "hsa diverged at every rate; try lower ones" in out
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews(200))
+    command = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
+    arguments = ["compare", str(data), *COLUMNS, *SIZES, "--models", "hsa", "--batch-size", "2", "--patience", "0"]
+    running = subprocess.Popen(
+        [*command, *arguments, "--epochs", "40", "--checkpoint-minutes", "0.001", "--out", "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    checkpoint = Path("out/hsa/0.0003/0/checkpoint.pt")
+    for _ in range(600):
+        if checkpoint.is_file():
+            break
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert re.fullmatch(r"stopped after .* go on with --resume; 0 of 5 runs are finished\n", err)
+
+
+def test_help_does_not_wait_for_torch():
+    code = """if True:
+        import sys
+        from hsa.cli.main import run
+        try:
+            run(["compare", "--help"])
+        finally:
+            print({"torch", "numpy", "accelerate", "matplotlib", "yaml"} & set(sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    assert done.stderr == ""
+    assert done.stdout.endswith("\nset()\n")
+    for word in (
+        "--models",
+        "--rates",
+        "--seeds",
+        "--minutes",
+        "--epochs",
+        "--segment",
+        "--label",
+        "--json",
+        "--resume",
+    ):
+        assert word in done.stdout
+
+
+# The bar
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    from rich.console import Console
+
+    from hsa.cli import comparison_bar
+
+    clock = Clock()
+    monkeypatch.setattr(comparison_bar, "time", clock)
+    plan = Plan(("hsa", "flat"), (1e-3, 1e-2), (0, 1))
+    return ComparisonBar(plan, "accuracy", Console(file=io.StringIO())), clock
+
+
+def through(bar, clock, model, rate, seconds, diverged=False):
+    run = Run(model, rate, 0, None if diverged else result(model, 0.5))
+    watcher = bar.begin(run)
+    if seconds:
+        clock.now += seconds / 2
+        watcher.step(1, 2, 0.7, 1e-3)
+        clock.now += seconds / 2
+        watcher.step(2, 2, 0.6, 1e-3)
+    bar.end(run)
+
+
+def test_time_left(bar):
+    found, clock = bar
+    assert found.seconds_left() is None
+    through(found, clock, "hsa", 1e-3, 10)
+    assert found.seconds_left() == 5 * 10  # all like the first
+    through(found, clock, "hsa", 1e-2, 20)
+    assert found.seconds_left() == 4 * 15  # the mean
+    through(found, clock, "hsa", 1e-2, 0)  # was finished before
+    assert found.seconds_left() == 3 * 15
+    through(found, clock, "flat", 1e-3, 100)
+    assert found.seconds_left() == 2 * 100
+    watcher = found.begin(Run("flat", 1e-2, 0, None))
+    clock.now += 50
+    watcher.step(1, 4, None, 1e-3)
+    assert found.seconds_left(watcher) == 2 * 100 - 25
+
+
+def test_models_without_a_rate_have_no_further_runs(bar):
+    found, clock = bar
+    through(found, clock, "hsa", 1e-3, 10, diverged=True)
+    through(found, clock, "hsa", 1e-2, 10, diverged=True)
+    assert found.finished == 2
+    found.begin(Run("flat", 1e-3, 0, None))
+    assert found.finished == 3
+
+
+def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
+    found, clock = bar
+    watcher = found.begin(Run("hsa", 1e-3, 0, None))
+    clock.now += 10
+    watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
+    clock.now += 40
+    watcher.step(10, 10, 0.6, 1e-3)
+    assert watcher.whole_run() == 100
