@@ -62,11 +62,11 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
     look: dict[str, Any] = {"color": "#999999", "ls": "--", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
     axes.plot([place for place, _ in line], [score for _, score in line], **look)
     axes.set_xlim(left, right)
-    ticks = [(tick, _short(tick)) for tick in _round_numbers(left, right)]
+    ticks = []
     if min(places) < smallest:
-        border = nothing * _NOTHING**0.5
-        axes.axvline(border, color="#cccccc", lw=0.8, zorder=0)
-        ticks = [(nothing, "0"), *(tick for tick in ticks if tick[0] > 1.2 * border)]
+        ticks, left = [(nothing, "0")], nothing * _NOTHING**0.5
+        axes.axvline(left, color="#cccccc", lw=0.8, zorder=0)
+    ticks += [(tick, _short(tick)) for tick in _round_numbers(1.2 * left, right)]
     axes.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks])
     axes.minorticks_off()
     axes.margins(y=0.15)
@@ -98,7 +98,7 @@ def _short(number: float) -> str:
     return f"{number:g}"
 
 
-_SIDES = ((1, 0.6), (1, -0.6), (-1, 0.6), (-1, -0.6), (0, 1), (0, -1))
+_SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
 """Where a label may stand beside its point."""
 
 

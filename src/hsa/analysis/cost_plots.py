@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hsa.analysis.plots import COLORS, pyplot, save_figure
+from hsa.analysis.plots import COLORS, add_legend, pyplot, save_figure
 from hsa.analysis.timing import median_seconds
 from hsa.attention.flops import flops_flat
 from hsa.attention.trilinear.counts import flops_hierarchical_trilinear, flops_trilinear
@@ -112,5 +112,5 @@ def plot_costs(path: Path, found: Sequence[Cost], device: str = "this CPU") -> N
         axes.set_xlabel("leaves")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    left.legend(frameon=False, fontsize=8)
+    add_legend(figure, left)
     save_figure(figure, path)

@@ -19,6 +19,7 @@ from hsa.models.classifier import HierarchicalClassifier
 from hsa.nn.encoder import EncoderConfig
 
 COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#6a4c93", "#66a182", "#8c564b", "#2b2d42", "#e377c2")
+_NAMES_INSIDE = 4
 DPI = 140
 
 
@@ -41,8 +42,17 @@ def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> 
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    right.legend(frameon=False)
+    add_legend(figure, right)
     save_figure(figure, path)
+
+
+def add_legend(figure: Any, axes: Any) -> None:
+    """The lines of `axes` by name; beside the picture where there are so many that they would be covered."""
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) > _NAMES_INSIDE:
+        figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
+    else:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence[str], title: str) -> None:
