@@ -300,6 +300,7 @@ def test_models_without_a_rate_have_no_further_runs(bar):
     through(found, clock, "hsa", 1e-3, 10, diverged=True)
     through(found, clock, "hsa", 1e-2, 10, diverged=True)
     assert found.finished == 2
+    assert found.seconds_left() is None  # they ended early, who knows when
     found.begin(Run("flat", 1e-3, 0, None))
     assert found.finished == 3
 

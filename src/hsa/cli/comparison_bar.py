@@ -47,7 +47,8 @@ class ComparisonBar:
 
     def end(self, run: Run) -> None:
         self.finished += 1
-        if (seconds := self.watched.whole_run()) is not None:
+        seconds = self.watched.whole_run()
+        if seconds is not None and run.result is not None:  # what diverges ends early
             self.spent.setdefault(run.model, []).append(seconds)
         if self.console.is_terminal:
             return
