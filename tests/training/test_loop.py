@@ -459,7 +459,7 @@ def test_batches_without_a_modality():
 
 
 WORKER = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from dataclasses import asdict, replace
 from pathlib import Path
 import torch
@@ -497,6 +497,19 @@ def several_modalities():
     return [asdict(record) for record in made.fit()]
 
 
+class LastProcessIsSlow(Log):
+    def step(self, *told):
+        time.sleep(0.003 * accelerator.process_index)
+
+
+def out_of_time():
+    limited = replace(options, epochs=500, minutes=0.01, schedule="cosine")
+    made = trainer(limited, train=data(16), accelerator=accelerator, watcher=LastProcessIsSlow())
+    made.fit()
+    sums = [float(p.detach().double().sum()) for p in made.model.parameters()]
+    return made._gather([(made.progress.seconds, made.progress.epoch, sums)])
+
+
 def stopped_and_resumed(name, operator, count):
     try:
         run(name, operator, count, LastProcessStops())
@@ -507,6 +520,7 @@ def stopped_and_resumed(name, operator, count):
 found["even"] = run("even", "hierarchical", 16)
 found["odd"] = run("odd", "flat", 11)  # the last batch has one example
 modalities = several_modalities()
+limited = out_of_time()
 processes = accelerator.num_processes
 if processes > 1:
     accelerator = make_accelerator(options, cpu=True, fsdp=True)
@@ -517,6 +531,7 @@ sharded_modalities = several_modalities()
 if accelerator.is_main_process:
     assert kind == str(accelerator.distributed_type)
     about = {"processes": processes, "type": kind, "modalities": [modalities, sharded_modalities], "runs": found}
+    about["limited"] = limited
     (folder / "found.json").write_text(json.dumps(about))
 """
 
@@ -543,6 +558,10 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
     for a, b, tolerance in zip(one["modalities"], two["modalities"], (1e-4, 1e-3), strict=True):
         # Where no process has a number, Adam leaves their weights alone; sharded, it goes on with its momentum.
         assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=tolerance)
+    first, second = two["limited"]  # the same time for all, else the same learning rate for none
+    assert first == second
+    assert first[0] >= 0.6
+    assert first[1] < 500
     assert two["runs"]["sharded again"]["outputs"] == two["runs"]["sharded"]["outputs"]
     for name in ("even", "odd", "sharded"):
         (left, _), (right, _) = (load_model(tmp_path / folder / name) for folder in ("one", "two"))
