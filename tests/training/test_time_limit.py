@@ -117,6 +117,25 @@ def test_stopped_when_time_is_up(tmp_path, after):
     assert plain(resumed.fit()) == plain(history)
 
 
+def test_time_that_is_up_while_it_is_saved(tmp_path, clock, monkeypatch):
+    """Waiting for the device takes five seconds: half of the time, and it is up when the checkpoint is made."""
+    look = Trainer._look
+
+    def slow_look(self, running):
+        clock.now += 5
+        return look(self, running)
+
+    monkeypatch.setattr(Trainer, "_look", slow_look)
+    stopped = trainer(TEN_SECONDS, folder=tmp_path, watcher=Interrupting(after=3 * 4))
+    with pytest.raises(Interrupted):
+        stopped.fit()
+    assert (stopped.progress.step, stopped.progress.seconds) == (5, 10)
+    resumed = trainer(TEN_SECONDS, folder=tmp_path)
+    resumed.resume()
+    (record,) = resumed.fit()
+    assert (record.epoch, record.seconds) == (1, 16)  # one more step, and validation
+
+
 def test_a_run_out_of_time_has_nothing_left_to_do(tmp_path):
     history = trainer(TEN_SECONDS, folder=tmp_path).fit()
     log = Log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,14 @@ def _short(number: float) -> str:
 
 
 _SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
-"""Where a label may stand beside its point."""
+"""Where a name may stand beside its point."""
+_DISTANCES = (6, 12, 20, 30, 42, 56)
 
 
 def _label(figure: Any, axes: Any, points: Sequence[Point], places: Sequence[float]) -> None:
     """The name of every point, where it covers no other one and no point, as near as that is possible."""
+    from matplotlib.text import Text
+
     renderer = figure.canvas.get_renderer()
     spots = [axes.transData.transform((x, point.score)) for x, point in zip(places, points, strict=True)]
     taken: list[Any] = [_box(*spot, *spot) for spot in spots]
@@ -111,34 +114,40 @@ def _label(figure: Any, axes: Any, points: Sequence[Point], places: Sequence[flo
         if point.spread:
             ends = (axes.transData.transform((x, point.score + sign * point.spread)) for sign in (-1, 1))
             taken.append(_box(*next(ends), *next(ends)))
+    names: list[Any] = []  # which must not cover each other, whatever else they cover
     for i, (color, point, x) in enumerate(zip(cycle(COLORS), points, places, strict=False)):
-        best: tuple[float, Any] | None = None
-        for distance in (6, 12, 20, 30, 42):
-            for across, up in _SIDES:
-                text = axes.annotate(
-                    point.name,
-                    (x, point.score),
-                    (distance * across, distance * up),
-                    textcoords="offset points",
-                    ha={1: "left", -1: "right", 0: "center"}[across],
-                    va="center" if across else ("bottom" if up > 0 else "top"),
-                    fontsize=8,
-                    color=color,
-                    parse_math=False,
-                    arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5} if distance > 12 else None,
-                )
-                box = text.get_window_extent(renderer)
-                covered = sum(map(box.overlaps, taken)) + _outside(box, axes.bbox) + _astray(box, i, spots)
-                if best is None or covered < best[0]:
-                    if best is not None:
-                        best[1].remove()
-                    best = covered, text
-                else:
-                    text.remove()
-            if best is not None and not best[0]:
+        least, kept, room = math.inf, None, None
+        for distance, (across, up) in product(_DISTANCES, _SIDES):
+            text = _name(axes, point, x, color, distance * across, distance * up)
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the line that leads to it
+            covered = 1.0 * sum(map(box.overlaps, taken)) + 5 * sum(map(box.overlaps, names))
+            covered += _outside(box, axes.bbox) + _astray(box, i, spots)
+            if covered >= least:
+                text.remove()
+                continue
+            if kept is not None:
+                kept.remove()
+            least, kept, room = covered, text, box
+            if not covered:
                 break
-        if best is not None:
-            taken.append(best[1].get_window_extent(renderer))
+        names.append(room)
+
+
+def _name(axes: Any, point: Point, x: float, color: str, right: float, up: float) -> Any:
+    """Beside its point, so many printer's points away; with a line where that is far."""
+    return axes.annotate(
+        point.name,
+        (x, point.score),
+        (right, up),
+        textcoords="offset points",
+        ha="left" if right > 0 else "right" if right < 0 else "center",
+        va="center" if right else "bottom" if up > 0 else "top",
+        fontsize=8,
+        color=color,
+        parse_math=False,
+        arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5} if abs(up) > _DISTANCES[1] else None,
+    )
 
 
 def _box(left: float, bottom: float, right: float, top: float) -> Any:
