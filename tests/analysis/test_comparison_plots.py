@@ -16,6 +16,11 @@ def figures(monkeypatch):
     kept = []
 
     def keep(figure, path):
+        renderer = figure.canvas.get_renderer()
+        texts = [text for axes in figure.axes for text in labels(axes)]
+        for text in texts:
+            text.update_positions(renderer)
+        figure.boxes = {text: Text.get_window_extent(text, renderer) for text in texts}  # without lines to points
         kept.append(figure)
         save_figure(figure, path)
 
@@ -48,9 +53,7 @@ def test_every_model_has_a_name_that_can_be_read(figures, tmp_path, crowd):
     for axes in figure.axes:
         texts = labels(axes)
         assert sorted(text.get_text() for text in texts) == sorted(NAMES)
-        for text in texts:
-            text.update_positions(figure.canvas.get_renderer())
-        boxes = [Text.get_window_extent(text) for text in texts]  # without the lines that lead to them
+        boxes = [figure.boxes[text] for text in texts]
         for i, box in enumerate(boxes):
             assert not any(box.overlaps(other) for other in boxes[:i])
             assert (axes.bbox.x0 <= box.x0, box.x1 <= axes.bbox.x1) == (True, True)
