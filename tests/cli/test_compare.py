@@ -61,7 +61,7 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     folder = Path("runs/compare-reviews")
     assert f"report    {folder}/report.md" in lines
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
-        "accuracy.png",
+        "frontier.png",
         "curves.png",
         "costs.png",
         "report.md",

@@ -191,6 +191,7 @@ def test_everything_is_in_the_json(tmp_path):
     assert hsa["validation"] == {"0.001": 0.4, "0.01": 0.9, "0.1": 0.4}
     assert hsa["accuracy"] == pytest.approx(0.85)
     assert hsa["accuracy_std"] == pytest.approx(0.05)
+    assert hsa["folder"] == "hsa/0.01/0"
     assert hsa["test_milliseconds"] == pytest.approx(20)
     assert [(run["seed"], run["accuracy"], run["epochs"]) for run in hsa["runs"]] == [
         (0, 0.8, 1),
@@ -206,7 +207,7 @@ def test_everything_is_in_the_json(tmp_path):
 def test_the_report_and_its_pictures(tmp_path):
     found = comparison(HSA, FLAT, lost("deepsets"), costs=COSTS)
     pictures = found.write(tmp_path)
-    assert [picture.name for picture in pictures] == ["accuracy.png", "curves.png", "costs.png"]
+    assert [picture.name for picture in pictures] == ["frontier.png", "curves.png", "costs.png"]
     for picture in pictures:
         with Image.open(picture) as image:
             assert min(image.size) > 300
@@ -215,7 +216,7 @@ def test_the_report_and_its_pictures(tmp_path):
         "# tiny: hsa, flat, deepsets\n",
         "| hsa | 1,000 | 0.01 | 0.8500 ± 0.0500 |",
         f"- {found.findings()[0]}\n",
-        "![accuracy](accuracy.png)\n",
+        "![frontier](frontier.png)\n",
         "| model | 0.001 | 0.01 | 0.1 |\n",
         "| hsa | 0.4000 | 0.9000 | 0.4000 |\n",
         "| deepsets | diverged | diverged | diverged |\n",

@@ -202,6 +202,7 @@ class Comparison:
         score = "accuracy" if self.prepared.test.classes else "r2"
         second = "f1" if self.prepared.test.classes else "mean_absolute_error"
         return found | {
+            "folder": str(model.runs[0].folder(Path())),
             "parameters": model.results[0].parameters,
             score: statistics.fmean(model.scores),
             f"{score}_std": statistics.stdev(model.scores) if len(model.scores) > 1 else None,
@@ -265,7 +266,7 @@ class Comparison:
                 ]
                 for name, cost in self.cost_of.items()
             }
-            pictures += [folder / "accuracy.png", folder / "curves.png"]
+            pictures += [folder / "frontier.png", folder / "curves.png"]
             plot_frontiers(pictures[0], panels, f"test {self.score}", self.prepared.name)
             plot_curves(pictures[1], {m.model: m.results[0].history for m in self.finished}, self.score)
         if self.costs:
