@@ -259,9 +259,9 @@ def test_the_margin_is_what_chance_does():
 
 
 def test_margins():
-    assert margin([0.5], [0.5], 400) == pytest.approx(1.96 * math.sqrt(0.5 / 400))
+    assert margin([0.5], [0.5], 400) == pytest.approx(1.96 * math.sqrt(0.5 / 402), rel=1e-4)
     assert margin([0.5, 0.5], [0.5, 0.5], 400) == pytest.approx(margin([0.5], [0.5], 400))
-    assert margin([1.0, 1.0], [1.0, 1.0], 400) == 0
+    assert margin([1.0], [1.0], 6) == pytest.approx(1.96 * math.sqrt(2 * 7 / 8 * 1 / 8 / 8), rel=1e-4)  # not certain
     seeds = margin([0.4, 0.6], [0.5, 0.5], None)
     assert seeds == pytest.approx(4.303 * 0.1)  # two degrees of freedom; 0.1² = 0.02 / 2
     assert margin([0.4, 0.6], [0.5, 0.5], 400) == pytest.approx(math.hypot(seeds, margin([0.5], [0.5], 400)))

@@ -94,9 +94,9 @@ def test_the_table():
 
 def test_what_it_means():
     assert comparison(HSA, FLAT, DEEPSETS).findings() == [
-        "hsa against flat: +14.0 points (within chance: ± 28.6 for 17 test examples and 3 seeds), 4.0 × fewer attention "
+        "hsa against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer attention "
         "operations, trains 2.0 × faster",
-        "hsa against deepsets: +24.0 points (within chance: ± 29.9 for 17 test examples and 3 seeds), trains 4.0 × as long",
+        "hsa against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), trains 4.0 × as long",
         "on the frontier of accuracy against training time: hsa, deepsets",
     ]
 
@@ -113,7 +113,7 @@ def test_more_than_chance():
 def test_one_seed():
     found = comparison(compared("hsa", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
     assert found.columns()[1][0][3] == "0.8000"
-    assert "(within chance: ± 28.9 for 17 test examples and one seed)" in found.findings()[0]
+    assert "(within chance: ± 28.3 for 17 test examples and one seed)" in found.findings()[0]
     assert found.to_json()["models"][0]["accuracy_std"] is None
 
 

@@ -29,8 +29,11 @@ def margin(first: Sequence[float], second: Sequence[float], examples: int | None
         return None
     spread = math.sqrt(sum(statistics.variance(scores) / len(scores) for scores in seeds))
     by_seeds = _student(freedom) * spread if freedom else 0.0
-    means = [statistics.fmean(scores) for scores in (first, second)]
-    by_examples = 0.0 if examples is None else 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / examples)
+    if examples is None:
+        return by_seeds
+    # One right and one wrong answer more (Agresti and Caffo, 2000): that a few were all right does not make it certain.
+    shares = [(examples * statistics.fmean(scores) + 1) / (examples + 2) for scores in (first, second)]
+    by_examples = _NORMAL * math.sqrt(sum(p * (1 - p) for p in shares) / (examples + 2))
     return math.hypot(by_seeds, by_examples)
 
 
