@@ -3,6 +3,7 @@
 import pytest
 
 from hsa.analysis.memory import extra_memory
+from hsa.analysis.timing import median_seconds
 from hsa.errors import InvalidInput
 from hsa.fidelity import timing
 from hsa.fidelity.timing import Timed, lengths_up_to, time_model
@@ -46,9 +47,9 @@ def test_a_row_for_each_length(monkeypatch, memory):
 
 def test_it_stops_when_time_is_up_but_not_before_two():
     calls = []
-    timing._median(lambda: calls.append(1), repeats=50, seconds=0.0)
+    median_seconds(lambda: calls.append(1), repeats=50, most=0.0)
     assert len(calls) == 2
-    timing._median(lambda: calls.append(1), repeats=5, seconds=60.0)
+    median_seconds(lambda: calls.append(1), repeats=5, most=60.0)
     assert len(calls) == 7
 
 
