@@ -104,6 +104,7 @@ class Round:
     has_leaves: bool
     earlier: tuple[int, ...]  # rounds whose parents are among the members
     buckets: tuple[Bucket, ...]
+    rows: Tensor | None  # [entries] those of all buckets, concatenated; None: those of the only one
     member_order: (
         Tensor | None
     )  # [members] among the buckets' entries, concatenated; None: those of one bucket, in order
@@ -130,8 +131,11 @@ class Round:
 
     def split(self, source: Tensor) -> list[Tensor]:
         """The source as one `[families, size, …]` tensor per bucket."""
-        rows = (source if b.rows is None else source.index_select(0, b.rows) for b in self.buckets)
-        return [x.unflatten(0, (b.families, b.size)) for b, x in zip(self.buckets, rows, strict=True)]
+        rows = self.buckets[0].rows if self.rows is None else self.rows
+        # One gather for all: each bucket's own would have a gradient as large as the source.
+        entries = source if rows is None else source.index_select(0, rows)
+        parts = entries.split([b.families * b.size for b in self.buckets])
+        return [x.unflatten(0, (b.families, b.size)) for b, x in zip(self.buckets, parts, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The members' rows, in order, from one `[families, size, …]` tensor per bucket."""
@@ -315,6 +319,7 @@ def _build_round(
         has_leaves=len(leaf_members) > 0,
         earlier=earlier,
         buckets=tuple(buckets),
+        rows=torch.cat([b.rows for b in buckets if b.rows is not None]) if len(buckets) > 1 else None,
         member_order=None if len(buckets) == 1 and not (entries < 0).any() else tensor(entry_of_member),
         parent_order=tensor(np.argsort(np.concatenate(parent_order))) if len(buckets) > 1 else None,
     )
