@@ -40,11 +40,11 @@ def test_as_many_parameters_as_the_first(name, reference):
 
 
 def test_han_has_the_levels_of_the_data():
-    for depth in (1, 2, 3):
+    for depth, levels in ((1, 1), (2, 2), (3, 3), (5, 3)):
         forest = prepared(depth).train.batch.hierarchy
         found = encoder_config("han", MODEL, DocumentOptions(), forest)
-        assert found.levels == depth
-        assert found.head_dim == 16 // depth  # together the channels of one layer
+        assert found.levels == levels
+        assert found.head_dim == 16 // levels  # together the channels of one layer
     assert encoder_config("han", MODEL, DocumentOptions(levels=1, level_encoder="gru"), forest).encoder == "gru"
 
 

@@ -16,15 +16,20 @@ from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.training.options import DocumentOptions, ModelOptions
 
 
+_LEVELS = 3
+"""Words, sentences, paragraphs; with more, models of equal size would have next to no feed-forward networks."""
+
+
 def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy) -> HanConfig:
-    """By default with as many levels as half of the documents have: higher ones would hardly be trained.
+    """By default with as many levels as half of the documents have, but at most 3: higher ones share the third's weights.
 
     Levels that attend each have projections of their own, so that channels are divided among them: together they have as
     many as one layer of other models.
     """
     levels = documents.levels
     if levels is None:
-        levels = max(1, int(np.median(hierarchy.structure.height[: hierarchy.num_trees])))  # roots come first
+        usual = int(np.median(hierarchy.structure.height[: hierarchy.num_trees]))  # roots come first
+        levels = min(max(1, usual), _LEVELS)
     channels = model.head_dim or model.width // model.heads
     config = HanConfig(
         width=model.width,

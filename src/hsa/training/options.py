@@ -110,7 +110,7 @@ class DocumentOptions:
     Args:
         level_encoder: For han: what encodes the members of a family: attention or gru.
         levels: For han: levels with weights of their own, from the leaves up; those above share the last one's. By default
-            as many as half of the documents have.
+            as many as half of the documents have, at most 3.
         layout: For hat: where cross-segment layers stand: interleaved, early, late, ad-hoc, a published one (I1, I2, I3, EC1,
             EC2, LC1, LC2), or a pattern such as SSC.
         segment: For hat and transformer-xl: tokens per segment.
