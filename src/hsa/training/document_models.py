@@ -15,7 +15,6 @@ from hsa.models.hat import HatConfig, HatEncoder, layout_pattern
 from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.training.options import DocumentOptions, ModelOptions
 
-
 _LEVELS = 3
 """Words, sentences, paragraphs; with more, models of equal size would have next to no feed-forward networks."""
 

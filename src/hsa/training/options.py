@@ -111,15 +111,15 @@ class DocumentOptions:
         level_encoder: For han: what encodes the members of a family: attention or gru.
         levels: For han: levels with weights of their own, from the leaves up; those above share the last one's. By default
             as many as half of the documents have, at most 3.
-        layout: For hat: where cross-segment layers stand: interleaved, early, late, ad-hoc, a published one (I1, I2, I3, EC1,
-            EC2, LC1, LC2), or a pattern such as SSC.
+        layout: For hat: where cross-segment layers stand: interleaved, early, late, ad-hoc, a published one (I1, I2, I3,
+            EC1, EC2, LC1, LC2), or a pattern such as SSC.
         segment: For hat and transformer-xl: tokens per segment.
         segment_level: For hat: 0 for fixed windows; 1: sentences are the segments, or whatever leaf families are; 2: what is
             above these.
         memory: For transformer-xl: tokens of earlier segments that are remembered.
         test_memory: For transformer-xl: the same after training; as in training by default.
-        warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name. Its tokenizer reads the texts, its
-            weights learn at a tenth of the learning rate.
+        warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name. Its tokenizer reads the texts,
+            its weights learn at a tenth of the learning rate.
     """
 
     level_encoder: LevelEncoder = "attention"
