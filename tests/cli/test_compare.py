@@ -66,6 +66,7 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
         "costs.png",
         "report.md",
         "comparison.json",
+        "first.json",
     }
     before = json.loads((folder / "comparison.json").read_text())
     assert [cost["length"] for cost in before["costs"]] == [16, 32, 16, 32]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hsa import Hierarchy, collate
 from hsa.errors import InvalidInput
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters
-from hsa.models.hat import PUBLISHED, STYLES, HatConfig, HatEncoder, check_levels, layout_pattern
+from hsa.models.hat import HatConfig, HatEncoder, check_levels
+from hsa.models.hat_layouts import PUBLISHED, STYLES, layout_pattern
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
 from hsa.signals import Leaf, Sequence, Signal

@@ -248,12 +248,13 @@ def test_students_distribution(freedom):
     assert 2 * scale * float(np.trapezoid(density, t)) == pytest.approx(0.95, abs=2e-4)
 
 
-def test_the_margin_is_what_chance_does():
+@pytest.mark.parametrize("seeds", [(3, 3), (1, 3), (2, 5)])
+def test_the_margin_is_what_chance_does(seeds):
     """Of two equally good models, one in twenty pairs of samples lies further apart."""
     generator = np.random.default_rng(0)
     wide = 0
     for _ in range(2000):
-        first, second = (generator.normal(0.7, 0.05, 3).tolist() for _ in range(2))
+        first, second = (generator.normal(0.7, 0.05, n).tolist() for n in seeds)
         wide += abs(np.mean(first) - np.mean(second)) > margin(first, second, None)
     assert 0.025 < wide / 2000 < 0.075
 
@@ -265,7 +266,7 @@ def test_margins():
     seeds = margin([0.4, 0.6], [0.5, 0.5], None)
     assert seeds == pytest.approx(4.303 * 0.1)  # two degrees of freedom; 0.1² = 0.02 / 2
     assert margin([0.4, 0.6], [0.5, 0.5], 400) == pytest.approx(math.hypot(seeds, margin([0.5], [0.5], 400)))
-    assert margin([0.4, 0.6], [0.5], None) == pytest.approx(12.706 * 0.1)
+    assert margin([0.4, 0.6], [0.5], None) == pytest.approx(12.706 * math.sqrt(0.02 * 1.5))
 
 
 def test_results_of_before_have_no_memory(tmp_path):
@@ -275,3 +276,11 @@ def test_results_of_before_have_no_memory(tmp_path):
     del found["peak_memory"]
     (folder / RESULT).write_text(json.dumps(found))
     assert Result.load(folder).peak_memory is None
+
+
+def test_the_first_model_stays_first(tmp_path):
+    compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
+    with pytest.raises(InvalidInput, match="flat first, in a comparison that began with deepsets"):
+        compare(tmp_path, Plan(("flat", "deepsets"), (1e-2,), (0,)), resume=True)
+    found = compare(tmp_path, Plan(("deepsets", "flat"), (1e-2,), (0,)), resume=True)
+    assert [one.model for one in found] == ["deepsets", "flat"]

@@ -117,6 +117,18 @@ def test_one_seed():
     assert found.to_json()["models"][0]["accuracy_std"] is None
 
 
+def test_equal_minutes_are_no_cost():
+    first, second = compared("hsa", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
+    found = comparison(first, second)
+    timed = replace(found, recipe=replace(found.recipe, training=replace(found.recipe.training, minutes=1.0)))
+    assert "training" in found.frontiers()["flat"]  # 3 s against 60
+    assert not any("training" in costs for costs in timed.frontiers().values())
+    lines = timed.findings()
+    assert "on the frontier of accuracy against test time: hsa" in lines
+    assert "flat trained for less than 1 minutes: epochs or patience ended first" in lines
+    assert not any("minutes" in line for line in found.findings())
+
+
 def test_numbers():
     first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hsa", "flat"))
     found = comparison(first, second, task="regression", seeds=(0, 1))
@@ -124,7 +136,7 @@ def test_numbers():
     assert header[3:5] == ["R²", "error"]
     assert rows[0][3:5] == ["0.1000 ± 0.8485", "2.0000"]
     assert found.findings()[0].startswith(
-        "hsa against flat: R² +0.000 (within chance: ± 3.651 for 17 test examples and 2"
+        "hsa against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
     )
     assert found.findings()[1] == "on the frontier of R² against training time: hsa, flat"
     model = found.to_json()["models"][0]

@@ -80,6 +80,15 @@ def test_options_that_mean_nothing(name, value):
     assert getattr(DocumentOptions(**{name: value + 1}), name) == value + 1
 
 
+def test_more_that_does_not_fit():
+    with pytest.raises(InvalidInput, match="layout: given 'interlaced'"):
+        DocumentOptions(layout="interlaced")
+    with pytest.raises(InvalidInput, match=r"'hat\+talking', expected hat: how its heads are fused is part of it"):
+        check_models(["hat+talking"])
+    with pytest.raises(InvalidInput, match="heads that divide the width"):
+        encoder_config("han", ModelOptions(width=16, heads=3), DocumentOptions(), prepared(2).train.batch.hierarchy)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("hats", "hat"), ("transformerxl", "transformer-xl"), ("Han", "han"), ("hsa-tokens", "hsa-token")],

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from hsa.cli.comparison_bar import ComparisonBar
 from hsa.cli.progress import say_where
-from hsa.cli.runs import NAMED, completed, quicker, read_data, run_folder
+from hsa.cli.runs import NAMED, completed, quicker, read_data, run_folder, words
 from hsa.errors import InvalidInput
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.recipe import Recipe
@@ -57,7 +57,7 @@ def compare(
 
     Without DATA: which package of the Python standard library does a class or function come from?
 
-    With --minutes, every run trains for as long: --epochs is then 100 and --patience 0, unless they are given.
+    With --minutes, every run trains for as long, but for at most 100 epochs: --patience is then 0, unless it is given.
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
@@ -78,7 +78,7 @@ def compare(
     from hsa.training.loop import Interrupted
 
     console = Console(stderr=json)
-    recipe = _recipe(Recipe(data, _words(models), read, model, training, documents=documents), quick)
+    recipe = _recipe(Recipe(data, words(models), read, model, training, documents=documents), quick)
     plan = _plan(recipe, rates, seeds, quick)  # wrong names are told before the data are read
     accelerator = make_accelerator(recipe.training, cpu=cpu)
     folder = run_folder(recipe, out, resume, kind="compare-")
@@ -100,15 +100,6 @@ def compare(
         print((folder / JSON).read_text(encoding="utf-8"), end="")
         return
     _show(console, found, folder, pictures)
-
-
-def _words(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Lists with commas as well as without: each word once.
-
-    >>> _words(("hsa,flat", "deepsets", "hsa"))
-    ('hsa', 'flat', 'deepsets')
-    """
-    return tuple(dict.fromkeys(word for words in given for word in words.split(",") if word))
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
@@ -148,7 +139,7 @@ def _plan(recipe: Recipe, rates: tuple[str, ...], seeds: int, quick: bool) -> Pl
     if seeds < 1:
         raise InvalidInput("seeds", given=seeds, expected="1 or more")
     first = recipe.training.seed
-    return Plan(recipe.models, tuple(map(_rate, _words(rates))), tuple(range(first, first + seeds)))
+    return Plan(recipe.models, tuple(map(_rate, words(rates))), tuple(range(first, first + seeds)))
 
 
 def _rate(word: str) -> float:

@@ -105,7 +105,7 @@ class TrainingBar:
         self.validation = found
         if not self.console.is_terminal:  # a log, not a screen
             self.console.print(
-                f"{self.name:<10}  loss {record.loss:.3f}  {found}  {record.seconds:.1f} s", highlight=False
+                f"{self.name:<14}  loss {record.loss:.3f}  {found}  {record.seconds:.1f} s", highlight=False
             )
 
     def done(self) -> None:

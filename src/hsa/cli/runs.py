@@ -20,8 +20,17 @@ if TYPE_CHECKING:
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
 """The options that stand on the command line, which override those of a recipe even where they equal the default."""
-_CHECKPOINTS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt")
+_CHECKPOINTS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/diverged.json")
 """Where `hsa train` and `hsa compare` have theirs."""
+
+
+def words(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Lists with commas as well as without: each word once.
+
+    >>> words(("hsa,flat", "deepsets", "hsa"))
+    ('hsa', 'flat', 'deepsets')
+    """
+    return tuple(dict.fromkeys(word for part in given for word in part.split(",") if word))
 
 
 def is_recipe(data: Path | None) -> bool:

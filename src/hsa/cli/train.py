@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from hsa.cli.progress import TrainingBar, say_where
-from hsa.cli.runs import NAMED, completed, is_recipe, no_time_limit, quicker, read_data, run_folder
+from hsa.cli.runs import NAMED, completed, is_recipe, no_time_limit, quicker, read_data, run_folder, words
 from hsa.training.options import (
     DataOptions,
     DocumentOptions,
@@ -81,8 +81,7 @@ def train(
     """
     from rich.console import Console
 
-    models = tuple(name for names in models for name in names.split(","))
-    recipe = _recipe(Recipe(data, models, read, model, training, language, seq2seq, match3, documents), quick)
+    recipe = _recipe(Recipe(data, words(models), read, model, training, language, seq2seq, match3, documents), quick)
     console = Console(stderr=False)
     if recipe.read.task in ("lm", "seq2seq"):
         no_time_limit(recipe)
@@ -192,11 +191,12 @@ def _run(
 def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:
     from rich.text import Text
 
+    from hsa.analysis.tables import print_table
     from hsa.training.report import report_lines, result_table, write_report
 
     pictures = write_report(folder, recipe, prepared, results)
     console.print()
-    console.print(result_table(results))
+    print_table(console, result_table(results))
     console.print()
     for line in report_lines(prepared, results):
         console.print(Text(line))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 def margin(first: Sequence[float], second: Sequence[float], examples: int | None) -> float | None:
     """How far the means of two lists of scores differ by chance, in 19 of 20 cases; None where one cannot know.
 
-        √( (t · spread of the means over seeds)² + (1.96 · spread of the two accuracies over test examples)² )
+        √( (t · spread of the difference over seeds)² + (1.96 · spread of the two accuracies over test examples)² )
 
     Both models answer the same test examples and tend to err on the same ones, so that the second part is rather too large.
 
@@ -27,8 +27,10 @@ def margin(first: Sequence[float], second: Sequence[float], examples: int | None
     freedom = sum(len(scores) - 1 for scores in seeds)
     if not freedom and examples is None:
         return None
-    spread = math.sqrt(sum(statistics.variance(scores) / len(scores) for scores in seeds))
-    by_seeds = _student(freedom) * spread if freedom else 0.0
+    by_seeds = 0.0
+    if freedom:  # a spread that both share, so that one seed of a model is as uncertain as one of the other
+        shared = sum((len(scores) - 1) * statistics.variance(scores) for scores in seeds) / freedom
+        by_seeds = _student(freedom) * math.sqrt(shared * (1 / len(first) + 1 / len(second)))
     if examples is None:
         return by_seeds
     # One right and one wrong answer more (Agresti and Caffo, 2000): that a few were all right does not make it certain.

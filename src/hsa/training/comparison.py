@@ -14,13 +14,13 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import ModelConfig
 from hsa.training import checkpoint
-from hsa.training.experiment import Result, check_models, model_config, train_model
+from hsa.training.experiment import RESULT, Result, check_models, model_config, train_model
 from hsa.training.loop import Diverged, Interrupted, Watcher, fingerprint
 from hsa.training.options import TrainingOptions
 from hsa.training.prepare import Prepared
 from hsa.training.recipe import Recipe
 
-DIVERGED = "diverged.json"
+DIVERGED, FIRST = "diverged.json", "first.json"
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ def compare_models(
     configs = {
         name: model_config(prepared, recipe.model, name, plan.models[0], recipe.documents) for name in plan.models
     }
+    _check_first(folder, plan.models[0], accelerator)
     done = 0
 
     def run(model: str, rate: float, seed: int) -> Run:
@@ -188,6 +189,22 @@ def compare_models(
         return ended
 
     return [_compare(model, plan, run) for model in plan.models if only is None or model in only]
+
+
+def _check_first(folder: Path, first: str, accelerator: Any) -> None:
+    """The first model sets the size of all: it must stay what it was."""
+    path = folder / FIRST
+    was = read_json(path, "the first model of a comparison")["model"] if path.is_file() else None
+    accelerator.wait_for_everyone()  # all have looked
+    if was is None and accelerator.is_main_process:
+        write_json(path, {"model": first})
+    if was not in (None, first):
+        raise InvalidInput(
+            "models",
+            given=f"{first} first, in a comparison that began with {was}",
+            expected=f"{was} first: all others are as large as it",
+            fix="add models after it, or compare into another folder",
+        )
 
 
 def _compare(model: str, plan: Plan, run: Callable[[str, float, int], Run]) -> Compared:
@@ -213,9 +230,10 @@ def _run(
     note = folder / DIVERGED
     # As JSON gives it back, which knows no tuples.
     now = json.loads(json.dumps(fingerprint(config, options, prepared.train, prepared.validation)))
-    if resume and note.is_file():
+    if resume and note.is_file() and not (folder / RESULT).is_file():
         checkpoint.check_same(note, read_json(note, "why a run ended")["training"], now)
         return begun
+    note.unlink(missing_ok=True)
     try:
         result = train_model(
             begun.model, config, prepared, options, folder, accelerator, resume=resume, watcher=watcher

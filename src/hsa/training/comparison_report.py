@@ -63,11 +63,9 @@ class Comparison:
 
     @property
     def cost_of(self) -> dict[str, Callable[[Compared], float]]:
-        return {
-            "training": lambda model: model.training_seconds,
-            "test": self.milliseconds,
-            "operations": lambda model: model.operations,
-        }
+        training: dict[str, Callable[[Compared], float]] = {"training": lambda model: model.training_seconds}
+        others = {"test": self.milliseconds, "operations": lambda model: model.operations}
+        return others if self.recipe.training.minutes else training | others  # all train for as many minutes
 
     def frontiers(self) -> dict[str, list[str]]:
         """For every model the costs for which no other model beats it."""
@@ -121,8 +119,9 @@ class Comparison:
         if self.finished:
             first, *others = self.finished
             lines += [self._against(first, other) for other in others]
-            best = [name for name, costs in self.frontiers().items() if "training" in costs]
-            lines.append(f"on the frontier of {self.score} against training time: {', '.join(best)}")
+            cost = next(iter(self.cost_of))
+            best = [name for name, costs in self.frontiers().items() if cost in costs]
+            lines.append(f"on the frontier of {self.score} against {cost} time: {', '.join(best)}")
         return lines + self._remarks()
 
     def _against(self, first: Compared, other: Compared) -> str:
@@ -132,7 +131,8 @@ class Comparison:
         unit = 100 if classes else 1
         gained = f"{unit * better:+.1f} points" if classes else f"R² {better:+.3f}"
         seeds = min(len(first.scores), len(other.scores))
-        basis = f"{n:,} test examples and {seeds} seeds" if seeds > 1 else f"{n:,} test examples and one seed"
+        basis = f"{seeds} seeds" if seeds > 1 else "one seed"
+        basis = f"{n:,} test examples and {basis}" if classes else f"{basis}, whatever the test examples"
         if by_chance is None:
             sure = "one seed does not tell whether by chance"
         else:
@@ -159,6 +159,12 @@ class Comparison:
                 lines.append(f"{model.model} diverged at every rate; try lower ones")
                 continue
             lines += [f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}" for run in model.diverged]
+        minutes = self.recipe.training.minutes
+        early = [model.model for model in self.finished if model.training_seconds < 0.95 * 60 * minutes]
+        if early:
+            lines.append(
+                f"{', '.join(early)} trained for less than {minutes:g} minutes: epochs or patience ended first"
+            )
         sizes = {model.model: model.results[0].parameters for model in self.finished}
         meant = next(iter(sizes.values()), 0)
         for name, size in sizes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from hsa.hierarchy import Hierarchy
 from hsa.models import han, hat
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig, HatEncoder, layout_pattern
+from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.hat_layouts import layout_pattern
 from hsa.models.transformer_xl import TransformerXLConfig
+from hsa.nn.sizes import check_sizes
 from hsa.training.options import DocumentOptions, ModelOptions
 
 _LEVELS = 3
@@ -29,6 +32,7 @@ def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
     if levels is None:
         usual = int(np.median(hierarchy.structure.height[: hierarchy.num_trees]))  # roots come first
         levels = min(max(1, usual), _LEVELS)
+    check_sizes(model)  # whose heads must fit before they are divided
     channels = model.head_dim or model.width // model.heads
     config = HanConfig(
         width=model.width,
@@ -75,6 +79,7 @@ def pretrained_parameters(encoder: nn.Module) -> list[nn.Parameter]:
     return encoder.pretrained_parameters() if isinstance(encoder, HatEncoder) else []
 
 
+@lru_cache(maxsize=1)  # asked for its sizes, then for its weights
 def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
     from hsa.huggingface.hat import warm_start
 

@@ -70,6 +70,8 @@ def changes(name: str) -> dict[str, Any]:
     {'operator': 'flat', 'fusion': 'talking'}
     """
     base, plus, fusion = name.partition("+")
+    if plus and base in DOCUMENT_MODELS:
+        raise InvalidInput("models", given=repr(name), expected=f"{base}: how its heads are fused is part of it")
     if base not in MODELS:
         raise unknown_model(name, [*MODELS, *DOCUMENT_MODELS])
     if plus and fusion not in get_args(FusionName):

@@ -19,13 +19,13 @@ from hsa.nn.attention import counting_operations
 from hsa.signals import Leaf, Signal
 from hsa.signals import Sequence as Row
 from hsa.signals.windows import in_windows
-from hsa.training.data_set import DataSet
 from hsa.training.prepare import Prepared
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 LONGEST_PASS = 1.0
 """Seconds: a model that takes longer is not measured at greater lengths."""
 _REPEATS = 5
+_AT_ONCE = 64  # documents that are read from the data set together
 
 
 def length_costs(
@@ -45,7 +45,8 @@ def length_costs(
         longest_pass: seconds; a model that takes longer is not measured at greater lengths.
         watch: is told the model and the length that come next.
     """
-    documents = {length: document for length in lengths if (document := document_of(prepared, length)) is not None}
+    longest = _row_of_parts(prepared, max(lengths, default=1))
+    documents = {length: document for length in lengths if (document := _cut(longest, length, prepared)) is not None}
     found = []
     for name, folder in folders.items():
         model, _ = load_model(folder, accelerator.device)
@@ -99,24 +100,32 @@ def document_of(prepared: Prepared, length: int) -> Batch | None:
     """
     if length < 1:
         raise InvalidInput("length", given=length, expected="1 or more")
+    return _cut(_row_of_parts(prepared, length), length, prepared)
+
+
+def _row_of_parts(prepared: Prepared, length: int) -> Signal | Leaf:
+    """Documents in a row, of so many leaves or more; the longest one where they cannot be put in a row."""
     data = prepared.train
     if "sequence" not in prepared.kinds:
-        longest = int(data.lengths.argmax())
-        (only,) = uncollate(data.batch.select([longest]))
-        return _cut(only, length, prepared) if data.lengths[longest] >= length else None
+        (only,) = uncollate(data.batch.select([int(data.lengths.argmax())]))
+        return only
     parts: list[Signal | Leaf] = []
     leaves = 0
-    for i in cycle(range(len(data))):
-        own = _parts(data, i)
-        parts += own
-        leaves += sum(part.num_leaves if isinstance(part, Signal) else 1 for part in own)
-        if leaves >= length:
-            break
-    return _cut(Signal(Row(len(parts)), parts), length, prepared)
+    for first in cycle(range(0, len(data), _AT_ONCE)):
+        for signal in uncollate(data.batch.select(range(first, min(first + _AT_ONCE, len(data))))):
+            own = _parts(signal)
+            parts += own
+            leaves += sum(map(_size, own))
+            if leaves >= length:
+                return Signal(Row(len(parts)), parts)
+    raise AssertionError("a cycle has no end")
 
 
-def _parts(data: DataSet, example: int) -> tuple[Signal | Leaf, ...]:
-    (signal,) = uncollate(data.batch.select([example]))
+def _size(signal: Signal | Leaf) -> int:
+    return signal.num_leaves if isinstance(signal, Signal) else 1
+
+
+def _parts(signal: Signal | Leaf) -> tuple[Signal | Leaf, ...]:
     if isinstance(signal, Leaf) or not isinstance(signal.domain, Row) or signal.values is not None:
         return (signal,)
     members = tuple(signal.members)
@@ -124,6 +133,9 @@ def _parts(data: DataSet, example: int) -> tuple[Signal | Leaf, ...]:
 
 
 def _cut(signal: Signal | Leaf, length: int, prepared: Prepared) -> Batch | None:
+    """Its first leaves; None where it has fewer, or a grid that cannot be cut."""
+    if _size(signal) < length:
+        return None
     cut = signal.first(length) if isinstance(signal, Signal) and signal.num_leaves > length else signal
     if cut is None:
         return None

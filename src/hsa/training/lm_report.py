@@ -55,6 +55,8 @@ def lm_lines(results: list[LmResult]) -> list[str]:
             f"{first.model} against {other.model}: perplexity {change:+.1f}% on {first.test_tokens:,} test tokens "
             f"(one seed), {times} attention operations"
         )
+    if any(result.model == TRANSFORMER_XL for result in results):
+        lines.append(f"{TRANSFORMER_XL} reads the test text as one stream with a memory; others begin every block anew")
     return lines
 
 

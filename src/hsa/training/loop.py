@@ -177,10 +177,11 @@ class Trainer:
         try:
             with stop_politely() as stop:
                 while state.step or not self._is_over():  # an epoch that has begun is validated
-                    if self._train_epoch(stop):
-                        self._finish_epoch()
-                    if (peak := self.memory.so_far()) is not None:
+                    whole = self._train_epoch(stop)
+                    if (peak := self.memory.so_far()) is not None:  # before validation, which is no training
                         state.peak_memory = max(peak, state.peak_memory or 0.0)
+                    if whole:
+                        self._finish_epoch()
                     self._save()
                     if any(self._agree(stop())):
                         raise Interrupted(self._how_to_resume())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hsa.errors import InvalidInput
+from hsa.models.hat_layouts import layout_pattern
 from hsa.nn.fusion_names import FusionName
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -136,6 +137,7 @@ class DocumentOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInput(name, given=value, expected=f"{least} or more")
+        layout_pattern(self.layout, layers=1)  # says what does not fit
         if self.level_encoder not in get_args(LevelEncoder):
             expected = f"one of {', '.join(get_args(LevelEncoder))}"
             raise InvalidInput("level_encoder", given=self.level_encoder, expected=expected)
