@@ -5,10 +5,11 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.models.classifier import HierarchicalClassifier, count_parameters
+from hsa.models.hat import HatConfig, HatEncoder
 from hsa.nn.embedding import Modality
 from hsa.signals import Sequence, Signal
 from hsa.training.data_set import Example, build
-from hsa.training.document_models import DOCUMENT_MODELS
+from hsa.training.document_models import DOCUMENT_MODELS, start_warm
 from hsa.training.experiment import check_models, encoder_config, model_config
 from hsa.training.options import DocumentOptions, ModelOptions
 from hsa.training.prepare import Columns, Prepared, Reading
@@ -78,6 +79,24 @@ def test_options_that_mean_nothing(name, value):
     with pytest.raises(InvalidInput, match=f"{name}: given {value}, expected {value + 1} or more"):
         DocumentOptions(**{name: value})
     assert getattr(DocumentOptions(**{name: value + 1}), name) == value + 1
+
+
+def test_what_hat_starts_from_is_loaded_once(monkeypatch):
+    asked = []
+
+    def warm_start(name, **options):
+        asked.append(name)
+        config = HatConfig(width=32, heads=2, layers=1, segment=5, warm_start=name)
+        return config, HatEncoder(config, {"text": Modality(tokens=11)}).state_dict()
+
+    monkeypatch.setattr("hsa.huggingface.hat.warm_start", warm_start)
+    options = DocumentOptions(segment=5, warm_start="a model")
+    config = encoder_config("hat", MODEL, options, prepared(2).train.batch.hierarchy)
+    encoder = HatEncoder(config, {"text": Modality(tokens=11)})
+    fresh = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    start_warm(encoder)
+    assert asked == ["a model"]
+    assert not torch.equal(encoder.state_dict()["marks.weight"], fresh["marks.weight"])
 
 
 def test_more_that_does_not_fit():

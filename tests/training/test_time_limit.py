@@ -159,6 +159,14 @@ def test_memory_is_measured_and_goes_on(tmp_path):
     assert again.progress.peak_memory == peak
 
 
+def test_the_highest_peak_counts(monkeypatch):
+    peaks = iter([5.0, 9.0, 7.0])
+    monkeypatch.setattr("hsa.training.loop.PeakMemory.so_far", lambda memory: next(peaks, 1.0))
+    run = trainer()
+    assert len(run.fit()) > 2
+    assert run.progress.peak_memory == 9
+
+
 def test_less_than_no_time():
     with pytest.raises(InvalidInput, match=r"^minutes: given -1, expected 0 or more$"):
         TrainingOptions(minutes=-1)

@@ -100,16 +100,14 @@ def train(
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
-    if is_recipe(given.data):
+    if is_recipe(given.data) or given.read.task in ("classification", "regression"):
         given = completed(given)
     elif given.read.task == "lm":
         given = _lm_recipe(given, quick)
     elif given.read.task == "seq2seq":
         given = _seq2seq_recipe(given)
-    elif given.read.task == "match3":
-        given = _match3_recipe(given)
     else:
-        given = completed(given)
+        given = _match3_recipe(given)
     if quick:
         given = quicker(given)
         few = min(given.match3.sequences, _QUICK_SEQUENCES)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
-from hsa.models.encoders import AnyEncoderConfig, build_encoder, encoder_from_dict, known_fields
+from hsa.models.encoders import AnyEncoderConfig, build_encoder, encoder_from_dict
+from hsa.models.known_fields import known_fields
 from hsa.nn.embedding import Modality
 from hsa.nn.inputs import Inputs
 from hsa.nn.pooling import GlobalPool, GlobalPooling

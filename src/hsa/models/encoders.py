@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from hsa.errors import InvalidInput
 from hsa.models.han import HanConfig, HanEncoder
 from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.known_fields import known_fields
 from hsa.models.transformer_xl import TransformerXLConfig, TransformerXLEncoder
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
@@ -53,16 +53,3 @@ def encoder_from_dict(data: Mapping[str, Any]) -> AnyEncoderConfig:
     if "windows" in given:
         given["windows"] = tuple(given["windows"])
     return kind(**known_fields(kind, given))
-
-
-def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the data, if a configuration has all of these fields."""
-    unknown = set(data) - {f.name for f in fields(kind)}
-    if unknown:
-        raise InvalidInput(
-            kind.__name__,
-            given=f"the unknown field {sorted(unknown)[0]!r}",
-            expected="a configuration of this version of hsa",
-            fix="was it saved by a newer version?",
-        )
-    return dict(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hsa.errors import InvalidInput
 from hsa.growth import check_branching, grown
 from hsa.hierarchy import Hierarchy
+from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
 from hsa.nn.causal_attention import CausalAttention, CausalFlat, CausalFound, CausalMultiscale
 from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise, inner_width
@@ -151,15 +152,7 @@ class LanguageModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
-        unknown = set(data) - {f.name for f in fields(LanguageModelConfig)}
-        if unknown:
-            raise InvalidInput(
-                "LanguageModelConfig",
-                given=f"the unknown field {sorted(unknown)[0]!r}",
-                expected="a configuration of this version of hsa",
-                fix="was it saved by a newer version?",
-            )
-        given = dict(data)
+        given = known_fields(LanguageModelConfig, data)
         given["branching"] = tuple(given.get("branching", LanguageModelConfig.branching))
         given["closes"] = {int(token): int(height) for token, height in given.get("closes", {}).items()}
         if not isinstance(given.get("attention", ""), str):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
-from hsa.models.encoders import encoder_from_dict, known_fields
+from hsa.models.encoders import encoder_from_dict
+from hsa.models.known_fields import known_fields
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, check_logits
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.embedding import Modality

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hsa.attention.cache.interface import Memory
 from hsa.errors import InvalidInput
-from hsa.models.encoders import known_fields
+from hsa.models.known_fields import known_fields
 from hsa.models.language_model import check_length, check_texts
 from hsa.models.transformer_xl import SegmentMemory, TransformerXLLayers, check_segments
 from hsa.nn.decoder import Activation, initialise, inner_width

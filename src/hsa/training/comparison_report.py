@@ -211,7 +211,7 @@ class Comparison:
             "folder": str(model.runs[0].folder(Path())),
             "parameters": model.results[0].parameters,
             score: statistics.fmean(model.scores),
-            f"{score}_std": statistics.stdev(model.scores) if len(model.scores) > 1 else None,
+            f"{score}_std": _spread(model.scores),
             second: model.mean(self._second),
             "operations": model.operations,
             "training_seconds": model.training_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from hsa.hierarchy import Hierarchy
 from hsa.models import han, hat
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig, HatEncoder
+from hsa.models.hat import HatConfig, HatEncoder, Returns
 from hsa.models.hat_layouts import layout_pattern
 from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.nn.sizes import check_sizes
@@ -37,7 +38,7 @@ def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
     config = HanConfig(
         width=model.width,
         heads=model.heads,
-        head_dim=max(1, channels // max(1, levels)),
+        head_dim=max(1, channels // levels),
         layers=model.layers,
         levels=levels,
         dropout=model.dropout,
@@ -79,18 +80,20 @@ def pretrained_parameters(encoder: nn.Module) -> list[nn.Parameter]:
     return encoder.pretrained_parameters() if isinstance(encoder, HatEncoder) else []
 
 
-@lru_cache(maxsize=1)  # asked for its sizes, then for its weights
 def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
+    """What a configuration starts from: the sizes that has, whatever the configuration's own, and its weights."""
+    names = ("warm_start", "layout", "segment", "segment_level", "returns", "dropout")
+    return _warm_start(*(getattr(config, name) for name in names))
+
+
+@lru_cache(maxsize=1)  # asked for its sizes, then for its weights
+def _warm_start(
+    name: str, layout: str, segment: int, segment_level: int, returns: Returns, dropout: float
+) -> tuple[HatConfig, dict[str, Tensor]]:
     from hsa.huggingface.hat import warm_start
 
-    assert config.warm_start is not None
     return warm_start(
-        config.warm_start,
-        layout=config.layout,
-        segment=config.segment,
-        segment_level=config.segment_level,
-        returns=config.returns,
-        dropout=config.dropout,
+        name, layout=layout, segment=segment, segment_level=segment_level, returns=returns, dropout=dropout
     )
 
 
@@ -98,15 +101,13 @@ def transformer_xl_encoder(
     model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
 ) -> TransformerXLConfig:
     """Reads whatever tree as one sequence."""
-    return TransformerXLConfig(
-        width=model.width,
-        heads=model.heads,
-        layers=model.layers,
-        dropout=model.dropout,
-        segment=documents.segment,
-        memory=documents.memory,
-        test_memory=documents.test_memory,
-    )
+    return TransformerXLConfig(**transformer_xl_sizes(model, documents, documents.segment))
+
+
+def transformer_xl_sizes(model: ModelOptions, documents: DocumentOptions, segment: int) -> dict[str, Any]:
+    """What the classifier and the language model have in common."""
+    shared = {name: getattr(model, name) for name in ("width", "heads", "layers", "dropout")}
+    return {**shared, "segment": segment, "memory": documents.memory, "test_memory": documents.test_memory}
 
 
 DOCUMENT_MODELS: dict[str, Callable[[ModelOptions, DocumentOptions, Hierarchy], AnyEncoderConfig]] = {

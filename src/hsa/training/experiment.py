@@ -79,11 +79,13 @@ def changes(name: str) -> dict[str, Any]:
     return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
 
 
-def unknown_model(name: str, known: Iterable[str]) -> InvalidInput:
-    """What is wrong with a name, and which one may have been meant."""
-    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
-    fix = f"did you mean {close[0]!r}?" if close else None
-    return InvalidInput("models", given=repr(name), expected=f"some of {', '.join(known)}", fix=fix)
+def unknown_model(name: str, known: Sequence[str], task: str | None = None) -> InvalidInput:
+    """What is wrong with a name, and which one may have been meant; `task`: where only it has just these."""
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    expected = f"some of {', '.join(known)}" + ("" if task is None else f", for the task {task}")
+    return InvalidInput(
+        "models", given=repr(name), expected=expected, fix=f"did you mean {close[0]!r}?" if close else None
+    )
 
 
 def check_models(names: Iterable[str]) -> None:

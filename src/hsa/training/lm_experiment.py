@@ -20,6 +20,7 @@ from hsa.models.language_models import AnyLanguageConfig, build_language_model
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
 from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig
 from hsa.signals.readers.tokens import load_tokenizer
+from hsa.training.document_models import transformer_xl_sizes
 from hsa.training.experiment import RESULT, unknown_model
 from hsa.training.lm_data import LmData
 from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, reader_of, train_language_model
@@ -58,9 +59,7 @@ def check_lm_models(names: Iterable[str]) -> None:
     known = (*LM_MODELS, TRANSFORMER_XL)
     for name in names:
         if name not in known:
-            unknown = unknown_model(name, known)
-            expected = f"{unknown.expected}, for the task lm"
-            raise InvalidInput(unknown.where, given=unknown.given, expected=expected, fix=unknown.fix)
+            raise unknown_model(name, known, "lm")
 
 
 def language_model_config(
@@ -79,13 +78,7 @@ def language_model_config(
     if name == TRANSFORMER_XL:
         sizes = TransformerXLLanguageConfig(
             vocabulary=data.tokenizer.get_vocab_size(),
-            width=model.width,
-            heads=model.heads,
-            layers=model.layers,
-            dropout=model.dropout,
-            segment=language.context,
-            memory=documents.memory,
-            test_memory=documents.test_memory,
+            **transformer_xl_sizes(model, documents, language.context),
             max_length=language.max_length,
         )
         return as_large_as(language_model_config(data, model, language, "hsa"), sizes)

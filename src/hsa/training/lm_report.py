@@ -11,6 +11,7 @@ from hsa.files import write_text
 from hsa.training.lm_data import LmData
 from hsa.training.lm_experiment import TRANSFORMER_XL, LmResult
 from hsa.training.recipe import Recipe
+from hsa.training.report import fewer_operations
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,11 +50,9 @@ def lm_lines(results: list[LmResult]) -> list[str]:
     lines = []
     for other in results[1:]:
         change = 100 * (first.perplexity / other.perplexity - 1)
-        ratio = other.operations / first.operations
-        times = f"{ratio:.1f} × fewer" if ratio >= 1 else f"{1 / ratio:.1f} × more"
         lines.append(
             f"{first.model} against {other.model}: perplexity {change:+.1f}% on {first.test_tokens:,} test tokens "
-            f"(one seed), {times} attention operations"
+            f"(one seed){fewer_operations(first.operations, other.operations)}"
         )
     if any(result.model == TRANSFORMER_XL for result in results):
         lines.append(f"{TRANSFORMER_XL} reads the test text as one stream with a memory; others begin every block anew")

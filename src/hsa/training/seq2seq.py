@@ -23,6 +23,7 @@ from hsa.nn.encoder import EncoderConfig
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.data_set import batches_by_tokens
+from hsa.training.experiment import unknown_model
 from hsa.training.lm_loop import precision
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
@@ -85,9 +86,7 @@ class _Progress:
 def check_seq2seq_models(names: Iterable[str]) -> None:
     for name in names:
         if name not in MODELS:
-            raise InvalidInput(
-                "models", given=repr(name), expected=f"some of {', '.join(MODELS)}, for the task seq2seq"
-            )
+            raise unknown_model(name, list(MODELS), "seq2seq")
 
 
 def seq2seq_config(
