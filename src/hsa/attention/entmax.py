@@ -72,7 +72,7 @@ def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 def _sparsemax(z: Tensor, n: Tensor) -> Tensor:
     """τ = (Σ n z − 1) / Σ n over the support, which is a head of the sorted entries."""
-    shifted, order, count = _sorted(z, n)
+    shifted, count = _sorted(z, n)
     total, first = count.cumsum(-1), (count * shifted).cumsum(-1)
     tau = (first - 1) / total
     threshold = _last(tau, (shifted > tau) & (count > 0))
@@ -81,7 +81,7 @@ def _sparsemax(z: Tensor, n: Tensor) -> Tensor:
 
 def _entmax15(z: Tensor, n: Tensor) -> Tensor:
     """n (z/2 − τ)₊²: over a head of the sorted entries, Σ n (x − τ)² = 1 is a quadratic equation."""
-    shifted, order, count = _sorted(z / 2, n)
+    shifted, count = _sorted(z / 2, n)
     total, first, second = count.cumsum(-1), (count * shifted).cumsum(-1), (count * shifted**2).cumsum(-1)
     mean = first / total
     spread = second - first * mean  # Σ n (x − mean)²
@@ -95,11 +95,11 @@ def _top(z: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0)
 
 
-def _sorted(z: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted(z: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Falling entries, less the largest; hidden ones have no weight."""
     shifted, order = (z - _top(z)).sort(-1, descending=True)
     count = n.expand_as(z).gather(-1, order).masked_fill(shifted == -math.inf, 0)
-    return shifted.masked_fill(shifted == -math.inf, 0), order, count
+    return shifted.masked_fill(shifted == -math.inf, 0), count
 
 
 def _last(tau: Tensor, inside: Tensor) -> Tensor:
