@@ -9,6 +9,7 @@ log Σ n e^z. Written with c, which stays where it is as α → 1, in place of t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -102,30 +103,39 @@ def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 def _threshold(z: Tensor, n: Tensor, squared: bool) -> Tensor:
     """α = 1.5 (`squared`) or 2, by τ = (α − 1) c − 1: u = [(α − 1) z − τ]₊ needs no logarithms. Overwrites z."""
-    z = z.div_(2) if squared else z
+    z = z.mul_(0.5) if squared else z
     tau = _from_below((z - (n.rsqrt() if squared else 1 / n)).amax(-1, keepdim=True))
+    u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     for _ in range(STEPS):
-        u = (z - tau).clamp_(min=0)
-        weighted = n * u
-        total = (weighted * u if squared else weighted).sum(-1, keepdim=True)
-        slope = weighted.sum(-1, keepdim=True) if squared else (n * u.sign()).sum(-1, keepdim=True)
+        torch.sub(z, tau, out=u).clamp_(min=0)
+        if squared:
+            torch.mul(u, n, out=counted)
+            torch.mul(u, counted, out=p)
+        else:
+            torch.mul(u, n, out=p)
+            torch.sign(u, out=counted).mul_(n)
+        total, slope = p.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)
         above = total.clamp(min=1)
         now = tau + (above - above.sqrt() if squared else above - 1) / _positive(slope)
         if not _goes_on(total, now, tau):
             break
         tau = now
-    return (weighted.mul_(u) if squared else weighted).div_(_positive(total))
+    return p.div_(_positive(total))
 
 
 def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     """Any α, by c, with logarithms that keep their digits for α → 1."""
     order, largest = alpha - 1, alpha if alpha.ndim == 0 else alpha.amax(-1, keepdim=True)
+    eps, tiny = torch.finfo(z.dtype).eps, torch.finfo(z.dtype).tiny
     c = _from_below((z + deformed_log(n, alpha)).amax(-1, keepdim=True))
+    u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     for _ in range(STEPS):
-        outside = (z - c).mul_(order).clamp_(min=-1)  # u − 1, at least −1
-        p = outside.log1p().div_(order).exp_().mul_(n)
-        total = p.sum(-1, keepdim=True)
-        slope = (p / _positive(outside.add_(1))).sum(-1, keepdim=True)
+        torch.sub(z, c, out=u).mul_(order).clamp_(min=eps - 1)  # u − 1
+        # Logarithms and exponentials of numbers near 0 and −∞ take ten to a hundred times as long as others.
+        torch.log1p(u, out=p).div_(order).clamp_(min=math.log(tiny)).exp_().mul_(n)
+        p.mul_(torch.sign(u.add_(1 - eps), out=counted))  # 0 where u is
+        torch.div(p, u.add_(eps), out=counted)
+        total, slope = p.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)
         above = total.clamp(min=1)
         now = c + above * deformed_log(above, largest) / _positive(slope)
         if not _goes_on(total, now, c):
@@ -135,8 +145,9 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _goes_on(total: Tensor, now: Tensor, before: Tensor) -> bool:
-    """Some row has not come to its solution, and moves."""
-    return bool(((total > 1 + 4 * torch.finfo(total.dtype).eps) & (now > before)).any())
+    """Some row has not come to its solution, and moves by more than rounding."""
+    eps = torch.finfo(total.dtype).eps
+    return bool(((total > 1 + 4 * eps) & (now - before > 2 * eps * before.abs())).any())
 
 
 def _from_below(x: Tensor) -> Tensor:
