@@ -190,11 +190,11 @@ class _Entmax(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_n = (density * centred).sum_to_size(n.shape)
         if ctx.needs_input_grad[2]:
-            d_alpha = (p * _minus_square(log_u) / (alpha - 1) ** 2 * centred).sum_to_size(alpha.shape)
+            d_alpha = (p * minus_square(log_u) / (alpha - 1) ** 2 * centred).sum_to_size(alpha.shape)
         return s * centred, d_n, d_alpha
 
 
-def _minus_square(x: Tensor) -> Tensor:
+def minus_square(x: Tensor) -> Tensor:
     """1 − x − e^{−x}, by its series −x²/2 + x³/6 − … where the three nearly cancel."""
     series = torch.zeros_like(x)
     for k in range(11, 1, -1):
