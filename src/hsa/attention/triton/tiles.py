@@ -101,6 +101,28 @@ def tiles(hierarchy: Hierarchy) -> Tiles:
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
 
 
+def inside_weights(hierarchy: Hierarchy, power: int, weighted: bool, include_self: bool, causal: bool) -> Tensor:
+    """`[rows above the leaves]` what counts as one more entry of a row's entmax: keys that a leaf sees inside, or 1 or 0.
+
+    With `causal` leaf i of n sees i keys: the number m whose deformed logarithm is the mean of theirs. With r = `power` that is
+    m^{−1/r} = mean of i^{−1/r}.
+    """
+
+    def build() -> Tensor:
+        plan = levels(hierarchy)
+        assert plan is not None
+        count = plan.leaf_count[plan.num_leaves :]
+        inside = count if include_self else count - 1
+        if not weighted:
+            inside = inside > 0
+        elif causal:
+            order = np.arange(1, count.max(initial=1) + 1)
+            inside = (order / np.cumsum(order ** (-1 / power)))[count - 1] ** power
+        return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
+
+    return hierarchy.cached(("inside", power, weighted, include_self, causal), build)
+
+
 def _build(hierarchy: Hierarchy) -> Tiles:
     plan = levels(hierarchy)
     assert plan is not None
