@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hsa.attention.arguments import is_checking
+from hsa.errors import NonFinite
+
 STEPS = 64
 """Newton steps at most. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so that these are enough for float64; rows of
 attention take 3 to 8."""
@@ -37,6 +40,11 @@ def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     >>> entmax(z, torch.ones(3), torch.tensor(2.0))  # sparsemax
     tensor([[0.6000, 0.4000, 0.0000]])
     """
+    if is_checking() and not bool((z < math.inf).all()):
+        raise NonFinite(
+            "entmax: a logit is +∞ or no number, though queries, keys and positions are finite; make them smaller, or use a "
+            "dtype with a larger range"
+        )
     return _Entmax.apply(z, n, alpha)
 
 
