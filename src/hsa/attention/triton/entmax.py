@@ -10,8 +10,8 @@ falls, so that Newton's steps from below never pass the root and supports only s
 (Michelot 1986), which ends at the right support; for r = 2 a support of equal entries takes one step. They begin at the
 largest u − n^{−1/r}, the root of an entry that is alone, and take 3 to 7 for random logits.
 
-**Precision.** u is taken from there first. What matters then is of the size of n^{−1/r}, and differences of logits keep their
-digits however large logits and counts are. What Σ p still misses of 1 is divided out.
+**Precision.** u is taken from there first. What matters then is of the size of n^{−1/r}, and differences of logits keep
+their digits however large logits and counts are. What Σ p still misses of 1 is divided out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,20 @@ CLOSE = tl.constexpr(2e-6)
 """Σ p − 1 that is rounding: the sum of a row of 128 entries is no more exact."""
 
 
+HUGE = tl.constexpr(1e38)
+SMALL = tl.constexpr(32)
+"""Up to this size, to ask whether all rows are done costs as much as a step: two are taken before."""
+
+
 @triton.jit
 def _times(x, n, COUNTED: tl.constexpr):
     return x * n if COUNTED else x
+
+
+@triton.jit
+def _sign(x):
+    """1 where x is positive, for x that is never negative, in two instructions; comparisons would run out of predicates."""
+    return tl.minimum(x * HUGE, 1.0)
 
 
 @triton.jit
@@ -38,21 +49,22 @@ def _root(n, POWER: tl.constexpr):
 
 
 @triton.jit
-def _solved(u, n, POWER: tl.constexpr, COUNTED: tl.constexpr):
+def _solved(u, n, POWER: tl.constexpr, COUNTED: tl.constexpr, SIZE: tl.constexpr):
     """(u − τ)₊, τ and Σ n (u − τ)₊^r of every row [GROUPS, SIZE, SIZE]; zeros in rows without an entry."""
     alone = _root(n, POWER) if COUNTED else 1.0
     base = tl.max(u - alone, 2)
     base = tl.where(base == float("-inf"), 0.0, base)
     u = u - base[:, :, None]
     step = tl.zeros_like(base)  # from the base to τ
+    total = step
     going = tl.full((), 1, tl.int32)
     while going > 0:
-        for _ in tl.static_range(2):  # to ask whether all rows are done costs as much as a step
+        for _ in tl.static_range(2 if SIZE <= SMALL else 1):
             x = tl.maximum(u - step[:, :, None], 0.0)
             if POWER == 1:
                 total = tl.sum(_times(x, n, COUNTED), 2)
                 excess = total - 1.0
-                slope = tl.sum(_times(tl.where(x > 0, 1.0, 0.0), n, COUNTED), 2)
+                slope = tl.sum(_times(_sign(x), n, COUNTED), 2)
             else:
                 weighted = _times(x, n, COUNTED)
                 total = tl.sum(weighted * x, 2)
@@ -63,9 +75,21 @@ def _solved(u, n, POWER: tl.constexpr, COUNTED: tl.constexpr):
             moving = (total > 1.0 + CLOSE) & (further > step)
             step = tl.where(moving, further, step)
         going = tl.max(moving.to(tl.int32))
-    x = tl.maximum(u - step[:, :, None], 0.0)
-    total = tl.sum(_times(x if POWER == 1 else x * x, n, COUNTED), 2)
-    return x, base + step, total
+    return tl.maximum(u - step[:, :, None], 0.0), base + step, total  # nothing moved in the end: the total is that of x
+
+
+@triton.jit
+def _keys_seen(
+    u, n, valid, COUNTED: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr,
+    SINGLE: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """[GROUPS, SIZE] Σ n over what is not hidden; in a family of leaves it is known without looking."""
+    if LEAVES and SINGLE:
+        if CAUSAL:
+            return tl.zeros(valid.shape, tl.float32) + (tl.arange(0, SIZE)[None, :] + 1.0)
+        size = tl.sum(tl.where(valid, 1.0, 0.0), 1)[:, None]
+        return tl.zeros(valid.shape, tl.float32) + (size if INCLUDE_SELF else size - 1.0)
+    return tl.sum(_times(tl.where(u > float("-inf"), 1.0, 0.0), n, COUNTED), 2)
 
 
 @triton.jit
@@ -94,14 +118,14 @@ def sparse_weights(
         u = tl.where(own, tl.where(full, inner * (1.0 / POWER), float("-inf"))[:, :, None], u)
         n = tl.where(own, tl.where(full, inside, 1.0)[:, :, None], count[:, None, :])
     COUNTED: tl.constexpr = WEIGHTED and not LEAVES
-    x, threshold, total = _solved(u, n, POWER, COUNTED)
+    x, threshold, total = _solved(u, n, POWER, COUNTED, SIZE)
     empty = total == 0
     part = 1.0 / tl.where(empty, 1.0, total)
-    slope = _times(tl.where(x > 0, 1.0, 0.0) if POWER == 1 else x, n, COUNTED)
-    weights = slope * x * part[:, :, None]
+    slope = _times(_sign(x) if POWER == 1 else x, n, COUNTED)
+    weights = _times(x if POWER == 1 else x * x, n, COUNTED) * part[:, :, None]
     value = POWER * threshold + (POWER / (POWER + 1)) * tl.sum(weights * x, 2)
     if WEIGHTED:
-        seen = tl.sum(_times(tl.where(u > float("-inf"), 1.0, 0.0), n, COUNTED), 2)
+        seen = _keys_seen(u, n, valid, COUNTED, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, SIZE)
         value += (POWER * POWER / (POWER + 1)) * _root(tl.where(empty, 1.0, seen), POWER)
     else:
         value += POWER * POWER / (POWER + 1)

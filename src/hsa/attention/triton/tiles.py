@@ -104,7 +104,7 @@ def tiles(hierarchy: Hierarchy) -> Tiles:
 def inside_weights(hierarchy: Hierarchy, power: int, weighted: bool, include_self: bool, causal: bool) -> Tensor:
     """`[rows above the leaves]` what counts as one more entry of a row's entmax: keys that a leaf sees inside, or 1 or 0.
 
-    With `causal` leaf i of n sees i keys: the number m whose deformed logarithm is the mean of theirs. With r = `power` that is
+    With `causal` leaf i of n sees i keys: the number m whose deformed logarithm is the mean of theirs. For r = `power` it is
     m^{−1/r} = mean of i^{−1/r}.
     """
 
