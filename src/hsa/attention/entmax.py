@@ -40,11 +40,6 @@ def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     >>> entmax(z, torch.ones(3), torch.tensor(2.0))  # sparsemax
     tensor([[0.6000, 0.4000, 0.0000]])
     """
-    if is_checking() and not bool((z < math.inf).all()):
-        raise NonFinite(
-            "entmax: a logit is +∞ or no number, though queries, keys and positions are finite; make them smaller, or use a "
-            "dtype with a larger range"
-        )
     return _Entmax.apply(z, n, alpha)
 
 
@@ -95,6 +90,11 @@ def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     """
     if z.numel() == 0:
         return torch.zeros_like(z)
+    if is_checking() and not bool((z < math.inf).all()):
+        raise NonFinite(
+            "entmax: a logit is +∞ or no number, though queries, keys and positions are finite; make them smaller, or use a "
+            "dtype with a larger range"
+        )
     single = float(alpha.flatten()[0]) if alpha.numel() == 1 or bool((alpha == alpha.flatten()[0]).all()) else None
     step = max(1, len(z) * CHUNK // z.numel()) if z.ndim > 1 and z.device.type == "cpu" else len(z)
     p = torch.empty_like(z, memory_format=torch.contiguous_format)
