@@ -13,10 +13,10 @@ from hsa.attention.dispatch import Backend, choose
 from hsa.attention.hierarchical import levelwise, reference, sparse, sparse_reference
 from hsa.attention.hierarchical.family import family_attention_named
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
-from hsa.attention.normalizers import Entmax, no_entmax, resolve_normalizer
+from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available
-from hsa.attention.triton.reasons import hierarchical_reasons
+from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -62,8 +62,8 @@ def _run_triton(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    reasons = no_entmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
-    reasons += no_mixing(arguments)
+    reasons = available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    reasons += entmax_reasons(arguments["normalizer"]) + no_mixing(arguments)
     if arguments["family_attention"] != "exact":
         reasons.append("it has its own attention inside families: family_attention must be 'exact'")
     if reasons:

@@ -57,7 +57,7 @@ def hierarchical_attention(
     if normalizer is None:
         return forward(*common, None, 0, True)[0]
     power, weighted = POWERS[float(normalizer.alpha)], normalizer.counts == "weighted"
-    inside = inside_weights(hierarchy, power, weighted, include_self, causal)
+    inside = inside_weights(hierarchy, weighted, include_self, causal)
     return forward(*common, inside, power, weighted)[0]
 
 

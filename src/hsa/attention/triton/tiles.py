@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.hierarchical.inside import keys_inside
 from hsa.attention.triton.levels import Levels, families, levels
 from hsa.hierarchy import Hierarchy
 
@@ -101,26 +102,17 @@ def tiles(hierarchy: Hierarchy) -> Tiles:
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
 
 
-def inside_weights(hierarchy: Hierarchy, power: int, weighted: bool, include_self: bool, causal: bool) -> Tensor:
-    """`[rows above the leaves]` what counts as one more entry of a row's entmax: keys that a leaf sees inside, or 1 or 0.
-
-    With `causal` leaf i of n sees i keys: the number m whose deformed logarithm is the mean of theirs. For r = `power` it is
-    m^{−1/r} = mean of i^{−1/r}.
-    """
+def inside_weights(hierarchy: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
+    """`[rows above the leaves]` weights of the insides in entmax: their keys, or (not `weighted`) 1; 0 if there are none."""
 
     def build() -> Tensor:
         plan = levels(hierarchy)
         assert plan is not None
-        count = plan.leaf_count[plan.num_leaves :]
-        inside = count if include_self else count - 1
-        if not weighted:
-            inside = inside > 0
-        elif causal:
-            order = np.arange(1, count.max(initial=1) + 1)
-            inside = (order / np.cumsum(order ** (-1 / power)))[count - 1] ** power
+        inside = keys_inside(hierarchy, include_self, causal)[plan.node[plan.num_leaves :]]
+        inside = inside if weighted else inside > 0
         return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
 
-    return hierarchy.cached(("inside", power, weighted, include_self, causal), build)
+    return hierarchy.cached(("inside", weighted, include_self, causal), build)
 
 
 def _build(hierarchy: Hierarchy) -> Tiles:
