@@ -99,33 +99,34 @@ def _softmax(logits: list[Tensor]) -> list[Tensor]:
 
 
 def _entmax(logits: list[Tensor], counts: list[int], alphas: list[Tensor]) -> list[Tensor]:
-    """n [1/α + (α − 1)(z − λ)]₊^{1/(α − 1)}, with the λ at which they sum to 1, found by halving.
+    """p = n u₊^{1/(α − 1)}, u = 1 + (α − 1)(z + 1 − 1/α − c), with the c at which they sum to 1, found by halving.
 
-    The multiplier λ gets the gradient of one Newton step from there.
+    Here c gets the gradient of one Newton step from there.
     """
-    numbers = [(z.item(), n, a.item()) for z, n, a in zip(logits, counts, alphas, strict=True) if z > -math.inf]
+    levelled = [z + (1 - 1 / a) for z, a in zip(logits, alphas, strict=True)]
+    numbers = [(z.item(), n, a.item()) for z, n, a in zip(levelled, counts, alphas, strict=True) if z > -math.inf]
     if not numbers:
         return [torch.zeros_like(z) for z in logits]
 
-    def slope(at: float, power: int) -> float:
-        """Σ n […]₊^{1/(α − 1) − power}: the sum of the weights, or minus its derivative."""
-        inside = ((n, 1 / a + (a - 1) * (z - at), a) for z, n, a in numbers)
-        return sum(n * x ** (1 / (a - 1) - power) for n, x, a in inside if x > 0)
+    def total(c: float, power: int) -> float:
+        """Σ n u₊^{1/(α − 1) − power}: the sum of the weights, or minus its derivative."""
+        inside = ((n, (a - 1) * (z - c), a) for z, n, a in numbers)
+        return sum(n * math.exp(math.log1p(x) * (1 / (a - 1) - power)) for n, x, a in inside if x > -1)
 
-    low = max(z for z, _, _ in numbers) - 1  # at which one entry alone has all the weight or more
-    high = low + 1 + math.log(sum(counts))
+    low = max(z for z, _, _ in numbers)  # at which one entry alone has all the weight or more
+    high = low + math.log(sum(counts))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle, 0) >= 1 else (low, middle)
+        low, high = (middle, high) if total(middle, 0) >= 1 else (low, middle)
 
-    def weights(at: float | Tensor) -> list[Tensor]:
-        inside = [1 / a + (a - 1) * (z - at) for z, a in zip(logits, alphas, strict=True)]
+    def weights(c: float | Tensor) -> list[Tensor]:
+        inside = [(a - 1) * (z - c) for z, a in zip(levelled, alphas, strict=True)]
         return [
-            n * x ** (1 / (a - 1)) if x > 0 else torch.zeros_like(x)
+            n * (x.log1p() / (a - 1)).exp() if x > -1 else torch.zeros_like(x)
             for x, n, a in zip(inside, counts, alphas, strict=True)
         ]
 
-    return weights(low + (torch.stack(weights(low)).sum() - 1) / slope(low, 1))
+    return weights(low + (torch.stack(weights(low)).sum() - 1) / total(low, 1))
 
 
 def _alpha(normalizer: Entmax, hierarchy: Hierarchy, node: int, head: int, dtype: torch.dtype) -> Tensor:
