@@ -288,20 +288,18 @@ def _entries(
 
 def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool, dtype: torch.dtype) -> Entries:
     """Args: `inside` `[families, size]` keys that a leaf of each member sees inside it; `mask` of the siblings."""
-    one = torch.ones(1, 1, 1, 1, dtype=dtype, device=mask.device)
     if bucket.is_leaf is None:  # every entry is one key
         keys = mask[:, 0].sum(-1).clamp(min=1).to(dtype)
-        return Entries(one, None, None if bool(mask.all()) else ~mask, None, keys)
+        return Entries(None, None, None if bool(mask.all()) else ~mask, None, keys)
     has_inside = ((inside > 0) & ~bucket.is_leaf)[:, None]
     own = torch.eye(bucket.size, dtype=torch.bool, device=mask.device) & has_inside[..., None]
-    counts = one.double() if bucket.log_count is None else bucket.log_count.exp().round()
-    weight = torch.where(own, inside[:, None, :, None], counts).expand_as(own)
+    counts = inside.new_ones(()) if bucket.log_count is None else bucket.log_count.exp().round()
+    weight = torch.where(own, inside[:, None, :, None], counts)
     hidden = ~(mask | own)
     keys = weight.masked_fill(hidden, 0).sum(-1)[:, 0].clamp(min=1).to(dtype)
-    weight, bias = weight.masked_fill(hidden, 1), None
-    if not weighted:
-        weight, bias = one, _once(weight.masked_fill(own, 1).log().to(dtype))
-    return Entries(_once(weight.to(dtype)), bias, _once(hidden), _once(has_inside), _once(keys))
+    weight = _once(weight.masked_fill(hidden, 1)).to(dtype)
+    bias = None if weighted else _once(weight.masked_fill(own, 1).log())
+    return Entries(weight if weighted else None, bias, _once(hidden), _once(has_inside), _once(keys))
 
 
 def _once(rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ The inside of a member is one more entry of its row. A member is not its own sib
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hsa.attention.entmax import minus_square, solve
-from hsa.attention.softmax import chunks, part_of
+from hsa.attention.softmax import part_of
+
+CHUNK = 2**17
+"""Logits in flight on the CPU, with what is made of them: beyond the caches, fresh memory costs more than the arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
     """What a bucket's rows consist of. Leading dimension 1 where all families are alike."""
 
-    weight: Tensor  # [families or 1, 1, size, size] or [1, 1, 1, 1]: keys that an entry stands for
-    bias: Tensor | None  # likewise: to add to the logits of siblings
+    weight: Tensor | None  # [families or 1, 1, size, size]: keys that an entry stands for; None: one each
+    bias: Tensor | None  # likewise: to add to the logits of siblings; None: nothing
     hidden: Tensor | None  # [families or 1, 1, size, size]; None: nothing
     inside: Tensor | None  # [families or 1, 1, size] members with an inside; None: no one
     keys: Tensor  # [families or 1, size] those that a row sees, all in all; 1 where there are none
@@ -68,12 +72,19 @@ def weights(
     size = q.shape[:3]
     p = q.new_empty(*size, size[2], dtype=dtype)
     values, down = q.new_empty(size, dtype=dtype), q.new_empty(size, dtype=dtype)
-    for part in chunks(q, k):
+    for part in _chunks(q):
         some = entries.part(part)
         rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
         values[part] = _value(rows, alpha)
         p[part], down[part] = _split(rows, some)
     return p, values, down
+
+
+def _chunks(q: Tensor) -> Iterator[slice]:
+    """Families whose logits stay in the cache."""
+    families, heads, size, _ = q.shape
+    step = max(1, CHUNK // max(heads * size**2, 1)) if q.device.type == "cpu" else max(families, 1)
+    return (slice(begin, begin + step) for begin in range(0, families, step))
 
 
 def _of_rows(alpha: Tensor) -> Tensor:
@@ -100,14 +111,13 @@ def _shifted(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _solve(q: Tensor, k: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float) -> Rows:
     logits, top = _shifted(_logits(q, k, inside, entries, scale))
-    p = solve(logits, entries.weight, alpha)
-    # c from the largest weight, which has the most digits: p = n (1 + (α − 1)(z − c))^{1/(α − 1)}.
-    most, place = p.max(-1, keepdim=True)
-    weight = entries.weight.expand_as(p).gather(-1, place)
+    p = solve(logits, alpha.new_ones(()) if entries.weight is None else entries.weight, alpha)
+    # p/n = (1 + (α − 1)(z − c))^{1/(α − 1)} is largest where z is, and that is 0.
+    density = (p if entries.weight is None else p / entries.weight).amax(-1, keepdim=True)
     order = alpha - 1
-    c = logits.gather(-1, place) - torch.expm1(order * (most / weight).log()) / order
+    c = torch.expm1(density.log_().mul_(order)).div_(-order)
     if entries.hidden is not None:
-        c = c.masked_fill_(most == 0, 0)
+        c.masked_fill_(density == -math.inf, 0)
         logits.clamp_(min=torch.finfo(p.dtype).min / 4)  # times a weight of 0 it is 0
     return Rows(p, logits, top, c)
 
@@ -125,6 +135,20 @@ def _split(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
     down = torch.where(entries.inside, rows.down, torch.zeros_like(rows.down))
     rows.down.masked_fill_(entries.inside, 0)
     return rows.p, down
+
+
+def _densities(less: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """u = [1 + less]₊ and u^{1/(α − 1) − 1}: s of entries that stand for one key; both 0 where nothing is left."""
+    eps, tiny = torch.finfo(less.dtype).eps, torch.finfo(less.dtype).tiny
+    u = (1 + less).clamp_(min=0)
+    single = float(alpha) if alpha.ndim == 0 else None
+    if single == 1.5:
+        return u, u.clone()
+    if single == 2:
+        return u, u.sign()
+    # Logarithms and exponentials of numbers near 0 and −∞ take ten to a hundred times as long as others.
+    power = less.clamp(min=eps - 1).log1p_().mul_((2 - alpha) / (alpha - 1)).clamp_(min=math.log(tiny)).exp_()
+    return u, power.mul_(u.sign())
 
 
 class _Attend(torch.autograd.Function):
@@ -145,7 +169,7 @@ class _Attend(torch.autograd.Function):
         size = q.shape[:3]
         y = v.new_empty(*size, v.shape[-1])
         values, down, c = (q.new_empty(size, dtype=dtype) for _ in range(3))
-        for part in chunks(q, k):
+        for part in _chunks(q):
             some = entries.part(part)
             rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
             values[part], c[part] = _value(rows, alpha), rows.c.squeeze(-1)
@@ -164,14 +188,14 @@ class _Attend(torch.autograd.Function):
         d_inside = None if inside is None else torch.zeros_like(inside)
         d_alpha = torch.zeros_like(alpha) if ctx.needs_input_grad[4] else None
         order = alpha - 1
-        for part in chunks(q, k):
+        for part in _chunks(q):
             some = ctx.entries.part(part)
             queries, keys, values, above = (x[part].to(c.dtype) for x in (q, k, v, d_y))
             logits, _ = _shifted(_logits(queries, keys, part_of(inside, part), some, ctx.scale))
-            less = (logits - c[part][..., None]).mul_(order).clamp_(min=-1)  # u − 1
-            p = less.log1p().div_(order).exp_().mul_(some.weight)
-            u = 1 + less
-            s = p / u.masked_fill(p == 0, 1)
+            less = (logits - c[part][..., None]).mul_(order)  # u − 1
+            u, s = _densities(less, alpha)
+            s = s if some.weight is None else s.mul_(some.weight)
+            p = s * u
             d_p = above @ values.transpose(-1, -2)
             own = p
             if some.inside is not None:
@@ -184,8 +208,8 @@ class _Attend(torch.autograd.Function):
             d_p.sub_((s * d_p).sum(-1, keepdim=True) / total.masked_fill_(total == 0, 1))
             d_row = d_values[part][..., None]
             if d_alpha is not None:
-                bend = p * minus_square(less.log1p().masked_fill(p == 0, 0)) / order**2
-                gain = torch.where(p > 0, p * (c[part][..., None] - logits), torch.zeros_like(p))
+                bend = p * minus_square(less.masked_fill_(p == 0, 0).log1p()) / order**2
+                gain = p * less / -order  # p (c − z)
                 by_alpha = bend * d_p + d_row * (u * bend - gain / alpha) / alpha
                 d_alpha += by_alpha.sum_to_size(alpha.shape)
             d_logits = d_p.mul_(s).addcmul_(p, d_row)
