@@ -19,10 +19,9 @@ from hsa.attention.arguments import check_inputs, check_positions, repeat_heads,
 from hsa.attention.entmax import deformed_log
 from hsa.attention.hierarchical.inside import keys_inside
 from hsa.attention.hierarchical.levelwise import UpSweep, by_round, down_sweep, from_above, leaves_of, with_positions
-from hsa.attention.hierarchical.sparse_family import Entries, attend, weights
+from hsa.attention.hierarchical.sparse_family import Entries, attend, chunks, weights
 from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import Bucket, Rounds, rooted, rounds
-from hsa.attention.softmax import CHUNK
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -242,15 +241,18 @@ def _enter(out: Tensor, weight: Tensor, values: Tensor, p: Tensor | None) -> Ten
     out = out.to(torch.promote_types(values.dtype, torch.float32))
     if p is None:
         return torch.addcmul(out[:, None], values.to(out.dtype), weight[:, None, :, None])
-    result = out[:, None].expand(-1, values.shape[1], -1, -1).contiguous()
-    family, head = (weight > 0).nonzero(as_tuple=True)
-    step = max(1, CHUNK // max(values[0, :, 0].numel() + p[0, 0].numel(), 1)) if len(p) else 1
-    step = step if out.device.type == "cpu" else max(len(family), 1)
-    for begin in range(0, len(family), step):
-        f, h = family[begin : begin + step], head[begin : begin + step]
-        # [pairs, size, dim]: the heads of a family that hand nothing down to it are not looked at.
-        got = torch.baddbmm(out[f, h][:, None], p[f, h] * weight[f, h][:, None, None], values[f, :, h].to(out.dtype))
-        result[f, :, h] = got
+    result = out.new_empty(values.shape)
+    for part in chunks(p):
+        above, share, some, p_part = out[part], weight[part], values[part], p[part]
+        entered = share > 0
+        if 2 * int(entered.sum()) > entered.numel():  # to pick them costs more than it saves
+            y = (p_part @ some.transpose(1, 2).to(out.dtype)).transpose(1, 2)
+            torch.addcmul(above[:, None], y, share[:, None, :, None], out=result[part])
+            continue
+        result[part] = above[:, None]
+        f, h = entered.nonzero(as_tuple=True)
+        own = p_part[f, h] * share[f, h][:, None, None]
+        result[part][f, :, h] = torch.baddbmm(above[f, h][:, None], own, some[f, :, h].to(out.dtype))
     return result
 
 

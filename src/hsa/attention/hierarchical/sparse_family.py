@@ -72,7 +72,7 @@ def weights(
     size = q.shape[:3]
     p = q.new_empty(*size, size[2], dtype=dtype)
     values, down = q.new_empty(size, dtype=dtype), q.new_empty(size, dtype=dtype)
-    for part in _chunks(q):
+    for part in chunks(q):
         some = entries.part(part)
         rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
         values[part] = _value(rows, alpha)
@@ -80,10 +80,10 @@ def weights(
     return p, values, down
 
 
-def _chunks(q: Tensor) -> Iterator[slice]:
-    """Families whose logits stay in the cache."""
-    families, heads, size, _ = q.shape
-    step = max(1, CHUNK // max(heads * size**2, 1)) if q.device.type == "cpu" else max(families, 1)
+def chunks(rows: Tensor) -> Iterator[slice]:
+    """Families `[families, heads, size, …]` whose logits stay in the cache."""
+    families, heads, size, _ = rows.shape
+    step = max(1, CHUNK // max(heads * size**2, 1)) if rows.device.type == "cpu" else max(families, 1)
     return (slice(begin, begin + step) for begin in range(0, families, step))
 
 
@@ -169,7 +169,7 @@ class _Attend(torch.autograd.Function):
         size = q.shape[:3]
         y = v.new_empty(*size, v.shape[-1])
         values, down, c = (q.new_empty(size, dtype=dtype) for _ in range(3))
-        for part in _chunks(q):
+        for part in chunks(q):
             some = entries.part(part)
             rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
             values[part], c[part] = _value(rows, alpha), rows.c.squeeze(-1)
@@ -188,7 +188,7 @@ class _Attend(torch.autograd.Function):
         d_inside = None if inside is None else torch.zeros_like(inside)
         d_alpha = torch.zeros_like(alpha) if ctx.needs_input_grad[4] else None
         order = alpha - 1
-        for part in _chunks(q):
+        for part in chunks(q):
             some = ctx.entries.part(part)
             queries, keys, values, above = (x[part].to(c.dtype) for x in (q, k, v, d_y))
             logits, _ = _shifted(_logits(queries, keys, part_of(inside, part), some, ctx.scale))
