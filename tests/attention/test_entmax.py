@@ -141,6 +141,17 @@ def test_huge_logits(alpha, dtype, huge):
     torch.testing.assert_close(p, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 1.9, 2.0])
+@pytest.mark.parametrize("many", [1e6, 1e12])
+def test_weights_beyond_the_digits_of_float32(alpha, many):
+    """c is then as large as it can be, up to rounding, and u as good as 0."""
+    p = entmax(torch.tensor([0.0, 0.0, -1.0]), torch.tensor([many, many, 1.0]), torch.tensor(alpha))
+    torch.testing.assert_close(p, torch.tensor([0.5, 0.5, 0.0]))
+    assert entmax(torch.zeros(1), torch.tensor([many]), torch.tensor(alpha)) == 1
+    each = torch.tensor([alpha, alpha, 1.3])
+    torch.testing.assert_close(entmax(torch.zeros(3), torch.tensor([many, many, 1.0]), each).sum(), torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_hidden_entries_are_not_there(alpha):
     z, n = random_rows(1, 7)

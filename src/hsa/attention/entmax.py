@@ -136,6 +136,9 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     order, largest = alpha - 1, alpha if alpha.ndim == 0 else alpha.amax(-1, keepdim=True)
     eps, tiny = torch.finfo(z.dtype).eps, torch.finfo(z.dtype).tiny
     c = _from_below((z + deformed_log(n, alpha)).amax(-1, keepdim=True))
+    # Here the last u is as good as 0; without an end, rows of huge n could be rounded to nothing.
+    end = (1 - 4 * eps) / order
+    end = end if end.ndim == 0 or end.shape[-1] == 1 else (z + end).amax(-1, keepdim=True)
     u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     for _ in range(STEPS):
         torch.sub(z, c, out=u).mul_(order).clamp_(min=eps - 1)  # u − 1
@@ -145,7 +148,7 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
         torch.div(p, u.add_(eps), out=counted)
         total, slope = p.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)
         above = total.clamp(min=1)
-        now = c + above * deformed_log(above, largest) / _positive(slope)
+        now = (c + above * deformed_log(above, largest) / _positive(slope)).minimum(end)
         if not _goes_on(total, now, c):
             break
         c = now

@@ -30,7 +30,7 @@ def _run_gathered(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, open
     return gathered.multiscale_attention(q, k, v, hierarchy, partition=opened.partition(hierarchy), **options)
 
 
-def _run_triton(*arguments: Any, normalizer: None, **options: Any) -> Tensor:
+def _run_triton(*arguments: Any, **options: Any) -> Tensor:
     from hsa.attention.triton.multiscale import multiscale_attention
 
     with available.device_of(arguments[0]):
