@@ -126,7 +126,7 @@ def sparse_weights(
     value = POWER * threshold + (POWER / (POWER + 1)) * tl.sum(weights * x, 2)
     if WEIGHTED:
         seen = _keys_seen(u, n, valid, COUNTED, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, SIZE)
-        value += (POWER * POWER / (POWER + 1)) * _root(tl.where(empty, 1.0, seen), POWER)
+        value += (POWER * POWER / (POWER + 1)) * _root(tl.maximum(seen, 1.0), POWER)
     else:
         value += POWER * POWER / (POWER + 1)
     return weights, slope, tl.where(empty, 0.0, value)
