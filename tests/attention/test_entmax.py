@@ -165,6 +165,8 @@ def test_hidden_entries_are_not_there(alpha):
     torch.testing.assert_close(p[0, :3][:, seen], without[0, :3], rtol=0, atol=1e-12)
     assert (p[hidden == -math.inf] == 0).all()
     assert (p[1, 1] == 0).all()
+    each = torch.linspace(1.1, 1.9, 7, dtype=torch.float64)
+    assert (entmax(hidden, n, each)[hidden == -math.inf] == 0).all()
     (slope,) = torch.autograd.grad((p * z).sum(), hidden)
     assert slope.isfinite().all()
     assert (slope[hidden == -math.inf] == 0).all()

@@ -138,7 +138,7 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
     c = _from_below((z + deformed_log(n, alpha)).amax(-1, keepdim=True))
     # Here the last u is as good as 0; without an end, rows of huge n could be rounded to nothing.
     end = (1 - 4 * eps) / order
-    end = end if end.ndim == 0 or end.shape[-1] == 1 else (z + end).amax(-1, keepdim=True)
+    end = end if end.ndim == 0 or end.shape[-1] == 1 else _above((z + end).amax(-1, keepdim=True))
     u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     for _ in range(STEPS):
         torch.sub(z, c, out=u).mul_(order).clamp_(min=eps - 1)  # u − 1
