@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import converted_encoder, cpu_attention, data_pipeline, decode, gpu_attention, structures
+from benchmarks import converted_encoder, cpu_attention, data_pipeline, decode, entmax, gpu_attention, structures
 
 BENCHMARKS = {
     "converted_encoder": converted_encoder.run,
@@ -12,6 +12,7 @@ BENCHMARKS = {
     "data_pipeline": data_pipeline.run,
     "decode_cpu": decode.run_cpu,
     "decode_gpu": decode.run_gpu,
+    "entmax": entmax.run,
     "gpu_attention": gpu_attention.run,
     "structures": structures.run,
 }

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from hsa import Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
+from hsa import Entmax, Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
 from hsa.attention.cache.pooled import HierarchicalCache
 from hsa.attention.trilinear.operator import trilinear_attention
 from hsa.attention.triton import (  # noqa: F401
@@ -63,8 +63,8 @@ def inputs(tree, dtype):
     return [torch.randn(tree.num_leaves, 4, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-def compile_hierarchical(tree, dtype):
-    hierarchical_attention(*inputs(tree, dtype), tree, backend="triton").sum().backward()
+def compile_hierarchical(tree, dtype, normalizer="softmax"):
+    hierarchical_attention(*inputs(tree, dtype), tree, normalizer=normalizer, backend="triton").sum().backward()
 
 
 def compile_multiscale(tree, dtype, causal):
@@ -100,6 +100,7 @@ if __name__ == "__main__":
     prepare(int(sys.argv[1]))
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
+    compile_hierarchical(regular, torch.bfloat16, Entmax(1.5))
     compile_decoding(torch.bfloat16, 64)
     compile_trilinear(torch.bfloat16, 64, causal=False)
     if sys.argv[2] == "all":
@@ -107,7 +108,10 @@ if __name__ == "__main__":
             compile_hierarchical(regular, dtype)
             for dim in (64, 128):
                 compile_decoding(dtype, dim)
-            compile_hierarchical(Hierarchy.from_nested([[5, 20, 40], [3, 3]]), dtype)
+            mixed = Hierarchy.from_nested([[5, 20, 40], [3, 3]])
+            for normalizer in ("softmax", Entmax(1.5), Entmax(2.0)):
+                compile_hierarchical(mixed, dtype, normalizer)
+            compile_hierarchical(regular, dtype, Entmax(2.0, counts="logits"))
             for causal in (False, True):
                 compile_multiscale(Hierarchy.regular([512], (8, 2), repeat_last=True), dtype, causal)
                 for dim in (32, 64, 128):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hsa.attention.multiscale.operator import multiscale_attention
     from hsa.attention.multiscale.partition import Opened, Partition
     from hsa.attention.multiscale.queries import Queries
+    from hsa.attention.normalizers import Entmax
     from hsa.attention.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
     from hsa.batch import Batch, collate, uncollate
     from hsa.errors import HsaError
@@ -54,6 +55,7 @@ _HOMES = {
         "Partition",
     ),
     "hsa.attention.multiscale.queries": ("Queries",),
+    "hsa.attention.normalizers": ("Entmax",),
     "hsa.attention.trilinear.operator": (
         "hierarchical_trilinear_attention",
         "trilinear_attention",
@@ -75,6 +77,7 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "Entmax",
     "Flops",
     "FoundCache",
     "HeadMixing",

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, HsaError, dense_weights, energy, hierarchical_attention
-from hsa.attention.hierarchical.operator import ENERGY, HIERARCHICAL
+from hsa import Entmax, Hierarchy, HsaError, dense_weights, energy, hierarchical_attention
+from hsa.attention.hierarchical import levelwise, reference, sparse, sparse_reference
+from hsa.attention.hierarchical.operator import HIERARCHICAL
 from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl
 
 seeds = st.integers(0, 10**6)
@@ -331,17 +332,19 @@ def test_long_families_are_padded_and_masked():
 
 
 def test_backends_of_an_operator_have_one_signature():
-    for backends, operator in ((ON_THE_CPU, hierarchical_attention), (ENERGY, energy)):
-        signatures = {tuple(inspect.signature(b.run).parameters) for b in backends}
-        assert len(signatures) == 1
-        assert set(*signatures) <= set(inspect.signature(operator).parameters)
+    for backends in ((levelwise, reference), (sparse, sparse_reference)):
+        for operator in (hierarchical_attention, energy):
+            named = [getattr(backend, operator.__name__) for backend in backends]
+            signatures = {tuple(inspect.signature(run).parameters) for run in named}
+            assert len(signatures) == 1
+            assert set(*signatures) <= set(inspect.signature(operator).parameters)
 
 
 def test_refusals_list_every_backend():
     forest = Hierarchy.flat([3])
     inputs = random_inputs(forest, 0)
-    with pytest.raises(HsaError, match=r"(?s)torch: normalizer 'x'.*reference: normalizer 'x'"):
-        hierarchical_attention(*inputs, forest, normalizer="x")
+    with pytest.raises(HsaError, match=r"(?s)torch: entmax needs.*reference: entmax needs"):
+        hierarchical_attention(*inputs, forest, normalizer=Entmax(), family_attention="linear")
     with pytest.raises(HsaError, match="reference: it is the definition"):
         hierarchical_attention(*inputs, forest, backend="reference", family_attention="linear")
     with pytest.raises(HsaError, match=r"given 'cuda', expected 'auto' or one of \['triton', 'torch', 'reference'\]"):

@@ -466,7 +466,7 @@ def bad_calls():
     yield lambda: find_key_order(k, forest, chunk=0), r"chunk: given 0"
     yield lambda: Queries.windows(forest, 0), r"size: given 0"
     # the rest
-    yield attend(normalizer="entmax"), r"normalizer 'entmax' is not 'softmax'"
+    yield attend(normalizer="entmax"), "normalizer: given 'entmax', expected 'softmax' or an hsa.Entmax"
     yield attend(opened=torch.zeros(3)), r"opened: given Tensor, expected an hsa.Opened"
     yield attend(key_order=order.order), r"key_order: given Tensor, expected an hsa.KeyOrder"
     yield lambda: multiscale_attention(q[:5], k, v, forest), r"q: given 5 rows, expected 12"

@@ -38,6 +38,11 @@ def checking() -> Iterator[None]:
         _checking.reset(token)
 
 
+def is_checking() -> bool:
+    """Whether values are to be looked at."""
+    return not torch.compiler.is_compiling() and _checking.get()
+
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -86,7 +91,7 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
             )
     if {"q", "k"} <= tensors.keys():
         _check_heads(**tensors)
-    if not torch.compiler.is_compiling() and _checking.get():
+    if is_checking():
         for name, x in tensors.items():
             _check_finite(name, x, hierarchy, leaves=name not in rows)
 
@@ -135,7 +140,7 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
         raise InvalidInput("positions", given=f"device {positions.device}", expected=f"{q.device}, as q")
     if positions.dtype != q.dtype:
         raise InvalidInput("positions", given=f"dtype {positions.dtype}", expected=f"{q.dtype}, as q")
-    if not torch.compiler.is_compiling() and _checking.get() and not bool(torch.isfinite(positions).all()):
+    if is_checking() and not bool(torch.isfinite(positions).all()):
         node = int((~torch.isfinite(positions)).flatten(1).any(-1).nonzero()[0])
         raise NonFinite(f"positions: node {node} holds a value that is not finite")
     return positions

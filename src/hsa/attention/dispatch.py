@@ -42,8 +42,3 @@ def choose(operator: str, backends: tuple[Backend, ...], wanted: str, arguments:
                 return backend
     lines = [f"  {name}: {'; '.join(why)}" for name, why in reasons.items()]
     raise Unsupported("\n".join([f"no backend can run this {operator}:", *lines]))
-
-
-def only_softmax(arguments: dict[str, Any]) -> list[str]:
-    normalizer = arguments["normalizer"]
-    return [] if normalizer == "softmax" else [f"normalizer {normalizer!r} is not 'softmax'"]

@@ -121,7 +121,7 @@ def up_sweep(
     pooled: tuple[list[Tensor], ...] = ([], [], [])
     no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     no_inner = no_inner.expand(q.shape[:2])
-    places = None if positions is None else _by_round(positions, plan)
+    places = None if positions is None else by_round(positions, plan)
     for r, families in enumerate(plan.rounds):
         if r == 0 and by_hand:
             q0, k0, v0 = (families.source(x, []) for x in (q, k, v))
@@ -138,7 +138,7 @@ def up_sweep(
         spots = [None] * len(qs) if places is None else families.split(families.source(*places))
         averages, masses, sides, downs = [], [], [], []
         for bucket, qb, kb, vb, inner, spot in zip(families.buckets, qs, ks, vs, inners, spots, strict=True):
-            qb, kb, factor = _with_positions(qb, kb, spot, scale)
+            qb, kb, factor = with_positions(qb, kb, spot, scale)
             inputs = qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2)
             mask, alone = bucket.mask(include_self, causal)
             void = bucket.is_leaf if include_self else bucket.void
@@ -181,14 +181,14 @@ def _pair(result: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
+def by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
     """Positions of the leaves, and of the parents of every round."""
     by_slot = positions.index_select(0, plan.node_of_slot)
     bounds = plan.slot_bounds
     return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in pairwise(bounds)]
 
 
-def _with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
+def with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
     """scale·q·k + ε·ε as one longer dot product."""
     if spot is None:
         return q, k, scale
@@ -260,13 +260,8 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
     outs: dict[int, Tensor] = {}
     weights: dict[int, Tensor] = {}
     for r in reversed(range(len(plan.rounds))):
-        families, (later, rows) = plan.rounds[r], plan.down[r]
-        if rows is None:
-            out, weight = outs[later[0]], weights[later[0]]
-        else:
-            like = up.inner[r]
-            out = torch.cat([*(outs[s] for s in later), like.new_zeros(1, heads, width)]).index_select(0, rows)
-            weight = torch.cat([*(weights[s] for s in later), like.new_ones(1, heads)]).index_select(0, rows)
+        families, like = plan.rounds[r], up.inner[r]
+        out, weight = from_above(plan, r, [(outs, like.new_zeros(1, heads, width)), (weights, like.new_ones(1, heads))])
         if families.only_leaves and not torch.compiler.is_compiling():
             outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r], up.by_hand)
             continue
@@ -277,7 +272,15 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
         outs[r] = families.join([out for out, _ in below])
         if families.earlier:
             weights[r] = families.join([weight for _, weight in below])
-    return _leaves(outs, plan).to(v.dtype)
+    return leaves_of(outs, plan).to(v.dtype)
+
+
+def from_above(plan: Rounds, r: int, members: list[tuple[dict[int, Tensor], Tensor]]) -> list[Tensor]:
+    """Of the parents of round r, what they got as members of later rounds; `members`: that, and the row of roots."""
+    later, rows = plan.down[r]
+    if rows is None:
+        return [got[later[0]] for got, _ in members]
+    return [torch.cat([*(got[s] for s in later), root]).index_select(0, rows) for got, root in members]
 
 
 def _hand_down(
@@ -292,7 +295,7 @@ def _hand_down(
     return result, weight * (torch.zeros_like(weight) if down is None else down)
 
 
-def _leaves(outs: dict[int, Tensor], plan: Rounds) -> Tensor:
+def leaves_of(outs: dict[int, Tensor], plan: Rounds) -> Tensor:
     if plan.leaf_rows is None:
         return outs[0]
     with_leaves = [outs[r] for r, families in enumerate(plan.rounds) if families.has_leaves]

@@ -9,27 +9,49 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default, without_autocast
-from hsa.attention.dispatch import Backend, choose, only_softmax
-from hsa.attention.hierarchical import levelwise, reference
+from hsa.attention.dispatch import Backend, choose
+from hsa.attention.hierarchical import levelwise, reference, sparse, sparse_reference
 from hsa.attention.hierarchical.family import family_attention_named
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
+from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available
-from hsa.attention.triton.reasons import hierarchical_reasons
+from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
+
+
+def _entmax_reasons(arguments: dict[str, Any]) -> list[str]:
+    """Entmax is one attention inside families, and heads do not talk in it."""
+    if resolve_normalizer(arguments["normalizer"], arguments["q"]) is None:
+        return []
+    reasons = [] if arguments["family_attention"] == "exact" else ["entmax needs family_attention 'exact'"]
+    return reasons if arguments.get("mixing") is None else [*reasons, "heads that talk need softmax"]
 
 
 def _only_exact(arguments: dict[str, Any]) -> list[str]:
     family = arguments["family_attention"]
     reasons = [] if family == "exact" else ["it is the definition: family_attention must be 'exact'"]
-    return only_softmax(arguments) + reasons
+    return _entmax_reasons(arguments) + reasons
 
 
 def _why_not_torch(arguments: dict[str, Any]) -> list[str]:
     exact = arguments["family_attention"] == "exact" or arguments.get("mixing") is None
     reasons = [] if exact else ["mixed heads have an attention of their own inside families: it must be 'exact'"]
-    return only_softmax(arguments) + reasons
+    return _entmax_reasons(arguments) + reasons
+
+
+def _either(softmax: Callable[..., Tensor], entmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A backend of two: `entmax` takes its normalizer, and neither a family attention nor a mixing."""
+
+    def run(*arguments: Any, normalizer: Entmax | None, **options: Any) -> Tensor:
+        if normalizer is None:
+            return softmax(*arguments, **options)
+        del options["family_attention"]
+        options.pop("mixing", None)
+        return entmax(*arguments, normalizer=normalizer, **options)
+
+    return run
 
 
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
@@ -40,8 +62,8 @@ def _run_triton(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    reasons = only_softmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
-    reasons += no_mixing(arguments)
+    reasons = available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    reasons += entmax_reasons(arguments["normalizer"]) + no_mixing(arguments)
     if arguments["family_attention"] != "exact":
         reasons.append("it has its own attention inside families: family_attention must be 'exact'")
     if reasons:
@@ -53,12 +75,14 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
 
 HIERARCHICAL = (
     Backend("triton", _run_triton, _why_not_triton),
-    Backend("torch", levelwise.hierarchical_attention, _why_not_torch),
-    Backend("reference", reference.hierarchical_attention, _only_exact),
+    Backend("torch", _either(levelwise.hierarchical_attention, sparse.hierarchical_attention), _why_not_torch),
+    Backend(
+        "reference", _either(reference.hierarchical_attention, sparse_reference.hierarchical_attention), _only_exact
+    ),
 )
 ENERGY = (
-    Backend("torch", levelwise.energy, only_softmax),
-    Backend("reference", reference.energy, _only_exact),
+    Backend("torch", _either(levelwise.energy, sparse.energy), _why_not_torch),
+    Backend("reference", _either(reference.energy, sparse_reference.energy), _only_exact),
 )
 FamilyAttentionName = Literal["exact", "flex", "linear"]
 
@@ -72,7 +96,7 @@ def hierarchical_attention(
     positions: Tensor | None = None,
     include_self: bool = False,
     causal: bool = False,
-    normalizer: Any = "softmax",
+    normalizer: Literal["softmax"] | Entmax = "softmax",
     family_attention: FamilyAttentionName | Callable[..., tuple[Tensor, Tensor]] = "exact",
     mixing: HeadMixing | None = None,
     scale: float | None = None,
@@ -96,7 +120,8 @@ def hierarchical_attention(
         causal: the paper's appendix G.1: hide siblings to the right. **It leaks**: pooled queries and the masses inside a
             node average over later leaves, so weights of earlier leaves depend on them. For real causality use
             `multiscale_attention(causal=True)`.
-        normalizer: "softmax".
+        normalizer: "softmax", or an `hsa.Entmax`, which gives small logits no weight at all. Without a gradient, what is
+            below a node that gets no weight is not visited (`hsa.attention.hierarchical.sparse.visited` says how much).
         family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
             approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
             described in `hsa.attention.hierarchical.family`.
@@ -132,7 +157,7 @@ def energy(
     positions: Tensor | None = None,
     include_self: bool = False,
     causal: bool = False,
-    normalizer: Any = "softmax",
+    normalizer: Literal["softmax"] | Entmax = "softmax",
     family_attention: FamilyAttentionName | Callable[..., tuple[Tensor, Tensor]] = "exact",
     scale: float | None = None,
     backend: str = "auto",
@@ -160,6 +185,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if name in given}
     check_inputs(tensors, given["hierarchy"])
     check_mixing(given.get("mixing"), given["q"])
+    resolve_normalizer(given["normalizer"], given["q"])
     if given["causal"] and not given["include_self"]:
         raise InvalidInput(
             "causal",
@@ -173,6 +199,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 def _resolved(arguments: dict[str, Any], q: Tensor) -> dict[str, Any]:
     return {
+        "normalizer": resolve_normalizer(arguments["normalizer"], q),
         "positions": arguments["positions"],
         "include_self": arguments["include_self"],
         "causal": arguments["causal"],

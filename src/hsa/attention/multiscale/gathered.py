@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hsa.attention.entmax import entmax, level
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Partition
 from hsa.attention.multiscale.positions import position_logits
 from hsa.attention.multiscale.pyramid import in_order, pyramid
+from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rounds
 from hsa.attention.softmax import exact
 from hsa.hierarchy import Hierarchy
@@ -45,6 +47,7 @@ def multiscale_attention(
     include_self: bool,
     pooled_bias: Tensor | None,
     mixing: HeadMixing | None,
+    normalizer: Entmax | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -57,8 +60,9 @@ def multiscale_attention(
         hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1], keys.dtype
     )
     maps = () if mixing is None else (mixing.logits, mixing.weights)
+    alpha = normalizer.alpha if normalizer is not None and isinstance(normalizer.alpha, Tensor) else None
     needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, *maps)
+        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, alpha, *maps)
     )
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
     pieces: list[Tensor] = []
@@ -66,7 +70,15 @@ def multiscale_attention(
     begin = 0
     for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
-        attend = partial(_attend, hierarchy=hierarchy, chunk=chunk, mixing=mixing, dropout_p=dropout_p, scale=scale)
+        attend = partial(
+            _attend,
+            hierarchy=hierarchy,
+            chunk=chunk,
+            mixing=mixing,
+            normalizer=normalizer,
+            dropout_p=dropout_p,
+            scale=scale,
+        )
         arguments = q, keys, values, pooled_bias, positions
         rows = chunk.rows.flatten()
         if needs_grad:
@@ -101,6 +113,7 @@ def _attend(
     hierarchy: Hierarchy,
     chunk: _Chunk,
     mixing: HeadMixing | None,
+    normalizer: Entmax | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -111,27 +124,59 @@ def _attend(
         x.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
         for x in (keys, values)
     )
-    bias = chunk.log_count
+    more = None  # bias of pooled nodes
     if pooled_bias is not None:
         per_head = pooled_bias.to(keys.dtype)[:, None]
-        bias = bias + torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))
-    bias, place = bias[:, :, None], None
+        more = torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))[:, :, None]
+    place = None
     if positions is not None:
         assert chunk.parent is not None
         assert chunk.leaf is not None
         place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
-    if dropout_p == 0 and mixing is None:
-        out, _ = exact(queries, k, v, bias if place is None else bias + place, chunk.mask, scale=scale)
+    if dropout_p == 0 and mixing is None and normalizer is None:
+        bias = _sum(chunk.log_count[:, :, None], more, place)
+        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
     else:
-        hidden = bias == -math.inf
-        hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
-        logits = queries @ k.transpose(-1, -2) * scale
-        logits = logits if place is None else logits + place
-        logits = logits if mixing is None else mixing.mix_logits(logits)
-        weights = (logits + bias).masked_fill(hidden, torch.finfo(keys.dtype).min).softmax(-1).masked_fill(hidden, 0)
-        weights = F.dropout(weights if mixing is None else mixing.mix_weights(weights), dropout_p)
-        out = weights @ v
+        logits = _sum(queries @ k.transpose(-1, -2) * scale, place)
+        logits = _sum(logits if mixing is None else mixing.mix_logits(logits), more)
+        weights = _softmax(logits, chunk) if normalizer is None else _entmax(logits, chunk, hierarchy, normalizer)
+        weights = weights if mixing is None else mixing.mix_weights(weights)
+        out = (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _sum(x: Tensor, *others: Tensor | None) -> Tensor:
+    for other in others:
+        x = x if other is None else x + other
+    return x
+
+
+def _softmax(logits: Tensor, chunk: _Chunk) -> Tensor:
+    hidden = logits == -math.inf  # by the bias of pooled nodes
+    hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
+    logits = (logits + chunk.log_count[:, :, None]).masked_fill(hidden, torch.finfo(logits.dtype).min)
+    return logits.softmax(-1).masked_fill(hidden, 0)
+
+
+def _entmax(logits: Tensor, chunk: _Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
+    if chunk.mask is not None:
+        logits = logits.masked_fill(~chunk.mask, -math.inf)
+    count = hierarchy.leaf_count[chunk.nodes][:, :, None].to(logits.dtype)
+    if normalizer.counts == "logits":
+        logits, count = logits + chunk.log_count[:, :, None], torch.ones_like(count[:1, :1])
+    if normalizer.levels == 1:
+        alpha = normalizer.at_height(1, logits.dtype)
+        return entmax(logits, count, alpha[:, None, None] if alpha.ndim else alpha)
+    alpha = _alpha_of_nodes(chunk.nodes, hierarchy, normalizer.by_height(normalizer.levels, logits))
+    return entmax(level(logits, alpha), count, alpha)
+
+
+def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tensor:
+    """`[groups, 1 or heads, 1, entries]`: by the height of the family that a node is a member of."""
+    heads = max(nodes.shape[1], alpha.shape[1])
+    row = hierarchy.tensor("height")[hierarchy.parent[nodes]].clamp(max=len(alpha)) - 1
+    head = torch.arange(alpha.shape[1], device=nodes.device).expand(heads)[:, None]
+    return alpha[row.expand(-1, heads, -1), head][:, :, None]
 
 
 class _Lists:

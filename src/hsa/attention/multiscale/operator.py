@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, check_type, scale_or_default, without_autocast
-from hsa.attention.dispatch import Backend, choose, only_softmax
+from hsa.attention.dispatch import Backend, choose
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.multiscale import gathered, reference
 from hsa.attention.multiscale.choice import check_chunked, check_key_order, check_one_family, open_families
@@ -18,6 +18,7 @@ from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.visibility import key_limit
+from hsa.attention.normalizers import Entmax, no_entmax, resolve_normalizer
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available
 from hsa.attention.triton.reasons import multiscale_reasons
@@ -37,7 +38,7 @@ def _run_triton(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    reasons = only_softmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
+    reasons = no_entmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
     if reasons:
         return reasons
     if arguments["positions"] is not None:
@@ -50,8 +51,8 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
 
 MULTISCALE = (
     Backend("triton", _run_triton, _why_not_triton),
-    Backend("torch", _run_gathered, only_softmax),
-    Backend("reference", reference.multiscale_attention, only_softmax),
+    Backend("torch", _run_gathered),
+    Backend("reference", reference.multiscale_attention),
 )
 
 
@@ -67,20 +68,21 @@ def multiscale_attention(
     positions: Tensor | None = None,
     include_self: bool = True,
     causal: bool = False,
-    normalizer: Any = "softmax",
+    normalizer: Literal["softmax"] | Entmax = "softmax",
     pooled_bias: float | Tensor = 0.0,
     mixing: HeadMixing | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "queries heads value_dim"]:
-    """Softmax attention of every query over its own list of nodes, which together hold every key once.
+    """Attention of every query over its own list of nodes, which together hold every key once.
 
         logit(i→B) = scale · q_i · mean(k, B) + log leaf_count(B) + ε(i')·ε(B') [+ pooled_bias if B is no leaf]
         out(i)     = softmax over the list, applied to mean(v, B)
 
     i' and B' are the highest distinct ancestors of i and B. For its lists this is the closest matrix to softmax attention;
-    with every family open it is softmax attention.
+    with every family open it is softmax attention. `normalizer=Entmax(…)` is the same for sparse attention: leaf counts are
+    then weights of the entries in place of log leaf_count.
 
     Args:
         q: one row per query; without `queries`, per leaf.
@@ -92,7 +94,8 @@ def multiscale_attention(
         positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
         include_self: False hides each leaf from itself.
         causal: drop every node that is not wholly at or before the query. Nothing later is used, at all.
-        normalizer: "softmax".
+        normalizer: "softmax", or an `hsa.Entmax`. Where that has an α per level, a node has that of the family it is a
+            member of.
         pooled_bias: added to the logits of pooled nodes, a number or one per head: 0 is closest to softmax, −∞ drops them.
         mixing: talking heads: logits are mixed across heads before the softmax, weights after it. All heads must have the
             same lists: no choice per head, no trees found per head.
@@ -102,6 +105,7 @@ def multiscale_attention(
 
     Raises:
         InvalidInput: shapes, dtypes, devices or heads that do not fit; options without meaning under a key order.
+        NonFinite: entmax of a logit that is +∞ or no number, inside `hsa.checking`.
 
     >>> q, k, v = torch.randn(3, 64, 2, 8).unbind(0)
     >>> tree = Hierarchy.regular([64], (4, 4))
@@ -128,6 +132,7 @@ def multiscale_attention(
     _check_opened(hierarchy, opened, key_order, limit, q)
     check_mixing(mixing, q)
     _check_shared_lists(mixing, opened, key_order)
+    entmax = resolve_normalizer(normalizer, q)
     scale = scale_or_default(scale, q)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
@@ -156,6 +161,7 @@ def multiscale_attention(
         "include_self": include_self,
         "pooled_bias": per_head(pooled_bias, q),
         "mixing": mixing,
+        "normalizer": entmax,
         "dropout_p": dropout_p,
         "scale": scale,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.partition import Opened
+from hsa.attention.normalizers import Entmax
 from hsa.hierarchy import Hierarchy
 
 
@@ -28,6 +28,7 @@ def multiscale_attention(
     include_self: bool,
     pooled_bias: Tensor | None,
     mixing: HeadMixing | None,
+    normalizer: Entmax | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
@@ -39,13 +40,13 @@ def multiscale_attention(
     for i in range(len(q)):
         group = int(queries.group[i])
         leaf = None if queries.leaves is None else int(queries.leaves[i])
-        similarities, biases, averages = [], [], []
+        similarities, biases, averages, counts, alphas = [], [], [], [], []
         for h in range(heads):
             kv_head = h // group_of_heads
             keys, values = k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
             order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
             chosen = opened.families[group, min(h, opened.families.shape[1] - 1)].tolist()
-            logits, bias, means = [], [], []
+            logits, bias, means, count, alpha = [], [], [], [], []
             for node in list_of_nodes(hierarchy, int(queries.tree[group]), chosen):
                 members = order[_leaf_slice(hierarchy, node)]
                 if limit is not None and max(members) >= int(limit[i]):
@@ -59,20 +60,30 @@ def multiscale_attention(
                     own, other = _highest_distinct(hierarchy, int(hierarchy.structure.leaf_nodes[leaf]), node)
                     place = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
                     logit = logit + place[own] @ place[other]
-                more = logit.new_tensor(math.log(len(members)))
+                more = logit.new_zeros(())
                 if not is_leaf and pooled_bias is not None:
                     more = more + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
                 logits.append(logit)
                 bias.append(more)
+                count.append(len(members))
+                if normalizer is not None:
+                    alpha.append(_alpha(normalizer, hierarchy, node, h, dtype))
                 means.append(values[members].mean(0))
             similarities.append(logits)
             biases.append(bias)
             averages.append(means)
+            counts.append(count)
+            alphas.append(alpha)
         nothing = v.new_zeros(v.shape[-1], dtype=dtype)
         if mixing is not None and similarities[0]:  # all heads have the same list
             mixed = mixing.logits.to(dtype) @ torch.stack([torch.stack(x) for x in similarities])
             similarities = [list(x) for x in mixed]
-        weights = [_softmax(x, more) for x, more in zip(similarities, biases, strict=True)]
+        weights = []
+        for logits, bias, count, alpha in zip(similarities, biases, counts, alphas, strict=True):
+            z = [x + b for x, b in zip(logits, bias, strict=True)]
+            if normalizer is None or normalizer.counts == "logits":
+                z, count = [x + math.log(n) for x, n in zip(z, count, strict=True)], [1] * len(z)
+            weights.append(_softmax(z) if normalizer is None else _entmax(z, count, alpha))
         if mixing is not None and weights[0]:
             weights = [list(w) for w in mixing.weights.to(dtype) @ torch.stack([torch.stack(w) for w in weights])]
         row = [_average(w, means, nothing, dropout_p) for w, means in zip(weights, averages, strict=True)]
@@ -80,11 +91,49 @@ def multiscale_attention(
     return torch.stack(out).to(q.dtype) if out else q.new_empty(0, heads, v.shape[-1])
 
 
-def _softmax(logits: Sequence[Tensor] | Tensor, bias: Sequence[Tensor]) -> list[Tensor]:
-    """Of logits + bias; 0 where the bias hides."""
-    visible = [x + b for x, b in zip(logits, bias, strict=True) if b > -math.inf]
+def _softmax(logits: list[Tensor]) -> list[Tensor]:
+    """0 where a logit is −∞."""
+    visible = [z for z in logits if z > -math.inf]
     weights = iter(torch.stack(visible).softmax(0) if visible else ())
-    return [next(weights) if b > -math.inf else torch.zeros_like(b) for b in bias]
+    return [next(weights) if z > -math.inf else torch.zeros_like(z) for z in logits]
+
+
+def _entmax(logits: list[Tensor], counts: list[int], alphas: list[Tensor]) -> list[Tensor]:
+    """p = n u₊^{1/(α − 1)}, u = 1 + (α − 1)(z + 1 − 1/α − c), with the c at which they sum to 1, found by halving.
+
+    Here c gets the gradient of one Newton step from there.
+    """
+    levelled = [z + (1 - 1 / a) for z, a in zip(logits, alphas, strict=True)]
+    numbers = [(z.item(), n, a.item()) for z, n, a in zip(levelled, counts, alphas, strict=True) if z > -math.inf]
+    if not numbers:
+        return [torch.zeros_like(z) for z in logits]
+
+    def total(c: float, power: int) -> float:
+        """Σ n u₊^{1/(α − 1) − power}: the sum of the weights, or minus its derivative."""
+        inside = ((n, (a - 1) * (z - c), a) for z, n, a in numbers)
+        return sum(n * math.exp(math.log1p(x) * (1 / (a - 1) - power)) for n, x, a in inside if x > -1)
+
+    low = max(z for z, _, _ in numbers)  # at which one entry alone has all the weight or more
+    high = low + math.log(sum(counts))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(middle, 0) >= 1 else (low, middle)
+
+    def weights(c: float | Tensor) -> list[Tensor]:
+        inside = [(a - 1) * (z - c) for z, a in zip(levelled, alphas, strict=True)]
+        return [
+            n * (x.log1p() / (a - 1)).exp() if x > -1 else torch.zeros_like(x)
+            for x, n, a in zip(inside, counts, alphas, strict=True)
+        ]
+
+    return weights(low + (torch.stack(weights(low)).sum() - 1) / total(low, 1))
+
+
+def _alpha(normalizer: Entmax, hierarchy: Hierarchy, node: int, head: int, dtype: torch.dtype) -> Tensor:
+    """Of the family that the node is a member of."""
+    height = int(hierarchy.structure.height[hierarchy.structure.parent[node]])
+    row = normalizer.at_height(height, dtype).reshape(-1)
+    return row[min(head, len(row) - 1)]
 
 
 def _average(weights: list[Tensor], means: list[Tensor], nothing: Tensor, dropout_p: float) -> Tensor:

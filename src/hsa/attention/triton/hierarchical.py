@@ -12,11 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available, sweeps
 from hsa.attention.triton.available import padded
 from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for, last_stride_1
-from hsa.attention.triton.tiles import Job, Layout, tiles
+from hsa.attention.triton.reasons import POWERS
+from hsa.attention.triton.tiles import Job, Layout, inside_weights, tiles
 from hsa.hierarchy import Hierarchy
 
 GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
@@ -43,6 +45,7 @@ def hierarchical_attention(
     family_attention: Any,
     mixing: None,
     scale: float,
+    normalizer: Entmax | None = None,
 ) -> Tensor:
     """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
     hierarchy, positions = rooted(hierarchy, positions)
@@ -50,13 +53,28 @@ def hierarchical_attention(
     places = None if positions is None else positions.index_select(0, plan.node)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions))
     q, k, v = (last_stride_1(x) for x in (q, k, v))
-    return forward(q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)[0]
+    common = (q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)
+    if normalizer is None:
+        return forward(*common, None, 0, True)[0]
+    power, weighted = POWERS[float(normalizer.alpha)], normalizer.counts == "weighted"
+    inside = inside_weights(hierarchy, weighted, include_self, causal)
+    return forward(*common, inside, power, weighted)[0]
 
 
 class _Launch:
     """What all launches of one call share."""
 
-    def __init__(self, q: Tensor, v: Tensor, places: Tensor | None, table: Tensor, layout: list[int]):
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        places: Tensor | None,
+        table: Tensor,
+        layout: list[int],
+        inside: Tensor | None,
+        power: int,
+        weighted: bool,
+    ):
         self.layout = o = Layout.read(layout)
         rows = [o.leaves, o.above]
         sections = table.split([*rows, *rows, o.runs, o.runs, o.top_levels * (o.bundles + 1)])
@@ -68,10 +86,11 @@ class _Launch:
         self.place_strides = (0, 0) if places is None else (places.stride(0), places.stride(1) * (places.shape[1] > 1))
         # Half precision is summed exactly enough by the fast products; float32 asks for its own.
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.values = {"DV": value_dim, "BLOCK_DV": padded(value_dim)}
+        self.inside = table if inside is None else inside  # not read without entmax
+        self.values = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "POWER": power}
         self.widths = {
             "D": dim, "P": place_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(place_dim), "PRECISION": precision,
-            **self.values,
+            "WEIGHTED": weighted, **self.values,
         }  # fmt: skip
         overlaps = not INTERPRETED and available.capability(q.device) >= HOPPER
         self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
@@ -115,17 +134,26 @@ def _forward(
     causal: bool,
     scale: float,
     keep: bool,
+    inside: Tensor | None = None,
+    power: int = 0,
+    weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; and what the gradient needs if it is to be kept.
 
     y of the leaves, and of the rows between leaves and roots; pooled q, k, v and inner masses of all rows above the leaves;
     outer masses and weights of those below the roots.
+
+    Args:
+        inside: of entmax, `[rows above the leaves]` the weight of what is inside each; 0 where there is nothing.
+        power: 1 / (α − 1) of entmax, 0 for softmax.
+        weighted: leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
     """
-    out, y, up_y, pooled, inner, shares = _empty_results(q, k, v, places, table, layout, keep)
+    results = _empty_results(q, k, v, places, table, layout, include_self, causal, scale, keep)
+    out, y, up_y, pooled, inner, shares = results
     if len(q) == 0:
         return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
-    o = _Launch(q, v, places, table, layout)
+    o = _Launch(q, v, places, table, layout, inside, power, weighted)
     outer, weight = shares.unbind(0)
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
@@ -141,7 +169,7 @@ def _forward(
             key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent,
-             o.count, o.up_count, *o.job(job), job.count, o.heads, scale),
+             o.count, o.up_count, o.inside, *o.job(job), job.count, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     for level in above:
@@ -150,7 +178,7 @@ def _forward(
                 key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner,
-                 up_q, plane, o.up_parent, o.up_count, o.up_count, *o.job(job), job.count, o.heads,
+                 up_q, plane, o.up_parent, o.up_count, o.up_count, o.inside, *o.job(job), job.count, o.heads,
                  scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
@@ -159,7 +187,7 @@ def _forward(
             key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane,
-             o.up_parent, o.up_count, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels,
+             o.up_parent, o.up_count, o.inside, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels,
              o.layout.root, o.heads, scale),
             {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
@@ -181,9 +209,19 @@ def _forward(
 
 
 def _empty_results(
-    q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, table: Tensor, layout: list[int], *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool,
+    causal: bool,
+    scale: float,
+    keep: bool,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    leaves, above, root, heads, keep = *layout[:3], q.shape[1], rest[-1]
+    leaves, above, root, heads = *layout[:3], q.shape[1]
     return (
         v.new_empty(leaves, heads, v.shape[2]),
         v.new_empty(leaves if keep else 0, heads, v.shape[2]),
@@ -206,6 +244,9 @@ def _backward(
     causal: bool,
     scale: float,
     kept: list[Tensor],
+    inside: Tensor | None = None,
+    power: int = 0,
+    weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the positions of every row and head (empty without positions)."""
     d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places)
@@ -215,7 +256,7 @@ def _backward(
     up_q, up_k, up_v = _split(pooled, q, v)
     up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
     outer, weight = shares.unbind(0)
-    o = _Launch(q, v, places, table, layout)
+    o = _Launch(q, v, places, table, layout, inside, power, weighted)
     d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
     up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
     up_d_places = d_places if places is None else d_places[o.layout.leaves :]
@@ -250,8 +291,8 @@ def _backward(
             key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out,
-             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.begin,
-             o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
+             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.inside,
+             o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
             {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
@@ -262,7 +303,7 @@ def _backward(
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
                  up_d_places, up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
-                 *o.job(job), job.count, o.layout.root, o.heads, scale),
+                 o.inside, *o.job(job), job.count, o.layout.root, o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
     for job in leaves.jobs:
@@ -271,7 +312,7 @@ def _backward(
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
              d_inner, d_q, d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,
-             *o.job(job), job.count, o.layout.root, o.heads, scale),
+             o.inside, *o.job(job), job.count, o.layout.root, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     return d_q, d_k, d_v, d_places
@@ -285,18 +326,18 @@ def _empty_gradients(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _ = inputs
-    ctx.save_for_backward(q, k, v, places, table, *output[1:])
+    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, *ctx.entmax = inputs
+    ctx.save_for_backward(q, k, v, places, table, inside, *output[1:])
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    none = (None,) * 10
+    none = (None,) * 13
     if d_out is None:
         return none
-    q, k, v, places, table, *kept = ctx.saved_tensors
+    q, k, v, places, table, inside, *kept = ctx.saved_tensors
     d_out = last_stride_1(d_out)
     d_q, d_k, d_v, d_places = backward(
-        d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept
+        d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept, inside, *ctx.entmax
     )
     if places is None:
         return d_q, d_k, d_v, *none[3:]

@@ -34,6 +34,7 @@ def multiscale_attention(
     include_self: bool,
     pooled_bias: Tensor | None,
     mixing: None,
+    normalizer: None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.attention.multiscale.partition import Opened
+from hsa.attention.normalizers import Entmax
 from hsa.attention.triton import tiles
 from hsa.attention.triton.available import padded
 from hsa.attention.triton.levels import levels
@@ -20,6 +23,8 @@ MOST_PARENTS = 128
 """Rows that a beam may descend from at once: its width, and the start's paths to both ends of the open range."""
 BEST_BYTES = 2**16
 """Of the keys of the best families that a program of the exact search keeps beside those it looks at."""
+POWERS = {1.5: 2, 2.0: 1}
+"""1 / (α − 1) of the entmax that hierarchical kernels have."""
 TILE_BYTES = 2**14
 """Of q, k or v in one tile of the sweeps: all that is made of them has to fit the shared memory, also of small GPUs."""
 
@@ -30,6 +35,15 @@ def _forest_reasons(hierarchy: Hierarchy) -> list[str]:
     if levels(hierarchy) is None:
         return ["leaves hang at very different depths, so that equal depths would take too many rows"]
     return []
+
+
+def entmax_reasons(normalizer: Any) -> list[str]:
+    """Against the normalizer of hierarchical attention."""
+    if not isinstance(normalizer, Entmax) or normalizer.is_softmax:
+        return []
+    if isinstance(normalizer.alpha, Tensor):
+        return ["its entmax has α as a number, 1.5 or 2, not as a tensor"]
+    return [] if normalizer.alpha in POWERS else [f"its entmax has α 1.5 or 2, not {normalizer.alpha}"]
 
 
 def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:

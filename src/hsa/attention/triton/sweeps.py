@@ -15,6 +15,10 @@ longer. `down` and `d_up` pass over the leaves from last to first, to find in th
 
 Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
 has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
+
+`POWER` above 0 is entmax in place of softmax (`entmax.py`): a family's rows then have what is inside a member as one entry
+more, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value of the family, less
+that of logits 0. Everything else is the same.
 """
 
 from __future__ import annotations
@@ -22,96 +26,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hsa.attention.triton.entmax import gradient_of_logits, sparse_weights, split_diagonal, with_diagonal
+from hsa.attention.triton.family_tiles import (
+    family_logits,
+    find_families,
+    find_rows,
+    membership,
+    pool,
+    pool_all,
+    product,
+    put_rows,
+    put_sums,
+    read_rows,
+    turned,
+    wait_for_the_launch_before,
+)
+
 LOG2E = tl.constexpr(1.4426950408889634)
-SLOTS = tl.constexpr(16)
-"""Families in a run, at most."""
-
-
 # Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
 VARYING = ["num_groups", "num_bundles", "levels", "begin", "end", "root"]
 UNALIGNED = [
-    *("parent_ptr", "count_ptr", "up_count_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
+    *("parent_ptr", "count_ptr", "up_count_ptr", "inside_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
     *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr"),
 ]
 kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
-
-
-@triton.jit
-def _wait_for_the_launch_before(OVERLAP: tl.constexpr):
-    """Launches may begin while the one before ends (`launch_pdl`); nothing is read or written before it has."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """[GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
-    if GROUPS == 1:
-        left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
-        return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def _three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ x + b @ y + c @ z, added where the products are."""
-    if GROUPS == 1:
-        total = tl.dot(tl.reshape(a, a.shape[1:]), tl.reshape(x, x.shape[1:]), input_precision=PRECISION)
-        total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
-        total = tl.dot(tl.reshape(c, c.shape[1:]), tl.reshape(z, z.shape[1:]), acc=total, input_precision=PRECISION)
-        return tl.reshape(total, (1, a.shape[1], x.shape[2]))
-    total = tl.dot(a, x, input_precision=PRECISION)
-    total = tl.dot(b, y, acc=total, input_precision=PRECISION)
-    return tl.dot(c, z, acc=total, input_precision=PRECISION)
-
-
-@triton.jit
-def _turned(x):
-    return tl.permute(x, (0, 2, 1))
-
-
-@triton.jit
-def _tile(
-    group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr
-):  # fmt: skip
-    """Rows [GROUPS, SIZE] of the runs from `group` on, which of them exist, their parents, every run's first parent."""
-    group = group + tl.arange(0, GROUPS)
-    exists = group < last_group
-    member = tl.arange(0, SIZE)[None, :]
-    if FULL:
-        rows = group[:, None] * SIZE + member
-        valid = exists[:, None] & (member < SIZE)
-        first = tl.load(parent_ptr + group * SIZE, mask=exists, other=0)
-    else:
-        begin = tl.load(begin_ptr + group, mask=exists, other=0)
-        end = tl.load(end_ptr + group, mask=exists, other=0)
-        rows = begin[:, None] + member
-        valid = rows < end[:, None]
-        first = tl.load(parent_ptr + begin, mask=exists, other=0)
-    if SINGLE:
-        parent = tl.where(valid, first[:, None], -1)
-    else:
-        parent = tl.load(parent_ptr + rows, mask=valid, other=-1)
-    return rows, valid, parent, first, exists
-
-
-@triton.jit
-def _rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros where there is nothing."""
-    column = tl.arange(0, BLOCK)[None, None, :]
-    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
-    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
-    return tl.load(pointer + place + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)[None, None, :]
-    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
-    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
-    tl.store(pointer + place + column, x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -120,22 +58,13 @@ def _weights(
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """Softmax weights of every member over its siblings, and the log2 of their mass (−∞ without siblings)."""
-    logits = _product(q, _turned(k), GROUPS, PRECISION) * (scale * LOG2E)
-    if P > 0:
-        logits += _product(places, _turned(places), GROUPS, PRECISION) * LOG2E
+    log_count = count
     if not LEAVES:
-        logits += tl.log2(count)[:, None, :]
-    member = tl.arange(0, SIZE)
-    i, j = member[None, :, None], member[None, None, :]
-    sees = valid[:, None, :]
-    if not SINGLE:
-        sees = sees & (parent[:, :, None] == parent[:, None, :])
-    if CAUSAL:
-        itself = j <= i if LEAVES else j < i
-        sees = sees & itself
-    elif not (LEAVES and INCLUDE_SELF):
-        sees = sees & (i != j)
-    logits = tl.where(sees, logits, float("-inf"))
+        log_count = tl.log2(count)
+    logits = family_logits(
+        q, k, places, parent, valid, log_count, scale, LOG2E, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
+        not LEAVES, GROUPS, SIZE
+    )  # fmt: skip
     top = tl.max(logits, 2)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(logits - top[:, :, None])
@@ -160,6 +89,15 @@ def _shares(inner, outer):
 
 
 @triton.jit
+def _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER: tl.constexpr):
+    """The same, of what `up` has stored; of entmax that is the share of the children itself, y has the siblings' in it."""
+    outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
+    if POWER > 0:
+        return tl.full(outer.shape, 1.0, tl.float32), outer
+    return _shares(tl.load(inner_ptr + entry, mask=valid, other=0.0), outer)
+
+
+@triton.jit
 def _mass(inner, outer):
     """log2(2^inner + 2^outer)"""
     high, low = tl.maximum(inner, outer), tl.minimum(inner, outer)
@@ -169,117 +107,81 @@ def _mass(inner, outer):
 
 
 @triton.jit
-def _families(parent, first, exists, valid, SINGLE: tl.constexpr):
-    """The families of a tile, [GROUPS, SLOTS]: their parents, which of them exist; and the slot of every row, or −1."""
-    slots = tl.arange(0, SLOTS)[None, :]
-    above = first[:, None] + slots
-    if SINGLE:
-        return above, exists[:, None] & (slots == 0), tl.where(valid, 0, -1)
-    return above, above <= tl.max(parent, 1)[:, None], tl.where(valid, parent - first[:, None], -1)
-
-
-@triton.jit
-def _members(slot):
-    """[GROUPS, SLOTS, SIZE] which rows are in which family."""
-    return slot[:, None, :] == tl.arange(0, SLOTS)[None, :, None]
-
-
-@triton.jit
-def _put_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
-    """Store the sum of a number per row, times `share`, for every family; other rows do not count, whatever they hold."""
-    if SINGLE:
-        total = tl.sum(tl.where(slot >= 0, x, 0.0), 1)[:, None]
-    else:
-        total = tl.sum(tl.where(_members(slot), x[:, None, :], 0.0), 2)
-    tl.store(pointer + above.to(tl.int64) * heads + head, total * share, mask=is_family)
-
-
-@triton.jit
-def _pool(
-    pointer, weights, x, above, is_family, head, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Store weighted sums of the members' rows for every family; weights [GROUPS, SLOTS, SIZE]."""
-    total = _product(weights.to(x.dtype), x, GROUPS, PRECISION)
-    _put_rows(pointer, total, above, is_family, head, heads * WIDTH, WIDTH, WIDTH, BLOCK)
-
-
-@triton.jit
-def _pool_all(
-    pointer, plane, q, k, v, weights, share, first, exists, slot, head, heads, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """q, k and v of runs of one family each, pooled as three rows of one product; `plane` numbers lie between them."""
-    row = tl.arange(0, SLOTS)[None, :, None]
-    weights = tl.where(slot >= 0, weights, 0.0)[:, None, :]
-    total = _three_products(
-        tl.where(row == 0, weights, 0.0).to(q.dtype), tl.where(row == 1, weights, 0.0).to(q.dtype),
-        tl.where(row == 2, weights, 0.0).to(q.dtype), q, k, v, GROUPS, PRECISION
-    )  # fmt: skip
-    total = total * share[:, None, None]
-    column = tl.arange(0, BLOCK)[None, None, :]
-    place = (first.to(tl.int64) * heads + head)[:, None, None] * WIDTH + row.to(tl.int64) * plane
-    mask = exists[:, None, None] & (row < 3) & (column < WIDTH)
-    tl.store(pointer + place + column, total.to(pointer.dtype.element_ty), mask=mask)
+def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
+    """Logit and weight of what is inside every row: one more entry of its entmax. Nothing is inside a leaf."""
+    inside = tl.zeros(rows.shape, tl.float32)
+    if LEAVES:
+        return inside, inside
+    return tl.load(inner_ptr + entry, mask=valid, other=0.0), tl.load(inside_ptr + rows, mask=valid, other=0.0)
 
 
 @triton.jit
 def _up_tile(
     group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
-    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
+    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr,
     begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists = _tile(
+    rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
-    q = _rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
-    k = _rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
-    v = _rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
+    k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
+    v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
     places = q
     if P > 0:
-        places = _rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+        places = read_rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
-    weights, outer = _weights(
-        q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
-    )
-    y = _product(weights.to(v.dtype), v, GROUPS, PRECISION)
-    _put_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
-    mass = outer
+    entry = rows.to(tl.int64) * heads + head
+    if POWER == 0:
+        weights, outer = _weights(
+            q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+        )
+    else:
+        inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
+        weights, _, mass = sparse_weights(
+            q, k, places, parent, valid, count, inner, inside, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            SINGLE, GROUPS, SIZE, POWER, WEIGHTED
+        )  # fmt: skip
+        if not LEAVES:
+            outer, weights = split_diagonal(weights, SIZE)  # the share of the children is stored as outer
+    y = product(weights.to(v.dtype), v, GROUPS, PRECISION)
+    put_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    if POWER == 0:
+        mass = outer
+        if not LEAVES:
+            mass = _mass(tl.load(inner_ptr + entry, mask=valid, other=float("-inf")), outer)
     if not LEAVES:
-        entry = rows.to(tl.int64) * heads + head
-        inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
-        mass = _mass(inner, outer)
         tl.store(outer_ptr + entry, outer, mask=valid)
 
     # What the parents get: means over the leaves below them.
-    above, is_family, slot = _families(parent, first, exists, valid, SINGLE)
+    above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
     share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
-    _put_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
+    put_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
     if SINGLE and D == DV:
         share = 1.0 / tl.load(up_count_ptr + first, mask=exists, other=1).to(tl.float32)
         weights = count
         if not LEAVES:  # counts may not fit half precision; of leaves, the sum is exact
             weights, share = count * share[:, None], tl.full((GROUPS,), 1.0, tl.float32)
-        _pool_all(
+        pool_all(
             up_q_ptr, plane, q, k, v, weights, share, first, exists, slot, head, heads, D, BLOCK_D, GROUPS, PRECISION
         )
     else:
         part = count / tl.load(up_count_ptr + parent, mask=valid, other=1).to(tl.float32)
-        parts = tl.where(_members(slot), part[:, None, :], 0.0)
-        _pool(up_q_ptr, parts, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
-        _pool(up_q_ptr + plane, parts, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
-        _pool(up_q_ptr + plane + plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+        parts = tl.where(membership(slot), part[:, None, :], 0.0)
+        pool(up_q_ptr, parts, q, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        pool(up_q_ptr + plane, parts, k, above, is_family, head, heads, D, BLOCK_D, GROUPS, PRECISION)
+        pool(up_q_ptr + plane + plane, parts, v, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
 
 
 @triton.jit
 def _down_tile(
     begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, ROWS: tl.constexpr
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     rows = begin + tl.arange(0, ROWS)
     valid = rows < end
@@ -295,9 +197,7 @@ def _down_tile(
     if LEAVES:
         out += weight[:, None] * y
     else:
-        outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
-        inner = tl.load(inner_ptr + entry, mask=valid, other=0.0)
-        side, down = _shares(inner, outer)
+        side, down = _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER)
         out += (weight * side)[:, None] * y
         tl.store(weight_ptr + entry, weight * down, mask=valid)
     tl.store(out_ptr + entry[:, None] * DV + column, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -307,56 +207,63 @@ def _down_tile(
 def _d_down_tile(
     group, last_group, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr,
     parent_ptr, begin_ptr, end_ptr, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    POWER: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists = _tile(
+    rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
-    d_out = _rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
-    y = _rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
+    y = read_rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if LEAVES:  # as the diagonal of a product: cheaper than to sum across threads
         member = tl.arange(0, SIZE)
-        pairs = _product(d_out, _turned(y), GROUPS, PRECISION)
+        pairs = product(d_out, turned(y), GROUPS, PRECISION)
         d_weight = tl.sum(tl.where((member[:, None] == member[None, :])[None], pairs, 0.0), 2)
     else:
         d_weight = tl.sum(d_out * y.to(tl.float32), 2)
         entry = rows.to(tl.int64) * heads + head
-        outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
-        inner = tl.load(inner_ptr + entry, mask=valid, other=0.0)
-        side, down = _shares(inner, outer)
+        side, down = _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER)
         d_weight = d_weight * side + down * tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
-    above, is_family, slot = _families(parent, first, exists, valid, SINGLE)
-    _put_sums(d_weight_ptr, d_weight, 1.0, above, is_family, slot, head, heads, SINGLE)
-    members = tl.where(_members(slot), 1.0, 0.0)
-    _pool(up_d_out_ptr, members, d_out, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
+    above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
+    put_sums(d_weight_ptr, d_weight, 1.0, above, is_family, slot, head, heads, SINGLE)
+    parts = tl.where(membership(slot), 1.0, 0.0)
+    pool(up_d_out_ptr, parts, d_out, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
 
 
 @triton.jit
 def _d_up_tile(
     group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
     place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
-    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr,
-    root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr,
+    begin_ptr, end_ptr, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists = _tile(
+    rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
-    q = _rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
-    k = _rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
-    v = _rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
-    d_out = _rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
+    q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
+    k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
+    v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
     places = q
     if P > 0:
-        places = _rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+        places = read_rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
-    weights, outer = _weights(
-        q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
-    )
+    entry = rows.to(tl.int64) * heads + head
+    if POWER == 0:
+        weights, outer = _weights(
+            q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+        )
+    else:
+        inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
+        weights, slope, _ = sparse_weights(
+            q, k, places, parent, valid, count, inner, inside, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            SINGLE, GROUPS, SIZE, POWER, WEIGHTED
+        )  # fmt: skip
     if SINGLE:  # one parent per run
         of, known = first[:, None], exists[:, None]
     else:
@@ -371,78 +278,89 @@ def _d_up_tile(
     d_mass = d_mass * of_parent
 
     # y enters through w·side·y, the masses through the shares and through what the parent holds.
-    d_weights = _product(d_out, _turned(v), GROUPS, PRECISION)
-    of_y = tl.sum(weights * d_weights, 2)
-    factor, d_outer = weight, d_mass
-    if not LEAVES:
-        entry = rows.to(tl.int64) * heads + head
-        inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
-        side, down = _shares(inner, outer)
-        d_gap = side * down * weight * (of_y - tl.load(d_weight_ptr + entry, mask=valid, other=0.0))
-        d_outer = d_mass * side + d_gap
-        tl.store(d_inner_ptr + entry, d_mass * down - d_gap, mask=valid)
-        factor = weight * side
-    d_logits = weights * (factor[:, :, None] * (d_weights - of_y[:, :, None]) + d_outer[:, :, None])
+    d_weights = product(d_out, turned(v), GROUPS, PRECISION)
+    if POWER == 0:
+        of_y = tl.sum(weights * d_weights, 2)
+        factor, d_outer = weight, d_mass
+        if not LEAVES:
+            inner = tl.load(inner_ptr + entry, mask=valid, other=float("-inf"))
+            side, down = _shares(inner, outer)
+            d_gap = side * down * weight * (of_y - tl.load(d_weight_ptr + entry, mask=valid, other=0.0))
+            d_outer = d_mass * side + d_gap
+            tl.store(d_inner_ptr + entry, d_mass * down - d_gap, mask=valid)
+            factor = weight * side
+        d_logits = weights * (factor[:, :, None] * (d_weights - of_y[:, :, None]) + d_outer[:, :, None])
+        weights = weights * factor[:, :, None]
+    else:
+        if not LEAVES:
+            d_weights = with_diagonal(d_weights, tl.load(d_weight_ptr + entry, mask=valid, other=0.0), SIZE)
+        d_logits = gradient_of_logits(d_weights * weight[:, :, None], d_mass, weights, slope)
+        if not LEAVES:
+            down, weights = split_diagonal(weights, SIZE)
+            d_inner, d_logits = split_diagonal(d_logits, SIZE)
+            tl.store(d_inner_ptr + entry, d_inner, mask=valid)
+        weights = weights * weight[:, :, None]
 
-    d_v = _product(_turned((weights * factor[:, :, None]).to(v.dtype)), d_out, GROUPS, PRECISION)
-    d_v += of_parent[:, :, None] * _rows(up_d_v_ptr, of, from_above, head, heads * DV, DV, DV, BLOCK_DV)
-    _put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    d_v = product(turned(weights.to(v.dtype)), d_out, GROUPS, PRECISION)
+    d_v += of_parent[:, :, None] * read_rows(up_d_v_ptr, of, from_above, head, heads * DV, DV, DV, BLOCK_DV)
+    put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if P > 0:
-        both = (d_logits + _turned(d_logits)).to(q.dtype)
-        d_places = _product(both, places, GROUPS, PRECISION)
-        _put_rows(d_place_ptr, d_places, rows, valid, head, heads * P, P, P, BLOCK_P)
+        both = (d_logits + turned(d_logits)).to(q.dtype)
+        d_places = product(both, places, GROUPS, PRECISION)
+        put_rows(d_place_ptr, d_places, rows, valid, head, heads * P, P, P, BLOCK_P)
     d_logits = (d_logits * scale).to(q.dtype)
-    d_q = _product(d_logits, k, GROUPS, PRECISION)
-    d_q += of_parent[:, :, None] * _rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
-    _put_rows(d_q_ptr, d_q, rows, valid, head, heads * D, D, D, BLOCK_D)
-    d_k = _product(_turned(d_logits), q, GROUPS, PRECISION)
-    d_k += of_parent[:, :, None] * _rows(up_d_k_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
-    _put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
+    d_q = product(d_logits, k, GROUPS, PRECISION)
+    d_q += of_parent[:, :, None] * read_rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
+    put_rows(d_q_ptr, d_q, rows, valid, head, heads * D, D, D, BLOCK_D)
+    d_k = product(turned(d_logits), q, GROUPS, PRECISION)
+    d_k += of_parent[:, :, None] * read_rows(up_d_k_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
+    put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
 
 
 @kernel
 def up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, y_ptr,
-    outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr, num_groups, heads,
-    scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
-    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr
+    outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, begin_ptr, end_ptr,
+    num_groups, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
         place_row, place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
-        begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL,
-        LEAVES, SINGLE, FULL, GROUPS, SIZE
+        inside_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
+        CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
 
 
 @kernel
 def down(
-    y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
         begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
-        heads, DV, BLOCK_DV, LEAVES, ROWS
+        heads, DV, BLOCK_DV, LEAVES, POWER, ROWS
     )  # fmt: skip
 
 
 @kernel
 def top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
-    parent_ptr, count_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
-    DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    parent_ptr, count_ptr, inside_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale,
+    D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
+    SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Both sweeps over the last levels of whole trees."""
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:
@@ -452,8 +370,8 @@ def top(
             _up_tile(
                 group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
                 place_row, place_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
-                begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
-                CAUSAL, False, SINGLE, False, GROUPS, SIZE
+                inside_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+                INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
             group += GROUPS
         tl.debug_barrier()  # the next level reads what this one wrote
@@ -465,7 +383,7 @@ def top(
         while row < end:
             _down_tile(
                 row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
-                BLOCK_DV, False, ROWS
+                BLOCK_DV, False, POWER, ROWS
             )  # fmt: skip
             row += ROWS
         tl.debug_barrier()
@@ -474,16 +392,16 @@ def top(
 @kernel
 def d_down(
     d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr, up_d_out_ptr, parent_ptr, begin_ptr,
-    end_ptr, num_groups, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    end_ptr, num_groups, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, LEAVES: tl.constexpr,
+    SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr,
     OVERLAP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _d_down_tile(
         tile * GROUPS, num_groups, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
         up_d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, LEAVES, SINGLE, FULL, GROUPS,
-        SIZE
+        SIZE, POWER
     )  # fmt: skip
 
 
@@ -491,35 +409,35 @@ def d_down(
 def d_up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, d_out_ptr,
     d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr,
-    up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, begin_ptr, end_ptr, num_groups, root,
-    heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
-    LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr
+    up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, begin_ptr, end_ptr, num_groups,
+    root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _d_up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
         place_row, place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
-        d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr,
-        up_count_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
-        INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE
+        d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
+        inside_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+        INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
 
 
 @kernel
 def d_top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
-    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, parent_ptr, count_ptr, begin_ptr, end_ptr,
-    bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
+    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, parent_ptr, count_ptr, inside_ptr, begin_ptr,
+    end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr
+    POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """The gradients of `top`."""
-    _wait_for_the_launch_before(OVERLAP)
+    wait_for_the_launch_before(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:
@@ -528,8 +446,8 @@ def d_top(
         while group < last_group:
             _d_down_tile(
                 group, last_group, head, d_out_ptr, heads * DV, DV, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
-                d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, False, SINGLE, False,
-                GROUPS, SIZE
+                d_out_ptr, parent_ptr, begin_ptr, end_ptr, heads, DV, BLOCK_DV, PRECISION, False, SINGLE, False, GROUPS,
+                SIZE, POWER
             )  # fmt: skip
             group += GROUPS
         tl.debug_barrier()  # the next level reads what this one wrote
@@ -543,8 +461,8 @@ def d_top(
                 group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
                 place_row, place_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
                 d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
-                begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
-                CAUSAL, False, SINGLE, False, GROUPS, SIZE
+                inside_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+                INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
             group += GROUPS
         tl.debug_barrier()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.hierarchical.inside import keys_inside
 from hsa.attention.triton.levels import Levels, families, levels
 from hsa.hierarchy import Hierarchy
 
@@ -99,6 +100,19 @@ class Tiles:
 def tiles(hierarchy: Hierarchy) -> Tiles:
     """The plan of a rooted forest for which there are no `hierarchical_reasons`, built once."""
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
+
+
+def inside_weights(hierarchy: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
+    """`[rows above the leaves]` weights of the insides in entmax: their keys, or (not `weighted`) 1; 0 if there are none."""
+
+    def build() -> Tensor:
+        plan = levels(hierarchy)
+        assert plan is not None
+        inside = keys_inside(hierarchy, include_self, causal)[plan.node[plan.num_leaves :]]
+        inside = inside if weighted else inside > 0
+        return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
+
+    return hierarchy.cached(("inside", weighted, include_self, causal), build)
 
 
 def _build(hierarchy: Hierarchy) -> Tiles:

@@ -1,0 +1,149 @@
+"""Entmax kernels of hierarchical attention on a GPU: `python -m benchmarks.entmax_gpu`. Checked first, then timed.
+
+In one run: softmax, α = 1.5 and α = 2, forward and with gradients, on families of 16 to 128 members, on trees like
+those of texts, and for logits from nearly equal to far apart, which decide how many steps the threshold takes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hsa
+from benchmarks.cpu_attention import text_like
+from benchmarks.gpu_attention import BRANCHING, DIM, DTYPE, HEADS, milliseconds, with_backward
+from benchmarks.measure import write_table
+
+KINDS: dict[str, Any] = {"softmax": "softmax", "α = 1.5": hsa.Entmax(1.5), "α = 2": hsa.Entmax(2.0)}
+SPREADS = (0.1, 1.0, 4.0)
+MOST = 2.0
+"""Times of softmax that entmax may take."""
+
+
+def forests() -> dict[str, hsa.Hierarchy]:
+    texts = hsa.Hierarchy.collate([text_like(512, seed) for seed in range(64)])
+    return {
+        "64 × 512, families of 16": hsa.Hierarchy.regular([512] * 64, BRANCHING),
+        "1 × 131,072, families of 16": hsa.Hierarchy.regular([131072], BRANCHING),
+        "1 × 32,768, families of 32": hsa.Hierarchy.regular([32768], (32,), repeat_last=True),
+        "1 × 32,768, families of 64": hsa.Hierarchy.regular([32768], (64,), repeat_last=True),
+        "1 × 32,768, families of 128": hsa.Hierarchy.regular([32768], (128,), repeat_last=True),
+        "64 × 512, text-like": texts,
+    }
+
+
+def inputs(
+    tree: hsa.Hierarchy, spread: float, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = DTYPE
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output; logits have the standard deviation `spread`."""
+    q, k, v, d_out = (torch.randn(tree.num_leaves, heads, dim, device="cuda") for _ in range(4))
+    return [x.to(dtype) for x in (q * spread, k, v, d_out)]
+
+
+def check_correctness() -> list[list[Any]]:
+    """Forward and gradients against the torch backend in float64: every size of families, both dtypes, all spreads.
+
+    Rounding of logits is multiplied by up to the leaves below a row, and gradients of α = 2 jump where an entry leaves the
+    support: errors are those of norms, and may be as large as three times those of the torch backend in the same dtype.
+    """
+    torch.manual_seed(0)
+    trees = {
+        "16": hsa.Hierarchy.regular([4096], BRANCHING),
+        "32": hsa.Hierarchy.regular([700], (32, 4)),
+        "64": hsa.Hierarchy.regular([700], (64, 4)),
+        "128": hsa.Hierarchy.regular([900], (128,)),
+        "text-like": text_like(2000),
+    }
+    rows = []
+    for name, tree in trees.items():
+        tree = tree.to("cuda")
+        for kind, normalizer in KINDS.items():
+            for dtype, tolerances in ((torch.float32, (1e-4, 1e-2)), (DTYPE, (3e-2, 5e-2))):
+                for spread in SPREADS:
+                    dim = 32 if dtype == torch.float32 else DIM  # float32 tiles of 128 rows are narrower
+                    made = inputs(tree, spread, heads=2, dim=dim, dtype=dtype)
+                    ours, exact, theirs = (
+                        _run(tree, made, normalizer, kind_of, backend)
+                        for kind_of, backend in ((dtype, "triton"), (torch.float64, "torch"), (dtype, "torch"))
+                    )
+                    errors = [_error(x, y) for x, y in zip(ours, exact, strict=True)]
+                    other = [_error(x, y) for x, y in zip(theirs, exact, strict=True)]
+                    rows.append(
+                        [name, kind, str(dtype)[6:], spread, errors[0], max(errors[1:]), other[0], max(other[1:])]
+                    )
+                    print(rows[-1], flush=True)
+                    for error, of_torch, what in zip(errors, other, ("out", "dq", "dk", "dv"), strict=True):
+                        if not error < max(tolerances[what != "out"], 3 * of_torch):
+                            raise SystemExit(f"{rows[-1]}: {what} has error {error:.1e}, torch {of_torch:.1e}")
+    return rows
+
+
+def _run(
+    tree: hsa.Hierarchy, made: Sequence[Tensor], normalizer: Any, dtype: torch.dtype, backend: str
+) -> list[Tensor]:
+    q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in made[:3]]
+    out = hsa.hierarchical_attention(q, k, v, tree, normalizer=normalizer, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, made[3].to(dtype))]
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y).norm() / y.norm())
+
+
+def time_all() -> list[list[Any]]:
+    rows = []
+    for name, tree in forests().items():
+        tree = tree.to("cuda")
+        for spread in SPREADS:
+            q, k, v, d_out = inputs(tree, spread)
+            for backward in (False, True):
+                times = []
+                for normalizer in KINDS.values():
+                    attend = partial(
+                        hsa.hierarchical_attention, hierarchy=tree, normalizer=normalizer, backend="triton"
+                    )
+                    step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
+                    times.append(milliseconds(step, graph=True, seconds=0.2))
+                ratios = [time / times[0] for time in times[1:]]
+                rows.append(["forward + backward" if backward else "forward", name, spread, *times, *ratios])
+                print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    errors = check_correctness()
+    if "check" in arguments:
+        return
+    rows = time_all()
+    worst = max(max(row[-2:]) for row in rows)
+    print(f"at most {worst:.2f} times softmax; the aim is {MOST}")
+    of_errors = ["families", "", "dtype", "spread", "out", "gradients", "torch: out", "torch: gradients"]
+    of_times = [
+        "",
+        "batch × tokens",
+        "spread",
+        *(f"{kind} ms" for kind in KINDS),
+        "α = 1.5 ÷ softmax",
+        "α = 2 ÷ softmax",
+    ]
+    as_text = [[f"{x:.1e}" if isinstance(x, float) and i > 3 else x for i, x in enumerate(row)] for row in errors]
+    write_table(
+        "entmax_gpu",
+        f"Entmax kernels of hierarchical attention on a GPU: {HEADS} heads of {DIM}, bfloat16",
+        [("Times", of_times, rows), ("Errors", of_errors, as_text)],
+        "Times are medians of CUDA graph replays, those of a row one after another. Spread: the standard deviation of the\n"
+        "leaves' logits, which are random. Errors: norm of the difference over the norm, against the torch backend in\n"
+        "float64; beside them those of the torch backend in the same dtype.",
+        command="python -m benchmarks.entmax_gpu",
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

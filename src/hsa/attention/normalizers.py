@@ -1,0 +1,129 @@
+"""What makes weights of logits: softmax, or α-entmax, which gives small logits no weight at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.arguments import is_checking
+from hsa.errors import InvalidInput
+
+NEAREST = 1e-6
+"""Numbers this close to 1 count as 1 + this in a tensor α: formulas divide by α − 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entmax:
+    """α-entmax in place of softmax (Peters, Niculae & Martins 2019, arXiv:1905.05702): weights that can be exactly 0.
+
+        p_B = n_B · [1 + (α − 1)(z_B − c)]₊^{1/(α − 1)}        Σ p = 1
+
+    over entries with logits z_B that stand for n_B = leaf_count(B) keys. α = 2 is sparsemax; α = 1 is softmax.
+
+    Args:
+        alpha: a number from 1 to 2; or a tensor `[heads]`, `[levels, heads]` or `[levels, 1]`, which may need a gradient:
+            families of height h (1: families of leaves) take row min(h, levels) − 1.
+        counts: "weighted" as above: exact where the keys inside every B are the same. "logits": log n_B is added to z_B and
+            all weights are 1, the energy of the paper's Eq. 51.
+
+    Raises:
+        InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are looked at inside
+            `hsa.checking` only.)
+
+    >>> Entmax(2.0)
+    Entmax(alpha=2.0, counts='weighted')
+    >>> Entmax(torch.tensor([[1.5], [1.2]])).at_height(3)
+    tensor([1.2000])
+    >>> Entmax(3)
+    Traceback (most recent call last):
+    hsa.errors.InvalidInput: Entmax.alpha: given 3, expected from 1 (softmax) to 2 (sparsemax); keep a learned α in range, \
+such as 1 + sigmoid(parameter)
+    """
+
+    alpha: float | Tensor = 1.5
+    counts: Literal["weighted", "logits"] = "weighted"
+
+    def __post_init__(self) -> None:
+        if self.counts not in ("weighted", "logits"):
+            raise InvalidInput("Entmax.counts", given=repr(self.counts), expected="'weighted' or 'logits'")
+        if isinstance(self.alpha, Tensor):
+            _check_tensor(self.alpha)
+        elif isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float, np.integer, np.floating)):
+            raise InvalidInput("Entmax.alpha", given=repr(self.alpha), expected="a number or a tensor")
+        elif not 1 <= self.alpha <= 2:
+            raise _out_of_range(self.alpha)
+
+    @property
+    def is_softmax(self) -> bool:
+        """The number 1: no entmax at all."""
+        return not isinstance(self.alpha, Tensor) and self.alpha == 1
+
+    @property
+    def levels(self) -> int:
+        """Heights with an α of their own; taller families share the last."""
+        return len(self.alpha) if isinstance(self.alpha, Tensor) and self.alpha.ndim == 2 else 1
+
+    def at_height(self, height: int, dtype: torch.dtype | None = None) -> Tensor:
+        """α of families of a height from 1, `[heads]`, `[1]`, or `[]` (on the CPU) where it is one number."""
+        if not isinstance(self.alpha, Tensor):
+            return torch.tensor(max(float(self.alpha), 1 + NEAREST), dtype=dtype)
+        row = self.alpha if self.alpha.ndim < 2 else self.alpha[min(height, self.levels) - 1]
+        return row.to(dtype or row.dtype).clamp(min=1 + NEAREST)
+
+    def by_height(self, heights: int, like: Tensor) -> Tensor:
+        """α of families of the heights 1, 2, … `heights`: `[heights, heads]` or `[heights, 1]`, of the dtype of `like`."""
+        rows = [self.at_height(h, like.dtype).reshape(-1) for h in range(1, heights + 1)]
+        return torch.stack(rows).to(like.device)
+
+
+def resolve_normalizer(normalizer: Any, q: Tensor) -> Entmax | None:
+    """The entmax for the heads of q; None for softmax."""
+    if isinstance(normalizer, str) and normalizer == "softmax":
+        return None
+    if not isinstance(normalizer, Entmax):
+        raise InvalidInput("normalizer", given=repr(normalizer), expected="'softmax' or an hsa.Entmax")
+    alpha, heads = normalizer.alpha, q.shape[1]
+    if isinstance(alpha, Tensor):
+        if alpha.ndim and alpha.shape[-1] not in (1, heads):
+            raise InvalidInput(
+                "normalizer.alpha",
+                given=f"shape {tuple(alpha.shape)}",
+                expected=f"({heads},), (levels, {heads}) or (levels, 1), as q has {heads} heads",
+            )
+        if alpha.device != q.device:
+            raise InvalidInput("normalizer.alpha", given=f"device {alpha.device}", expected=f"{q.device}, as q")
+    return None if normalizer.is_softmax else normalizer
+
+
+def no_entmax(arguments: dict[str, Any]) -> list[str]:
+    """Why a backend without it cannot run."""
+    normalizer = arguments["normalizer"]
+    return ["it has no entmax"] if isinstance(normalizer, Entmax) and not normalizer.is_softmax else []
+
+
+def _check_tensor(alpha: Tensor) -> None:
+    if alpha.ndim > 2 or alpha.numel() == 0 or not alpha.is_floating_point():
+        raise InvalidInput(
+            "Entmax.alpha",
+            given=f"shape {tuple(alpha.shape)}, {alpha.dtype}",
+            expected="numbers of shape (heads,), (levels, heads) or (levels, 1)",
+        )
+    # Reading values waits for a GPU, and a compiler cannot.
+    if torch.compiler.is_compiling() or not (alpha.device.type == "cpu" or is_checking()):
+        return
+    outside = alpha.detach()[~((alpha >= 1) & (alpha <= 2))]
+    if len(outside):
+        raise _out_of_range(outside[0].item())
+
+
+def _out_of_range(alpha: Any) -> InvalidInput:
+    return InvalidInput(
+        "Entmax.alpha",
+        given=alpha,
+        expected="from 1 (softmax) to 2 (sparsemax)",
+        fix="keep a learned α in range, such as 1 + sigmoid(parameter)",
+    )

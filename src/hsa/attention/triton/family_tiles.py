@@ -1,0 +1,174 @@
+"""Tiles of families, as kernels see them: which rows they are, reading and writing them, sums over families.
+
+A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones; where all runs are full
+and in order (`FULL`) their rows are known without looking. Products are those of small matrices, one per run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SLOTS = tl.constexpr(16)
+"""Families in a run, at most."""
+
+
+@triton.jit
+def wait_for_the_launch_before(OVERLAP: tl.constexpr):
+    """Launches may begin while the one before ends (`launch_pdl`); nothing is read or written before it has."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
+    """[GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
+    if GROUPS == 1:
+        left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
+        return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ x + b @ y + c @ z, added where the products are."""
+    if GROUPS == 1:
+        total = tl.dot(tl.reshape(a, a.shape[1:]), tl.reshape(x, x.shape[1:]), input_precision=PRECISION)
+        total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
+        total = tl.dot(tl.reshape(c, c.shape[1:]), tl.reshape(z, z.shape[1:]), acc=total, input_precision=PRECISION)
+        return tl.reshape(total, (1, a.shape[1], x.shape[2]))
+    total = tl.dot(a, x, input_precision=PRECISION)
+    total = tl.dot(b, y, acc=total, input_precision=PRECISION)
+    return tl.dot(c, z, acc=total, input_precision=PRECISION)
+
+
+@triton.jit
+def turned(x):
+    return tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
+def find_rows(
+    group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr
+):  # fmt: skip
+    """Rows [GROUPS, SIZE] of the runs from `group` on, which of them exist, their parents, every run's first parent."""
+    group = group + tl.arange(0, GROUPS)
+    exists = group < last_group
+    member = tl.arange(0, SIZE)[None, :]
+    if FULL:
+        rows = group[:, None] * SIZE + member
+        valid = exists[:, None] & (member < SIZE)
+        first = tl.load(parent_ptr + group * SIZE, mask=exists, other=0)
+    else:
+        begin = tl.load(begin_ptr + group, mask=exists, other=0)
+        end = tl.load(end_ptr + group, mask=exists, other=0)
+        rows = begin[:, None] + member
+        valid = rows < end[:, None]
+        first = tl.load(parent_ptr + begin, mask=exists, other=0)
+    if SINGLE:
+        parent = tl.where(valid, first[:, None], -1)
+    else:
+        parent = tl.load(parent_ptr + rows, mask=valid, other=-1)
+    return rows, valid, parent, first, exists
+
+
+@triton.jit
+def read_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros where there is nothing."""
+    column = tl.arange(0, BLOCK)[None, None, :]
+    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
+    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    return tl.load(pointer + place + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, None, :]
+    mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
+    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    tl.store(pointer + place + column, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def family_logits(
+    q, k, places, parent, valid, log_count, scale, unit, P: tl.constexpr, PRECISION: tl.constexpr,
+    INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
+    COUNTED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """[GROUPS, SIZE, SIZE] logits of every member with its siblings (a leaf: with itself, if it sees itself), times `unit`.
+
+    −∞ where a member does not see another. `COUNTED`: plus `log_count`, which is in that unit already.
+    """
+    logits = product(q, turned(k), GROUPS, PRECISION) * (scale * unit)
+    if P > 0:
+        logits += product(places, turned(places), GROUPS, PRECISION) * unit
+    if COUNTED:
+        logits += log_count[:, None, :]
+    member = tl.arange(0, SIZE)
+    i, j = member[None, :, None], member[None, None, :]
+    sees = valid[:, None, :]
+    if not SINGLE:
+        sees = sees & (parent[:, :, None] == parent[:, None, :])
+    if CAUSAL:
+        itself = j <= i if LEAVES else j < i
+        sees = sees & itself
+    elif not (LEAVES and INCLUDE_SELF):
+        sees = sees & (i != j)
+    return tl.where(sees, logits, float("-inf"))
+
+
+@triton.jit
+def find_families(parent, first, exists, valid, SINGLE: tl.constexpr):
+    """The families of a tile, [GROUPS, SLOTS]: their parents, which of them exist; and the slot of every row, or −1."""
+    slots = tl.arange(0, SLOTS)[None, :]
+    above = first[:, None] + slots
+    if SINGLE:
+        return above, exists[:, None] & (slots == 0), tl.where(valid, 0, -1)
+    return above, above <= tl.max(parent, 1)[:, None], tl.where(valid, parent - first[:, None], -1)
+
+
+@triton.jit
+def membership(slot):
+    """[GROUPS, SLOTS, SIZE] which rows are in which family."""
+    return slot[:, None, :] == tl.arange(0, SLOTS)[None, :, None]
+
+
+@triton.jit
+def put_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
+    """Store the sum of a number per row, times `share`, for every family; other rows do not count, whatever they hold."""
+    if SINGLE:
+        total = tl.sum(tl.where(slot >= 0, x, 0.0), 1)[:, None]
+    else:
+        total = tl.sum(tl.where(membership(slot), x[:, None, :], 0.0), 2)
+    tl.store(pointer + above.to(tl.int64) * heads + head, total * share, mask=is_family)
+
+
+@triton.jit
+def pool(
+    pointer, weights, x, above, is_family, head, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Store weighted sums of the members' rows for every family; weights [GROUPS, SLOTS, SIZE]."""
+    total = product(weights.to(x.dtype), x, GROUPS, PRECISION)
+    put_rows(pointer, total, above, is_family, head, heads * WIDTH, WIDTH, WIDTH, BLOCK)
+
+
+@triton.jit
+def pool_all(
+    pointer, plane, q, k, v, weights, share, first, exists, slot, head, heads, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """q, k and v of runs of one family each, pooled as three rows of one product; `plane` numbers lie between them."""
+    row = tl.arange(0, SLOTS)[None, :, None]
+    weights = tl.where(slot >= 0, weights, 0.0)[:, None, :]
+    total = three_products(
+        tl.where(row == 0, weights, 0.0).to(q.dtype), tl.where(row == 1, weights, 0.0).to(q.dtype),
+        tl.where(row == 2, weights, 0.0).to(q.dtype), q, k, v, GROUPS, PRECISION
+    )  # fmt: skip
+    total = total * share[:, None, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    place = (first.to(tl.int64) * heads + head)[:, None, None] * WIDTH + row.to(tl.int64) * plane
+    mask = exists[:, None, None] & (row < 3) & (column < WIDTH)
+    tl.store(pointer + place + column, total.to(pointer.dtype.element_ty), mask=mask)
