@@ -56,9 +56,9 @@ class Task:
 
 
 TASKS = {
-    "imdb": Task("IMDB: positive or negative?", 512, 4, 64, 4096),
-    "news": Task("20 Newsgroups: which one?", 512, 8, 64, 4096),
-    "papers": Task("PeerRead: cs.AI, cs.CL or cs.LG?", 4096, 6, 32, 512),
+    "imdb": Task("IMDB: positive or negative?", 512, 3, 128, 4096),
+    "news": Task("20 Newsgroups: which one?", 512, 6, 128, 4096),
+    "papers": Task("PeerRead: cs.AI, cs.CL or cs.LG?", 4096, 5, 32, 512),
 }
 
 
@@ -109,20 +109,29 @@ def load(name: str, packed: Path) -> Prepared:
     )
 
 
-def run_model(name: str, model: str, packed: Path, out: Path) -> str:
-    """All rates and seeds of one model."""
+def run_part(plan: Plan, name: str, model: str, packed: Path, out: Path) -> str:
+    """Some rates and seeds of one model."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     given = recipe(TASKS[name])
     accelerator = make_accelerator(given.training)
-    (found,) = compare_models(PLAN, given, load(name, packed), out / name, accelerator, resume=True, only=(model,))
+    (found,) = compare_models(plan, given, load(name, packed), out / name, accelerator, resume=True, only=(model,))
     return f"{name} {model}: {' '.join(f'{score:.4f}' for score in found.scores)} (rate {found.rate})"
 
 
 def run_all(names: list[str], packed: Path, out: Path, jobs: int) -> None:
+    """Every rate with the first seed; then the other seeds with each model's best."""
+    first = [replace(PLAN, rates=(rate,), seeds=PLAN.seeds[:1]) for rate in PLAN.rates]
+    others = [replace(PLAN, seeds=(PLAN.seeds[0], seed)) for seed in PLAN.seeds[1:]]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(run_model, name, model, packed, out) for name in names for model in MODELS]
-        for done in as_completed(waiting):
-            print(done.result(), flush=True)
+        for plans in (first, others):
+            waiting = [
+                pool.submit(run_part, plan, name, model, packed, out)
+                for name in names
+                for model in MODELS
+                for plan in plans
+            ]
+            for done in as_completed(waiting):
+                print(done.result(), flush=True)
 
 
 def time_model(name: str, model: str, data: Prepared) -> dict[str, float]:
@@ -132,13 +141,13 @@ def time_model(name: str, model: str, data: Prepared) -> dict[str, float]:
     part = data.train.select(some)
     test = data.test.select(np.arange(min(len(data.test), TASKS[name].timed)))
     config = model_config(data, given.model, model, MODELS[0], given.documents)
-    options = replace(given.training, epochs=2)
+    options = replace(given.training, epochs=3)
     accelerator = make_accelerator(options)
     trainer = Trainer(HierarchicalClassifier(config), part, test.select([0, 1]), options, accelerator=accelerator)
-    history = trainer.fit()  # the first epoch compiles and plans
+    seconds = [record.seconds for record in trainer.fit()]  # the first epoch compiles
     trainer.evaluate(test)
     tested = trainer.evaluate(test)
-    return {"train": 1e3 * history[-1].seconds / len(part), "test": 1e3 * tested.seconds / len(test)}
+    return {"train": 1e3 * min(seconds[1:]) / len(part), "test": 1e3 * tested.seconds / len(test)}
 
 
 def time_all(names: list[str], packed: Path, out: Path) -> None:

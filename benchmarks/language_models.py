@@ -42,8 +42,8 @@ class Phase:
 FLAT = LanguageModelConfig(**SIZES, attention="flat")
 NEAR_7 = LanguageModelConfig(**SIZES, attention="hierarchical", branching=(32, 4), near=7)
 NEAR_15 = replace(NEAR_7, near=15)
-XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=1024, memory=1024))
-XL_MEMORIES = (1024, 4096, 15360)
+XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=512, memory=512))
+XL_MEMORIES = (512, 1536, 3584, 15872)
 """Tokens that Transformer-XL remembers while it is tested."""
 WHOLE = (Phase(60, 2048),)
 RUNS: Mapping[str, tuple[AnyLanguageConfig, tuple[Phase, ...]]] = {
@@ -55,8 +55,8 @@ RUNS: Mapping[str, tuple[AnyLanguageConfig, tuple[Phase, ...]]] = {
     "flat, late fall": (FLAT, (Phase(45, 2048, "constant"), Phase(15, 2048))),
     "near 7, then 16,384": (NEAR_7, (Phase(45, 2048, "constant"), Phase(15, 16384))),
     "near 7, half 16,384": (NEAR_7, (Phase(30, 2048, "constant"), Phase(30, 16384))),
-    "Transformer-XL": (XL, (Phase(60, 1024),)),
-    "Transformer-XL, late fall": (XL, (Phase(45, 1024, "constant"), Phase(15, 1024))),
+    "Transformer-XL": (XL, (Phase(60, 512),)),
+    "Transformer-XL, late fall": (XL, (Phase(45, 512, "constant"), Phase(15, 512))),
 }
 
 

@@ -90,6 +90,26 @@ def test_flat_keeps_half_precision_and_hides_the_padding(dtype):
     close(out.double(), softmax_attention(q.double(), k.double(), v.double(), tree, None), atol=0.03)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[1], [5, 7, 1, 130, 64, 2, 65, 3, 11, 300]])
+@pytest.mark.parametrize("value_dim", [DIM, 13])
+def test_flat_on_a_gpu(dtype, lengths, value_dim):
+    tree = Hierarchy.flat(lengths)
+    given = [*inputs(tree, value_dim=value_dim), random_positions(tree, 0, HEADS)]
+    given = [x.to(dtype).double().requires_grad_() for x in given]
+    wanted = softmax_attention(*given[:3], tree, given[3])
+    there = [x.detach().to("cuda", dtype).requires_grad_() for x in given]
+    out = Flat()(*there[:3], tree.to("cuda"), there[3])
+    assert out.dtype == dtype
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}[dtype]
+    weight = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
+    ours = [out, *torch.autograd.grad(out, there, weight.to("cuda"))]
+    theirs = [wanted, *torch.autograd.grad(wanted, given, weight.double())]
+    for one, other in zip(ours, theirs, strict=True):
+        close(one.double().cpu(), other, atol=tolerance * float(other.detach().abs().max() + 1))
+
+
 @pytest.mark.parametrize("include_self", [False, True])
 @settings(max_examples=8)
 @given(forests())

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
@@ -27,6 +28,8 @@ from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
 from hsa.hierarchy import Hierarchy
 
+_WIDEST = 256
+"""Channels that fused kernels take."""
 _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
 
 
@@ -195,13 +198,14 @@ class Alone(Attention):
 class Flat(Attention):
     """Softmax attention over all leaves of a tree, by PyTorch's fused kernels.
 
-    Trees of like length share a call. Position logits, and the mask of the padding, travel as further channels of q and k,
-    which keeps the fastest kernels available. The hierarchy must be flat for positions to be those of siblings.
+    Half precision on a GPU takes all trees in one call, as they lie. Elsewhere, trees of like length share a call, and the
+    mask of the padding travels as a further channel of q and k, as position logits do: that keeps the fastest kernels
+    available. The hierarchy must be flat for positions to be those of siblings.
     """
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        buckets = hierarchy.cached("lengths", lambda: _by_length(hierarchy))
-        hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
+        if hierarchy.device.type == "cpu":
+            _buckets(hierarchy)
 
     def forward(
         self,
@@ -229,20 +233,34 @@ class Flat(Attention):
             ε = positions.index_select(0, hierarchy.tensor("leaf_nodes")).to(q.dtype).expand(-1, heads, -1)
             q_parts, k_parts = [*q_parts, ε], [*k_parts, ε]
         q, k = torch.cat(q_parts, -1), torch.cat(k_parts, -1)
+        if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= _WIDEST:
+            return _packed(q, k, v, hierarchy)
         parts = []
-        buckets = hierarchy.cached("lengths", lambda: _by_length(hierarchy))
+        buckets, back = _buckets(hierarchy)
         for bucket in buckets:
             rows = [t.index_select(0, bucket.rows).unflatten(0, bucket.shape).transpose(1, 2) for t in (q, k, v)]
             if bucket.absent is not None:
                 rows[0] = F.pad(rows[0], (0, 1), value=1.0)
                 rows[1] = torch.cat([rows[1], bucket.absent[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
-            # Fused kernels want channels in eights, and as many in v.
-            whole = -(-max(rows[0].shape[-1], v.shape[-1]) // 8) * 8
-            rows = [F.pad(t, (0, whole - t.shape[-1])) for t in rows]
+            rows = _equally_wide(rows)
             attended = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], scale=1.0)[..., : v.shape[-1]]
             parts.append(attended.transpose(1, 2).flatten(0, 1))
-        back = hierarchy.cached("lengths back", lambda: _back(buckets, hierarchy))
         return torch.cat(parts).index_select(0, back)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
+    """All trees in one call, without padding. (cuDNN, which PyTorch prefers for buckets, plans anew for every shape.)"""
+    offsets = hierarchy.cached("offsets of trees", lambda: hierarchy.tensor("leaf_offsets").to(torch.int32))
+    longest = int(max(hierarchy.lengths))
+    rows = _equally_wide([q, k, v])
+    attended: Any = varlen_attn(rows[0], rows[1], rows[2], offsets, offsets, longest, longest, scale=1.0)
+    return attended[..., : v.shape[-1]]
+
+
+def _equally_wide(parts: list[Tensor]) -> list[Tensor]:
+    """Fused kernels want channels in eights, and as many in v as in q and k."""
+    whole = -(-max(part.shape[-1] for part in parts) // 8) * 8
+    return [F.pad(part, (0, whole - part.shape[-1])) for part in parts]
 
 
 def flat_tree(hierarchy: Hierarchy) -> Hierarchy:
@@ -255,6 +273,16 @@ class _Bucket:
     rows: Tensor  # [trees · longest] leaf of every place; padding repeats a tree's last leaf
     shape: tuple[int, int]  # trees, longest
     absent: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None: no padding
+
+
+def _buckets(hierarchy: Hierarchy) -> tuple[list[_Bucket], Tensor]:
+    """Trees of like length, and for every leaf its row among the rows of all buckets."""
+
+    def build() -> tuple[list[_Bucket], Tensor]:
+        buckets = _by_length(hierarchy)
+        return buckets, _back(buckets, hierarchy)
+
+    return hierarchy.cached("lengths", build)
 
 
 def _by_length(hierarchy: Hierarchy, step: int = 64) -> list[_Bucket]:

@@ -174,7 +174,7 @@ class DataOptions:
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
-    max_family: int = 256
+    max_family: int = 128
     vocabulary: int = 8192
     word_vectors: Path | None = None
     encoder: str | None = None

@@ -30,7 +30,7 @@ from hsa.hierarchy import Hierarchy
 
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
 """Numbers gathered at once."""
-WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**28}
+WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**30}
 """Products of padding that cost about as much as one more chunk."""
 
 

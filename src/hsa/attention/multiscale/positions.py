@@ -13,7 +13,9 @@ def highest_distinct(hierarchy: Hierarchy, parent: Tensor, nodes: Tensor) -> tup
     """The highest distinct ancestors of a leaf below `parent` and of `nodes`; −1 where the leaf itself is its own."""
     table = ancestors(hierarchy)
     of_leaf, of_node = torch.broadcast_tensors(table[parent], table[nodes])
-    depth = (of_leaf == of_node).long().cumprod(-1).sum(-1, keepdim=True).clamp(max=table.shape[1] - 1)
+    parted = of_leaf != of_node
+    parted[..., -1] = True  # at the latest
+    depth = parted.to(torch.int8).argmax(-1, keepdim=True)  # the first
     return of_leaf.gather(-1, depth).squeeze(-1), of_node.gather(-1, depth).squeeze(-1)
 
 
@@ -36,7 +38,9 @@ def position_logits(positions: Tensor, hierarchy: Hierarchy, parent: Tensor, lea
         """ε of [groups, 1 or heads, n] nodes, each in its head."""
         node = node.clamp(min=0).expand(-1, heads, -1)
         head = torch.arange(positions.shape[1], device=node.device).expand(heads)[:, None]
-        return positions[node, head]
+        # Not positions[node, head], whose gradient sorts, and is slow where many stand below the same ancestor.
+        flat = positions.flatten(0, 1).index_select(0, (node * positions.shape[1] + head).flatten())
+        return flat.unflatten(0, node.shape)
 
     there = rows(of_node)
     shared = (rows(of_leaf) * there).sum(-1)  # the whole group stands below the same ancestor
