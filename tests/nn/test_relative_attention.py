@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.nn import segments as segments_module
+from hsa.nn import memory_segments
 from hsa.nn.attention import counting_operations
+from hsa.nn.memory_segments import plan_segments
 from hsa.nn.relative_attention import DistanceFeatures, RelativeAttention, relative_shift
-from hsa.nn.segments import plan_segments
 from tests.model_inputs import exact
 
 WIDTH, HEADS = 14, 2
@@ -136,11 +136,11 @@ def test_many_segments_share_calls_and_large_calls_are_split(monkeypatch):
     module, x = attention(), torch.randn(sum(lengths), WIDTH).double()
     plan = plan_segments(lengths, 32, 40)
     assert len(plan.buckets) < 5
-    monkeypatch.setattr(segments_module, "_AT_ONCE", 5000)
+    monkeypatch.setattr(memory_segments, "_AT_ONCE", 5000)
     split = plan_segments(lengths, 32, 40)
     assert all(b.length * (b.length + b.memory) * b.segments <= 5000 for b in split.buckets)
     assert len(split.buckets) > len(plan.buckets)
-    monkeypatch.setattr(segments_module, "_FEW", 1000)
+    monkeypatch.setattr(memory_segments, "_FEW", 1000)
     alone = plan_segments(lengths, 32, 40)
     assert all(torch.equal(b.queries.unique(), b.queries.sort()[0]) for b in alone.buckets)  # no padding
     wanted = module(x, None, alone)[0]

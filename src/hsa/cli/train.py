@@ -163,7 +163,7 @@ def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
     from hsa.training.accelerator import make_accelerator
-    from hsa.training.experiment import check_models, compare
+    from hsa.training.experiment import check_models, train_models
 
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
@@ -171,7 +171,7 @@ def _run(
     folder = run_folder(recipe, out, resume)
     prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
     score = "accuracy" if prepared.train.classes else "R²"
-    results = compare(
+    results = train_models(
         recipe.models,
         recipe.model,
         prepared,

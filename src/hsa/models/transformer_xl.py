@@ -19,8 +19,8 @@ from hsa.nn.attention import flat_tree
 from hsa.nn.decoder import Activation, FeedForward
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.inputs import Inputs
+from hsa.nn.memory_segments import Segments, plan_segments
 from hsa.nn.relative_attention import RelativeAttention
-from hsa.nn.segments import Segments, plan_segments
 from hsa.nn.sizes import check_sizes
 
 

@@ -16,7 +16,7 @@ from hsa.models.known_fields import known_fields
 from hsa.models.language_model import check_length, check_texts
 from hsa.models.transformer_xl import SegmentMemory, TransformerXLLayers, check_segments
 from hsa.nn.decoder import Activation, initialise, inner_width
-from hsa.nn.segments import Segments
+from hsa.nn.memory_segments import Segments
 from hsa.nn.sizes import check_sizes
 from hsa.nn.token_loss import mean_token_loss, token_losses
 

@@ -205,7 +205,7 @@ def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], 
     return tuple(tuple(row) for row in table.tolist())
 
 
-def compare(
+def train_models(
     names: Sequence[str],
     model: ModelOptions,
     prepared: Prepared,
