@@ -16,7 +16,7 @@ import torch
 from hsa.cli.comparison_bar import ComparisonBar
 from hsa.training import comparison, experiment, length_costs
 from hsa.training.comparison import Plan, Run
-from tests.comparisons import result
+from tests.comparisons import result, run
 from tests.tables import reviews, write_rows
 
 COLUMNS = ("--text", "text", "--label", "label")
@@ -269,14 +269,13 @@ def bar(monkeypatch):
 
 
 def through(bar, clock, model, rate, seconds, diverged=False):
-    run = Run(model, rate, 0, None if diverged else result(model, 0.5))
-    watcher = bar.begin(run)
+    watcher = bar.begin(Run(model, rate, 0))
     if seconds:
         clock.now += seconds / 2
         watcher.step(1, 2, 0.7, 1e-3)
         clock.now += seconds / 2
         watcher.step(2, 2, 0.6, 1e-3)
-    bar.end(run)
+    bar.end(run(model, rate, 0, "diverged" if diverged else result(model, 0.5)))
 
 
 def test_time_left(bar):
@@ -290,7 +289,7 @@ def test_time_left(bar):
     assert found.seconds_left() == 3 * 15
     through(found, clock, "flat", 1e-3, 100)
     assert found.seconds_left() == 2 * 100
-    watcher = found.begin(Run("flat", 1e-2, 0, None))
+    watcher = found.begin(Run("flat", 1e-2, 0))
     clock.now += 50
     watcher.step(1, 4, None, 1e-3)
     assert found.seconds_left(watcher) == 2 * 100 - 25
@@ -302,13 +301,13 @@ def test_models_without_a_rate_have_no_further_runs(bar):
     through(found, clock, "hsa", 1e-2, 10, diverged=True)
     assert found.finished == 2
     assert found.seconds_left() is None  # they ended early, who knows when
-    found.begin(Run("flat", 1e-3, 0, None))
+    found.begin(Run("flat", 1e-3, 0))
     assert found.finished == 3
 
 
 def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
     found, clock = bar
-    watcher = found.begin(Run("hsa", 1e-3, 0, None))
+    watcher = found.begin(Run("hsa", 1e-3, 0))
     clock.now += 10
     watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
     clock.now += 40

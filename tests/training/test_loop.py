@@ -16,7 +16,8 @@ from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer, learning_rate
+from hsa.training.endings import Diverged
+from hsa.training.loop import CHECKPOINT, Interrupted, Trainer, learning_rate
 from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 

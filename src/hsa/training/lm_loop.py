@@ -21,13 +21,13 @@ from hsa.models.saved import check_fits
 from hsa.models.transformer_xl_lm import TransformerXLLanguageModel
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
+from hsa.training.endings import Diverged
 from hsa.training.lm_blocks import BlockReader
 from hsa.training.lm_reading import Reader, blocks_of
 from hsa.training.lm_streams import StreamReader
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
     CHECKPOINT,
-    Diverged,
     Interrupted,
     learning_rate,
     leaves_of,

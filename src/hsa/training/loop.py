@@ -26,6 +26,7 @@ from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data_set import DataSet, batches_by_tokens
+from hsa.training.endings import Diverged
 from hsa.training.loading import prefetched
 from hsa.training.metrics import Scores, class_scores, number_scores
 from hsa.training.options import TrainingOptions
@@ -34,10 +35,6 @@ Transform = Callable[[Batch], Batch]
 CHECKPOINT = "checkpoint.pt"
 PRETRAINED_RATE = 0.1  # what is new learns at a rate that would undo what was learned before
 _LOOK_EVERY = 20  # steps between looks at whether the loss is still a number: each look waits for the device
-
-
-class Diverged(HsaError):
-    """The loss is no longer a number."""
 
 
 class Interrupted(HsaError):
