@@ -177,9 +177,10 @@ def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, erro
 
 def test_memory_that_is_full(tmp_path, monkeypatch):
     """One model asks for too much in its second epoch; with --resume it goes on where it was."""
-    step, full = Trainer._step, True
+    step, full, epochs = Trainer._step, True, []
 
     def greedy(self, *batch):
+        epochs.append((self.options.learning_rate, self.progress.epoch))
         if full and self.progress.epoch == 1 and self.options.learning_rate == 1e-3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
         return step(self, *batch)
@@ -191,8 +192,9 @@ def test_memory_that_is_full(tmp_path, monkeypatch):
     assert note["state"] == "no room"
     assert note["message"].startswith("memory is full; try fewer --batch-tokens")
     full = False
-    notes = Notes()
-    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True, observer=notes)
+    epochs.clear()
+    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True)
+    assert set(epochs) == {(1e-3, 1)}
     assert [run.state for run in found.tried] == ["finished", "finished"]
     (whole,) = compare(tmp_path / "whole", Plan(("deepsets",), (1e-3,), (5,)))
     assert found.tried[0].validation == whole.tried[0].validation
