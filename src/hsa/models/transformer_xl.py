@@ -163,6 +163,38 @@ class TransformerXLLayers(nn.Module):
         return x, replace(before, rows=tuple(kept), kept=segments.kept, seen=seen)
 
 
+def set_test_memory(model: nn.Module, tokens: int) -> None:
+    """Let a Transformer-XL, a classifier or a language model, remember so many tokens from now on when it does not train.
+
+    Only distances count, and there is no longest one: a memory may be longer than that of training.
+
+    Args:
+        model: that has Transformer-XL layers.
+        tokens: before a segment that every layer remembers; 0 for segments on their own.
+
+    Raises:
+        InvalidInput: another model, or a memory below 0.
+
+    >>> from hsa.nn.embedding import Modality
+    >>> encoder = TransformerXLEncoder(TransformerXLConfig(width=16, memory=2), {"text": Modality(tokens=10)}).eval()
+    >>> set_test_memory(encoder, 100)
+    >>> encoder.layers.memory, encoder.train().layers.memory
+    (100, 2)
+    """
+    if tokens < 0:
+        raise InvalidInput("memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
+    found = [module for module in model.modules() if isinstance(module, TransformerXLLayers)]
+    if not found:
+        raise InvalidInput(
+            "memory",
+            given=f"{tokens} tokens for a model without a memory",
+            expected="a Transformer-XL: hsa train --models transformer-xl",
+            fix="leave it out",
+        )
+    for layers in found:
+        layers.lengths = layers.lengths[0], tokens
+
+
 class TransformerXLEncoder(nn.Module):
     """Leaf values of documents → a vector per leaf, that knows what came before it.
 

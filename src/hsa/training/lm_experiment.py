@@ -24,7 +24,14 @@ from hsa.training.document_models import transformer_xl_sizes
 from hsa.training.endings import OnFailure, noticing_full_memory, results_of
 from hsa.training.experiment import RESULT, unknown_model
 from hsa.training.lm_data import LmData
-from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, reader_of, train_language_model
+from hsa.training.lm_loop import (
+    LmRecord,
+    LmWatcher,
+    bits_per_character,
+    evaluate_language_model,
+    reader_of,
+    train_language_model,
+)
 from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
 
 LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "found": "found"}
@@ -141,12 +148,11 @@ def train_one(
         batch_tokens=options.batch_tokens,
         mixed_precision=options.mixed_precision,
     )
-    characters = len(data.tokenizer.decode(data.test[: tested.tokens].tolist(), skip_special_tokens=False))
     result = LmResult(
         model=name,
         parameters=count_parameters(found.model),
         loss=tested.loss,
-        bits_per_character=tested.loss / math.log(2) * tested.tokens / max(1, characters),
+        bits_per_character=bits_per_character(tested, data.test, data.tokenizer),
         by_position=binned(tested.by_position),
         operations=reader_of(found.model, language.context).operations(data.test),
         tokens=found.tokens,

@@ -332,6 +332,12 @@ def evaluate_language_model(
     return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
 
 
+def bits_per_character(found: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
+    """Of the text that these tokens begin, as far as it was predicted."""
+    characters = len(tokenizer.decode(tokens[: found.tokens].tolist(), skip_special_tokens=False))
+    return found.loss / math.log(2) * found.tokens / max(1, characters)
+
+
 def sequences_per_step(options: TrainingOptions, context: int) -> int:
     return max(1, min(options.batch_size, options.batch_tokens // context))
 
