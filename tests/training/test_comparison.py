@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.models.saved import load_model
 from hsa.training import comparison
 from hsa.training.accelerator import make_accelerator
 from hsa.training.chance import _student, margin
@@ -113,6 +114,30 @@ def test_every_rate_then_every_seed_of_the_best(whole):
     assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
     folders = {path.parent.relative_to(folder) for path in folder.glob(f"**/{RESULT}")}
     assert folders == {Path(model) / f"{rate:g}" / str(seed) for model, rate, seed in notes.begun}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device(tmp_path, device, precision):
+    """Ours, a published one, and what comes of the second when its run is loaded there again."""
+    plan = Plan(("hsa", "transformer-xl"), (1e-2,), (5,))
+    recipe = replace(RECIPE, training=replace(RECIPE.training, mixed_precision=precision))
+    data, accelerator = prepared(), make_accelerator(recipe.training, cpu=device == "cpu")
+    assert accelerator.device.type == device
+    found = compare_models(plan, recipe, data, tmp_path, accelerator)
+    assert [run.state for model in found for run in model.runs] == ["finished"] * 2
+    for model in found:
+        (result,) = model.results
+        assert all(math.isfinite(record.loss) and record.seconds > 0 for record in result.history)
+        assert result.operations > 0
+        if device == "cuda":  # weights, their gradients, and two moments of each
+            assert result.peak_memory > 4 * 4 * result.parameters / 2**20
+    loaded, classes = load_model(found[1].runs[0].folder(tmp_path), device)
+    with torch.no_grad(), accelerator.autocast():
+        said = loaded(data.test.batch.to(device)).argmax(-1).cpu()
+    right = (said == data.test.targets).float().mean()
+    assert classes == data.test.classes
+    assert float(right) == pytest.approx(found[1].scores[0], abs=1.5 / len(data.test))  # rounding may decide a tie
 
 
 def test_rates_and_seeds_are_those_of_training(whole):
