@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.nn import memory_segments
+from hsa.nn import buckets, memory_segments
 from hsa.nn.attention import counting_operations
 from hsa.nn.memory_segments import plan_segments
 from hsa.nn.relative_attention import DistanceFeatures, RelativeAttention, relative_shift
@@ -140,7 +140,7 @@ def test_many_segments_share_calls_and_large_calls_are_split(monkeypatch):
     split = plan_segments(lengths, 32, 40)
     assert all(b.length * (b.length + b.memory) * b.segments <= 5000 for b in split.buckets)
     assert len(split.buckets) > len(plan.buckets)
-    monkeypatch.setattr(memory_segments, "_FEW", 1000)
+    monkeypatch.setattr(buckets, "_FEW", 1000)
     alone = plan_segments(lengths, 32, 40)
     assert all(torch.equal(b.queries.unique(), b.queries.sort()[0]) for b in alone.buckets)  # no padding
     wanted = module(x, None, alone)[0]

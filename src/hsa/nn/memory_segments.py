@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_STEP = 64  # lengths are rounded up to it, where there are many segments
-_FEW = 8
+from hsa.nn.buckets import alike, padded, way_back
+
 _AT_ONCE = 2**25
 """Pairs of query and key, padding included, in one call: a gigabyte of logits with eight heads in float32."""
 
@@ -95,7 +95,7 @@ def plan_segments(
     keep = rows.remembered(every, (sizes - kept)[every] + place)
     return Segments(
         buckets,
-        torch.from_numpy(_back(buckets, groups, rows.first[text] + start, length)).to(device),
+        torch.from_numpy(way_back(groups, rows.first[text] + start, length)).to(device),
         max((bucket.memory + bucket.length for bucket in buckets), default=0),
         int((length * remembers + length * (length + 1) // 2).sum()),
         bool((start[remembers > 0] > 0).any()),
@@ -119,11 +119,8 @@ class _Rows:
 
 def _groups(remembers: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
     """Segments of like sizes, and not too many of them."""
-    step = _STEP if len(length) > _FEW else 1
-    kinds = np.stack([-(-remembers // step), -(-length // step)])
     groups = []
-    for kind in np.unique(kinds, axis=1).T:
-        same = np.flatnonzero((kinds == kind[:, None]).all(0))
+    for same in alike(remembers, length):
         size = int(length[same].max())
         most = max(1, _AT_ONCE // (size * (size + int(remembers[same].max()))))
         groups += np.split(same, range(most, len(same), most))
@@ -139,7 +136,7 @@ def _bucket(
     device: torch.device | str,
 ) -> Bucket:
     longest, memory = int(length.max()), int(remembers.max())
-    queries = (rows.first[text] + start)[:, None] + np.minimum(np.arange(longest), length[:, None] - 1)
+    queries = padded(rows.first[text] + start, length)
     place = np.arange(-memory, 0)
     absent = place < -remembers[:, None]
     remembered = np.where(absent, 0, rows.remembered(text[:, None], start[:, None] + place))
@@ -155,17 +152,3 @@ def _bucket(
         memory,
         torch.from_numpy(mask.reshape(-1, 1, longest, memory + longest)).to(device),
     )
-
-
-def _back(buckets: tuple[Bucket, ...], groups: list[np.ndarray], first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """For every token its row; `first` are the first tokens of the segments."""
-    back = np.empty(int(length.sum()), np.int64)
-    done = 0
-    for bucket, group in zip(buckets, groups, strict=True):
-        place = np.arange(bucket.length)
-        real = place < length[group][:, None]
-        token = first[group][:, None] + place
-        row = done + np.arange(bucket.segments * bucket.length)
-        back[token[real]] = row.reshape(real.shape)[real]
-        done += len(row)
-    return back
