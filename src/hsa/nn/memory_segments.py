@@ -104,6 +104,43 @@ def plan_segments(
     )
 
 
+def plan_step(
+    texts: int, segment: int, memory: int, *, carried: int, begun: int, device: torch.device | str = "cpu"
+) -> Segments:
+    """What `plan_segments` gives for one token more of texts that all stand at the same place: made without the host.
+
+    Whoever writes needs another plan for every token, because the memory grows, or the segment does.
+
+    Args:
+        texts: how many.
+        carried, begun: of each of them; carried - begun is at most `memory`, so that a token sees all that is carried.
+
+    >>> plan_step(2, 3, 5, carried=4, begun=1).keep.tolist()  # all of the first text, then of the second
+    [0, 1, 2, 3, 8, 4, 5, 6, 7, 9]
+    """
+    rows = torch.arange(texts * (carried + 1), device=device)
+    old, new = rows[: texts * carried], rows[texts * carried :]
+    bucket = Bucket(
+        queries=rows[:texts],
+        remembered=old,
+        segments=texts,
+        length=1,
+        memory=carried,
+        mask=torch.zeros(1, 1, 1, carried + 1, device=device),
+    )
+    kept = min(carried + 1, memory + (begun + 1) % segment)
+    keep = torch.cat([old.view(texts, carried), new[:, None]], 1)[:, carried + 1 - kept :]
+    return Segments(
+        buckets=(bucket,),
+        back=rows[:texts],
+        longest=carried + 1,
+        entries=texts * (carried + 1),
+        recalls=False,
+        kept=(kept,) * texts,
+        keep=keep.flatten(),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """Where the tokens of a text lie."""
