@@ -281,6 +281,16 @@ def test_the_report_and_its_pictures(tmp_path):
         assert part in report
 
 
+@pytest.mark.parametrize("names", [("deepsets",), ("hsa", "deepsets")])
+def test_models_without_attention_and_lengths_that_were_not_measured(tmp_path, names):
+    kept = {"deepsets": DEEPSETS, "hsa": HSA}
+    costs = [Cost("hsa", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
+    found = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
+    assert len(found.write(tmp_path)) == 3
+    report = (tmp_path / "report.md").read_text()
+    assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hsa" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
+
+
 def test_nothing_to_draw(tmp_path):
     assert comparison(lost("hsa")).write(tmp_path) == []
     assert "| hsa | – | – | diverged |" in (tmp_path / "report.md").read_text()

@@ -53,7 +53,8 @@ class ComparisonBar:
         if self.console.is_terminal:
             return
         found = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
-        how = f"{self.watched.elapsed():.1f} s" if seconds is not None else "finished before"
+        now = seconds is not None or run.state == "no room"  # which is tried every time
+        how = f"{self.watched.elapsed():.1f} s" if now else "finished before"
         left = said_left(self.seconds_left())
         place = f"run {self.finished} of {self.plan.num_runs}{left}"
         self.console.print(
