@@ -107,7 +107,7 @@ def plan_segments(
 def plan_step(
     texts: int, segment: int, memory: int, *, carried: int, begun: int, device: torch.device | str = "cpu"
 ) -> Segments:
-    """What `plan_segments` gives for one token more of texts that all stand at the same place: made without the host.
+    """What `plan_segments` gives for one token more of texts that all stand at the same place: made on the device.
 
     Whoever writes needs another plan for every token, because the memory grows, or the segment does.
 
