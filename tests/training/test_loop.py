@@ -100,6 +100,18 @@ def test_precision_can_change_within_a_process():
         assert accelerator.mixed_precision == precision
 
 
+def test_the_device_can_change_within_a_process(monkeypatch):
+    for device in ("cpu", "meta", "cpu"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+        assert make_accelerator(QUICK, cpu=True).device.type == device
+
+
+@pytest.mark.gpu
+def test_a_gpu_after_the_cpu_and_the_cpu_after_a_gpu():
+    for device in ("cpu", "cuda", "cpu"):
+        assert make_accelerator(QUICK, cpu=device == "cpu").device.type == device
+
+
 def test_sharding_needs_several_processes():
     with pytest.raises(InvalidInput, match=r"^fsdp: given one process, expected several.*torchrun --nproc-per-node"):
         make_accelerator(QUICK, fsdp=True, cpu=True)
