@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hsa.nn.embedding import Modality
+from hsa.training.comparison import Run
 from hsa.training.experiment import Result
 from hsa.training.loop import EpochRecord
 from hsa.training.metrics import Scores
@@ -41,3 +42,10 @@ def result(model: str, score: float, validation: float = 0.5, *, regression: boo
     record = EpochRecord(1, 0.7, 0.6, validation, 0.0, 3.0)
     found = Result(model, 1000, scores, 5e6, 3.0, 0.17, 1, (record,), (), 7.0)
     return replace(found, **more)
+
+
+def run(model: str, rate: float, seed: int, ended: Any) -> Run:
+    """With its result, or how else it ended."""
+    if isinstance(ended, Result):
+        return Run(model, rate, seed).finished(ended)
+    return Run(model, rate, seed, ended)

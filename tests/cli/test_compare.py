@@ -10,13 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hsa.cli.comparison_bar import ComparisonBar
 from hsa.training import comparison, experiment, length_costs
 from hsa.training.comparison import Plan, Run
-from tests.comparisons import result
+from hsa.training.endings import NoRoom
+from tests.comparisons import result, run
 from tests.tables import reviews, write_rows
 
 COLUMNS = ("--text", "text", "--label", "label")
@@ -42,6 +44,24 @@ def rows(tmp_path):
     return write_rows(tmp_path / "reviews.csv", reviews())
 
 
+def row(model):
+    """The words of a model's row of the table, from the JSON."""
+    memory, operations = model["peak_memory_mib"], model["operations"]
+    cells = [
+        model["model"],
+        f"{model['parameters']:,}",
+        f"{model['rate']:g}",
+        f"{model['accuracy']:.4f} ± {model['accuracy_std']:.4f}",
+        f"{model['f1']:.4f}",
+        f"{operations / 1e6:.2f} M" if operations else "0",
+        f"{model['training_seconds']:.1f}",
+        f"{model['test_milliseconds']:.2f}",
+        "–" if memory is None else f"{memory:,.0f}",
+        ", ".join(model["on_frontier"]) or "–",
+    ]
+    return " ".join(cells).split()
+
+
 def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
     assert (code, err) == (0, "")
@@ -54,8 +74,6 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     names = "model parameters rate accuracy F1 operations train s test ms MiB on the frontier"
     assert lines[header].split() == names.split()
     assert "…" not in "".join(lines[header:])
-    for name, line in zip(("hsa", "deepsets"), lines[header + 2 :], strict=False):
-        assert re.match(rf"{name} +\d,\d+ +0\.01? +[01]\.\d+ ± \d", line) or re.match(rf"{name} +\d,\d+ +0\.001", line)
     assert any(line.startswith("hsa against deepsets: ") for line in lines)
 
     folder = Path("runs/compare-reviews")
@@ -69,6 +87,15 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
         "first.json",
     }
     before = json.loads((folder / "comparison.json").read_text())
+    assert [model["model"] for model in before["models"]] == ["hsa", "deepsets"]
+    assert [line.split() for line in lines[header + 2 : header + 4]] == [row(model) for model in before["models"]]
+    for model in before["models"]:
+        scores = [run["accuracy"] for run in model["runs"]]
+        assert len(scores) == 2
+        assert model["rate"] in (0.001, 0.01)
+        assert (model["accuracy"], model["accuracy_std"]) == pytest.approx((np.mean(scores), np.std(scores, ddof=1)))
+        assert model["validation"][f"{model['rate']:g}"] == max(model["validation"].values())
+    assert (before["models"][0]["operations"] > 0, before["models"][1]["operations"]) == (True, 0)
     assert [cost["length"] for cost in before["costs"]] == [16, 32, 16, 32]
     model = re.search(r"^model     (runs.*)$", out, re.M)[1]
     code, out, _ = call("predict", model, rows)
@@ -198,6 +225,33 @@ def test_every_model_diverges(call, rows):
     assert "hsa diverged at every rate; try lower ones" in out
 
 
+def test_no_room_for_one_model(call, fails, rows, monkeypatch):
+    """It is said, the others are compared, and --resume tries again."""
+    train, small = comparison.train_model, True
+
+    def crowded(name, *arguments, **more):
+        if small and name == "hsa":
+            raise NoRoom("memory is full")
+        return train(name, *arguments, **more)
+
+    monkeypatch.setattr(comparison, "train_model", crowded)
+    few = (*SIZES, "--epochs", "1", "--models", "hsa,deepsets", "--rates", "1e-2", "--seeds", "1")
+    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out")
+    assert (code, err) == (0, "")  # as where it diverges
+    assert re.search(r"^hsa +rate 0.01 +seed 0 +no room ", out, re.M)
+    assert re.search(r"^hsa +– +– +no room +–", out, re.M)
+    assert re.search(r"^deepsets +\d,\d+ +0.01 ", out, re.M)
+    said = " ".join(out.split())
+    assert "hsa had no room at any rate where there was no room: --resume tries again" in said
+    assert "another folder with fewer --batch-tokens" in said
+    fails("compare", rows, *COLUMNS, *few, "--out", "out")  # which needs --resume
+    small = False
+    code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
+    assert (code, err) == (0, "")
+    assert "no room" not in out
+    assert "hsa against deepsets: " in out
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews(200))
     command = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
@@ -269,14 +323,13 @@ def bar(monkeypatch):
 
 
 def through(bar, clock, model, rate, seconds, diverged=False):
-    run = Run(model, rate, 0, None if diverged else result(model, 0.5))
-    watcher = bar.begin(run)
+    watcher = bar.begin(Run(model, rate, 0))
     if seconds:
         clock.now += seconds / 2
         watcher.step(1, 2, 0.7, 1e-3)
         clock.now += seconds / 2
         watcher.step(2, 2, 0.6, 1e-3)
-    bar.end(run)
+    bar.end(run(model, rate, 0, "diverged" if diverged else result(model, 0.5)))
 
 
 def test_time_left(bar):
@@ -290,7 +343,7 @@ def test_time_left(bar):
     assert found.seconds_left() == 3 * 15
     through(found, clock, "flat", 1e-3, 100)
     assert found.seconds_left() == 2 * 100
-    watcher = found.begin(Run("flat", 1e-2, 0, None))
+    watcher = found.begin(Run("flat", 1e-2, 0))
     clock.now += 50
     watcher.step(1, 4, None, 1e-3)
     assert found.seconds_left(watcher) == 2 * 100 - 25
@@ -302,13 +355,13 @@ def test_models_without_a_rate_have_no_further_runs(bar):
     through(found, clock, "hsa", 1e-2, 10, diverged=True)
     assert found.finished == 2
     assert found.seconds_left() is None  # they ended early, who knows when
-    found.begin(Run("flat", 1e-3, 0, None))
+    found.begin(Run("flat", 1e-3, 0))
     assert found.finished == 3
 
 
 def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
     found, clock = bar
-    watcher = found.begin(Run("hsa", 1e-3, 0, None))
+    watcher = found.begin(Run("hsa", 1e-3, 0))
     clock.now += 10
     watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
     clock.now += 40

@@ -427,6 +427,35 @@ def test_evaluate(call, trained):
     assert 0 <= json.loads(out)["accuracy"] <= 1
 
 
+def test_evaluate_with_another_memory(call, fails, trained):
+    """Of a classifier that remembers; others have none."""
+    model, data = trained
+    chosen = ("--models", "transformer-xl", "--segment", "2", "--memory", "1", "--test-memory", "3")
+    call("train", data, *COLUMNS, *TINY, *SIZES, *chosen, "--out", "run")
+    weights = Path("run/transformer-xl/model.safetensors").read_bytes()
+
+    def tested(*options):
+        code, out, err = call("evaluate", "run/transformer-xl", data, "--json", *options)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    found = {memory: tested("--memory", str(memory)) for memory in (0, 1, 3, 500)}
+    usual = tested()
+    assert usual["loss"] == found[3]["loss"]  # as it was saved
+    assert len({one["loss"] for one in found.values()}) == 4
+    operations = [one["attention_operations"] for one in found.values()]
+    assert sorted(operations) == operations
+    assert Path("run/transformer-xl/model.safetensors").read_bytes() == weights
+    said = fails("evaluate", "run/transformer-xl", data, "--memory", "-1")
+    assert said == "memory: given -1, expected 0 tokens or more; 0 reads every segment on its own"
+    said = fails("evaluate", model, data, "--memory", "8")
+    assert said.startswith("memory: given 8 tokens for a model without a memory, expected a Transformer-XL: hsa train")
+    assert (
+        fails("evaluate", model, data, "--text", "text")
+        == "text: given text, expected none: the model knows its columns"
+    )
+
+
 def test_predict(call, trained):
     model, data = trained
     code, out, err = call("predict", model, data)

@@ -14,7 +14,7 @@ from hsa.models.hat import HatEncoder
 from hsa.models.saved import load_model
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
-from hsa.training.experiment import compare, model_config, train_model
+from hsa.training.experiment import model_config, train_model, train_models
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import prepare
 from tests.tables import FILLERS, WORDS, reviews, write_rows
@@ -185,7 +185,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     documents = DocumentOptions(warm_start=name, segment=5)
     prepared = prepare(data, READ, warm_start=name)
     accelerator = make_accelerator(options, cpu=True)
-    hat, hsa = compare(("hat", "hsa"), TINY, prepared, options, tmp_path / "run", accelerator, documents=documents)
+    hat, hsa = train_models(("hat", "hsa"), TINY, prepared, options, tmp_path / "run", accelerator, documents=documents)
     model, _ = load_model(tmp_path / "run" / "hat")
     config, tensors = warm_start(name, segment=5, dropout=0.0)
     assert model.config.encoder == config

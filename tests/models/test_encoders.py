@@ -32,6 +32,7 @@ ENCODERS = {
     "transformer-xl, no memory": TransformerXLConfig(**SIZES, segment=5, memory=0),
 }
 TOKENS, OUTPUTS = 31, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def model(encoder, **more):
@@ -80,6 +81,48 @@ def test_every_parameter_is_trained(name):
     idle = [n for n, p in found.named_parameters() if p.grad is None and "position" not in n]
     assert not idle
     assert all(p.grad is None or p.grad.isfinite().all() for p in found.parameters())
+
+
+def trained_once(found, batch):
+    """The answers, and the gradients of all parameters that have one, in float64 and on the CPU."""
+    out = found(batch)
+    out.float().square().sum().backward()
+    gradients = {name: p.grad.cpu().double() for name, p in found.named_parameters() if p.grad is not None}
+    return out.detach().cpu().double(), gradients
+
+
+def assert_near(found, wanted, share):
+    """But for so much of the largest value."""
+    for given, meant in zip(found, wanted, strict=True):
+        given, meant = ([x] if isinstance(x, torch.Tensor) else list(x.values()) for x in (given, meant))
+        largest = max(float(x.abs().max()) for x in meant)
+        assert len(given) == len(meant)
+        assert max(float((a - b).abs().max()) for a, b in zip(given, meant, strict=True)) < share * largest
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_single_precision_on_a_device(name, device, monkeypatch):
+    """Is double precision on the CPU, but for rounding; gradients too."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # GRUs round inputs to ten bits otherwise
+    found, batch = model(replace(ENCODERS[name], dropout=0.0)).train(), collate(DOCUMENTS)
+    wanted = trained_once(found, batch)
+    found.zero_grad()
+    there = trained_once(found.float().to(device), batch.to(device))
+    assert next(found.parameters()).device.type == device
+    assert_near(there, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_half_precision_on_a_device(name, device):
+    found, batch = model(replace(ENCODERS[name], dropout=0.0)).float().to(device).train(), collate(DOCUMENTS).to(device)
+    wanted = trained_once(found, batch)
+    found.zero_grad()
+    with torch.autocast(device, torch.bfloat16):
+        halves = trained_once(found, batch)
+    assert_near(halves[:1], wanted[:1], 0.1)
+    assert_near(halves[1:], wanted[1:], 0.3)
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -13,6 +13,7 @@ from hsa.errors import InvalidInput
 from hsa.generation.loading import load_writer
 from hsa.generation.sampling import Sampling
 from hsa.generation.writing import generate
+from hsa.models import transformer_xl
 from hsa.models.saved import CONFIG as CONFIG_FILE
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.models.transformer_xl import SegmentMemory
@@ -149,6 +150,35 @@ def test_plans_of_equal_lengths_are_made_once():
     for i in range(1, 40):
         made(texts(i)[0], [i])
     assert len(made._plans) <= 16
+
+
+def test_written_tokens_take_no_plan_of_the_host_and_push_none_out(monkeypatch):
+    made, cache, tokens = model(), model().new_cache(2), torch.cat(texts(7, 7))
+    with torch.no_grad():
+        made.read(tokens, [7, 7], cache)
+        known = dict(made._plans)
+        monkeypatch.setattr(transformer_xl, "plan_segments", None)
+        for _ in range(20):  # over the ends of segments
+            made.step(tokens[:2], cache)
+    assert dict(made._plans) == known
+
+
+@pytest.mark.parametrize("lengths", [[7, 7], [7, 4], [6, 1]])
+@pytest.mark.parametrize("shorter", [0, 1, 8])
+def test_a_memory_that_changes_while_a_text_is_written(lengths, shorter):
+    """What was kept for a longer memory is not all looked at by the next token."""
+    made, tokens = model(memory=8), torch.cat(texts(*lengths))
+    found = []
+    for whole in (True, False):
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if whole:
+                patch.setattr(transformer_xl, "_in_step", lambda *places: False)
+            made.layers.lengths = (8, None)
+            cache = made.new_cache(2)
+            made.read(tokens, lengths, cache)
+            transformer_xl.set_test_memory(made, shorter)
+            found.append(torch.stack([made.step(tokens[:2], cache) for _ in range(9)]))
+    close(found[0], found[1])
 
 
 def test_the_cache_is_small():

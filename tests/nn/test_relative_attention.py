@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.nn import segments as segments_module
+from hsa.nn import buckets, memory_segments
 from hsa.nn.attention import counting_operations
+from hsa.nn.memory_segments import plan_segments, plan_step
 from hsa.nn.relative_attention import DistanceFeatures, RelativeAttention, relative_shift
-from hsa.nn.segments import plan_segments
 from tests.model_inputs import exact
 
 WIDTH, HEADS = 14, 2
@@ -136,16 +136,34 @@ def test_many_segments_share_calls_and_large_calls_are_split(monkeypatch):
     module, x = attention(), torch.randn(sum(lengths), WIDTH).double()
     plan = plan_segments(lengths, 32, 40)
     assert len(plan.buckets) < 5
-    monkeypatch.setattr(segments_module, "_AT_ONCE", 5000)
+    monkeypatch.setattr(memory_segments, "_AT_ONCE", 5000)
     split = plan_segments(lengths, 32, 40)
     assert all(b.length * (b.length + b.memory) * b.segments <= 5000 for b in split.buckets)
     assert len(split.buckets) > len(plan.buckets)
-    monkeypatch.setattr(segments_module, "_FEW", 1000)
+    monkeypatch.setattr(buckets, "_FEW", 1000)
     alone = plan_segments(lengths, 32, 40)
     assert all(torch.equal(b.queries.unique(), b.queries.sort()[0]) for b in alone.buckets)  # no padding
     wanted = module(x, None, alone)[0]
     for other in (plan, split):
         torch.testing.assert_close(module(x, None, other)[0], wanted, rtol=0, atol=1e-10)
+
+
+@given(st.integers(1, 11), st.integers(1, 7), st.integers(0, 9), st.data())
+def test_a_step_is_a_pass_of_one_token(texts, segment, memory, data):
+    """The plan of texts that stand at the same place, and how attention takes it."""
+    seen = data.draw(st.integers(0, 25))
+    begun = seen % segment
+    carried = min(seen, memory + begun)
+    step = plan_step(texts, segment, memory, carried=carried, begun=begun)
+    wanted = plan_segments([1] * texts, segment, memory, carried=[carried] * texts, begun=[begun] * texts)
+    for name in ("longest", "entries", "recalls", "kept"):
+        assert getattr(step, name) == getattr(wanted, name)
+    assert torch.equal(step.back, wanted.back)
+    assert torch.equal(step.keep, wanted.keep)
+    (bucket,), (other,) = step.buckets, wanted.buckets
+    assert (bucket.segments, bucket.length, bucket.memory) == (other.segments, other.length, other.memory)
+    for name in ("queries", "remembered", "mask"):
+        assert torch.equal(getattr(bucket, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("width", [1, 7, 12])

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hsa.errors import InvalidInput
-from hsa.training import checkpoint, comparison
+from hsa.models.saved import load_model
+from hsa.training import comparison
 from hsa.training.accelerator import make_accelerator
 from hsa.training.chance import _student, margin
-from hsa.training.comparison import DIVERGED, Compared, Plan, Run, compare_models
-from hsa.training.experiment import RESULT, Result
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Silent
-from tests.comparisons import RECIPE, prepared, result
+from hsa.training.comparison import ENDED, Compared, Plan, Run, compare_models
+from hsa.training.endings import Diverged, NoRoom
+from hsa.training.experiment import RESULT, Result, Trainer
+from hsa.training.loop import CHECKPOINT, Interrupted, Silent
+from tests.comparisons import RECIPE, prepared, result, run
 
 PLAN = Plan(("hsa", "deepsets"), (1e-3, 1e-2, 3e-2), (5, 6))
 SHORT = Plan(("hsa", "deepsets"), (1e-3, 1e-2), (5, 6))
@@ -48,12 +51,12 @@ def compare(folder, plan=PLAN, **more):
 
 
 def scripted(monkeypatch, found):
-    """Runs end as the test wants: `found(model, rate, seed)` gives a result, or None for one that diverges."""
+    """Runs end as the test wants: `found(model, rate, seed)` gives a result, or the error it ends with."""
 
     def train(name, config, data, options, folder, accelerator, **more):
         ended = found(name, options.learning_rate, options.seed)
-        if ended is None:
-            raise Diverged("no number")
+        if isinstance(ended, Exception):
+            raise ended
         return ended
 
     monkeypatch.setattr(comparison, "train_model", train)
@@ -113,10 +116,34 @@ def test_every_rate_then_every_seed_of_the_best(whole):
     assert folders == {Path(model) / f"{rate:g}" / str(seed) for model, rate, seed in notes.begun}
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_device(tmp_path, device, precision):
+    """Ours, a published one, and what comes of the second when its run is loaded there again."""
+    plan = Plan(("hsa", "transformer-xl"), (1e-2,), (5,))
+    recipe = replace(RECIPE, training=replace(RECIPE.training, mixed_precision=precision))
+    data, accelerator = prepared(), make_accelerator(recipe.training, cpu=device == "cpu")
+    assert accelerator.device.type == device
+    found = compare_models(plan, recipe, data, tmp_path, accelerator)
+    assert [run.state for model in found for run in model.runs] == ["finished"] * 2
+    for model in found:
+        (result,) = model.results
+        assert all(math.isfinite(record.loss) and record.seconds > 0 for record in result.history)
+        assert result.operations > 0
+        if device == "cuda":  # weights, their gradients, and two moments of each
+            assert result.peak_memory > 4 * 4 * result.parameters / 2**20
+    loaded, classes = load_model(found[1].runs[0].folder(tmp_path), device)
+    with torch.no_grad(), accelerator.autocast():
+        said = loaded(data.test.batch.to(device)).argmax(-1).cpu()
+    right = (said == data.test.targets).float().mean()
+    assert classes == data.test.classes
+    assert float(right) == pytest.approx(found[1].scores[0], abs=1.5 / len(data.test))  # rounding may decide a tie
+
+
 def test_rates_and_seeds_are_those_of_training(whole):
     folder, _, notes = whole
     for model, rate, seed in notes.begun:
-        options = checkpoint.load(folder / model / f"{rate:g}" / f"{seed}" / CHECKPOINT)["progress"]["training"]
+        options = json.loads((folder / model / f"{rate:g}" / f"{seed}" / ENDED).read_text())["training"]
         assert (options["learning_rate"], options["seed"]) == (rate, seed)
 
 
@@ -127,21 +154,29 @@ def test_the_best_on_validation_is_kept_not_the_best_in_the_test(tmp_path, monke
 
 
 def test_the_best_epoch_counts_and_the_loss_decides_ties():
-    def run(*history):
+    def best_of(*history):
         records = tuple(
             replace(result("hsa", 0.5).history[0], validation=score, validation_loss=loss) for score, loss in history
         )
-        return Run("hsa", 1e-3, 0, result("hsa", 0.5, history=records))
+        return run("hsa", 1e-3, 0, result("hsa", 0.5, history=records)).validation
 
-    assert run((0.5, 1.0), (0.9, 0.5), (0.7, 0.2)).validation == (0.9, -0.5)
-    assert run((0.5, 0.4)).validation > run((0.5, 0.5)).validation
-    assert Run("hsa", 1e-3, 0, None).validation < run((-1e9, 1e9)).validation
+    assert best_of((0.5, 1.0), (0.9, 0.5), (0.7, 0.2)) == (0.9, -0.5)
+    assert best_of((0.5, 0.4)) > best_of((0.5, 0.5))
+    assert Run("hsa", 1e-3, 0, "diverged").validation < best_of((-1e9, 1e9))
 
 
-def test_what_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
+def test_a_result_means_finished():
+    assert Run("hsa", 1e-3, 0).state == "begun"
+    for state, found in (("finished", None), ("begun", result("hsa", 0.5)), ("diverged", result("hsa", 0.5))):
+        with pytest.raises(InvalidInput, match=f"^result: given .* of a run that is {state}, expected"):
+            Run("hsa", 1e-3, 0, state, found)
+
+
+@pytest.mark.parametrize(("error", "state"), [(Diverged("no number"), "diverged"), (NoRoom("full"), "no room")])
+def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, error, state):
     def found(model, rate, seed):
         if model == "deepsets" or rate == 3e-2 or (rate == 1e-2 and seed == 6):
-            return None
+            return error
         return result(model, 0.5, validation=rate)
 
     scripted(monkeypatch, found)
@@ -149,25 +184,53 @@ def test_what_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
     hsa, deepsets = compare(tmp_path, observer=notes)
     assert hsa.rate == 1e-2
     assert (len(hsa.results), hsa.scores) == (1, [0.5])
-    assert [(run.rate, run.seed) for run in hsa.diverged] == [(3e-2, 5), (1e-2, 6)]
+    assert [(run.rate, run.seed, run.state) for run in hsa.failed] == [(3e-2, 5, state), (1e-2, 6, state)]
     assert (deepsets.rate, deepsets.runs, deepsets.scores) == (None, (), [])
-    assert [(run.rate, run.seed) for run in deepsets.diverged] == [(rate, 5) for rate in PLAN.rates]
+    assert [(run.rate, run.seed, run.state) for run in deepsets.failed] == [(rate, 5, state) for rate in PLAN.rates]
     assert len(notes.ended) == 7  # no further seeds of what has no rate
 
-    def never(*run):
-        raise AssertionError("trained again")
-
-    known = {(run.model, run.rate, run.seed): run.result for run in notes.ended if run.result is not None}
-    scripted(monkeypatch, lambda *run: known[run] if run in known else never())
+    again = []
+    scripted(monkeypatch, lambda *run: again.append(run) or error)
+    monkeypatch.setattr(
+        Result, "load", lambda folder: result(folder.parent.parent.name, 0.5, float(folder.parent.name))
+    )
     assert compare(tmp_path, resume=True) == [hsa, deepsets]
+    # What diverged would diverge again; there may be room another time.
+    failed = [(run.model, run.rate, run.seed) for run in notes.ended if run.result is None]
+    assert again == ([] if state == "diverged" else failed)
+
+
+def test_memory_that_is_full(tmp_path, monkeypatch):
+    """One model asks for too much in its second epoch; with --resume it goes on where it was."""
+    step, full, epochs = Trainer._step, True, []
+
+    def greedy(self, *batch):
+        epochs.append((self.options.learning_rate, self.progress.epoch))
+        if full and self.progress.epoch == 1 and self.options.learning_rate == 1e-3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+        return step(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_step", greedy)
+    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)))
+    assert [run.state for run in found.tried] == ["no room", "finished"]
+    note = json.loads((tmp_path / "deepsets/0.001/5" / ENDED).read_text())
+    assert note["state"] == "no room"
+    assert note["message"].startswith("memory is full; try fewer --batch-tokens")
+    full = False
+    epochs.clear()
+    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True)
+    assert set(epochs) == {(1e-3, 1)}
+    assert [run.state for run in found.tried] == ["finished", "finished"]
+    (whole,) = compare(tmp_path / "whole", Plan(("deepsets",), (1e-3,), (5,)))
+    assert found.tried[0].validation == whole.tried[0].validation
 
 
 def test_a_learning_rate_that_is_far_too_high(tmp_path):
     found = compare(tmp_path, Plan(("hsa", "deepsets"), (1e-2, 1e30), (0,)))
     for model in found:
         assert model.rate == 1e-2
-        assert [(run.rate, run.seed) for run in model.diverged] == [(1e30, 0)]
-        assert "the loss is no longer a number" in (tmp_path / model.model / "1e+30/0" / DIVERGED).read_text()
+        assert [(run.rate, run.seed, run.state) for run in model.failed] == [(1e30, 0, "diverged")]
+        assert "the loss is no longer a number" in (tmp_path / model.model / "1e+30/0" / ENDED).read_text()
 
 
 # Stopping and going on
@@ -189,6 +252,40 @@ def test_finished_runs_are_taken_as_they_are(whole):
     before = {path: path.stat().st_mtime_ns for path in folder.glob("**/*")}
     assert compare(folder, SHORT, resume=True) == found
     assert {path: path.stat().st_mtime_ns for path in folder.glob("**/*")} == before
+
+
+def test_finished_runs_keep_the_model_and_no_checkpoint(whole):
+    folder, _, notes = whole
+    assert not list(folder.glob(f"**/{CHECKPOINT}"))
+    assert len(list(folder.glob("*/*/*/model.safetensors"))) == len(notes.begun)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_a_run_that_lost_its_checkpoint_begins_again(tmp_path, whole, stop_at):
+    with pytest.raises(Interrupted):
+        compare(tmp_path, SHORT, observer=Notes(stop_at))
+    (saved,) = tmp_path.glob(f"**/{CHECKPOINT}")
+    saved.unlink()
+    assert [model.scores for model in compare(tmp_path, SHORT, resume=True)] == [m.scores for m in whole[1]]
+
+
+def test_a_folder_of_before_has_checkpoints(tmp_path):
+    """Where nothing says how a finished run ended, its checkpoint does."""
+    plan, kept = Plan(("deepsets",), (1e-2,), (5,)), []
+
+    class Keeping(Silent):
+        def done(self):
+            kept.append((tmp_path / "deepsets/0.01/5" / CHECKPOINT).read_bytes())
+
+    class Observer(Notes):
+        def begin(self, run):
+            return Keeping()
+
+    before = compare(tmp_path, plan, observer=Observer())
+    (tmp_path / "deepsets/0.01/5" / ENDED).unlink()
+    (tmp_path / "deepsets/0.01/5" / CHECKPOINT).write_bytes(kept[0])
+    assert compare(tmp_path, plan, resume=True) == before
+    assert not (tmp_path / "deepsets/0.01/5" / CHECKPOINT).exists()
 
 
 def test_models_rates_and_seeds_can_be_added(tmp_path):
@@ -215,8 +312,8 @@ def test_going_on_with_other_options(tmp_path, rate):
 def test_a_note_that_cannot_be_read(tmp_path):
     plan = Plan(("deepsets",), (1e30,), (0,))
     compare(tmp_path, plan)
-    (tmp_path / "deepsets/1e+30/0" / DIVERGED).write_text("{")
-    with pytest.raises(InvalidInput, match=r"diverged.json: given a file that cannot be read"):
+    (tmp_path / "deepsets/1e+30/0" / ENDED).write_text("{")
+    with pytest.raises(InvalidInput, match=r"ended.json: given a file that cannot be read"):
         compare(tmp_path, plan, resume=True)
 
 
@@ -229,12 +326,12 @@ def test_means_over_seeds():
         result("hsa", 0.7, operations=4.0, training_seconds=5.0, test_seconds=9.0, peak_memory=7.0),
         result("hsa", 0.9, operations=6.0, training_seconds=13.0, test_seconds=13.0, peak_memory=None),
     ]
-    runs = tuple(Run("hsa", 1e-3, seed, end) for seed, end in enumerate(ends))
-    found = Compared("hsa", runs[:1], (*runs, Run("hsa", 1e-3, 9, None)))
+    runs = tuple(run("hsa", 1e-3, seed, end) for seed, end in enumerate(ends))
+    found = Compared("hsa", runs[:1], (*runs, Run("hsa", 1e-3, 9, "diverged")))
     assert found.scores == [0.5, 0.7, 0.9]
     assert (found.operations, found.training_seconds, found.test_seconds) == (4, 7, 9)
     assert found.peak_memory == 53.5
-    unknown = Compared("hsa", (), (Run("hsa", 1e-3, 0, result("hsa", 0.5, peak_memory=None)),))
+    unknown = Compared("hsa", (), (run("hsa", 1e-3, 0, result("hsa", 0.5, peak_memory=None)),))
     assert unknown.peak_memory is None
 
 

@@ -5,27 +5,35 @@ import pytest
 from PIL import Image
 
 from hsa.analysis.cost_plots import Cost
-from hsa.training.comparison import Compared, Plan, Run
+from hsa.training.comparison import Compared, Plan
 from hsa.training.comparison_report import JSON, Comparison
-from tests.comparisons import RECIPE, prepared, result
+from tests.comparisons import RECIPE, prepared, result, run
 
 RATES = (1e-3, 1e-2, 1e-1)
 TEST = 17  # examples
 
 
 def compared(model, scores, rate=1e-2, seeds=(0, 1, 2), **more):
-    """A model that was best at this rate, with a score per seed; None for one that diverged."""
+    """A model that was best at this rate, with a score per seed, or how else that seed's run ended."""
     runs = tuple(
-        Run(model, rate, seed, None if score is None else result(model, score, 0.9, **more))
+        run(model, rate, seed, score if isinstance(score, str) else result(model, score, 0.9, **more))
         for seed, score in zip(seeds, scores, strict=False)
     )
-    tried = tuple(runs[0] if r == rate else Run(model, r, 0, result(model, 0.1, 0.4, **more)) for r in RATES)
+    tried = tuple(runs[0] if r == rate else run(model, r, 0, result(model, 0.1, 0.4, **more)) for r in RATES)
     return Compared(model, tried, runs)
 
 
-def lost(model):
-    """A model that diverged at every rate."""
-    return Compared(model, tuple(Run(model, rate, 0, None) for rate in RATES), ())
+def lost(model, *endings):
+    """A model without a result at any rate: it diverged, unless it ended otherwise."""
+    states = endings or ("diverged",) * len(RATES)
+    return Compared(model, tuple(run(model, rate, 0, state) for rate, state in zip(RATES, states, strict=True)), ())
+
+
+NO_ROOM = ("no room",) * len(RATES)
+HOW_TO_GET_ON = (
+    "where there was no room: --resume tries again, for when there is more; else compare into another folder with fewer "
+    "--batch-tokens, shorter texts (--max-tokens, or --context of a language model) or a smaller --width"
+)
 
 
 def comparison(*models, task="classification", seeds=(0, 1, 2), **more):
@@ -160,7 +168,7 @@ def test_rates_at_the_end():
 
 
 def test_what_diverged():
-    half = compared("flat", (0.7, None, 0.9))
+    half = compared("flat", (0.7, "diverged", 0.9))
     found = comparison(lost("hsa"), half, DEEPSETS)
     lines = found.findings()
     assert lines[0].startswith("flat against deepsets: ")  # the first that has something to compare
@@ -170,6 +178,41 @@ def test_what_diverged():
         "hsa diverged at every rate; try lower ones",
         "flat diverged at every rate; try lower ones",
     ]
+
+
+def test_what_had_no_room():
+    half = compared("flat", (0.7, "no room", 0.9))
+    found = comparison(lost("hsa", *NO_ROOM), half, DEEPSETS)
+    assert found.findings()[-3:] == [
+        "hsa had no room at any rate",
+        "flat had no room at rate 0.01, seed 1",
+        HOW_TO_GET_ON,
+    ]
+    assert found.columns()[1][0] == ["hsa", "–", "–", "no room", *["–"] * 6]
+    hsa, flat, _ = found.to_json()["models"]
+    assert hsa["no_room"] == [{"rate": rate, "seed": 0} for rate in RATES]
+    assert hsa["diverged"] == []
+    assert flat["no_room"] == [{"rate": 0.01, "seed": 1}]
+    assert [run["seed"] for run in flat["runs"]] == [0, 2]
+
+
+def test_no_room_and_divergence():
+    found = comparison(lost("hsa", "no room", "no room", "diverged"))
+    assert found.columns()[1][0][3] == "no room, diverged"
+    assert found.findings() == [
+        "hsa had no room at rate 0.001, seed 0",
+        "hsa had no room at rate 0.01, seed 0",
+        "hsa diverged at rate 0.1, seed 0",
+        HOW_TO_GET_ON,
+    ]
+
+
+def test_a_warm_start_keeps_its_own_size():
+    found = comparison(HSA, compared("hat", (0.7,), parameters=1250))
+    assert found.findings()[-1] == "hat has 25% more parameters: no size of it fits"
+    recipe = replace(found.recipe, documents=replace(found.recipe.documents, warm_start="bert"))
+    said = "hat has 25% more parameters: it keeps the size of the encoder that it starts from"
+    assert replace(found, recipe=recipe).findings()[-1] == said
 
 
 def test_models_of_other_sizes_are_named():
@@ -186,7 +229,7 @@ COSTS = (Cost("hsa", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
 
 
 def test_everything_is_in_the_json(tmp_path):
-    found = comparison(HSA, compared("flat", (0.7, None, 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
+    found = comparison(HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
     found.write(tmp_path)
     data = json.loads((tmp_path / JSON).read_text())
     assert data == json.loads(json.dumps(found.to_json()))
@@ -236,6 +279,16 @@ def test_the_report_and_its_pictures(tmp_path):
         "\nwidth: 12\n",
     ):
         assert part in report
+
+
+@pytest.mark.parametrize("names", [("deepsets",), ("hsa", "deepsets")])
+def test_models_without_attention_and_lengths_that_were_not_measured(tmp_path, names):
+    kept = {"deepsets": DEEPSETS, "hsa": HSA}
+    costs = [Cost("hsa", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
+    found = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
+    assert len(found.write(tmp_path)) == 3
+    report = (tmp_path / "report.md").read_text()
+    assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hsa" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
 
 
 def test_nothing_to_draw(tmp_path):

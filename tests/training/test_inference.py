@@ -9,7 +9,7 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.saved import save_model
 from hsa.training.accelerator import make_accelerator
-from hsa.training.experiment import compare
+from hsa.training.experiment import train_models
 from hsa.training.inference import Saved
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import prepare
@@ -32,7 +32,7 @@ def train(data, folder, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HSA_CACHE", str(folder / "cache"))
         prepared = prepare(data, DataOptions(vocabulary=300, **options))
-    (result,) = compare(["hsa"], TINY, prepared, OPTIONS, folder, make_accelerator(OPTIONS, cpu=True))
+    (result,) = train_models(["hsa"], TINY, prepared, OPTIONS, folder, make_accelerator(OPTIONS, cpu=True))
     return prepared, result
 
 

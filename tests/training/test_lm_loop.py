@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
 from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.training.endings import Diverged
 from hsa.training.lm_blocks import Blocks
 from hsa.training.lm_loop import evaluate_language_model, train_language_model
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted
+from hsa.training.loop import CHECKPOINT, Interrupted
 from hsa.training.options import LanguageOptions, TrainingOptions
 
 TEXT = np.tile(np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.uint16), 60)

@@ -1,6 +1,7 @@
 """Streams: contiguous texts side by side, a memory that goes with them, and a checkpoint that holds it."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ LANGUAGE = LanguageOptions(context=24, steps=12, evaluate_every=5)
 
 
 def train(config=CONFIG, options=OPTIONS, language=LANGUAGE, text=TEXT, **more):
-    return train_language_model(config, text, text[:200], options, language, device="cpu", **more)
+    return train_language_model(config, text, text[:200], options, language, **{"device": "cpu", **more})
 
 
 @given(st.integers(4, 90), st.integers(2, 5), st.integers(1, 9), st.integers(0, 9))
@@ -88,22 +89,23 @@ def test_what_a_course_carries_is_restored():
     assert torch.equal(second.loss(second.load(3)), first.loss(first.load(3)))
 
 
+class Stopping:
+    """Presses Ctrl-C in the middle of an epoch of six steps."""
+
+    def step(self, done, total, loss, learning_rate):
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    def evaluated(self, record): ...
+
+    def done(self): ...
+
+
 def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path):
-    class Watcher:
-        def step(self, done, total, loss, learning_rate):
-            if done == 3:  # in the middle of an epoch of six
-                import signal
-
-                signal.raise_signal(signal.SIGINT)
-
-        def evaluated(self, record): ...
-
-        def done(self): ...
-
     assert Streams(TEXT, 24, 4, 0).steps_per_epoch == 6
     whole = train()
     with pytest.raises(Interrupted, match="stopped after 4 of 12 steps"):
-        train(folder=tmp_path, watcher=Watcher())
+        train(folder=tmp_path, watcher=Stopping())
     again = train(folder=tmp_path, resume=True)
     assert [replace(r, seconds=0.0) for r in again.history] == [replace(r, seconds=0.0) for r in whole.history]
     for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
@@ -112,6 +114,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path):
         train(replace(CONFIG, memory=11), folder=tmp_path, resume=True)
     carried = torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["carried"]
     assert carried["seen"] == [6 * 24] * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_text_is_learned_on_a_device(tmp_path, device):
+    """Stopped, with a memory that goes on there; as on the CPU, but for rounding."""
+    still, more = replace(CONFIG, dropout=0.0), replace(LANGUAGE, steps=40)
+    with pytest.raises(Interrupted):
+        train(still, language=more, folder=tmp_path, watcher=Stopping(), device=device)
+    found = train(still, language=more, folder=tmp_path, resume=True, device=device)
+    assert found.model.device.type == device
+    losses, wanted = ([r.validation_loss for r in each.history] for each in (found, train(still, language=more)))
+    assert losses[0] == pytest.approx(wanted[0], rel=2e-2)
+    assert losses[-1] < 0.6 * losses[0] < 2
 
 
 @pytest.mark.parametrize("memory", [0, 10])

@@ -16,7 +16,8 @@ from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
-from hsa.training.loop import CHECKPOINT, Diverged, Interrupted, Trainer, learning_rate
+from hsa.training.endings import Diverged
+from hsa.training.loop import CHECKPOINT, Interrupted, Trainer, learning_rate
 from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
@@ -97,6 +98,18 @@ def test_precision_can_change_within_a_process():
     for precision in ("bf16", "no", "bf16"):
         accelerator = make_accelerator(replace(QUICK, mixed_precision=precision), cpu=True)
         assert accelerator.mixed_precision == precision
+
+
+def test_the_device_can_change_within_a_process(monkeypatch):
+    for device in ("cpu", "meta", "cpu"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+        assert make_accelerator(QUICK, cpu=True).device.type == device
+
+
+@pytest.mark.gpu
+def test_a_gpu_after_the_cpu_and_the_cpu_after_a_gpu():
+    for device in ("cpu", "cuda", "cpu"):
+        assert make_accelerator(QUICK, cpu=device == "cpu").device.type == device
 
 
 def test_sharding_needs_several_processes():

@@ -11,7 +11,7 @@ from hsa.signals import Grid, Sequence, Table
 from hsa.training import prepare as preparing
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data_set import DataSet
-from hsa.training.experiment import compare
+from hsa.training.experiment import train_models
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import cache_folder, load_reading, open_source, prepare, save_reading
 from hsa.training.sources import Columns, Rows, StandardLibrary
@@ -37,7 +37,7 @@ def same(a: DataSet, b: DataSet) -> bool:
 
 def train(prepared, folder, models=("hsa", "deepsets"), **options):
     accelerator = make_accelerator(ONCE, cpu=True)
-    return compare(models, TINY, prepared, replace(ONCE, **options), folder, accelerator)
+    return train_models(models, TINY, prepared, replace(ONCE, **options), folder, accelerator)
 
 
 # Rows

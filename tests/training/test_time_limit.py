@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.training import loop
 from hsa.training.loop import Interrupted, Trainer, learning_rate
 from hsa.training.options import TrainingOptions
-from tests.tasks import QUICK, Log, trainer
+from tests.tasks import QUICK, Log, classifier, data, trainer
 from tests.training.test_loop import Interrupting, assert_same, plain
 
 STEPS = 6  # of an epoch of the tiny task
@@ -59,11 +59,53 @@ def test_training_ends_when_time_is_up_and_is_validated():
     assert run.steps_per_epoch == STEPS
     assert [record.seconds for record in history] == [6, 4]
     assert log.epochs == history
+    warm_up, *losses = losses
+    assert warm_up == losses[0]
     assert len(losses) == 10
     assert history[0].loss == pytest.approx(sum(losses[:6]) / 6)
     assert history[1].loss == pytest.approx(sum(losses[6:]) / 4)
     assert history[1].learning_rate == 0
     assert run.progress.seconds == 10
+
+
+def test_what_takes_time_once_is_not_counted(clock, monkeypatch):
+    """Kernels are compiled when they are first used, say."""
+    backward, known = Trainer._backward, []
+
+    def compiled(self, *batch):
+        clock.now += 0 if known else 500
+        known.append(None)
+        return backward(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_backward", compiled)
+    assert [record.seconds for record in trainer(TEN_SECONDS).fit()] == [6, 4]
+    assert len(known) == 11
+
+
+def test_the_warm_up_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Neither weights nor the numbers that dropout draws, in a run that was stopped either."""
+
+    def run(folder, **more):
+        return trainer(replace(QUICK, epochs=2), model=classifier(dropout=0.3), folder=folder, **more)
+
+    warm = run(tmp_path / "warm", watcher=Interrupting(after=3 * 4))
+    with pytest.raises(Interrupted):
+        warm.fit()
+    again = run(tmp_path / "warm")
+    again.resume()
+    history = again.fit()
+    monkeypatch.setattr(Trainer, "_warm_up", lambda self: None)
+    cold = run(tmp_path / "cold")
+    assert plain(cold.fit()) == plain(history)
+    assert_same(again, cold)
+
+
+def test_a_finished_run_needs_no_warm_up(tmp_path, monkeypatch):
+    trainer(TEN_SECONDS, folder=tmp_path).fit()
+    again = trainer(TEN_SECONDS, folder=tmp_path)
+    again.resume()
+    monkeypatch.setattr(Trainer, "_backward", None)
+    assert len(again.fit()) == 2
 
 
 def test_the_learning_rate_falls_with_the_larger_share():
@@ -165,6 +207,32 @@ def test_the_highest_peak_counts(monkeypatch):
     run = trainer()
     assert len(run.fit()) > 2
     assert run.progress.peak_memory == 9
+
+
+def test_only_training_measures_memory(monkeypatch):
+    """Whoever tests a model may have a measurement of their own running. A GPU's counts from before the model was there."""
+    begun = []
+
+    class Noted(loop.PeakMemory):
+        def __init__(self, device, held):
+            begun.append(held)
+            super().__init__(device)
+
+    monkeypatch.setattr(loop, "PeakMemory", Noted)
+    monkeypatch.setattr(loop, "allocated", lambda device: 17.0)
+    run = trainer()
+    monkeypatch.setattr(loop, "allocated", lambda device: 99.0)
+    run.evaluate(data(20))
+    assert not begun
+    run.fit()
+    assert begun == [17.0]
+
+
+@pytest.mark.gpu
+def test_the_model_itself_is_part_of_the_peak():
+    run = trainer(model=classifier(width=256))
+    run.fit()
+    assert run.progress.peak_memory > sum(4 * p.nbytes for p in run.model.parameters()) / 2**20
 
 
 def test_less_than_no_time():

@@ -85,15 +85,24 @@ def _seconds(attention: Attention, hierarchy: Hierarchy, heads: int, dim: int, r
 
 
 def cost_table(found: Sequence[Cost]) -> tuple[list[str], list[list[str]]]:
-    """The header and rows of a table: a row per length, operations and time of every kind."""
+    """The header and rows of a table: a row per length, operations and time of every kind, as far as these are known.
+
+    >>> cost_table([Cost("a", 4, 2_000_000, 0.5), Cost("a", 8, 8_000_000, None), Cost("b", 4, 0, 0.25)])[1]
+    [['4', '2.0 M, 500.00 ms', '0.0 M, 250.00 ms'], ['8', '8.0 M, –', '–']]
+    """
     kinds = list(dict.fromkeys(cost.kind for cost in found))
     by_place = {(cost.kind, cost.length): cost for cost in found}
     rows = []
     for length in dict.fromkeys(cost.length for cost in found):
-        cells = [by_place[kind, length] for kind in kinds]
-        said = ["–" if c.seconds is None else f"{1e3 * c.seconds:,.2f} ms" for c in cells]
-        rows.append([f"{length:,}", *(f"{c.operations / 1e6:,.1f} M, {s}" for c, s in zip(cells, said, strict=True))])
+        rows.append([f"{length:,}", *(_cell(by_place.get((kind, length))) for kind in kinds)])
     return ["length", *kinds], rows
+
+
+def _cell(cost: Cost | None) -> str:
+    if cost is None:
+        return "–"
+    time = "–" if cost.seconds is None else f"{1e3 * cost.seconds:,.2f} ms"
+    return f"{cost.operations / 1e6:,.1f} M, {time}"
 
 
 def plot_costs(path: Path, found: Sequence[Cost], device: str = "this CPU") -> None:
@@ -101,14 +110,16 @@ def plot_costs(path: Path, found: Sequence[Cost], device: str = "this CPU") -> N
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     for color, kind in zip(cycle(COLORS), dict.fromkeys(cost.kind for cost in found), strict=False):
         own = [cost for cost in found if cost.kind == kind]
-        left.plot([c.length for c in own], [c.operations for c in own], color=color, marker="o", ms=3, label=kind)
+        counted = [(c.length, c.operations) for c in own if c.operations]  # no logarithm of nothing
+        left.plot([n for n, _ in counted], [o for _, o in counted], color=color, marker="o", ms=3, label=kind)
         timed = [(c.length, c.seconds) for c in own if c.seconds is not None]
         right.plot([n for n, _ in timed], [s for _, s in timed], color=color, marker="o", ms=3, label=kind)
     left.set(ylabel="operations", title="Operations of attention")
     right.set(ylabel="seconds", title=f"Forward pass, {device}")
     for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if any(len(line.get_xdata()) for line in axes.lines):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
         axes.set_xlabel("leaves")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

@@ -19,18 +19,27 @@ def extra_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> 
     return peak.so_far()
 
 
+def allocated(device: torch.device | str) -> float | None:
+    """MiB that the allocator of a GPU has given out; None for other devices."""
+    device = torch.device(device)
+    return torch.cuda.memory_allocated(device) / 2**20 if device.type == "cuda" else None
+
+
 class PeakMemory:
     """MiB needed at the peak since it was made, beyond what was held then: of a GPU's allocator, else of the process.
 
     There is one peak per process: of two of these at a time, the older one sees what the newer one does.
+
+    Args:
+        device: whose memory.
+        held: `allocated` of an earlier time, beyond which to count.
     """
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(self, device: torch.device | str = "cpu", held: float | None = None):
         self.device = torch.device(device)
-        self.held: float | None = None
+        self.held = allocated(self.device) if held is None else held
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.held = torch.cuda.memory_allocated(self.device) / 2**20
             return
         try:
             ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken

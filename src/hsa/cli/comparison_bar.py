@@ -39,7 +39,7 @@ class ComparisonBar:
         self.progress.stop()
 
     def begin(self, run: Run) -> RunBar:
-        # A model that diverged at every rate has no further seeds.
+        # A model without a result at any rate has no further seeds.
         self.finished = max(self.finished, self.plan.models.index(run.model) * self.runs_per_model)
         self.watched = RunBar(self, run)
         self.show(self.watched, "")
@@ -48,12 +48,13 @@ class ComparisonBar:
     def end(self, run: Run) -> None:
         self.finished += 1
         seconds = self.watched.whole_run()
-        if seconds is not None and run.result is not None:  # what diverges ends early
+        if seconds is not None and run.state == "finished":  # others ended early
             self.spent.setdefault(run.model, []).append(seconds)
         if self.console.is_terminal:
             return
-        found = "diverged" if run.result is None else f"{self.score} {run.validation[0]:.3f} on validation"
-        how = f"{self.watched.elapsed():.1f} s" if seconds is not None else "finished before"
+        found = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
+        now = seconds is not None or run.state == "no room"  # which is tried every time
+        how = f"{self.watched.elapsed():.1f} s" if now else "finished before"
         left = said_left(self.seconds_left())
         place = f"run {self.finished} of {self.plan.num_runs}{left}"
         self.console.print(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
 """The options that stand on the command line, which override those of a recipe even where they equal the default."""
-_CHECKPOINTS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/diverged.json")
-"""Where `hsa train` and `hsa compare` have theirs."""
+_RUNS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/ended.json")
+"""What `hsa train` and `hsa compare` leave in their folders, whether they finished or not."""
 
 
 def words(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -
             raise InvalidInput(
                 str(out), given="no such folder", expected="a run to resume", fix="start without --resume"
             )
-        if not resume and any(any(out.glob(pattern)) for pattern in _CHECKPOINTS):
+        if not resume and any(any(out.glob(pattern)) for pattern in _RUNS):
             raise InvalidInput(
                 str(out),
                 given="a folder with a run",

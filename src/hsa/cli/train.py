@@ -24,6 +24,7 @@ from hsa.training.recipe import Recipe, overridden
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hsa.training.endings import NoResult
     from hsa.training.experiment import Result
     from hsa.training.prepare import Prepared
 
@@ -163,7 +164,8 @@ def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
     from hsa.training.accelerator import make_accelerator
-    from hsa.training.experiment import check_models, compare
+    from hsa.training.endings import complain
+    from hsa.training.experiment import check_models, train_models
 
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
@@ -171,7 +173,8 @@ def _run(
     folder = run_folder(recipe, out, resume)
     prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
     score = "accuracy" if prepared.train.classes else "R²"
-    results = compare(
+    failed: dict[str, NoResult] = {}
+    results = train_models(
         recipe.models,
         recipe.model,
         prepared,
@@ -181,20 +184,29 @@ def _run(
         documents=recipe.documents,
         resume=resume,
         watch=(lambda name: TrainingBar(name, score, console)) if main else None,
+        on_failure=failed.__setitem__,
     )
-    if main:
-        _report(console, recipe, prepared, results, folder)
+    if main and results:
+        _report(console, recipe, prepared, results, failed, folder)
+    complain(failed)
 
 
-def _report(console: Console, recipe: Recipe, prepared: Prepared, results: list[Result], folder: Path) -> None:
+def _report(
+    console: Console,
+    recipe: Recipe,
+    prepared: Prepared,
+    results: list[Result],
+    failed: dict[str, NoResult],
+    folder: Path,
+) -> None:
     from rich.text import Text
 
     from hsa.analysis.tables import print_table
     from hsa.training.report import report_lines, result_table, write_report
 
-    pictures = write_report(folder, recipe, prepared, results)
+    pictures = write_report(folder, recipe, prepared, results, failed)
     console.print()
-    print_table(console, result_table(results))
+    print_table(console, result_table(results, failed))
     console.print()
     for line in report_lines(prepared, results):
         console.print(Text(line))

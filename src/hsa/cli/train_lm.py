@@ -11,6 +11,7 @@ from hsa.training.recipe import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hsa.training.endings import NoResult
     from hsa.training.lm_data import LmData
     from hsa.training.lm_experiment import LmResult
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool, console: Console) -> None:
     from rich.text import Text
 
+    from hsa.training.endings import complain
     from hsa.training.lm_data import prepare_text
     from hsa.training.lm_experiment import check_lm_models, compare_language_models
 
@@ -32,6 +34,7 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     sizes = ", ".join(f"{len(getattr(data, part)):,} to {verb}" for part, verb in _VERBS.items())
     console.print(Text(f"{data.name}: {data.characters / 1e6:,.1f} M characters; tokens: {sizes}"))
     console.print(Text(f"results go to {folder}", style="dim"))
+    failed: dict[str, NoResult] = {}
     results = compare_language_models(
         recipe.models,
         recipe.model,
@@ -43,22 +46,32 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
         resume=resume,
         device="cpu" if cpu else None,
         watch=lambda name: TrainingBar(name, None, console),
+        on_failure=failed.__setitem__,
     )
-    _report(console, recipe, data, results, folder)
+    if results:
+        _report(console, recipe, data, results, failed, folder)
+    complain(failed)
 
 
 _VERBS = {"train": "train", "validation": "validate", "test": "test"}
 
 
-def _report(console: Console, recipe: Recipe, data: LmData, results: list[LmResult], folder: Path) -> None:
+def _report(
+    console: Console,
+    recipe: Recipe,
+    data: LmData,
+    results: list[LmResult],
+    failed: dict[str, NoResult],
+    folder: Path,
+) -> None:
     from rich.text import Text
 
     from hsa.analysis.tables import print_table
     from hsa.training.lm_report import lm_lines, lm_table, write_lm_report
 
-    pictures = write_lm_report(folder, recipe, data, results)
+    pictures = write_lm_report(folder, recipe, data, results, failed)
     console.print()
-    print_table(console, lm_table(results))
+    print_table(console, lm_table(results, failed))
     console.print()
     for line in lm_lines(results):
         console.print(Text(line))

@@ -19,6 +19,7 @@ def run_seq2seq(
     from rich.text import Text
 
     from hsa.analysis.tables import print_table
+    from hsa.training.endings import NoResult, complain
     from hsa.training.seq2seq import check_seq2seq_models
     from hsa.training.seq2seq_data import prepare_pairs
     from hsa.training.seq2seq_report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
@@ -48,6 +49,7 @@ def run_seq2seq(
         console.print(Text(f"left out: {len(data.skipped):,}, the first: {data.skipped[0]}", style="yellow"))
     console.print(Text(f"results go to {folder}", style="dim"))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
+    failed: dict[str, NoResult] = {}
     results = compare_seq2seq(
         recipe,
         data,
@@ -55,11 +57,14 @@ def run_seq2seq(
         resume=resume,
         device=device or "cpu",
         watch=lambda name: TrainingBar(name, "tokens right", console),
+        on_failure=failed.__setitem__,
     )
-    write_seq2seq_report(folder, recipe, data, results)
-    console.print()
-    print_table(console, seq2seq_table(results))
-    console.print()
-    for line in example_lines(results[0]):
-        console.print(Text(line), soft_wrap=True)
-    say_where(console, folder / results[0].model, folder / "report.md")
+    if results:
+        write_seq2seq_report(folder, recipe, data, results, failed)
+        console.print()
+        print_table(console, seq2seq_table(results, failed))
+        console.print()
+        for line in example_lines(results[0]):
+            console.print(Text(line), soft_wrap=True)
+        say_where(console, folder / results[0].model, folder / "report.md")
+    complain(failed)

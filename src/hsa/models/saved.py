@@ -27,6 +27,14 @@ CLASSIFIER, LANGUAGE_MODEL, TRANSFORMER_XL, SEQ2SEQ = (
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
+def kind_of(folder: Path) -> str | None:
+    """Which kind of model a folder holds, as its configuration says; None where it does not say."""
+    if not (folder / CONFIG).is_file():
+        return None
+    about = read_json(folder / CONFIG, "the configuration of a model of hsa")
+    return about.get("model") if isinstance(about, dict) else None
+
+
 def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[str] = ()) -> None:
     """Write a model; files that were there are replaced only by complete ones.
 

@@ -19,8 +19,8 @@ from hsa.nn.attention import flat_tree
 from hsa.nn.decoder import Activation, FeedForward
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.inputs import Inputs
+from hsa.nn.memory_segments import Segments, plan_segments, plan_step
 from hsa.nn.relative_attention import RelativeAttention
-from hsa.nn.segments import Segments, plan_segments
 from hsa.nn.sizes import check_sizes
 
 
@@ -140,9 +140,13 @@ class TransformerXLLayers(nn.Module):
     def plan(self, lengths: Sequence[int], before: SegmentMemory | None, device: torch.device) -> Segments:
         """For so many tokens more of every text."""
         carried: dict[str, Any] = {}
-        if before is not None:
-            carried = {"carried": before.kept, "begun": [seen % self.segment for seen in before.seen]}
         with torch.inference_mode(False):  # what is made now may serve later calls with gradients too
+            if before is not None:
+                begun = [seen % self.segment for seen in before.seen]
+                if _in_step(lengths, before.kept, begun, self.memory):
+                    places: dict[str, Any] = {"carried": before.kept[0], "begun": begun[0], "device": device}
+                    return plan_step(len(lengths), self.segment, self.memory, **places)
+                carried = {"carried": before.kept, "begun": begun}
             return plan_segments(lengths, self.segment, self.memory, device=device, **carried)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
@@ -161,6 +165,44 @@ class TransformerXLLayers(nn.Module):
             kept.append(rows.index_select(0, segments.keep))
         seen = tuple(a + b for a, b in zip(before.seen, lengths, strict=True))
         return x, replace(before, rows=tuple(kept), kept=segments.kept, seen=seen)
+
+
+def _in_step(lengths: Sequence[int], kept: Sequence[int], begun: Sequence[int], memory: int) -> bool:
+    """Whether texts that stand at the same place go on by one token, which sees all that was kept."""
+    places = set(zip(lengths, kept, begun, strict=True))
+    return len(places) == 1 and lengths[0] == 1 and kept[0] - begun[0] <= memory
+
+
+def set_test_memory(model: nn.Module, tokens: int) -> None:
+    """Let a Transformer-XL, a classifier or a language model, remember so many tokens from now on when it does not train.
+
+    Only distances count, and there is no longest one: a memory may be longer than that of training.
+
+    Args:
+        model: that has Transformer-XL layers.
+        tokens: before a segment that every layer remembers; 0 for segments on their own.
+
+    Raises:
+        InvalidInput: another model, or a memory below 0.
+
+    >>> from hsa.nn.embedding import Modality
+    >>> encoder = TransformerXLEncoder(TransformerXLConfig(width=16, memory=2), {"text": Modality(tokens=10)}).eval()
+    >>> set_test_memory(encoder, 100)
+    >>> encoder.layers.memory, encoder.train().layers.memory
+    (100, 2)
+    """
+    if tokens < 0:
+        raise InvalidInput("memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
+    found = [module for module in model.modules() if isinstance(module, TransformerXLLayers)]
+    if not found:
+        raise InvalidInput(
+            "memory",
+            given=f"{tokens} tokens for a model without a memory",
+            expected="a Transformer-XL: hsa train --models transformer-xl",
+            fix="leave it out",
+        )
+    for layers in found:
+        layers.lengths = layers.lengths[0], tokens
 
 
 class TransformerXLEncoder(nn.Module):

@@ -16,7 +16,7 @@ from hsa.models.known_fields import known_fields
 from hsa.models.language_model import check_length, check_texts
 from hsa.models.transformer_xl import SegmentMemory, TransformerXLLayers, check_segments
 from hsa.nn.decoder import Activation, initialise, inner_width
-from hsa.nn.segments import Segments
+from hsa.nn.memory_segments import Segments
 from hsa.nn.sizes import check_sizes
 from hsa.nn.token_loss import mean_token_loss, token_losses
 
@@ -163,6 +163,8 @@ class TransformerXLLanguageModel(nn.Module):
         return nn.functional.linear(hidden, self.embedding.weight)
 
     def _plan(self, sizes: list[int], memory: SegmentMemory) -> Segments:
+        if max(sizes) == 1:  # texts are written: a plan for every token, which would push out those that come again
+            return self.layers.plan(sizes, memory, self.device)
         begun = tuple(seen % self.config.segment for seen in memory.seen)
         key = (tuple(sizes), memory.kept, begun, self.layers.memory, self.device)
         if key not in self._plans:

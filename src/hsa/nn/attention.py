@@ -27,6 +27,7 @@ from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
 from hsa.hierarchy import Hierarchy
+from hsa.nn.buckets import alike, padded, way_back
 
 _WIDEST = 256
 """Channels that fused kernels take."""
@@ -205,7 +206,7 @@ class Flat(Attention):
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         if hierarchy.device.type == "cpu":
-            _buckets(hierarchy)
+            _by_length(hierarchy)
 
     def forward(
         self,
@@ -236,8 +237,8 @@ class Flat(Attention):
         if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= _WIDEST:
             return _packed(q, k, v, hierarchy)
         parts = []
-        buckets, back = _buckets(hierarchy)
-        for bucket in buckets:
+        lengths = _by_length(hierarchy)
+        for bucket in lengths.buckets:
             rows = [t.index_select(0, bucket.rows).unflatten(0, bucket.shape).transpose(1, 2) for t in (q, k, v)]
             if bucket.absent is not None:
                 rows[0] = F.pad(rows[0], (0, 1), value=1.0)
@@ -245,7 +246,7 @@ class Flat(Attention):
             rows = _equally_wide(rows)
             attended = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], scale=1.0)[..., : v.shape[-1]]
             parts.append(attended.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, back)
+        return torch.cat(parts).index_select(0, lengths.back)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
@@ -275,47 +276,30 @@ class _Bucket:
     absent: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None: no padding
 
 
-def _buckets(hierarchy: Hierarchy) -> tuple[list[_Bucket], Tensor]:
-    """Trees of like length, and for every leaf its row among the rows of all buckets."""
-
-    def build() -> tuple[list[_Bucket], Tensor]:
-        buckets = _by_length(hierarchy)
-        return buckets, _back(buckets, hierarchy)
-
-    return hierarchy.cached("lengths", build)
+@dataclass(frozen=True, eq=False)
+class _Lengths:
+    buckets: tuple[_Bucket, ...]
+    back: Tensor  # [leaves] the row of every leaf among the rows of all buckets
 
 
-def _by_length(hierarchy: Hierarchy, step: int = 64) -> list[_Bucket]:
-    offsets = hierarchy.structure.leaf_offsets
-    lengths = np.diff(offsets)
-    kind = -(-lengths // step) if hierarchy.num_trees > 8 else lengths
+def _by_length(hierarchy: Hierarchy) -> _Lengths:
+    """Trees of like length together."""
+    return hierarchy.cached("lengths", lambda: _bucketed(hierarchy))
+
+
+def _bucketed(hierarchy: Hierarchy) -> _Lengths:
+    offsets, device = hierarchy.structure.leaf_offsets, hierarchy.device
+    first, lengths = offsets[:-1], np.diff(offsets)
+    groups = alike(lengths)
     buckets = []
-    for same in np.unique(kind):
-        trees = np.flatnonzero(kind == same)
-        longest = int(lengths[trees].max())
-        place = np.arange(longest)[None]
-        rows = offsets[trees][:, None] + np.minimum(place, lengths[trees][:, None] - 1)
-        absent = np.where(place < lengths[trees][:, None], 0.0, -3e4).astype(np.float32)
+    for trees in groups:
+        rows = padded(first[trees], lengths[trees])
+        absent = np.where(np.arange(rows.shape[1]) < lengths[trees][:, None], 0.0, -3e4).astype(np.float32)
         buckets.append(
             _Bucket(
-                torch.from_numpy(rows.reshape(-1)).to(hierarchy.device),
-                (len(trees), longest),
-                torch.from_numpy(absent).to(hierarchy.device) if absent.any() else None,
+                torch.from_numpy(rows.reshape(-1)).to(device),
+                rows.shape,
+                torch.from_numpy(absent).to(device) if absent.any() else None,
             )
         )
-    return buckets
-
-
-def _back(buckets: list[_Bucket], hierarchy: Hierarchy) -> Tensor:
-    """For every leaf, its row among the rows of all buckets."""
-    back = torch.empty(hierarchy.num_leaves, dtype=torch.int64, device=hierarchy.device)
-    first = 0
-    for bucket in buckets:
-        places = torch.arange(first, first + len(bucket.rows), device=hierarchy.device)
-        first += len(bucket.rows)
-        if bucket.absent is None:
-            back[bucket.rows] = places
-        else:
-            real = (bucket.absent == 0).flatten()
-            back[bucket.rows[real]] = places[real]
-    return back
+    return _Lengths(tuple(buckets), torch.from_numpy(way_back(groups, first, lengths)).to(device))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hsa.attention.flops import Flops, entry_operations
 from hsa.nn.attention import note_flops
-from hsa.nn.segments import Bucket, Segments
+from hsa.nn.memory_segments import Bucket, Segments
 
 _BASE = 10_000.0
 
@@ -76,7 +76,7 @@ class RelativeAttention(nn.Module):
         width: of the token vectors.
         heads: of attention.
 
-    >>> from hsa.nn.segments import plan_segments
+    >>> from hsa.nn.memory_segments import plan_segments
     >>> attention = RelativeAttention(16, 2)
     >>> attention(torch.randn(7, 16), None, plan_segments([5, 2], segment=3, memory=2))[0].shape
     torch.Size([7, 16])

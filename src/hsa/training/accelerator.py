@@ -25,7 +25,7 @@ def make_accelerator(options: TrainingOptions, *, fsdp: bool = False, cpu: bool 
     # Accelerate asks to be told that processes without a GPU are to work together.
     cpu = cpu or not torch.accelerator.is_available()
     if PartialState._shared_state and not PartialState().use_distributed:
-        AcceleratorState._reset_state()  # else the first precision of a process would be its last
+        AcceleratorState._reset_state(reset_partial_state=True)  # else the first device and precision would be the last
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True) if fsdp else None
     accelerator = Accelerator(
         mixed_precision=options.mixed_precision,

@@ -8,19 +8,21 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import ModelConfig
 from hsa.training import checkpoint
-from hsa.training.experiment import RESULT, Result, check_models, model_config, train_model
-from hsa.training.loop import Diverged, Interrupted, Watcher, fingerprint
+from hsa.training.endings import Ending, NoResult
+from hsa.training.experiment import Result, check_models, model_config, train_model
+from hsa.training.loop import CHECKPOINT, Interrupted, Watcher, fingerprint
 from hsa.training.options import TrainingOptions
 from hsa.training.prepare import Prepared
 from hsa.training.recipe import Recipe
 
-DIVERGED, FIRST = "diverged.json", "first.json"
+ENDED, FIRST = "ended.json", "first.json"
+State = Literal["begun", "finished"] | Ending
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,35 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One model, one learning rate, one seed; without a result it diverged."""
+    """One model, one learning rate, one seed.
+
+    Attributes:
+        state: begun, or how it ended.
+        result: of a run that is finished, and of no other.
+    """
 
     model: str
     rate: float
     seed: int
-    result: Result | None
+    state: State = "begun"
+    result: Result | None = None
+
+    def __post_init__(self) -> None:
+        if (self.state == "finished") != (self.result is not None):
+            raise InvalidInput(
+                "result", given=f"{self.result} of a run that is {self.state}", expected="one if finished"
+            )
+
+    def finished(self, result: Result) -> Run:
+        """The same run with its result."""
+        return replace(self, state="finished", result=result)
 
     def folder(self, base: Path) -> Path:
         return base / self.model / f"{self.rate:g}" / str(self.seed)
 
     @property
     def validation(self) -> tuple[float, float]:
-        """The score of the best epoch, and minus its loss; what diverged is worse than all else."""
+        """The score of the best epoch, and minus its loss; no result is worse than all else."""
         if self.result is None:
             return -math.inf, -math.inf
         return max((record.validation, -record.validation_loss) for record in self.result.history)
@@ -91,7 +109,7 @@ class Compared:
 
     Attributes:
         tried: every rate with the first seed.
-        runs: every seed with the best rate; none where all rates diverged.
+        runs: every seed with the best rate; none where no rate gave a result.
     """
 
     model: str
@@ -100,7 +118,7 @@ class Compared:
 
     @property
     def results(self) -> list[Result]:
-        """Of the seeds that did not diverge."""
+        """Of the seeds that have one."""
         return [run.result for run in self.runs if run.result is not None]
 
     @property
@@ -108,7 +126,8 @@ class Compared:
         return self.runs[0].rate if self.runs else None
 
     @property
-    def diverged(self) -> list[Run]:
+    def failed(self) -> list[Run]:
+        """Those without a result."""
         return [run for run in dict.fromkeys([*self.tried, *self.runs]) if run.result is None]
 
     @property
@@ -157,11 +176,11 @@ def compare_models(
     only: Collection[str] | None = None,
     observer: Observer | None = None,
 ) -> list[Compared]:
-    """Train all models of a plan, every run in `folder/MODEL/RATE/SEED`; a run that diverges does not stop the others.
+    """Train all models of a plan, every run in `folder/MODEL/RATE/SEED`; one without a result does not stop the others.
 
     Args:
         recipe: the options of models and of training, but for rate and seed.
-        resume: finished runs are taken as they are, unfinished ones go on.
+        resume: runs that finished or diverged are taken as they are, others go on, or begin where nothing was saved.
         only: these models now; processes that each take some can share a folder.
 
     Raises:
@@ -176,7 +195,7 @@ def compare_models(
 
     def run(model: str, rate: float, seed: int) -> Run:
         nonlocal done
-        begun = Run(model, rate, seed, None)
+        begun = Run(model, rate, seed)
         options = replace(recipe.training, learning_rate=rate, seed=seed)
         watcher = observer.begin(begun) if observer else None
         try:
@@ -227,20 +246,29 @@ def _run(
     watcher: Watcher | None,
 ) -> Run:
     folder = begun.folder(base)
-    note = folder / DIVERGED
+    note = folder / ENDED
     # As JSON gives it back, which knows no tuples.
     now = json.loads(json.dumps(fingerprint(config, options, prepared.train, prepared.validation)))
-    if resume and note.is_file() and not (folder / RESULT).is_file():
-        checkpoint.check_same(note, read_json(note, "why a run ended")["training"], now)
-        return begun
+    if resume and note.is_file():
+        ended = read_json(note, "how a run ended")
+        checkpoint.check_same(note, ended["training"], now)
+        if ended["state"] == "finished":
+            return begun.finished(Result.load(folder))
+        if ended["state"] == "diverged":
+            return replace(begun, state="diverged")
+        # There may be room now.
     note.unlink(missing_ok=True)
+    message = None
     try:
         result = train_model(
             begun.model, config, prepared, options, folder, accelerator, resume=resume, watcher=watcher
         )
-    except Diverged as error:
-        if accelerator.is_main_process:
-            write_json(note, {"message": str(error), "training": now})
-        accelerator.wait_for_everyone()
-        return begun
-    return replace(begun, result=result)
+        run = begun.finished(result)
+    except NoResult as error:
+        run, message = replace(begun, state=error.ending), str(error)
+    if accelerator.is_main_process:
+        write_json(note, {"state": run.state, "message": message, "training": now})
+        if run.state == "finished":  # what it would take to go on is as large as the model three times over
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+    return run

@@ -14,6 +14,7 @@ from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_json, write_text
 from hsa.training.chance import margin
 from hsa.training.comparison import Compared, Plan
+from hsa.training.endings import SMALLER
 from hsa.training.experiment import Result
 from hsa.training.prepare import Prepared
 from hsa.training.recipe import Recipe
@@ -54,7 +55,7 @@ class Comparison:
 
     @property
     def finished(self) -> list[Compared]:
-        """Those with a run that did not diverge."""
+        """Those with a result."""
         return [model for model in self.compared if model.results]
 
     def milliseconds(self, model: Compared) -> float:
@@ -85,7 +86,8 @@ class Comparison:
         rows = []
         for model in self.compared:
             if not model.results:
-                rows.append([model.model, *["–"] * 2, "diverged", *["–"] * 6])
+                endings = ", ".join(dict.fromkeys(run.state for run in model.failed))
+                rows.append([model.model, *["–"] * 2, endings, *["–"] * 6])
                 continue
             peak = model.peak_memory
             rows.append(
@@ -155,10 +157,12 @@ class Comparison:
                     f"the {which} rate, {rate:g}, was the best for {', '.join(ended)}; {other} ones may be better still"
                 )
         for model in self.compared:
-            if not model.results:
-                lines.append(f"{model.model} diverged at every rate; try lower ones")
-                continue
-            lines += [f"{model.model} diverged at rate {run.rate:g}, seed {run.seed}" for run in model.diverged]
+            lines += self._failures(model)
+        if any(run.state == "no room" for model in self.compared for run in model.failed):
+            lines.append(
+                f"where there was no room: --resume tries again, for when there is more; else compare into another folder "
+                f"with {SMALLER}"
+            )
         minutes = self.recipe.training.minutes
         early = [model.model for model in self.finished if model.training_seconds < 0.95 * 60 * minutes]
         if early:
@@ -170,8 +174,19 @@ class Comparison:
         for name, size in sizes.items():
             if abs(size - meant) > _SAME_SIZE * meant:
                 more = "more" if size > meant else "fewer"
-                lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: no size of it fits")
+                why = "no size of it fits"
+                if name == "hat" and self.recipe.documents.warm_start is not None:
+                    why = "it keeps the size of the encoder that it starts from"
+                lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: {why}")
         return lines
+
+    @staticmethod
+    def _failures(model: Compared) -> list[str]:
+        if not model.results and len({run.state for run in model.failed}) == 1:
+            all_same = {"diverged": "diverged at every rate; try lower ones", "no room": "had no room at any rate"}
+            return [f"{model.model} {all_same[model.failed[0].state]}"]
+        words = {"diverged": "diverged", "no room": "had no room"}
+        return [f"{model.model} {words[run.state]} at rate {run.rate:g}, seed {run.seed}" for run in model.failed]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for scripts."""
@@ -200,7 +215,10 @@ class Comparison:
             "model": model.model,
             "rate": model.rate,
             "validation": {f"{run.rate:g}": None if run.result is None else run.validation[0] for run in model.tried},
-            "diverged": [{"rate": run.rate, "seed": run.seed} for run in model.diverged],
+            **{
+                name: [{"rate": run.rate, "seed": run.seed} for run in model.failed if run.state == state]
+                for name, state in (("diverged", "diverged"), ("no_room", "no room"))
+            },
             "on_frontier": self.frontiers()[model.model],
         }
         if not model.results:
@@ -251,7 +269,7 @@ class Comparison:
 
     def _rate_rows(self) -> list[list[str]]:
         return [
-            [model.model, *("diverged" if run.result is None else f"{run.validation[0]:.4f}" for run in model.tried)]
+            [model.model, *(run.state if run.result is None else f"{run.validation[0]:.4f}" for run in model.tried)]
             for model in self.compared
         ]
 

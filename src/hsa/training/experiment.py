@@ -18,6 +18,7 @@ from hsa.models.encoders import AnyEncoderConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.fusion_names import FusionName
 from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm
+from hsa.training.endings import OnFailure, noticing_full_memory, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
@@ -142,6 +143,7 @@ def model_config(
     return equal_parameters(meant, own)
 
 
+@noticing_full_memory
 def train_model(
     name: str,
     config: ModelConfig,
@@ -153,7 +155,12 @@ def train_model(
     resume: bool = False,
     watcher: Watcher | None = None,
 ) -> Result:
-    """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on."""
+    """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on.
+
+    Raises:
+        NoResult: it diverged, or memory is full.
+        Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+    """
     torch.manual_seed(options.seed)
     model = HierarchicalClassifier(config)
     if prepared.vectors is not None:
@@ -205,7 +212,7 @@ def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], 
     return tuple(tuple(row) for row in table.tolist())
 
 
-def compare(
+def train_models(
     names: Sequence[str],
     model: ModelOptions,
     prepared: Prepared,
@@ -216,23 +223,21 @@ def compare(
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
     resume: bool = False,
     watch: Callable[[str], Watcher] | None = None,
+    on_failure: OnFailure | None = None,
 ) -> list[Result]:
-    """Every model in a folder of its own; the results in `results.json`. All have as many parameters as the first."""
+    """Every model in a folder of its own; the results in `results.json`. All have as many parameters as the first.
+
+    Args:
+        on_failure: is told of models without a result, and the others go on; by default that is an error.
+    """
     configs = {name: model_config(prepared, model, name, names[0], documents) for name in names}
-    results = []
-    for name, config in configs.items():
-        results.append(
-            train_model(
-                name,
-                config,
-                prepared,
-                options,
-                folder / name,
-                accelerator,
-                resume=resume,
-                watcher=watch(name) if watch else None,
-            )
-        )
+
+    def train(name: str) -> Result:
+        watcher = watch(name) if watch else None
+        config, own = configs[name], folder / name
+        return train_model(name, config, prepared, options, own, accelerator, resume=resume, watcher=watcher)
+
+    results = results_of(configs, train, on_failure)
     if accelerator.is_main_process:
         write_json(folder / "results.json", [asdict(result) for result in results])
     return results

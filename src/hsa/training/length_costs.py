@@ -19,6 +19,7 @@ from hsa.nn.attention import counting_operations
 from hsa.signals import Leaf, Signal
 from hsa.signals import Sequence as Row
 from hsa.signals.windows import in_windows
+from hsa.training.endings import NoRoom, noticing_full_memory
 from hsa.training.prepare import Prepared
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -53,8 +54,9 @@ def length_costs(
         for length, document in documents.items():
             if watch is not None:
                 watch(name, length)
-            cost = _cost(name, model, document, prepared, accelerator)
-            if cost is None:
+            try:
+                cost = _cost(name, model, document, prepared, accelerator)
+            except NoRoom:
                 break
             found.append(cost)
             if cost.seconds is not None and cost.seconds > longest_pass:
@@ -62,11 +64,9 @@ def length_costs(
     return found
 
 
+@noticing_full_memory
 @torch.no_grad()
-def _cost(
-    name: str, model: HierarchicalClassifier, document: Batch, prepared: Prepared, accelerator: Any
-) -> Cost | None:
-    """None where there is no room for it."""
+def _cost(name: str, model: HierarchicalClassifier, document: Batch, prepared: Prepared, accelerator: Any) -> Cost:
     batch = document.to(accelerator.device)
     if prepared.reading.transform is not None:
         batch = prepared.reading.transform(batch)
@@ -75,13 +75,10 @@ def _cost(
         with accelerator.autocast():
             model(batch)
 
-    try:
-        with counting_operations() as counts:
-            run()  # which also builds what depends on the tree alone
-        run()
-        seconds = median_seconds(run, _REPEATS, most=2.0, device=accelerator.device)
-    except torch.OutOfMemoryError:
-        return None
+    with counting_operations() as counts:
+        run()  # which also builds what depends on the tree alone
+    run()
+    seconds = median_seconds(run, _REPEATS, most=2.0, device=accelerator.device)
     return Cost(name, batch.hierarchy.num_leaves, sum(count.attention for count in counts), seconds)
 
 

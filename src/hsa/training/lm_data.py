@@ -102,6 +102,15 @@ def prepare_text(
     return LmData(train, validation, test, tokenizer, closing_tokens(tokenizer), name, characters)
 
 
+def held_out_texts(data: Path, columns: tuple[str, ...] = ()) -> list[str]:
+    """The texts of `data`; of a table that says which rows are for the test, these."""
+    documents = [document for document in _documents(data, columns) if document.text]
+    chosen = [document.text for document in documents if document.split == "test"]
+    if not documents:
+        raise InvalidInput(str(data), given="no text", expected="some")
+    return chosen or [document.text for document in documents]
+
+
 def encode_documents(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
     """The ids of all documents, each ended by `<|end|>`, in the narrowest type that holds them."""
     kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32

@@ -21,9 +21,17 @@ from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_langua
 from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.document_models import transformer_xl_sizes
+from hsa.training.endings import OnFailure, noticing_full_memory, results_of
 from hsa.training.experiment import RESULT, unknown_model
 from hsa.training.lm_data import LmData
-from hsa.training.lm_loop import LmRecord, LmWatcher, evaluate_language_model, reader_of, train_language_model
+from hsa.training.lm_loop import (
+    LmRecord,
+    LmWatcher,
+    bits_per_character,
+    evaluate_language_model,
+    reader_of,
+    train_language_model,
+)
 from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
 
 LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "found": "found"}
@@ -106,6 +114,7 @@ def as_large_as(reference: AnyLanguageConfig, sizes: TransformerXLLanguageConfig
     return replace(sizes, feed_forward=inner)
 
 
+@noticing_full_memory
 def train_one(
     name: str,
     config: AnyLanguageConfig,
@@ -139,12 +148,11 @@ def train_one(
         batch_tokens=options.batch_tokens,
         mixed_precision=options.mixed_precision,
     )
-    characters = len(data.tokenizer.decode(data.test[: tested.tokens].tolist(), skip_special_tokens=False))
     result = LmResult(
         model=name,
         parameters=count_parameters(found.model),
         loss=tested.loss,
-        bits_per_character=tested.loss / math.log(2) * tested.tokens / max(1, characters),
+        bits_per_character=bits_per_character(tested, data.test, data.tokenizer),
         by_position=binned(tested.by_position),
         operations=reader_of(found.model, language.context).operations(data.test),
         tokens=found.tokens,
@@ -186,16 +194,22 @@ def compare_language_models(
     resume: bool = False,
     device: torch.device | str | None = None,
     watch: Callable[[str], LmWatcher] | None = None,
+    on_failure: OnFailure | None = None,
 ) -> list[LmResult]:
-    """Every model in a folder of its own; the results in `results.json`."""
+    """Every model in a folder of its own; the results in `results.json`.
+
+    Args:
+        on_failure: is told of models without a result, and the others go on; by default that is an error.
+    """
     configs = {name: language_model_config(data, model, language, name, documents) for name in names}
     starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
-    results = []
-    for name, config in configs.items():
+
+    def train(name: str) -> LmResult:
         own: Any = {"start": starts.get(name), "watcher": watch(name) if watch else None}
-        results.append(
-            train_one(name, config, data, options, language, folder / name, resume=resume, device=device, **own)
-        )
+        config, its_folder = configs[name], folder / name
+        return train_one(name, config, data, options, language, its_folder, resume=resume, device=device, **own)
+
+    results = results_of(configs, train, on_failure)
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results
 

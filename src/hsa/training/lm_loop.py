@@ -21,13 +21,13 @@ from hsa.models.saved import check_fits
 from hsa.models.transformer_xl_lm import TransformerXLLanguageModel
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
+from hsa.training.endings import Diverged
 from hsa.training.lm_blocks import BlockReader
 from hsa.training.lm_reading import Reader, blocks_of
 from hsa.training.lm_streams import StreamReader
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
     CHECKPOINT,
-    Diverged,
     Interrupted,
     learning_rate,
     leaves_of,
@@ -330,6 +330,12 @@ def evaluate_language_model(
             sums += losses.double().sum(0)
     by_position = (sums / number).cpu().numpy()
     return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
+
+
+def bits_per_character(found: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
+    """Of the text that these tokens begin, as far as it was predicted."""
+    characters = len(tokenizer.decode(tokens[: found.tokens].tolist(), skip_special_tokens=False))
+    return found.loss / math.log(2) * found.tokens / max(1, characters)
 
 
 def sequences_per_step(options: TrainingOptions, context: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
+from hsa.training.endings import NoResult, lines_of, rows_without_results
 from hsa.training.lm_data import LmData
 from hsa.training.lm_experiment import TRANSFORMER_XL, LmResult
 from hsa.training.recipe import Recipe
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _CAPTION = "operations: of attention, per token of a test block, all layers; bits: per character"
 
 
-def lm_columns(results: list[LmResult]) -> tuple[list[str], list[list[str]]]:
+def lm_columns(results: list[LmResult], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
     """The header and rows of the table."""
     header = ["model", "parameters", "perplexity", "loss", "bits", "operations", "tokens seen", "tokens/s", "train s"]
     rows = [
@@ -36,12 +38,12 @@ def lm_columns(results: list[LmResult]) -> tuple[list[str], list[list[str]]]:
         ]
         for r in results
     ]
-    return header, rows
+    return header, rows + rows_without_results(failed, len(header))
 
 
-def lm_table(results: list[LmResult]) -> Table:
+def lm_table(results: list[LmResult], failed: Mapping[str, NoResult]) -> Table:
     """For the terminal."""
-    return terminal_table(*lm_columns(results), _CAPTION)
+    return terminal_table(*lm_columns(results, failed), _CAPTION)
 
 
 def lm_lines(results: list[LmResult]) -> list[str]:
@@ -59,15 +61,17 @@ def lm_lines(results: list[LmResult]) -> list[str]:
     return lines
 
 
-def write_lm_report(folder: Path, recipe: Recipe, data: LmData, results: list[LmResult]) -> list[Path]:
+def write_lm_report(
+    folder: Path, recipe: Recipe, data: LmData, results: list[LmResult], failed: Mapping[str, NoResult]
+) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
     from hsa.analysis.lm_plots import plot_by_position, plot_losses
 
     pictures = [folder / "losses.png", folder / "positions.png"]
     plot_losses(pictures[0], {r.model: r.history for r in results})
     plot_by_position(pictures[1], {r.model: r.by_position for r in results})
-    lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results)), "", f"{_CAPTION}."]
-    lines += ["", *(f"- {line}" for line in lm_lines(results)), ""]
+    lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results, failed)), "", f"{_CAPTION}."]
+    lines += ["", *(f"- {line}" for line in [*lm_lines(results), *lines_of(failed)]), ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     lines += ["", "## Options", "", "```"]
     for part in (recipe.model, recipe.language, recipe.training):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hsa.analysis.memory import PeakMemory
+from hsa.analysis.memory import PeakMemory, allocated
 from hsa.batch import Batch
 from hsa.errors import HsaError, InvalidInput
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
@@ -26,6 +26,7 @@ from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data_set import DataSet, batches_by_tokens
+from hsa.training.endings import Diverged
 from hsa.training.loading import prefetched
 from hsa.training.metrics import Scores, class_scores, number_scores
 from hsa.training.options import TrainingOptions
@@ -34,10 +35,6 @@ Transform = Callable[[Batch], Batch]
 CHECKPOINT = "checkpoint.pt"
 PRETRAINED_RATE = 0.1  # what is new learns at a rate that would undo what was learned before
 _LOOK_EVERY = 20  # steps between looks at whether the loss is still a number: each look waits for the device
-
-
-class Diverged(HsaError):
-    """The loss is no longer a number."""
 
 
 class Interrupted(HsaError):
@@ -144,7 +141,7 @@ class Trainer:
             model.register_forward_hook(_by_way_of_all)
         if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
             self.accelerator.free_memory()
-        self.memory = PeakMemory(self.accelerator.device)
+        self._held = allocated(self.accelerator.device)  # before the model is there
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
@@ -173,12 +170,13 @@ class Trainer:
             Interrupted: Ctrl-C was pressed; a checkpoint is saved.
             Diverged: the loss is not a number; the last checkpoint is from before.
         """
-        state = self.progress
+        state, memory = self.progress, PeakMemory(self.accelerator.device, self._held)
         try:
             with stop_politely() as stop:
+                self._warm_up()
                 while state.step or not self._is_over():  # an epoch that has begun is validated
                     whole = self._train_epoch(stop)
-                    if (peak := self.memory.so_far()) is not None:  # before validation, which is no training
+                    if (peak := memory.so_far()) is not None:  # before validation, which is no training
                         state.peak_memory = max(peak, state.peak_memory or 0.0)
                     if whole:
                         self._finish_epoch()
@@ -190,6 +188,19 @@ class Trainer:
         if self.best_weights is not None:
             checkpoint.set_weights(self.model, self.best_weights)
         return [EpochRecord(**record) for record in state.history]
+
+    def _warm_up(self) -> None:
+        """Once forward and back, of which nothing stays: the first time takes longer, which is none of the model's cost."""
+        state = self.progress
+        batches = [] if self._is_over() else self._epoch_batches(state.epoch)[state.step :]
+        if not batches:
+            return
+        self.model.train()
+        device = self.accelerator.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            loss = self._backward(*self._load(self.train, batches[0]))
+        self.optimizer.zero_grad(set_to_none=True)
+        float(loss)  # waits for the device
 
     def _is_over(self) -> bool:
         state, patience = self.progress, self.options.patience
@@ -246,16 +257,21 @@ class Trainer:
     def _step(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate() * group.get("rate", 1.0)
-        with collecting_penalties() as penalties:
-            losses = self._losses(self.model(batch), targets)
-        loss = (losses * weights).sum()
-        self.accelerator.backward(loss + sum(penalties))
+        loss = self._backward(batch, targets, weights)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.options.mixed_precision != "fp16":  # whose scaler skips steps with infinite gradients by itself
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded model
             self._bad |= ~torch.as_tensor(norm, device=self._bad.device).isfinite()
+        return loss
+
+    def _backward(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
+        """The loss; its gradients are added to those of the parameters."""
+        with collecting_penalties() as penalties:
+            losses = self._losses(self.model(batch), targets)
+        loss = (losses * weights).sum()
+        self.accelerator.backward(loss + sum(penalties))
         return loss.detach()
 
     def _look(self, running: list[Tensor]) -> float:

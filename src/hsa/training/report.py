@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from hsa.files import write_text
 from hsa.models.han import HanEncoder
 from hsa.models.saved import load_model
 from hsa.training.chance import margin
+from hsa.training.endings import NoResult, lines_of, rows_without_results
 from hsa.training.experiment import Result
 from hsa.training.match3 import COSTS, match3_report
 from hsa.training.prepare import Prepared
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 _MATRIX_LEAVES, _PAGE_LEAVES = 80, 400  # that can be read: as a matrix, as text
 
 
-def columns(results: list[Result]) -> tuple[list[str], list[list[str]]]:
+def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
     """The header and rows of the table."""
     classes = results[0].scores.accuracy is not None
     scores = ["accuracy", "F1"] if classes else ["R²", "error"]
@@ -44,12 +46,12 @@ def columns(results: list[Result]) -> tuple[list[str], list[list[str]]]:
                 str(r.epochs),
             ]
         )
-    return header, rows
+    return header, rows + rows_without_results(failed, len(header))
 
 
-def result_table(results: list[Result]) -> Table:
+def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> Table:
     """For the terminal."""
-    header, rows = columns(results)
+    header, rows = columns(results, failed)
     caption = "operations: of attention, per test example, all layers; F1: mean over classes"
     return terminal_table(header, rows, caption)
 
@@ -84,7 +86,9 @@ def fewer_operations(first: float, other: float) -> str:
     return f", {times} attention operations"
 
 
-def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result]) -> list[Path]:
+def write_report(
+    folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result], failed: Mapping[str, NoResult]
+) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
     from hsa.analysis.plots import plot_confusion, plot_curves
 
@@ -96,13 +100,13 @@ def write_report(folder: Path, recipe: Recipe, prepared: Prepared, results: list
         pictures.append(folder / "confusion.png")
         plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
     pictures += _picture_of_an_example(folder, first, prepared)
-    header, rows = columns(results)
+    header, rows = columns(results, failed)
     lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
     lines += [
         "",
         "Operations: of attention, per test example, all layers. F1: mean over classes. Error: mean absolute.",
     ]
-    lines += ["", *(f"- {line}" for line in report_lines(prepared, results)), ""]
+    lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results), *lines_of(failed)]), ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     if recipe.read.task == "match3":
         lines += ["", *match3_report(folder, prepared, recipe.match3, recipe.model)]

@@ -23,12 +23,12 @@ from hsa.nn.encoder import EncoderConfig
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.data_set import batches_by_tokens
+from hsa.training.endings import Diverged
 from hsa.training.experiment import unknown_model
 from hsa.training.lm_loop import precision
 from hsa.training.loading import prefetched
 from hsa.training.loop import (
     CHECKPOINT,
-    Diverged,
     EpochRecord,
     Interrupted,
     Silent,

@@ -11,8 +11,7 @@ import torch
 
 from hsa.batch import collate
 from hsa.errors import InvalidInput
-from hsa.files import read_json
-from hsa.models.saved import CONFIG, SEQ2SEQ, load_seq2seq
+from hsa.models.saved import SEQ2SEQ, kind_of, load_seq2seq
 from hsa.models.seq2seq import HierarchicalSeq2Seq
 from hsa.training.inference import Prediction
 from hsa.training.prepare import Reading, load_reading
@@ -21,10 +20,7 @@ from hsa.training.sources import OnBad
 
 def is_seq2seq(folder: Path) -> bool:
     """Whether a folder holds an encoder–decoder."""
-    if not (folder / CONFIG).is_file():
-        return False
-    about = read_json(folder / CONFIG, "the configuration of a model of hsa")
-    return isinstance(about, dict) and about.get("model") == SEQ2SEQ
+    return kind_of(folder) == SEQ2SEQ
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import torch
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_json, write_text
 from hsa.models.saved import save_seq2seq
+from hsa.training.endings import NoResult, OnFailure, lines_of, noticing_full_memory, results_of, rows_without_results
 from hsa.training.experiment import RESULT
 from hsa.training.loop import Watcher
 from hsa.training.prepare import save_reading
@@ -33,26 +34,37 @@ def compare_seq2seq(
     resume: bool = False,
     device: torch.device | str = "cpu",
     watch: Callable[[str], Watcher] | None = None,
+    on_failure: OnFailure | None = None,
 ) -> list[Seq2SeqResult]:
-    """Train, test and save every model of the recipe. With `resume`, unfinished ones go on, finished are tested again."""
+    """Train, test and save every model of the recipe. With `resume`, unfinished ones go on, finished are tested again.
+
+    Args:
+        on_failure: is told of models without a result, and the others go on; by default that is an error.
+    """
     options = recipe.training
     configs = {n: seq2seq_config(prepared, n, recipe.model, recipe.language, recipe.seq2seq) for n in recipe.models}
-    results = []
-    for name, config in configs.items():
+
+    @noticing_full_memory
+    def train(name: str) -> Seq2SeqResult:
         own = folder / name
         watcher = watch(name) if watch else None
         model, history = train_seq2seq(
-            config, prepared, options, folder=own, resume=resume, watcher=watcher, device=device
+            configs[name], prepared, options, folder=own, resume=resume, watcher=watcher, device=device
         )
-        results.append(seq2seq_result(name, model, history, prepared, options))
+        result = seq2seq_result(name, model, history, prepared, options)
         save_seq2seq(own, model)
         save_reading(own, prepared.reading)
-        write_json(own / RESULT, asdict(results[-1]))
+        write_json(own / RESULT, asdict(result))
+        return result
+
+    results = results_of(configs, train, on_failure)
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results
 
 
-def seq2seq_columns(results: Sequence[Seq2SeqResult]) -> tuple[list[str], list[list[str]]]:
+def seq2seq_columns(
+    results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]
+) -> tuple[list[str], list[list[str]]]:
     """The header and rows of the table."""
     header = ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train s"]
     rows = [
@@ -68,12 +80,12 @@ def seq2seq_columns(results: Sequence[Seq2SeqResult]) -> tuple[list[str], list[l
         ]
         for r in results
     ]
-    return header, rows
+    return header, rows + rows_without_results(failed, len(header))
 
 
-def seq2seq_table(results: Sequence[Seq2SeqResult]) -> Table:
+def seq2seq_table(results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]) -> Table:
     """For the terminal."""
-    return terminal_table(*seq2seq_columns(results), _CAPTION)
+    return terminal_table(*seq2seq_columns(results, failed), _CAPTION)
 
 
 def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
@@ -86,15 +98,20 @@ def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
 
 
 def write_seq2seq_report(
-    folder: Path, recipe: Recipe, prepared: PreparedPairs, results: Sequence[Seq2SeqResult]
+    folder: Path,
+    recipe: Recipe,
+    prepared: PreparedPairs,
+    results: Sequence[Seq2SeqResult],
+    failed: Mapping[str, NoResult],
 ) -> None:
     """`report.md`."""
     lines = [
         f"# Encoder–decoders on {prepared.name}",
         "",
-        *markdown_table(*seq2seq_columns(results)),
+        *markdown_table(*seq2seq_columns(results, failed)),
         "",
         f"{_CAPTION}.",
+        *(f"\n- {line}" for line in lines_of(failed)),
     ]
     for result in results:
         lines += ["", f"## Answers of {result.model}", "", "```", *example_lines(result), "```"]

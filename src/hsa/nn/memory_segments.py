@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_STEP = 64  # lengths are rounded up to it, where there are many segments
-_FEW = 8
+from hsa.nn.buckets import alike, padded, way_back
+
 _AT_ONCE = 2**25
 """Pairs of query and key, padding included, in one call: a gigabyte of logits with eight heads in float32."""
 
@@ -95,12 +95,49 @@ def plan_segments(
     keep = rows.remembered(every, (sizes - kept)[every] + place)
     return Segments(
         buckets,
-        torch.from_numpy(_back(buckets, groups, rows.first[text] + start, length)).to(device),
+        torch.from_numpy(way_back(groups, rows.first[text] + start, length)).to(device),
         max((bucket.memory + bucket.length for bucket in buckets), default=0),
         int((length * remembers + length * (length + 1) // 2).sum()),
         bool((start[remembers > 0] > 0).any()),
         tuple(kept.tolist()),
         torch.from_numpy(keep).to(device),
+    )
+
+
+def plan_step(
+    texts: int, segment: int, memory: int, *, carried: int, begun: int, device: torch.device | str = "cpu"
+) -> Segments:
+    """What `plan_segments` gives for one token more of texts that all stand at the same place: made on the device.
+
+    Whoever writes needs another plan for every token, because the memory grows, or the segment does.
+
+    Args:
+        texts: how many.
+        carried, begun: of each of them; carried - begun is at most `memory`, so that a token sees all that is carried.
+
+    >>> plan_step(2, 3, 5, carried=4, begun=1).keep.tolist()  # all of the first text, then of the second
+    [0, 1, 2, 3, 8, 4, 5, 6, 7, 9]
+    """
+    rows = torch.arange(texts * (carried + 1), device=device)
+    old, new = rows[: texts * carried], rows[texts * carried :]
+    bucket = Bucket(
+        queries=rows[:texts],
+        remembered=old,
+        segments=texts,
+        length=1,
+        memory=carried,
+        mask=torch.zeros(1, 1, 1, carried + 1, device=device),
+    )
+    kept = min(carried + 1, memory + (begun + 1) % segment)
+    keep = torch.cat([old.view(texts, carried), new[:, None]], 1)[:, carried + 1 - kept :]
+    return Segments(
+        buckets=(bucket,),
+        back=rows[:texts],
+        longest=carried + 1,
+        entries=texts * (carried + 1),
+        recalls=False,
+        kept=(kept,) * texts,
+        keep=keep.flatten(),
     )
 
 
@@ -119,11 +156,8 @@ class _Rows:
 
 def _groups(remembers: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
     """Segments of like sizes, and not too many of them."""
-    step = _STEP if len(length) > _FEW else 1
-    kinds = np.stack([-(-remembers // step), -(-length // step)])
     groups = []
-    for kind in np.unique(kinds, axis=1).T:
-        same = np.flatnonzero((kinds == kind[:, None]).all(0))
+    for same in alike(remembers, length):
         size = int(length[same].max())
         most = max(1, _AT_ONCE // (size * (size + int(remembers[same].max()))))
         groups += np.split(same, range(most, len(same), most))
@@ -139,7 +173,7 @@ def _bucket(
     device: torch.device | str,
 ) -> Bucket:
     longest, memory = int(length.max()), int(remembers.max())
-    queries = (rows.first[text] + start)[:, None] + np.minimum(np.arange(longest), length[:, None] - 1)
+    queries = padded(rows.first[text] + start, length)
     place = np.arange(-memory, 0)
     absent = place < -remembers[:, None]
     remembered = np.where(absent, 0, rows.remembered(text[:, None], start[:, None] + place))
@@ -155,17 +189,3 @@ def _bucket(
         memory,
         torch.from_numpy(mask.reshape(-1, 1, longest, memory + longest)).to(device),
     )
-
-
-def _back(buckets: tuple[Bucket, ...], groups: list[np.ndarray], first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """For every token its row; `first` are the first tokens of the segments."""
-    back = np.empty(int(length.sum()), np.int64)
-    done = 0
-    for bucket, group in zip(buckets, groups, strict=True):
-        place = np.arange(bucket.length)
-        real = place < length[group][:, None]
-        token = first[group][:, None] + place
-        row = done + np.arange(bucket.segments * bucket.length)
-        back[token[real]] = row.reshape(real.shape)[real]
-        done += len(row)
-    return back

@@ -1,0 +1,103 @@
+"""`hsa train` where one of several models has no result."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsa.cli.main import run
+from hsa.training import lm_loop, loop, seq2seq
+from tests.tables import reviews, write_rows
+
+SIZES = ("--cpu", "--width", "8", "--heads", "2", "--vocabulary", "300", "--epochs", "1")
+CLASSES = ("--text", "text", "--label", "label", "--position-width", "8")
+ANSWERS = ("--task", "seq2seq", "--text", "text", "--label", "label", "--position-width", "8")
+TEXT = (
+    "--task",
+    "lm",
+    "--layers",
+    "1",
+    "--context",
+    "16",
+    "--steps",
+    "2",
+    "--batch-tokens",
+    "64",
+    "--branching",
+    "4",
+    "2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.csv", reviews())
+    Path("tale.txt").write_text("\n\n".join(f"The cat sat on mat {i}. It was warm there." for i in range(150)))
+
+
+def failing(monkeypatch, owner, error, models):
+    """Training steps of the models of these numbers end in an error."""
+    made, step, make = [], owner._step, owner.__init__
+
+    def numbered(self, *arguments, **more):
+        make(self, *arguments, **more)
+        made.append(self)
+
+    def fail(self, *batch):
+        if made.index(self) in models:
+            raise error
+        return step(self, *batch)
+
+    monkeypatch.setattr(owner, "__init__", numbered)
+    monkeypatch.setattr(owner, "_step", fail)
+
+
+@pytest.mark.parametrize(
+    ("owner", "data", "options"),
+    [
+        (loop.Trainer, "rows.csv", CLASSES),
+        (lm_loop._Run, "tale.txt", TEXT),
+        (seq2seq._Run, "rows.csv", ANSWERS),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data, options, which):
+    failing(monkeypatch, owner, torch.OutOfMemoryError("CUDA out of memory."), {which})
+    names = ["hsa", "flat"]
+    code, out, err = call("train", data, *SIZES, *options, "--models", ",".join(names), "--out", "run")
+    failed, finished = names[which], names[1 - which]
+    assert code == 2  # as where it diverges
+    assert err.startswith(f"{failed}: memory is full; try fewer --batch-tokens")
+    rows = [line.split() for line in out.splitlines()]
+    assert any(row[:4] == [failed, "–", "no", "room"] for row in rows)
+    assert [result["model"] for result in json.loads(Path("run/results.json").read_text())] == [finished]
+    report = Path("run/report.md").read_text()
+    assert f"| {failed} | – | no room |" in report
+    assert f"- {failed}: memory is full; try " in report
+    assert f"model     run/{finished}" in out
+
+
+def test_no_model_has_a_result(call, monkeypatch):
+    failing(monkeypatch, loop.Trainer, RuntimeError("DefaultCPUAllocator: can't allocate memory"), {0, 1})
+    code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, "--models", "hsa,flat", "--out", "run")
+    assert code == 2
+    assert err.startswith("hsa: memory is full; ")
+    assert "; flat: memory is full; " in err
+    assert not Path("run/report.md").exists()
+
+
+def test_what_diverges_does_not_end_the_others_either(call):
+    chosen = ("--models", "hsa,deepsets", "--learning-rate", "1e30", "--batch-size", "4", "--out", "run")
+    code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, *chosen)
+    assert code == 2
+    assert err.startswith("hsa: the loss is no longer a number")
+    assert "; deepsets: the loss is no longer a number" in err
+
+
+def test_other_errors_are_not_taken_for_it(monkeypatch):
+    failing(monkeypatch, loop.Trainer, RuntimeError("a bug"), {0})
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(["train", "rows.csv", *SIZES, *CLASSES, "--models", "hsa,flat", "--out", "run"])
