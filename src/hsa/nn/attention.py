@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
-from hsa.attention.hierarchical.operator import hierarchical_attention
+from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.find_keys import find_key_order
@@ -98,7 +98,7 @@ class Hierarchical(Attention):
         self.include_self = include_self
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        rounds(rooted(hierarchy)[0])
+        prepare(hierarchy)
 
     def forward(
         self,

@@ -14,9 +14,11 @@ from hsa.attention.hierarchical import levelwise, reference, sparse, sparse_refe
 from hsa.attention.hierarchical.family import family_attention_named
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.normalizers import Entmax, resolve_normalizer
-from hsa.attention.rounds import rooted
+from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton import available
-from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons
+from hsa.attention.triton.levels import levels
+from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons, largest_family
+from hsa.attention.triton.tiles import SIZES, tiles
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -85,6 +87,16 @@ ENERGY = (
     Backend("reference", _either(reference.energy, sparse_reference.energy), _only_exact),
 )
 FamilyAttentionName = Literal["exact", "flex", "linear"]
+
+
+def prepare(hierarchy: Hierarchy) -> None:
+    """Build ahead what the first call on this forest builds: on a GPU the plan of the kernels, if they take the forest."""
+    forest = rooted(hierarchy)[0]
+    takes_kernels = forest.device.type == "cuda" and forest.num_leaves > 0 and levels(forest) is not None
+    if takes_kernels and largest_family(forest) <= SIZES[-1]:
+        tiles(forest)
+    else:
+        rounds(forest)
 
 
 def hierarchical_attention(

@@ -128,24 +128,27 @@ def _build(hierarchy: Hierarchy) -> Levels | None:
 
 def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """The node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
-    s = hierarchy.structure
+    s, leaves = hierarchy.structure, hierarchy.num_leaves
     top = int(s.height.max(initial=0))
-    above = np.where(s.parent < 0, top + 1, s.height[s.parent])  # the level of the parent
-    span = above - s.height  # rows that stand for the node
+    lowest = np.maximum(s.height, 1)  # above the leaves' own level, which is in order as it is
+    span = np.where(s.parent < 0, top + 1, s.height[s.parent]) - lowest  # rows that stand for the node from there on
     num_rows = int(span.sum())
-    if num_rows > MOST_ROWS * hierarchy.num_nodes:
+    if leaves + num_rows > MOST_ROWS * hierarchy.num_nodes:
         return None
-    first = np.cumsum(span) - span  # of every node, among the rows node by node
+    first = np.cumsum(span) - span  # of every node, among these rows node by node
     node = np.repeat(np.arange(hierarchy.num_nodes), span)
-    level = s.height[node] + np.arange(num_rows) - first[node]
-    order = np.argsort(level * (hierarchy.num_leaves + 1) + s.first_leaf[node], kind="stable")
-    place = np.empty(num_rows, np.int64)
-    place[order] = np.arange(num_rows)
+    level = lowest[node] + np.arange(num_rows) - first[node]
+    order = np.argsort(level * (leaves + 1) + s.first_leaf[node], kind="stable")
+    place = np.empty(num_rows + 1, np.int64)  # one more, for what comes after the last
+    place[order] = leaves + np.arange(num_rows)
     # One step up: the next row of the same node, or the first row of its parent.
-    up = np.arange(1, num_rows + 1)
-    up[first + span - 1] = np.where(s.parent < 0, -1, first[s.parent])
-    parent = np.where(up < 0, -1, place[np.minimum(up, num_rows - 1)])[order]
-    return node[order], place[first], parent, np.searchsorted(level[order], np.arange(top + 2))
+    up = place[1:].copy()
+    up[(first + span - 1)[span > 0]] = np.where(s.parent < 0, -1, place[first[s.parent]])[span > 0]
+    of_leaf = np.where(span > 0, place[first], place[first[s.parent]])[s.leaf_nodes]
+    row_of_node = place[first]
+    row_of_node[s.leaf_nodes] = np.arange(leaves)
+    bounds = np.concatenate([[0], leaves + np.searchsorted(level[order], np.arange(1, top + 2))])
+    return np.concatenate([s.leaf_nodes, node[order]]), row_of_node, np.concatenate([of_leaf, up[order]]), bounds
 
 
 def families(plan: Levels, level: int) -> np.ndarray:

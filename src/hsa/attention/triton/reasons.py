@@ -50,11 +50,15 @@ def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: 
     reasons = _forest_reasons(hierarchy)
     if reasons:
         return reasons
-    largest = hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))
+    largest = largest_family(hierarchy)
     widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
     row = q.element_size() * max(map(padded, widths))
     most = max([0, *(size for size in tiles.SIZES if size * row <= TILE_BYTES)])
     return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
+
+
+def largest_family(hierarchy: Hierarchy) -> int:
+    return hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))
 
 
 def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -> list[str]:
