@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -31,9 +32,9 @@ from hsa.files import read_json, write_json
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
-from hsa.training.comparison import Compared, Plan, compare_models
+from hsa.training.comparison import Compared, Plan, Run, compare_models
 from hsa.training.data_set import DataSet
-from hsa.training.experiment import model_config
+from hsa.training.experiment import RESULT, Result, model_config
 from hsa.training.loop import Trainer
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import Prepared, load_reading, prepare, save_reading
@@ -158,12 +159,28 @@ def time_all(names: list[str], packed: Path, out: Path) -> None:
         print(name, found, flush=True)
 
 
+def finished(base: Path) -> list[Compared]:
+    """What there is so far of every model."""
+
+    def results(model: str, rates: Sequence[float], seeds: Sequence[int]) -> tuple[Run, ...]:
+        runs = [Run(model, rate, seed) for rate in rates for seed in seeds]
+        return tuple(
+            run.finished(Result.load(run.folder(base))) for run in runs if (run.folder(base) / RESULT).is_file()
+        )
+
+    found = []
+    for model in MODELS:
+        tried = results(model, PLAN.rates, PLAN.seeds[:1])
+        best = max(tried, key=lambda run: run.validation)
+        found.append(Compared(model, tried, results(model, (best.rate,), PLAN.seeds)))
+    return found
+
+
 def write(names: list[str], packed: Path, out: Path) -> None:
     sections = []
     for name in names:
-        data, given = load(name, packed), recipe(TASKS[name])
-        accelerator = make_accelerator(given.training)
-        compared = compare_models(PLAN, given, data, out / name, accelerator, resume=True)
+        data = load(name, packed)
+        compared = finished(out / name)
         times = read_json(out / name / "times.json", "times, from `time`")
         lengths = data.train.lengths
         heading = (
@@ -173,7 +190,7 @@ def write(names: list[str], packed: Path, out: Path) -> None:
         sections.append((heading, *_table(compared, times)))
         _plot(name, compared, times)
     notes = (
-        "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
+        "Accuracy: mean ± standard deviation over seeds, at the learning rate that was best on validation with the "
         "first; F1: mean over classes. Operations: of attention per document, all layers. Times: each model alone on the "
         "machine, seconds to train on 1,000 documents (one epoch), milliseconds to read one. Frontier: no other model is "
         "both as accurate and quicker to train. All have two layers, a width of 128, four heads, GloVe vectors that stay "
@@ -184,7 +201,8 @@ def write(names: list[str], packed: Path, out: Path) -> None:
 
 
 def _table(compared: list[Compared], times: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    header = ["model", "parameters", "rate", "accuracy", "F1", "operations", "train s", "test ms", "MiB", "frontier"]
+    header = ["model", "parameters", "rate", "accuracy", "seeds", "F1", "operations"]
+    header += ["train s", "test ms", "MiB", "frontier"]
     best = on_frontier([(times[one.model]["train"], statistics.fmean(one.scores)) for one in compared])
     rows = []
     for one, on in zip(compared, best, strict=True):
@@ -194,7 +212,8 @@ def _table(compared: list[Compared], times: dict[str, Any]) -> tuple[list[str], 
                 one.model,
                 f"{one.results[0].parameters:,}",
                 f"{one.rate:g}",
-                f"{statistics.fmean(one.scores):.4f} ± {statistics.stdev(one.scores):.4f}",
+                f"{statistics.fmean(one.scores):.4f}" + (f" ± {_spread(one):.4f}" if len(one.scores) > 1 else ""),
+                str(len(one.scores)),
                 f"{one.mean(lambda result: float(result.scores.f1 or 0)):.4f}",
                 f"{one.operations / 1e6:.1f} M",
                 f"{times[one.model]['train']:.2f}",
@@ -206,11 +225,13 @@ def _table(compared: list[Compared], times: dict[str, Any]) -> tuple[list[str], 
     return header, rows
 
 
+def _spread(one: Compared) -> float:
+    return statistics.stdev(one.scores) if len(one.scores) > 1 else 0.0
+
+
 def _plot(name: str, compared: list[Compared], times: dict[str, Any]) -> None:
     def points(cost: Any) -> list[Point]:
-        return [
-            Point(one.model, cost(one), statistics.fmean(one.scores), statistics.stdev(one.scores)) for one in compared
-        ]
+        return [Point(one.model, cost(one), statistics.fmean(one.scores), _spread(one)) for one in compared]
 
     panels = {
         "training, s per 1,000 documents": points(lambda one: times[one.model]["train"]),

@@ -318,7 +318,7 @@ def test_unknown_modalities_keys_and_kinds():
         ({"levels": 0}, "levels: given 0, expected 1 or more"),
         ({"layers": 0}, "layers: given 0, expected 1 or more"),
         ({"feed_forward": 0}, "feed_forward: given 0, expected 1 or more"),
-        ({"position_dim": 0}, "position_dim: given 0, expected 1 or more"),
+        ({"position_dim": -1}, "position_dim: given -1, expected 0 or more"),
         ({"width": 13, "heads": 2}, "heads: given 2 heads of a width of 13, .*head_dim"),
         ({"position_width": -2}, "position_width: given -2, expected an even number"),
         ({"dropout": 1.0}, "dropout: given 1.0, expected 0 or more and less than 1"),

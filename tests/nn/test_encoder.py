@@ -148,6 +148,14 @@ def test_the_place_of_a_leaf_can_be_added_to_it(listed):
     assert not place[batch.places.row[leaf] == 0].any()
 
 
+def test_places_can_stay_out_of_the_logits():
+    model = encoder("multiscale", position_input=True, position_dim=0)
+    assert model.place is not None
+    assert not model.positions
+    bare = encoder("multiscale", position_dim=0)
+    assert bare.features is None  # nothing that would never be trained
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_without_positions_a_model_has_none(name):
     model = encoder_named(name, position_width=0)

@@ -199,7 +199,7 @@ def test_models_are_as_large_as_each_other(fusion, sizes):
 def test_names_of_models():
     assert changes("hsa") == {}
     assert changes("hsa+talking") == {"fusion": "talking"}
-    assert changes("multiscale+over-heads") == {"operator": "multiscale", "fusion": "over-heads"}
+    assert changes("found+over-heads") == {"operator": "found", "fusion": "over-heads"}
     check_models(["hsa", "flat+collaborative", "deepsets+over-heads"])
     for name in ("hsa+nonsense", "hsa+", "flat+talking+talking"):
         base = name.partition("+")[0]

@@ -157,7 +157,9 @@ class HanEncoder(nn.Module):
         self.config = config
         self.embedding = Embedding(modalities, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        uses_positions = config.encoder == "attention" and config.position_width > 0 and bool(kinds)
+        uses_positions = (
+            config.encoder == "attention" and min(config.position_width, config.position_dim) > 0 and bool(kinds)
+        )
         self.features = PositionFeatures(config.position_width, kinds, keys) if uses_positions else None
         widths = {} if self.features is None else self.features.widths
         self.levels = nn.ModuleList(_Level(config, widths) for _ in range(config.levels))

@@ -26,6 +26,7 @@ from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
+from hsa.attention.triton.levels import levels
 from hsa.hierarchy import Hierarchy
 from hsa.nn.buckets import alike, padded, way_back
 
@@ -128,7 +129,11 @@ class Multiscale(Attention):
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        rounds(rooted(hierarchy)[0])
+        forest = rooted(hierarchy)[0]
+        if forest.device.type != "cuda" or levels(forest) is None:
+            rounds(forest)
+        if not self.refine:
+            self._nearest(hierarchy)
 
     def forward(
         self,
@@ -139,15 +144,21 @@ class Multiscale(Attention):
         positions: Tensor | None,
         mixing: HeadMixing | None = None,
     ) -> Tensor:
-        def choose() -> Opened:
-            return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
-
-        # Without refinement the choice depends on the tree alone, and all layers and heads share it.
-        opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
+        if self.refine:
+            opened = open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
+        else:
+            opened = self._nearest(hierarchy)
         note_operations(q, v, opened, mixing, hierarchy=hierarchy)
         bias = self.pooled_bias
         return multiscale_attention(
             q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias, mixing=mixing
+        )
+
+    def _nearest(self, hierarchy: Hierarchy) -> Opened:
+        """A choice that depends on the tree alone: all layers and heads share it."""
+        any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
+        return hierarchy.cached(
+            ("near", self.near), lambda: open_families(any_rows, any_rows, hierarchy, near=self.near)
         )
 
 

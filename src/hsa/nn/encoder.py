@@ -54,7 +54,7 @@ class EncoderConfig:
         group, window: for "found": keys per group, queries that share a choice.
         windows: fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
         position_width: of the position features; 0 for no positions.
-        position_dim: channels of ε per head.
+        position_dim: channels of ε per head; 0 to keep places out of the logits.
         position_input: also add a projection of every leaf's place to its vector.
         pool: "families": after every layer but the last, leaf families are pooled into their parents, so that the
             signal coarsens by a level; "none": the tree stays.
@@ -152,9 +152,10 @@ class HierarchicalEncoder(nn.Module):
         self.positions = nn.ModuleList()
         kinds = ("sequence",) if config.operator in _ON_ALL_LEAVES or config.windows else kinds
         uses = config.position_width > 0 and bool(kinds)
-        if uses and (attentions[0].uses_positions or config.position_input):
+        in_logits = attentions[0].uses_positions and config.position_dim > 0
+        if uses and (in_logits or config.position_input):
             self.features = PositionFeatures(config.position_width, kinds, keys)
-        if self.features is not None and attentions[0].uses_positions:
+        if self.features is not None and in_logits:
             self.positions = nn.ModuleList(
                 PositionProjection(self.features.widths, config.heads, config.position_dim) for _ in attentions
             )

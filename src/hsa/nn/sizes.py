@@ -17,7 +17,7 @@ def check_sizes(config: Any) -> None:
         InvalidInput: naming the field.
     """
     head_dim = getattr(config, "head_dim", None)
-    for name in ("width", "heads", "layers", "feed_forward", "head_dim", "position_dim"):
+    for name in ("width", "heads", "layers", "feed_forward", "head_dim"):
         size = getattr(config, name, None)
         if size is not None and size < 1:
             raise InvalidInput(name, given=size, expected="1 or more")
@@ -31,5 +31,8 @@ def check_sizes(config: Any) -> None:
     position_width = getattr(config, "position_width", 0)
     if position_width % 2 or position_width < 0:
         raise InvalidInput("position_width", given=position_width, expected="an even number: sines and cosines")
+    position_dim = getattr(config, "position_dim", 0)
+    if position_dim < 0:
+        raise InvalidInput("position_dim", given=position_dim, expected="0 or more; 0 for no positions in the logits")
     if not 0 <= config.dropout < 1:
         raise InvalidInput("dropout", given=config.dropout, expected="0 or more and less than 1")

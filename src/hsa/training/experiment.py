@@ -26,8 +26,9 @@ from hsa.training.prepare import Prepared, save_reading
 
 MODELS: dict[str, dict[str, Any]] = {
     "hsa": {},
-    "multiscale": {"operator": "multiscale"},
-    "hsa-token": {"operator": "multiscale"},  # every token has a row of its own
+    # Places in the input: kernels of multiscale attention have none in the logits.
+    "multiscale": {"operator": "multiscale", "position_input": True, "position_dim": 0},
+    "hsa-token": {"operator": "multiscale", "position_input": True, "position_dim": 0},  # every token has its own row
     "found": {"operator": "found"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},

@@ -11,9 +11,8 @@ from hsa.hierarchy import Hierarchy
 
 def key_limit(queries: Queries, hierarchy: Hierarchy, causal: bool) -> Tensor | None:
     """[queries] keys before this leaf number may be seen; None: all."""
-    start = hierarchy.tensor("leaf_offsets")[queries.tree][queries.group]
     if queries.visible is not None:
-        return start + queries.visible
+        return hierarchy.tensor("leaf_offsets")[queries.tree][queries.group] + queries.visible
     if not causal:
         return None
     if queries.leaves is None:
