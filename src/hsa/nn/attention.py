@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hsa.attention.flops import Flops, flops
+from hsa.attention.hierarchical import sparse
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
@@ -26,6 +27,7 @@ from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
 from hsa.hierarchy import Hierarchy
+from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of
 
 _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
 
@@ -87,14 +89,17 @@ class Attention(nn.Module):
 
 
 class Hierarchical(Attention):
-    """The paper's operator: rows and columns tied over pairs of siblings."""
+    """The paper's operator: rows and columns tied over pairs of siblings; `alpha`: by entmax in place of softmax."""
 
-    def __init__(self, *, include_self: bool = False):
+    def __init__(self, *, include_self: bool = False, alpha: float | LearnedAlpha | None = None):
         super().__init__()
-        self.include_self = include_self
+        self.include_self, self.alpha = include_self, alpha
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         rounds(rooted(hierarchy)[0])
+        # A number on a GPU may be a kernel's, which has a plan of its own.
+        if isinstance(self.alpha, LearnedAlpha) or (self.alpha is not None and hierarchy.device.type == "cpu"):
+            sparse.prepare(hierarchy, include_self=self.include_self)
 
     def forward(
         self,
@@ -107,19 +112,26 @@ class Hierarchical(Attention):
     ) -> Tensor:
         note_operations(q, v, hierarchy, mixing)
         return hierarchical_attention(
-            q, k, v, hierarchy, positions=positions, include_self=self.include_self, mixing=mixing
+            q,
+            k,
+            v,
+            hierarchy,
+            positions=positions,
+            include_self=self.include_self,
+            normalizer=normalizer_of(self.alpha),
+            mixing=mixing,
         )
 
 
 class Multiscale(Attention):
     """Every query keeps its row: the own leaf family, `near` neighbours and the `refine` best exactly, the rest pooled.
 
-    A learned bias per head weighs pooled against exact.
+    A learned bias per head weighs pooled against exact; `alpha`: by entmax in place of softmax.
     """
 
-    def __init__(self, heads: int, *, near: int = 0, refine: int = 0):
+    def __init__(self, heads: int, *, near: int = 0, refine: int = 0, alpha: float | LearnedAlpha | None = None):
         super().__init__()
-        self.near, self.refine = near, refine
+        self.near, self.refine, self.alpha = near, refine, alpha
         self.mixes = refine == 0
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
@@ -135,16 +147,28 @@ class Multiscale(Attention):
         positions: Tensor | None,
         mixing: HeadMixing | None = None,
     ) -> Tensor:
+        opened = self.opened(q, k, hierarchy, positions)
+        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
+        return multiscale_attention(
+            q,
+            k,
+            v,
+            hierarchy,
+            opened=opened,
+            positions=positions,
+            normalizer=normalizer_of(self.alpha),
+            pooled_bias=self.pooled_bias,
+            mixing=mixing,
+        )
+
+    def opened(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Opened:
+        """What its queries read leaf by leaf."""
+
         def choose() -> Opened:
             return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
 
         # Without refinement the choice depends on the tree alone, and all layers and heads share it.
-        opened = choose() if self.refine else hierarchy.cached(("near", self.near), choose)
-        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
-        bias = self.pooled_bias
-        return multiscale_attention(
-            q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias, mixing=mixing
-        )
+        return choose() if self.refine else hierarchy.cached(("near", self.near), choose)
 
 
 class Found(Attention):

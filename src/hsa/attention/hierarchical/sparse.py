@@ -46,8 +46,15 @@ def hierarchical_attention(
     plan = rounds(hierarchy)
     learned = [x for x in (q, k, v, positions, normalizer.alpha) if isinstance(x, Tensor) and x.requires_grad]
     prune = not (learned and torch.is_grad_enabled())
-    up = _up_sweep(q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale, prune)
+    keep = KEPT if prune else 0
+    up = up_sweep(q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale, keep)
     return _visit(up, v, plan) if prune else down_sweep(up, v, plan)
+
+
+def prepare(hierarchy: Hierarchy, *, include_self: bool, causal: bool = False) -> None:
+    """Build what depends on the forest alone, ahead of the first call in float32 or less with `counts="weighted"`."""
+    forest, _ = rooted(hierarchy)
+    entries_of(forest, rounds(forest), include_self, causal, True, torch.float32)
 
 
 def energy(
@@ -66,7 +73,7 @@ def energy(
     plan = rounds(hierarchy)
     if not plan.rounds:
         return q.new_zeros(0, q.shape[1])
-    up = _up_sweep(q, k, k[..., :0], hierarchy, plan, positions, include_self, causal, normalizer, scale, False)
+    up = up_sweep(q, k, k[..., :0], hierarchy, plan, positions, include_self, causal, normalizer, scale, keep=0)
     inner = [gain + of_zeros for gain, of_zeros in zip(up.inner, up.of_zeros, strict=True)]
     result = -torch.cat(inner).index_select(0, plan.roots)
     return result if include_self else result.masked_fill(plan.void_roots[:, None], math.inf)
@@ -126,7 +133,7 @@ def handed_down(
     forest, positions = rooted(hierarchy, positions)
     plan = rounds(forest)
     k, scale = repeat_heads(k, q.shape[1]), scale_or_default(scale, q)
-    up = _up_sweep(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, False)
+    up = up_sweep(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, keep=0)
     handed = q.new_zeros(forest.num_nodes, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     down: dict[int, Tensor] = {}
     for r in reversed(range(len(plan.rounds))):
@@ -151,7 +158,7 @@ class _Up(UpSweep):
     """Per round and bucket the weights `[families, heads, size, size]`, with members' values in place of averages."""
 
 
-def _up_sweep(
+def up_sweep(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -162,13 +169,13 @@ def _up_sweep(
     causal: bool,
     entmax: Entmax,
     scale: float,
-    keep: bool,
+    keep: int,
 ) -> _Up:
-    """Leaves → roots."""
+    """Leaves → roots. `keep`: the largest families whose weights are kept in place of averages; 0: none."""
     up = _Up()
     dtype = torch.promote_types(q.dtype, torch.float32)
     weighted = entmax.counts == "weighted"
-    structure = _entries(hierarchy, plan, include_self, causal, weighted, dtype)
+    structure = entries_of(hierarchy, plan, include_self, causal, weighted, dtype)
     pooled: tuple[list[Tensor], ...] = ([], [], [])
     no_inner = torch.zeros((), dtype=dtype, device=q.device).expand(q.shape[:2])
     places = None if positions is None else by_round(positions, plan)
@@ -184,7 +191,7 @@ def _up_sweep(
             qb, kb, factor = with_positions(qb, kb, spot, scale)
             logit = None if inner is None else inner.transpose(1, 2)
             inputs = qb.transpose(1, 2), kb.transpose(1, 2)
-            if keep and qb.shape[1] <= KEPT:
+            if qb.shape[1] <= keep:
                 p, value, down = weights(*inputs, logit, alpha, entries, factor)
                 kept.append(p)
                 averages.append(vb)
@@ -269,7 +276,7 @@ def _of_parents(x: Tensor, bucket: Bucket) -> Tensor:
     return x if bucket.parents is None else x.index_select(0, bucket.parents)
 
 
-def _entries(
+def entries_of(
     hierarchy: Hierarchy, plan: Rounds, include_self: bool, causal: bool, weighted: bool, dtype: torch.dtype
 ) -> list[list[Entries]]:
     """Per round and bucket what rows consist of; built once per hierarchy."""
