@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
+from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale, flat_tree
 from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
@@ -19,7 +20,7 @@ from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.inputs import Inputs
 from hsa.nn.layer import HierarchicalEncoderLayer
-from hsa.nn.learned_alpha import AlphaOption, LearnedAlpha, check_alpha, make_alpha
+from hsa.nn.learned_alpha import LearnedAlpha, make_alpha
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.nn.sizes import check_sizes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hsa.attention.normalizers import Entmax
-from hsa.errors import InvalidInput
+from hsa.nn.alpha_option import AlphaOption
 
 LOWEST = 1 + 1 / 64
 """Not 1: there weights are softmax's, of which none is 0, so that nothing of sparsity is left to learn from; and formulas
@@ -42,19 +42,6 @@ class LearnedAlpha(nn.Module):
         """`[levels, heads]`, in float32 at least: in half precision neighbouring α would be one."""
         raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
         return LOWEST + (2 - LOWEST) * raw.sigmoid()
-
-
-AlphaOption = float | Literal["learned"] | None
-"""How configurations say it: None for softmax."""
-
-
-def check_alpha(alpha: AlphaOption, where: str = "entmax") -> None:
-    """Raises unless it is a number that `hsa.Entmax` takes, "learned" or None."""
-    if alpha is None or alpha == "learned":
-        return
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
-        expected = "'learned', or α as a number from 1 (softmax) to 2 (sparsemax)"
-        raise InvalidInput(where, given=repr(alpha), expected=expected, fix="1.5 is a good start")
 
 
 def make_alpha(alpha: AlphaOption, levels: int, heads: int) -> float | LearnedAlpha | None:

@@ -15,9 +15,9 @@ from hsa.files import read_json, write_json
 from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.encoders import AnyEncoderConfig
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
 from hsa.nn.fusion_names import FusionName
-from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm
+from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
@@ -94,6 +94,21 @@ def check_models(names: Iterable[str]) -> None:
             changes(name)
 
 
+def check_entmax(names: Iterable[str], model: ModelOptions) -> None:
+    """Raises where α is given and none of the models has one."""
+    if model.entmax is not None and not any(map(_has_entmax, names)):
+        having = [name for name in MODELS if _has_entmax(name)]
+        raise InvalidInput(
+            "entmax",
+            given=f"{model.entmax} for {', '.join(names)}",
+            expected=f"one of {', '.join(having)} among the models: others attend by softmax, or not at all",
+        )
+
+
+def _has_entmax(name: str) -> bool:
+    return name not in DOCUMENT_MODELS and changes(name).get("operator", "hierarchical") in WITH_ENTMAX
+
+
 def encoder_config(
     name: str, model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
 ) -> AnyEncoderConfig:
@@ -105,7 +120,10 @@ def encoder_config(
     if name in DOCUMENT_MODELS:
         return DOCUMENT_MODELS[name](model, documents, hierarchy)
     sizes = {f.name: getattr(model, f.name) for f in fields(EncoderConfig) if hasattr(model, f.name)}
-    return replace(EncoderConfig(**sizes), **changes(name))
+    if not _has_entmax(name):
+        sizes["entmax"] = None
+    levels = len(model.windows) + 1 if model.windows else usual_levels(hierarchy)
+    return EncoderConfig(**{**sizes, "entmax_levels": levels, **changes(name)})
 
 
 def model_config(

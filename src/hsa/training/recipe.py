@@ -104,7 +104,7 @@ def _value(kind: type, name: str, value: Any, path: Path) -> Any:
     if isinstance(wanted, UnionType):
         if value is None:
             return None
-        wanted = get_args(wanted)[0]
+        wanted = next((kind for kind in get_args(wanted) if value in get_args(kind)), get_args(wanted)[0])
     return _single(wanted, value, f"{path}: {name}", path)
 
 
