@@ -8,13 +8,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
+from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.encoders import AnyEncoderConfig
+from hsa.models.saved import load_model
 from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
 from hsa.nn.fusion_names import FusionName
 from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
@@ -37,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """How each model of ours differs from the one the options describe. All have as many parameters."""
 RESULT = "result.json"
+_MEASURED = 256  # test examples whose weights are looked at, one by one
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Result:
     history: tuple[EpochRecord, ...]
     confusion: tuple[tuple[int, ...], ...] = ()
     peak_memory: float | None = None  # MiB of training; None where the system cannot say
+    sparsity: tuple[LevelSparsity, ...] = ()  # of attention by entmax, on some test examples
 
     @staticmethod
     def load(folder: Path) -> Result:
@@ -60,6 +65,8 @@ class Result:
         data["scores"] = Scores(**data["scores"])
         data["history"] = tuple(EpochRecord(**record) for record in data["history"])
         data["confusion"] = tuple(map(tuple, data["confusion"]))
+        levels = data.get("sparsity", ())
+        data["sparsity"] = tuple(LevelSparsity(**{**level, "alpha": tuple(level["alpha"])}) for level in levels)
         return Result(**data)
 
 
@@ -210,10 +217,22 @@ def train_model(
     )
     trainer.save_model(folder, prepared.test.classes)
     if accelerator.is_main_process:
+        result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
         save_reading(folder, prepared.reading)
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
     return result
+
+
+def _sparsity(folder: Path, prepared: Prepared, device: torch.device) -> tuple[LevelSparsity, ...]:
+    """Of a saved model, if it attends by entmax."""
+    model, _ = load_model(folder, device)
+    if not has_entmax(model):
+        return ()
+    data, transform = prepared.test, prepared.reading.transform
+    some = np.random.default_rng(0).permutation(len(data))[:_MEASURED]
+    batches = (data.select(part).batch.to(device) for part in np.array_split(some, -(-len(some) // 16)))
+    return measure_sparsity(model, batches if transform is None else map(transform, batches))
 
 
 def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], ...]:
