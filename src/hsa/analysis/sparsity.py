@@ -19,7 +19,7 @@ from hsa.attention.multiscale.zeros import zeros as multiscale_zeros
 from hsa.attention.normalizers import Entmax
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.nn.attention import Attention, Hierarchical, Multiscale
 from hsa.nn.inputs import Inputs
 from hsa.nn.learned_alpha import normalizer_of
@@ -49,8 +49,9 @@ class LevelSparsity:
     families: int
 
 
-def has_entmax(model: nn.Module) -> bool:
-    return any(_normalizer(module) is not None for module in model.modules())
+def has_entmax(config: ModelConfig) -> bool:
+    entmax = getattr(config.encoder, "entmax", None)
+    return entmax is not None and entmax != 1
 
 
 @torch.no_grad()

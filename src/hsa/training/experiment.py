@@ -217,7 +217,8 @@ def train_model(
     )
     trainer.save_model(folder, prepared.test.classes)
     if accelerator.is_main_process:
-        result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
+        if has_entmax(config):
+            result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
         save_reading(folder, prepared.reading)
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
@@ -225,10 +226,8 @@ def train_model(
 
 
 def _sparsity(folder: Path, prepared: Prepared, device: torch.device) -> tuple[LevelSparsity, ...]:
-    """Of a saved model, if it attends by entmax."""
+    """Of a saved model that attends by entmax."""
     model, _ = load_model(folder, device)
-    if not has_entmax(model):
-        return ()
     data, transform = prepared.test, prepared.reading.transform
     some = np.random.default_rng(0).permutation(len(data))[:_MEASURED]
     batches = (data.select(part).batch.to(device) for part in np.array_split(some, -(-len(some) // 16)))
