@@ -112,5 +112,5 @@ def plot_document_weights(
     if len(shown) < len(places):
         rest = percent(found.leaves[len(shown) :].sum())
         page.write(left, bottom, f"… and {len(places) - len(shown):,} more, which weigh {rest} together")
-    page.legend(left, found.leaves.max())
+    page.legend(left, found.leaves.max(), "of the document's weight")
     save_figure(page.figure, path)

@@ -26,8 +26,11 @@ class Page:
     def __init__(self, width: float, height: float):
         self.height = height
         plt = pyplot()
+        from matplotlib.patches import PathPatch
+
         self.shades = plt.get_cmap("Blues")
         self.rectangle = plt.Rectangle
+        self.patch = PathPatch
         self.figure = plt.figure(figsize=(width / 72, height / 72))
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, width), ylim=(height, 0))
@@ -46,14 +49,24 @@ class Page:
         self.box(x, y + 1, cells_of(word) * CELL, LINE - 2, self.shades(DARKEST * strong))
         self.write(x, y, word, family="monospace", color="white" if strong > 0.7 else "#222222")
 
-    def legend(self, x: float, most: float) -> None:
+    def frame(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        self.axes.add_patch(self.rectangle((x, y), width, height, fill=False, ec=color, lw=1.4))
+
+    def curve(self, points: Sequence[tuple[float, float]], width: float, color: str, alpha: float = 1.0) -> None:
+        """A straight line between two points, or a Bézier curve by four, in points thick."""
+        from matplotlib.path import Path as Curve
+
+        codes = [Curve.MOVETO] + [Curve.LINETO if len(points) == 2 else Curve.CURVE4] * (len(points) - 1)
+        self.axes.add_patch(self.patch(Curve(points, codes), fill=False, ec=color, lw=width, alpha=alpha))
+
+    def legend(self, x: float, most: float, of: str) -> None:
         """What the colours mean, from nothing to the most, in the last lines."""
         y, size = self.height - 1.9 * LINE, 120.0
         scale, extent = np.linspace(0, DARKEST, 64)[None], (x, x + size, y + LINE - 4, y)
         self.axes.imshow(scale, cmap=self.shades, vmin=0, vmax=1, extent=extent, aspect="auto")
         for share, side in ((0.0, "left"), (0.25, "center"), (1.0, "right")):
             self.write(x + size * share**0.5, y + 0.8 * LINE, percent(most * share), ha=side)
-        self.write(x + size + 8, y - 2, "of the document's weight")
+        self.write(x + size + 8, y - 2, of)
 
 
 def lay_out(labels: Sequence[str] | None, rows: np.ndarray) -> tuple[list[str], list[tuple[int, int]]]:
@@ -100,9 +113,11 @@ def word_places(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) 
 
 def percent(share: float) -> str:
     """
-    >>> percent(0.123), percent(0.0123), percent(0.0)
-    ('12 %', '1.2 %', '0 %')
+    >>> percent(0.123), percent(0.0123), percent(0.0), percent(1e-5)
+    ('12 %', '1.2 %', '0 %', '< 0.1 %')
     """
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
     digits = 1 if 0 < share < 0.095 else 0
     return f"{100 * share:.{digits}f} %"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
-def plot_sparsity(path: Path, found: dict[str, Sequence[LevelSparsity]]) -> None:
+def plot_sparsity(path: Path, found: Mapping[str, Sequence[LevelSparsity]]) -> None:
     """α by level, a line per model and layer and a dot per head; and the shares of zeros and of families entered.
 
     Args:
@@ -196,7 +196,7 @@ def plot_sparsity(path: Path, found: dict[str, Sequence[LevelSparsity]]) -> None
     right.set(ylim=(-0.03, 1.03), ylabel="share", title="Zeros (dotted: families entered on the way down)")
     for axes in (left, right):
         axes.set_xlabel("level (1: families of leaves)")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xticks(range(1, 1 + max(level.level for levels in found.values() for level in levels)))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     if len(lines) > 1:

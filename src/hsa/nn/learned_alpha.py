@@ -15,12 +15,15 @@ LOWEST = 1 + 1 / 64
 divide by α − 1. With this one, whatever lies 64 or more below the row's normaliser still gets no weight. It and 2 − it have
 few binary digits, so that no rounding leads out of the range."""
 START = 1.5
+STRIDE = 10.0
+"""Adam moves every number by about the learning rate in a step, which is little for one that has to go from 0 to 3: without
+it, α ended a training of 300 steps at rates up to 0.003 within 0.02 of where it began."""
 
 
 class LearnedAlpha(nn.Module):
     """α between softmax and sparsemax, per level and head (Correia, Niculae & Martins 2019, arXiv:1909.00015, per head).
 
-        α = low + (2 − low) · sigmoid(raw)        low = 1 + 1/64
+        α = low + (2 − low) · sigmoid(10 · raw)        low = 1 + 1/64
 
     Whatever a step of training makes of `raw`, α stays in the range; all begin with 1.5.
 
@@ -36,12 +39,12 @@ class LearnedAlpha(nn.Module):
     def __init__(self, levels: int, heads: int):
         super().__init__()
         share = torch.tensor((START - LOWEST) / (2 - LOWEST))
-        self.raw = nn.Parameter(share.logit().expand(levels, heads).clone())
+        self.raw = nn.Parameter((share.logit() / STRIDE).expand(levels, heads).clone())
 
     def forward(self) -> Tensor:
         """`[levels, heads]`, in float32 at least: in half precision neighbouring α would be one."""
         raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
-        return LOWEST + (2 - LOWEST) * raw.sigmoid()
+        return LOWEST + (2 - LOWEST) * (STRIDE * raw).sigmoid()
 
 
 def make_alpha(alpha: AlphaOption, levels: int, heads: int) -> float | LearnedAlpha | None:
