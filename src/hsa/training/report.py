@@ -139,7 +139,7 @@ def _pictures_of_trees(folder: Path, name: str, prepared: Prepared) -> list[Path
     if chosen is None or prepared.reading.transform is not None:
         return []
     example = prepared.test.select([chosen])
-    labels, title = _labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
+    labels, title = leaf_labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
     mean = attention_tree(model, example.batch)
     top = int(mean.weights[mean.structure.leaf_nodes].argmax())
     pictures = {"tree.png": mean, "tree_of_a_leaf.png": attention_tree(model, example.batch, leaf=top)}
@@ -159,7 +159,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> l
     if chosen is None or not first.operations or prepared.reading.transform is not None:
         return []
     example = prepared.test.select([chosen])
-    labels, title = _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
+    labels, title = leaf_labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
     picture = folder / ("weights.png" if pools else "attention.png")
     if pools:
         plot_document_weights(picture, model.encoder, example.batch, labels, title)
@@ -177,7 +177,7 @@ def _longest_readable(prepared: Prepared, most: int) -> int | None:
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
 
 
-def _labels(example: Any, prepared: Prepared) -> list[str] | None:
+def leaf_labels(example: Any, prepared: Prepared) -> list[str] | None:
     """The text of every token: what it adds to those before it, with a space where a word begins."""
     tokenizer = prepared.reading.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:
