@@ -147,13 +147,12 @@ def _read(model: Any, batch: Any, device: torch.device, pruned: bool = True) -> 
 
 @contextmanager
 def all_visited() -> Iterator[None]:
-    """Inside it, the down sweep skips nothing: families whose weights are not kept are entered in any case."""
-    before = sparse.KEPT
-    sparse.KEPT = 0
+    """Inside it, nothing is skipped."""
+    sparse.PRUNED = False
     try:
         yield
     finally:
-        sparse.KEPT = before
+        sparse.PRUNED = True
 
 
 def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Entmax, Hierarchy, hierarchical_attention
-from hsa.attention.hierarchical import sparse
+from hsa.attention.hierarchical import sparse_entries
 from hsa.batch import collate
 from hsa.errors import InvalidInput
 from hsa.nn import attention as attentions
@@ -174,7 +174,7 @@ def test_what_depends_on_the_forest_is_built_ahead(monkeypatch):
     model = classifier("hierarchical", entmax="learned", include_self=True)
     batch = data(7).batch
     model.encoder.prepare(batch)
-    monkeypatch.setattr(sparse, "_bucket_entries", None)  # no more of it
+    monkeypatch.setattr(sparse_entries, "_bucket_entries", None)  # no more of it
     model(batch)
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default
-from hsa.attention.hierarchical.sparse import entries_of, up_sweep
-from hsa.attention.hierarchical.sparse_family import Entries
+from hsa.attention.hierarchical.pruned import Families, compare, solve
 from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import Bucket, rooted, rounds
 from hsa.errors import InvalidInput
@@ -51,21 +50,22 @@ def zeros(
     forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))
     plan = rounds(forest)
     k, scale = repeat_heads(k, q.shape[1]), scale_or_default(scale, q)
-    largest = int(forest.structure.num_children.max(initial=0))
-    up = up_sweep(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, keep=largest)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    structure = entries_of(forest, plan, include_self, causal, entmax.counts == "weighted", dtype)
+    if not plan.rounds:
+        return Zeros((), ())
+    largest = int(forest.structure.num_children.max())
+    sweep = compare(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, kept=largest)
+    everything = torch.ones((), dtype=torch.bool, device=q.device)
+    solve(sweep, [everything.expand(families.num_parents, q.shape[1]) for families in plan.rounds])
     found = [
-        [_count(*bucket) for bucket in zip(kept, downs, entries, families.buckets, strict=True)]
-        for kept, downs, entries, families in zip(up.kept, up.down, structure, plan.rounds, strict=True)
+        [_count(*bucket) for bucket in zip(rows, downs, families.buckets, strict=True)]
+        for rows, downs, families in zip(sweep.families, sweep.down, plan.rounds, strict=True)
     ]
     return Zeros(*(tuple(sum(counts[i] for counts in level) for level in found) for i in range(2)))
 
 
-def _count(p: Tensor | None, down: Tensor | None, entries: Entries, bucket: Bucket) -> tuple[int, int]:
-    """Zeros and entries of a bucket; `p` `[families, heads, size, size]` without the insides, which are `down`."""
-    assert p is not None
-    assert down is not None
+def _count(rows: Families, down: Tensor, bucket: Bucket) -> tuple[int, int]:
+    """Zeros and entries of a bucket."""
+    p, entries = torch.cat([weights.p for weights in rows.weights]), rows.entries
     if entries.inside is not None:  # there the diagonal is free
         p.diagonal(dim1=-2, dim2=-1).add_(down.transpose(1, 2))
     visible = torch.ones_like(p, dtype=torch.bool)
