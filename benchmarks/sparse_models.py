@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -26,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks import document_models
+from benchmarks.entmax_skipping import all_visited
 from benchmarks.measure import RESULTS, Section, medians, write_table
 from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 from hsa.analysis.sparsity import LevelSparsity, plot_sparsity, visited_fraction
-from hsa.attention.hierarchical import sparse
 from hsa.cli.runs import completed
 from hsa.files import read_json, write_json
 from hsa.models.saved import load_model
@@ -143,16 +142,6 @@ def _read(model: Any, batch: Any, device: torch.device, pruned: bool = True) -> 
                 model(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-@contextmanager
-def all_visited() -> Iterator[None]:
-    """Inside it, nothing is skipped."""
-    sparse.PRUNED = False
-    try:
-        yield
-    finally:
-        sparse.PRUNED = True
 
 
 def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
