@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa import Entmax, Hierarchy, hierarchical_attention
+from hsa import Entmax, Hierarchy, hierarchical_attention, multiscale_attention
 from hsa.attention.hierarchical import pruned
 from hsa.attention.hierarchical.sparse import handed_down
 from hsa.attention.rounds import rooted, rounds
@@ -119,3 +119,23 @@ def test_blocks_that_look_inside_are_solved():
     q, k, _, forest = blocks(9.0, other=(0, 1, 2, 3))
     needed = is_needed(q, k, forest, Entmax(1.5))
     assert int(needed.sum()) == 12 * HEADS
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler looks at .grad where there is none
+@pytest.mark.parametrize(
+    "operator", [hierarchical_attention, pytest.param(multiscale_attention, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("alpha", [1.5, torch.tensor([[1.9, 1.4, 2.0], [1.6, 2.0, 1.2]])])
+def test_a_compiler_is_no_obstacle(operator, alpha):
+    q, k, v, forest = blocks(1.0)
+
+    def attend(q, k, v):
+        return operator(q, k, v, forest, normalizer=Entmax(alpha))
+
+    compiled = torch.compile(attend, backend="eager")
+    for needs_grad in (False, True):
+        inputs = [x.clone().requires_grad_(needs_grad) for x in (q, k, v)]
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs), rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (compiled, attend)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

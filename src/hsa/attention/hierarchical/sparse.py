@@ -28,6 +28,7 @@ PRUNED = True
 """Whether attention without a gradient skips what gets no weight; to measure what that gives."""
 
 
+@torch.compiler.disable  # the search for c asks values when to stop: compiled, it would fall into a hundred pieces
 def hierarchical_attention(
     q: Tensor,
     k: Tensor,

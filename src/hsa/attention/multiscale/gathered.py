@@ -194,6 +194,7 @@ def _softmax(logits: Tensor, chunk: Chunk) -> Tensor:
     return logits.softmax(-1).masked_fill(hidden, 0)
 
 
+@torch.compiler.disable  # the search for the normaliser asks values when to stop
 def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
     if chunk.mask is not None:
         logits = logits.masked_fill(~chunk.mask, -math.inf)
