@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa.analysis import page
+from hsa.analysis import page, sparse_tree
 from hsa.analysis.plots import layer_weights
 from hsa.analysis.sparse_tree import AttentionTree, attention_tree, plot_sparse_tree
 from hsa.batch import collate
@@ -66,6 +66,15 @@ def test_what_is_gone():
     assert found.gone == 5 / 11
     assert found.branches_gone == (2, 6)  # the sentence of 2 below the first paragraph, the last sentence
     assert int(found.pruned.sum()) == 3  # those two, and the first word
+
+
+def test_little_is_not_nothing(monkeypatch):
+    """Though a sum would not show it."""
+    row = np.array([0.5, 0.5, 0, 0, 0, 1e-30, 0, 0, 0, 0, 0])
+    monkeypatch.setattr(sparse_tree, "layer_weights", lambda *_: (np.tile(row, (1, 11, 1)), FOREST))
+    found = attention_tree(None, None, leaf=3)
+    assert (found.weights[found.structure.leaf_nodes] > 0).tolist() == (row > 0).tolist()
+    assert found.gone == 8 / 11
 
 
 def drawn(monkeypatch, tmp_path, tree, labels):

@@ -33,8 +33,9 @@ def sharp(operator="hierarchical", **changes):
     return model
 
 
-def test_levels_are_those_of_the_layers():
-    model, examples = sharp(), data(11)
+@pytest.mark.parametrize("include_self", [False, True])
+def test_levels_are_those_of_the_layers(include_self):
+    model, examples = sharp(include_self=include_self), data(11)
     found = measure_sparsity(model, [examples.batch])
     assert [(level.layer, level.level) for level in found] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     caught = []
@@ -43,7 +44,7 @@ def test_levels_are_those_of_the_layers():
     hook.remove()
     q, k, _, hierarchy, positions, _ = caught[0]
     alpha = model.encoder.layers[1].attention.alpha
-    options = {"positions": positions, "normalizer": normalizer_of(alpha)}
+    options = {"positions": positions, "normalizer": normalizer_of(alpha), "include_self": include_self}
     counted, entered = zeros(q, k, hierarchy, **options), sparse.visited(q, k, hierarchy, **options)
     for i, level in enumerate(found[2:]):
         assert level.alpha == pytest.approx(alpha()[i].tolist())

@@ -115,6 +115,22 @@ def test_blocks_that_look_elsewhere_are_not_solved(monkeypatch):
         assert int(needed.sum()) == rows
 
 
+def test_many_equal_keys_are_worth_more_than_their_logits():
+    """With counts in the logits: nine keys with logits of 0 reach 0.86 together, and 2.1 beside them leave something for it."""
+    forest = Hierarchy.from_parents([-1, 0, 0, *[1] * 9])  # nine leaves, and one beside them
+    q, k = torch.zeros(2, 10, 1, 2, dtype=torch.float64).unbind(0)
+    alone = int(forest.structure.first_leaf[2])
+    q[:, 0, 0], k[alone, 0, 0] = 2.1, 1.0
+    v = torch.randn(10, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"normalizer": Entmax(1.5, "logits"), "scale": 1.0, "backend": "torch"}
+    weight = handed_down(q, k, forest, normalizer=Entmax(1.5, "logits"), scale=1.0)
+    assert 0.05 < weight[1] < 0.2
+    with torch.no_grad():
+        found = hierarchical_attention(q, k, v, forest, **options)
+    whole = hierarchical_attention(q, k, v.requires_grad_(), forest, **options)
+    torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
+
+
 def test_blocks_that_look_inside_are_solved():
     q, k, _, forest = blocks(9.0, other=(0, 1, 2, 3))
     needed = is_needed(q, k, forest, Entmax(1.5))

@@ -81,10 +81,8 @@ def attention_tree(
     matrix = weights.mean(0) if head is None else weights[head]
     row = matrix.mean(0) if leaf is None else matrix[leaf]
     s = hierarchy.structure
-    before = np.concatenate([[0.0], np.cumsum(row, dtype=np.float64)])
-    seen = np.concatenate([[0], np.cumsum(row != 0)])  # differences of sums are no exact zeros, counts are
-    below = np.where(seen[s.end_leaf] > seen[s.first_leaf], before[s.end_leaf] - before[s.first_leaf], 0.0)
-    return AttentionTree(s, below, leaf)
+    weights_of = [row[first:end].sum(dtype=np.float64) for first, end in zip(s.first_leaf, s.end_leaf, strict=True)]
+    return AttentionTree(s, np.array(weights_of), leaf)
 
 
 def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | None, title: str) -> None:
