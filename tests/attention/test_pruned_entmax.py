@@ -116,7 +116,7 @@ def test_blocks_that_look_elsewhere_are_not_solved(monkeypatch):
 
 
 def test_many_equal_keys_are_worth_more_than_their_logits():
-    """With counts in the logits: nine keys with logits of 0 reach 0.86 together, and 2.1 beside them leave something for it."""
+    """With counts in the logits: nine keys with logits of 0 reach 0.86 together; 2.1 beside them leave something for it."""
     forest = Hierarchy.from_parents([-1, 0, 0, *[1] * 9])  # nine leaves, and one beside them
     q, k = torch.zeros(2, 10, 1, 2, dtype=torch.float64).unbind(0)
     alone = int(forest.structure.first_leaf[2])

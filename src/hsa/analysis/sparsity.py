@@ -193,7 +193,7 @@ def plot_sparsity(path: Path, found: Mapping[str, Sequence[LevelSparsity]]) -> N
     left.axhline(1, color="#999999", lw=0.8, ls="--")
     left.axhline(2, color="#999999", lw=0.8, ls="--")
     left.set(ylim=(0.95, 2.05), ylabel="α", title="α: from softmax (1) to sparsemax (2)")
-    right.set(ylim=(-0.03, 1.03), ylabel="share", title="Zeros (dotted: families entered on the way down)")
+    right.set(ylim=(-0.03, 1.03), ylabel="share", title="Zeros (dotted: families visited)")
     for axes in (left, right):
         axes.set_xlabel("level (1: families of leaves)")
         axes.set_xticks(range(1, 1 + max(level.level for levels in found.values() for level in levels)))
