@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import converted_encoder, cpu_attention, data_pipeline, decode, entmax, gpu_attention, structures
+from benchmarks import (
+    converted_encoder,
+    cpu_attention,
+    data_pipeline,
+    decode,
+    entmax,
+    entmax_skipping,
+    gpu_attention,
+    structures,
+)
 
 BENCHMARKS = {
     "converted_encoder": converted_encoder.run,
@@ -13,6 +22,7 @@ BENCHMARKS = {
     "decode_cpu": decode.run_cpu,
     "decode_gpu": decode.run_gpu,
     "entmax": entmax.run,
+    "entmax_skipping": entmax_skipping.run,
     "gpu_attention": gpu_attention.run,
     "structures": structures.run,
 }

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa.analysis import document_weights as module
+from hsa.analysis import page as module
 from hsa.analysis.document_weights import document_weights, plot_document_weights
 from hsa.batch import collate
 from hsa.errors import InvalidInput
@@ -101,13 +101,13 @@ def test_labels_of_all_kinds(tmp_path):
 def drawn(monkeypatch, tmp_path, document, labels):
     """What a picture says: (x, y, text)."""
     said = []
-    write = module._Page.write
+    write = module.Page.write
 
     def listen(self, x, y, text, **look):
         said.append((x, y, text))
         write(self, x, y, text, **look)
 
-    monkeypatch.setattr(module._Page, "write", listen)
+    monkeypatch.setattr(module.Page, "write", listen)
     plot_document_weights(tmp_path / "a.png", han(), collate([document]), labels, "title")
     return said
 
@@ -117,19 +117,19 @@ def test_words_stay_together(monkeypatch, tmp_path):
     labels = ["ab", "cd", " ef", *[" " + "x" * 8] * 9, " yy", "yyyyyyyy"]
     said = drawn(monkeypatch, tmp_path, sentences(len(labels)), labels)
     place = {text: (x, y) for x, y, text in said}
-    cell = module._CELL
+    cell = module.CELL
     assert place["cd"] == pytest.approx((place["ab"][0] + 2 * cell, place["ab"][1]))
     assert place["ef"] == pytest.approx((place["ab"][0] + 5 * cell, place["ab"][1]))
-    assert place["yy"] == pytest.approx((place["ab"][0] + 2 * cell, place["ab"][1] + module._LINE))
-    assert place["yyyyyyyy"] == pytest.approx((place["ab"][0] + 4 * cell, place["ab"][1] + module._LINE))
+    assert place["yy"] == pytest.approx((place["ab"][0] + 2 * cell, place["ab"][1] + module.LINE))
+    assert place["yyyyyyyy"] == pytest.approx((place["ab"][0] + 4 * cell, place["ab"][1] + module.LINE))
 
 
 def test_words_longer_than_a_line_are_broken(monkeypatch, tmp_path):
     """As texts without spaces are: no piece stands outside."""
     said = drawn(monkeypatch, tmp_path, sentences(120), ["abc"] * 120)
-    right = max(x for x, _, text in said if text == "abc") + 3 * module._CELL
+    right = max(x for x, _, text in said if text == "abc") + 3 * module.CELL
     left = min(x for x, _, text in said if text == "abc")
-    assert right - left <= module._CELLS * module._CELL + 1e-6
+    assert right - left <= module.CELLS * module.CELL + 1e-6
     assert len({y for _, y, text in said if text == "abc"}) == 4
 
 
@@ -138,7 +138,7 @@ def test_the_numbers_of_a_picture(monkeypatch, tmp_path):
     shares = document_weights(han(), example)
     said = [text for _, _, text in drawn(monkeypatch, tmp_path, sentences(5, 3), None)]
     for share in shares.of(shares.rows):
-        assert module._percent(share) in said
+        assert module.percent(share) in said
     assert "top level" not in said  # its bars would be those of the sentences
     assert "top level" in [
         text for _, _, text in drawn(monkeypatch, tmp_path, node(sentences(3, 2), sentences(4)), None)
@@ -146,10 +146,10 @@ def test_the_numbers_of_a_picture(monkeypatch, tmp_path):
 
 
 def test_what_is_left_out_is_said(monkeypatch, tmp_path):
-    document = sentences(*[3] * (module._LINES + 4))
+    document = sentences(*[3] * (module.LINES + 4))
     found = document_weights(han(), collate([document]))
     said = [text for _, _, text in drawn(monkeypatch, tmp_path, document, None)]
-    rest = module._percent(found.leaves[-12:].sum())
+    rest = module.percent(found.leaves[-12:].sum())
     assert f"… and 12 more, which weigh {rest} together" in said
     assert "179" in said
     assert "180" not in said

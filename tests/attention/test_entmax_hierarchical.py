@@ -265,7 +265,7 @@ def test_families_may_be_larger_than_what_is_kept(monkeypatch):
     forest = Hierarchy.from_nested([[3, 5, [2, 7]]])
     q, k, v = random_inputs(forest, 0)
     kept = hierarchical_attention(q, k, v, forest, normalizer=Entmax())
-    monkeypatch.setattr("hsa.attention.hierarchical.sparse.KEPT", 3)
+    monkeypatch.setattr("hsa.attention.hierarchical.pruned.KEPT", 3)
     torch.testing.assert_close(hierarchical_attention(q, k, v, forest, normalizer=Entmax()), kept)
 
 

@@ -43,6 +43,18 @@ def test_a_loaded_model_is_the_saved_one(name, tmp_path):
     assert set(files(tmp_path / "new" / "folder")) == {CONFIG, WEIGHTS}
 
 
+def test_a_model_from_before_there_was_entmax(tmp_path):
+    saved = model()
+    save_model(tmp_path, saved)
+    about = json.loads((tmp_path / CONFIG).read_text())
+    for name in ("entmax", "entmax_levels"):
+        del about["encoder"][name]
+    (tmp_path / CONFIG).write_text(json.dumps(about))
+    loaded, _ = load_model(tmp_path)
+    assert loaded.config.encoder.entmax is None
+    assert torch.equal(loaded(batch()), saved(batch()))
+
+
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])
 def test_a_missing_file(missing, tmp_path):
     save_model(tmp_path, model())

@@ -15,6 +15,7 @@ from hsa.attention.dense import dense_weights
 from hsa.batch import Batch
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
+from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier
 from hsa.nn.encoder import EncoderConfig
 
@@ -117,20 +118,36 @@ def has_matrix(model: HierarchicalClassifier) -> bool:
     return isinstance(encoder, EncoderConfig) and encoder.operator not in no_matrix
 
 
-@torch.no_grad()
 def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family.
 
     Raises:
         InvalidInput: there is none, see `has_matrix`.
     """
+    weights, hierarchy = layer_weights(model, example, layer=0)
+    s = hierarchy.structure
+    inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
+    deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
+    return weights.mean(0), list({place: (place, depth) for place, depth in deepest_first}.values())
+
+
+@torch.no_grad()
+def layer_weights(model: HierarchicalClassifier, example: Batch, layer: int) -> tuple[np.ndarray, Hierarchy]:
+    """`[heads, leaves, leaves]` weights of a layer, and the forest that it attends in.
+
+    Raises:
+        InvalidInput: there are none, see `has_matrix`; or no such layer.
+    """
     if not has_matrix(model):
         encoder = model.config.encoder
         kind = encoder.operator if isinstance(encoder, EncoderConfig) else encoder.architecture
         given = f"a {kind} encoder"
         raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
+    layers = model.encoder.layers
+    if not 0 <= layer < len(layers):
+        raise InvalidInput("layer", given=layer, expected=f"from 0 to {len(layers) - 1}")
     caught: list[Any] = []
-    attention = model.encoder.layers[0].attention
+    attention = layers[layer].attention
     if not isinstance(attention, nn.Module):
         raise TypeError("a layer without attention")
     hook = attention.register_forward_pre_hook(lambda module, inputs: caught.append(inputs))
@@ -145,11 +162,8 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
     def operator(q: Tensor, k: Tensor, v: Tensor, hierarchy: Any) -> Tensor:
         return attention(*compared, v, hierarchy, positions, mixing)
 
-    weights = dense_weights(operator, v, v, hierarchy).mean(0)  # which asks queries and keys only for their number
-    s = hierarchy.structure
-    inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
-    deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
-    return weights.float().cpu().numpy(), list({place: (place, depth) for place, depth in deepest_first}.values())
+    weights = dense_weights(operator, v, v, hierarchy)  # which asks queries and keys only for their number
+    return weights.float().cpu().numpy(), hierarchy
 
 
 def one_line(text: str, most: int) -> str:

@@ -74,6 +74,7 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
     from rich.text import Text
 
+    from hsa.training.experiment import check_entmax
     from hsa.training.match3 import prepare_match3
     from hsa.training.prepare import prepare
 
@@ -85,6 +86,7 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
         raise InvalidInput(
             "warm_start", given=f"for {', '.join(recipe.models)}", expected="hat among the models: it starts from it"
         )
+    check_entmax(recipe.models, recipe.model)
     if recipe.read.task == "match3":
         prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsa.cli.progress import TrainingBar, one_process, say_where
+from hsa.errors import InvalidInput
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     from hsa.training.lm_experiment import check_lm_models, compare_language_models
 
     check_lm_models(recipe.models)
+    if recipe.model.entmax is not None:
+        raise InvalidInput(
+            "entmax",
+            given=f"{recipe.model.entmax} with the task lm",
+            expected="classification, regression or seq2seq (its encoder): decoders attend by softmax",
+        )
     one_process("lm", fsdp)
 
     def say(message: str) -> None:

@@ -20,11 +20,13 @@ def run_seq2seq(
 
     from hsa.analysis.tables import print_table
     from hsa.training.endings import NoResult, complain
+    from hsa.training.experiment import check_entmax
     from hsa.training.seq2seq import check_seq2seq_models
     from hsa.training.seq2seq_data import prepare_pairs
     from hsa.training.seq2seq_report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
 
     check_seq2seq_models(recipe.models)
+    check_entmax(recipe.models, recipe.model)
     one_process("seq2seq", fsdp)
 
     def say(message: str) -> None:

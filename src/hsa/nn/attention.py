@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
+from hsa.attention.hierarchical import sparse
 from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
@@ -29,6 +30,7 @@ from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton.levels import levels
 from hsa.hierarchy import Hierarchy
 from hsa.nn.buckets import alike, padded, way_back
+from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of
 
 _WIDEST = 256
 """Channels that fused kernels take."""
@@ -92,14 +94,17 @@ class Attention(nn.Module):
 
 
 class Hierarchical(Attention):
-    """The paper's operator: rows and columns tied over pairs of siblings."""
+    """The paper's operator: rows and columns tied over pairs of siblings; `alpha`: by entmax in place of softmax."""
 
-    def __init__(self, *, include_self: bool = False):
+    def __init__(self, *, include_self: bool = False, alpha: float | LearnedAlpha | None = None):
         super().__init__()
-        self.include_self = include_self
+        self.include_self, self.alpha = include_self, alpha
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        prepare(hierarchy)
+        if isinstance(self.alpha, LearnedAlpha):  # which no kernel takes
+            sparse.prepare(hierarchy, include_self=self.include_self)
+        else:
+            prepare(hierarchy, normalizer_of(self.alpha), include_self=self.include_self)
 
     def forward(
         self,
@@ -112,25 +117,32 @@ class Hierarchical(Attention):
     ) -> Tensor:
         note_operations(q, v, hierarchy, mixing)
         return hierarchical_attention(
-            q, k, v, hierarchy, positions=positions, include_self=self.include_self, mixing=mixing
+            q,
+            k,
+            v,
+            hierarchy,
+            positions=positions,
+            include_self=self.include_self,
+            normalizer=normalizer_of(self.alpha),
+            mixing=mixing,
         )
 
 
 class Multiscale(Attention):
     """Every query keeps its row: the own leaf family, `near` neighbours and the `refine` best exactly, the rest pooled.
 
-    A learned bias per head weighs pooled against exact.
+    A learned bias per head weighs pooled against exact; `alpha`: by entmax in place of softmax.
     """
 
-    def __init__(self, heads: int, *, near: int = 0, refine: int = 0):
+    def __init__(self, heads: int, *, near: int = 0, refine: int = 0, alpha: float | LearnedAlpha | None = None):
         super().__init__()
-        self.near, self.refine = near, refine
+        self.near, self.refine, self.alpha = near, refine, alpha
         self.mixes = refine == 0
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         forest = rooted(hierarchy)[0]
-        if forest.device.type != "cuda" or levels(forest) is None:
+        if forest.device.type != "cuda" or levels(forest) is None or self.alpha is not None:
             rounds(forest)
         if not self.refine:
             self._nearest(hierarchy)
@@ -144,15 +156,25 @@ class Multiscale(Attention):
         positions: Tensor | None,
         mixing: HeadMixing | None = None,
     ) -> Tensor:
-        if self.refine:
-            opened = open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
-        else:
-            opened = self._nearest(hierarchy)
+        opened = self.opened(q, k, hierarchy, positions)
         note_operations(q, v, opened, mixing, hierarchy=hierarchy)
-        bias = self.pooled_bias
         return multiscale_attention(
-            q, k, v, hierarchy, opened=opened, positions=positions, pooled_bias=bias, mixing=mixing
+            q,
+            k,
+            v,
+            hierarchy,
+            opened=opened,
+            positions=positions,
+            normalizer=normalizer_of(self.alpha),
+            pooled_bias=self.pooled_bias,
+            mixing=mixing,
         )
+
+    def opened(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Opened:
+        """What its queries read leaf by leaf."""
+        if not self.refine:
+            return self._nearest(hierarchy)
+        return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
 
     def _nearest(self, hierarchy: Hierarchy) -> Opened:
         """A choice that depends on the tree alone: all layers and heads share it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
+from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale, flat_tree
 from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
@@ -19,6 +20,7 @@ from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.inputs import Inputs
 from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.learned_alpha import LearnedAlpha, make_alpha
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.nn.sizes import check_sizes
@@ -29,6 +31,8 @@ Operator = Literal[
     "hierarchical", "multiscale", "found", "bottom-up", "flat", "trilinear", "hierarchical-trilinear", "none"
 ]
 
+WITH_ENTMAX = ("hierarchical", "multiscale")
+"""Operators that can attend by entmax."""
 _ON_ALL_LEAVES = ("flat", "trilinear")  # whatever tree they hang in
 
 
@@ -49,6 +53,9 @@ class EncoderConfig:
             tree), "none" (no attention: DeepSets).
         fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see `head_fusion`, also
             for `shared_dim` and `fusion_penalty`.
+        entmax: for "hierarchical" and "multiscale": α-entmax in place of softmax, which leaves out what matters little: a
+            number from 1 to 2, or "learned" (per layer, level and head). None: softmax.
+        entmax_levels: heights of families with a learned α of their own, from the leaves up; taller ones share the last.
         include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
         near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
         group, window: for "found": keys per group, queries that share a choice.
@@ -70,6 +77,8 @@ class EncoderConfig:
     fusion: FusionName = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
+    entmax: AlphaOption = None
+    entmax_levels: int = 3
     include_self: bool = False
     near: int = 0
     refine: int = 0
@@ -87,6 +96,7 @@ class EncoderConfig:
                 "operator", given=repr(self.operator), expected=f"one of {', '.join(get_args(Operator))}"
             )
         check_sizes(self)
+        self._check_entmax()
         with torch.device("meta"):  # takes no random numbers from the models that follow
             self.new_fusion()  # says what does not fit
 
@@ -94,6 +104,27 @@ class EncoderConfig:
     def keeps_leaves(self) -> bool:
         """Whether the encoder gives a vector for every leaf of its input."""
         return self.pool == "none" and self.operator != "bottom-up"
+
+    def _check_entmax(self) -> None:
+        check_alpha(self.entmax)
+        if self.entmax_levels < 1:
+            raise InvalidInput("entmax_levels", given=self.entmax_levels, expected="1 or more")
+        if self.entmax is not None and self.operator not in WITH_ENTMAX:
+            raise InvalidInput(
+                "entmax",
+                given=f"{self.entmax} for the operator {self.operator!r}",
+                expected=f"one of the operators {', '.join(WITH_ENTMAX)}: the others have softmax kernels, or no weights",
+            )
+        if self.entmax is not None and self.fusion == "talking":
+            raise InvalidInput(
+                "entmax",
+                given=f"{self.entmax} with heads that talk",
+                expected="another fusion: mixed rows would have zeros only where all heads have them",
+            )
+
+    def new_alpha(self) -> float | LearnedAlpha | None:
+        """For a layer of these sizes."""
+        return make_alpha(self.entmax, self.entmax_levels, self.heads)
 
     def new_fusion(self) -> HeadFusion:
         """For a layer of these sizes."""
@@ -211,9 +242,9 @@ class HierarchicalEncoder(nn.Module):
 
 def _attention(config: EncoderConfig) -> Attention:
     if config.operator == "hierarchical":
-        return Hierarchical(include_self=config.include_self)
+        return Hierarchical(include_self=config.include_self, alpha=config.new_alpha())
     if config.operator == "multiscale":
-        return Multiscale(config.heads, near=config.near, refine=config.refine)
+        return Multiscale(config.heads, near=config.near, refine=config.refine, alpha=config.new_alpha())
     if config.operator == "found":
         return Found(config.heads, group=config.group, refine=config.refine, window=config.window)
     if config.operator == "trilinear":

@@ -23,6 +23,11 @@ _LEVELS = 3
 """Words, sentences, paragraphs; with more, models of equal size would have next to no feed-forward networks."""
 
 
+def usual_levels(hierarchy: Hierarchy) -> int:
+    """As many as half of the documents have, 1 at least."""
+    return max(1, int(np.median(hierarchy.structure.height[: hierarchy.num_trees])))  # roots come first
+
+
 def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy) -> HanConfig:
     """By default with as many levels as half of the documents have, but at most 3: higher ones share the third's weights.
 
@@ -31,8 +36,7 @@ def han_encoder(model: ModelOptions, documents: DocumentOptions, hierarchy: Hier
     """
     levels = documents.levels
     if levels is None:
-        usual = int(np.median(hierarchy.structure.height[: hierarchy.num_trees]))  # roots come first
-        levels = min(max(1, usual), _LEVELS)
+        levels = min(usual_levels(hierarchy), _LEVELS)
     check_sizes(model)  # whose heads must fit before they are divided
     channels = model.head_dim or model.width // model.heads
     config = HanConfig(

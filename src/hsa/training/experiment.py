@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
+from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.hierarchy import Hierarchy
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.encoders import AnyEncoderConfig
-from hsa.nn.encoder import EncoderConfig
+from hsa.models.saved import load_model
+from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
 from hsa.nn.fusion_names import FusionName
-from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm
+from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
 from hsa.training.endings import OnFailure, noticing_full_memory, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
@@ -39,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """How each model of ours differs from the one the options describe. All have as many parameters."""
 RESULT = "result.json"
+_MEASURED = 256  # test examples whose weights are looked at, one by one
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Result:
     history: tuple[EpochRecord, ...]
     confusion: tuple[tuple[int, ...], ...] = ()
     peak_memory: float | None = None  # MiB of training; None where the system cannot say
+    sparsity: tuple[LevelSparsity, ...] = ()  # of attention by entmax, on some test examples
 
     @staticmethod
     def load(folder: Path) -> Result:
@@ -62,6 +67,8 @@ class Result:
         data["scores"] = Scores(**data["scores"])
         data["history"] = tuple(EpochRecord(**record) for record in data["history"])
         data["confusion"] = tuple(map(tuple, data["confusion"]))
+        levels = data.get("sparsity", ())
+        data["sparsity"] = tuple(LevelSparsity(**{**level, "alpha": tuple(level["alpha"])}) for level in levels)
         return Result(**data)
 
 
@@ -96,6 +103,21 @@ def check_models(names: Iterable[str]) -> None:
             changes(name)
 
 
+def check_entmax(names: Iterable[str], model: ModelOptions) -> None:
+    """Raises where α is given and none of the models has one."""
+    if model.entmax is not None and not any(map(_has_entmax, names)):
+        having = [name for name in MODELS if _has_entmax(name)]
+        raise InvalidInput(
+            "entmax",
+            given=f"{model.entmax} for {', '.join(names)}",
+            expected=f"one of {', '.join(having)} among the models: others attend by softmax, or not at all",
+        )
+
+
+def _has_entmax(name: str) -> bool:
+    return name not in DOCUMENT_MODELS and changes(name).get("operator", "hierarchical") in WITH_ENTMAX
+
+
 def encoder_config(
     name: str, model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
 ) -> AnyEncoderConfig:
@@ -107,7 +129,10 @@ def encoder_config(
     if name in DOCUMENT_MODELS:
         return DOCUMENT_MODELS[name](model, documents, hierarchy)
     sizes = {f.name: getattr(model, f.name) for f in fields(EncoderConfig) if hasattr(model, f.name)}
-    return replace(EncoderConfig(**sizes), **changes(name))
+    if not _has_entmax(name):
+        sizes["entmax"] = None
+    levels = len(model.windows) + 1 if model.windows else usual_levels(hierarchy)
+    return EncoderConfig(**{**sizes, "entmax_levels": levels, **changes(name)})
 
 
 def model_config(
@@ -200,10 +225,21 @@ def train_model(
     )
     trainer.save_model(folder, prepared.test.classes)
     if accelerator.is_main_process:
+        if has_entmax(config):
+            result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
         save_reading(folder, prepared.reading)
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
     return result
+
+
+def _sparsity(folder: Path, prepared: Prepared, device: torch.device) -> tuple[LevelSparsity, ...]:
+    """Of a saved model that attends by entmax."""
+    model, _ = load_model(folder, device)
+    data, transform = prepared.test, prepared.reading.transform
+    some = np.random.default_rng(0).permutation(len(data))[:_MEASURED]
+    batches = (data.select(part).batch.to(device) for part in np.array_split(some, -(-len(some) // 16)))
+    return measure_sparsity(model, batches if transform is None else map(transform, batches))
 
 
 def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,7 @@ from hsa.errors import HsaError, InvalidInput
 from hsa.models.classifier import HierarchicalClassifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
+from hsa.nn.learned_alpha import LearnedAlpha
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
@@ -483,8 +484,9 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def parameter_groups(
     model: nn.Module, options: TrainingOptions, pretrained: Iterable[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Weight decay for matrices, not for biases, norms, frequencies and embeddings. A lower rate for pre-trained ones."""
-    kept = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    """Weight decay for matrices, not for biases, norms, frequencies, embeddings and α. A lower rate for pre-trained ones."""
+    not_decayed = (nn.Embedding, LearnedAlpha)
+    kept = {id(p) for module in model.modules() if isinstance(module, not_decayed) for p in module.parameters()}
     slow = {id(p) for p in pretrained}
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = []

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from hsa.errors import InvalidInput
 from hsa.models.hat_layouts import layout_pattern
+from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.fusion_names import FusionName
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -78,6 +79,8 @@ class ModelOptions:
             projection for all) or over-heads (every leaf weighs its heads).
         shared_dim: For collaborative: channels of the shared queries and keys; half of all heads' by default.
         fusion_penalty: For over-heads: how strongly leaves are kept from all choosing the same head.
+        entmax: For hsa and multiscale: attention that leaves out what matters little, by entmax with this α in place of
+            softmax: a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
         include_self: Leaves attend to themselves; in the paper they do not.
         near: For multiscale: neighbouring leaf families that are read leaf by leaf, on each side.
         refine: For multiscale and found: how many more, the best ones.
@@ -95,6 +98,7 @@ class ModelOptions:
     fusion: FusionName = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
+    entmax: AlphaOption = None
     include_self: bool = False
     near: int = 1
     refine: int = 0
@@ -102,6 +106,9 @@ class ModelOptions:
     position_width: int = 64
     position_input: bool = False
     pooling: Literal["mean", "max", "attention", "first", "last"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_alpha(self.entmax)
 
 
 @dataclass(frozen=True)

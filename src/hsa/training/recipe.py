@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.training.options import (
@@ -101,11 +101,16 @@ def _value(kind: type, name: str, value: Any, path: Path) -> Any:
     if get_origin(wanted) is tuple:
         items = value if isinstance(value, list) else [value]
         return tuple(_single(get_args(wanted)[0], item, f"{path}: {name}", path) for item in items)
-    if isinstance(wanted, UnionType):
-        if value is None:
-            return None
-        wanted = get_args(wanted)[0]
-    return _single(wanted, value, f"{path}: {name}", path)
+    if get_origin(wanted) not in (Union, UnionType):
+        return _single(wanted, value, f"{path}: {name}", path)
+    words = [word for kind in get_args(wanted) for word in get_args(kind)]  # beside what else it may be
+    if value is None or value in words:
+        return value
+    try:
+        return _single(get_args(wanted)[0], value, f"{path}: {name}", path)
+    except InvalidInput as error:
+        expected = " or ".join([str(error.expected), *words])
+        raise InvalidInput(error.where, given=error.given, expected=expected) from None
 
 
 def _single(wanted: Any, value: Any, where: str, path: Path) -> Any:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hsa.analysis.sparsity import HEADER
+from hsa.analysis.sparsity import rows as rows_of_levels
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.models.han import HanEncoder
@@ -24,7 +26,12 @@ from hsa.training.recipe import Recipe
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MATRIX_LEAVES, _PAGE_LEAVES = 80, 400  # that can be read: as a matrix, as text
+_MATRIX_LEAVES, _TREE_LEAVES, _PAGE_LEAVES = 80, 240, 400  # that can be read: as a matrix, as a tree, as text
+_SPARSITY = (
+    "Of up to 256 test examples. Level 1 are families of leaves (sentences, statements), level 2 families of these. Zeros: "
+    "of the weights that members of a family give each other and what is inside them. Visited: families, times heads, that "
+    "get a weight from above; without gradients, the others are skipped on the way down."
+)
 
 
 def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
@@ -91,6 +98,7 @@ def write_report(
 ) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
     from hsa.analysis.plots import plot_confusion, plot_curves
+    from hsa.analysis.sparsity import plot_sparsity
 
     first = results[0]
     score = "accuracy" if prepared.test.classes else "R²"
@@ -100,6 +108,11 @@ def write_report(
         pictures.append(folder / "confusion.png")
         plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
     pictures += _picture_of_an_example(folder, first, prepared)
+    sparse = {r.model: r.sparsity for r in results if r.sparsity}
+    if sparse:
+        pictures.append(folder / "sparsity.png")
+        plot_sparsity(pictures[-1], sparse)
+        pictures += _pictures_of_trees(folder, next(iter(sparse)), prepared)
     header, rows = columns(results, failed)
     lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
     lines += [
@@ -107,6 +120,8 @@ def write_report(
         "Operations: of attention, per test example, all layers. F1: mean over classes. Error: mean absolute.",
     ]
     lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results), *lines_of(failed)]), ""]
+    for model, levels in sparse.items():
+        lines += [f"## Sparsity of {model}", "", *markdown_table(HEADER, rows_of_levels(levels)), "", _SPARSITY, ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     if recipe.read.task == "match3":
         lines += ["", *match3_report(folder, prepared, recipe.match3, recipe.model)]
@@ -117,6 +132,24 @@ def write_report(
     lines += [f"{name}: {value}" for name, value in options.items()]
     write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
     return pictures
+
+
+def _pictures_of_trees(folder: Path, name: str, prepared: Prepared) -> list[Path]:
+    """Which branches of a test example get no weight: on average, and from the leaf that gets most."""
+    from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
+
+    model, _ = load_model(folder / name)
+    chosen = _longest_readable(prepared, _TREE_LEAVES)
+    if chosen is None or prepared.reading.transform is not None:
+        return []
+    example = prepared.test.select([chosen])
+    labels, title = leaf_labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
+    mean = attention_tree(model, example.batch)
+    top = int(mean.weights[mean.structure.leaf_nodes].argmax())
+    pictures = {"tree.png": mean, "tree_of_a_leaf.png": attention_tree(model, example.batch, leaf=top)}
+    for file, tree in pictures.items():
+        plot_sparse_tree(folder / file, tree, labels, title)
+    return [folder / file for file in pictures]
 
 
 def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> list[Path]:
@@ -130,7 +163,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> l
     if chosen is None or not first.operations or prepared.reading.transform is not None:
         return []
     example = prepared.test.select([chosen])
-    labels, title = _labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
+    labels, title = leaf_labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
     picture = folder / ("weights.png" if pools else "attention.png")
     if pools:
         plot_document_weights(picture, model.encoder, example.batch, labels, title)
@@ -148,7 +181,7 @@ def _longest_readable(prepared: Prepared, most: int) -> int | None:
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
 
 
-def _labels(example: Any, prepared: Prepared) -> list[str] | None:
+def leaf_labels(example: Any, prepared: Prepared) -> list[str] | None:
     """The text of every token: what it adds to those before it, with a space where a word begins."""
     tokenizer = prepared.reading.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:

@@ -19,7 +19,7 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
 from hsa.nn.penalties import collecting_penalties
 from hsa.training import checkpoint
 from hsa.training.data_set import batches_by_tokens
@@ -95,6 +95,8 @@ def seq2seq_config(
     """The configuration of one of `MODELS`. Leaves of the prompt know their places: nothing else tells the decoder."""
     check_seq2seq_models([name])
     sizes = {**asdict(model), "operator": MODELS[name], "position_input": True}
+    if MODELS[name] not in WITH_ENTMAX:
+        sizes["entmax"] = None
     del sizes["pooling"]
     decoder = LanguageModelConfig(
         prepared.tokens + 2,

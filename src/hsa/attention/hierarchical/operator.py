@@ -89,12 +89,16 @@ ENERGY = (
 FamilyAttentionName = Literal["exact", "flex", "linear"]
 
 
-def prepare(hierarchy: Hierarchy) -> None:
+def prepare(
+    hierarchy: Hierarchy, normalizer: Literal["softmax"] | Entmax = "softmax", *, include_self: bool = False
+) -> None:
     """Build ahead what the first call on this forest builds: on a GPU the plan of the kernels, if they take the forest."""
     forest = rooted(hierarchy)[0]
-    takes_kernels = forest.device.type == "cuda" and forest.num_leaves > 0 and levels(forest) is not None
-    if takes_kernels and largest_family(forest) <= SIZES[-1]:
+    for_kernels = forest.device.type == "cuda" and forest.num_leaves > 0 and not entmax_reasons(normalizer)
+    if for_kernels and levels(forest) is not None and largest_family(forest) <= SIZES[-1]:
         tiles(forest)
+    elif isinstance(normalizer, Entmax):
+        sparse.prepare(hierarchy, include_self=include_self)
     else:
         rounds(forest)
 

@@ -1,14 +1,12 @@
 """Backend "torch" with entmax: the sweeps of `levelwise`, with the inside of every member as one more entry of its row.
 
 Values are kept as what they gain on logits 0, V − V₀: pooled over the members that is the logit of their parent's inside,
-whose weight is `keys_inside`. Without a gradient the down sweep visits only what has a weight: a family is entered in the
-heads that hand something down to it, and everything below it in the others stays as it came.
+whose weight is `keys_inside`. Without a gradient, `pruned` leaves out what gets no weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +15,20 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default
 from hsa.attention.entmax import deformed_log
-from hsa.attention.hierarchical.inside import keys_inside
-from hsa.attention.hierarchical.levelwise import UpSweep, by_round, down_sweep, from_above, leaves_of, with_positions
-from hsa.attention.hierarchical.sparse_family import Entries, attend, chunks, weights
+from hsa.attention.hierarchical import pruned
+from hsa.attention.hierarchical.levelwise import UpSweep, by_round, down_sweep, from_above, with_positions
+from hsa.attention.hierarchical.sparse_entries import entries_of, hand_down
+from hsa.attention.hierarchical.sparse_family import attend
 from hsa.attention.normalizers import Entmax, resolve_normalizer
-from hsa.attention.rounds import Bucket, Rounds, rooted, rounds
+from hsa.attention.rounds import Rounds, rooted, rounds
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
-KEPT = 256
-"""Members of the largest families whose weights are kept for the down sweep; larger ones are never skipped."""
+PRUNED = True
+"""Whether attention without a gradient skips what gets no weight; to measure what that gives."""
 
 
+@torch.compiler.disable  # the search for c asks values when to stop: compiled, it would fall into a hundred pieces
 def hierarchical_attention(
     q: Tensor,
     k: Tensor,
@@ -45,9 +45,16 @@ def hierarchical_attention(
     hierarchy, positions = rooted(hierarchy, positions)
     plan = rounds(hierarchy)
     learned = [x for x in (q, k, v, positions, normalizer.alpha) if isinstance(x, Tensor) and x.requires_grad]
-    prune = not (learned and torch.is_grad_enabled())
-    up = _up_sweep(q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale, prune)
-    return _visit(up, v, plan) if prune else down_sweep(up, v, plan)
+    arguments = q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale
+    if PRUNED and not (learned and torch.is_grad_enabled()):
+        return pruned.hierarchical_attention(*arguments)
+    return down_sweep(_up_sweep(*arguments), v, plan)
+
+
+def prepare(hierarchy: Hierarchy, *, include_self: bool, causal: bool = False) -> None:
+    """Build what depends on the forest alone, ahead of the first call in float32 or less with `counts="weighted"`."""
+    forest, _ = rooted(hierarchy)
+    entries_of(forest, rounds(forest), include_self, causal, True, torch.float32)
 
 
 def energy(
@@ -66,7 +73,7 @@ def energy(
     plan = rounds(hierarchy)
     if not plan.rounds:
         return q.new_zeros(0, q.shape[1])
-    up = _up_sweep(q, k, k[..., :0], hierarchy, plan, positions, include_self, causal, normalizer, scale, False)
+    up = _up_sweep(q, k, k[..., :0], hierarchy, plan, positions, include_self, causal, normalizer, scale)
     inner = [gain + of_zeros for gain, of_zeros in zip(up.inner, up.of_zeros, strict=True)]
     result = -torch.cat(inner).index_select(0, plan.roots)
     return result if include_self else result.masked_fill(plan.void_roots[:, None], math.inf)
@@ -126,14 +133,14 @@ def handed_down(
     forest, positions = rooted(hierarchy, positions)
     plan = rounds(forest)
     k, scale = repeat_heads(k, q.shape[1]), scale_or_default(scale, q)
-    up = _up_sweep(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, False)
+    up = _up_sweep(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale)
     handed = q.new_zeros(forest.num_nodes, q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     down: dict[int, Tensor] = {}
     for r in reversed(range(len(plan.rounds))):
         families = plan.rounds[r]
         (weight,) = from_above(plan, r, [(down, up.inner[r].new_ones(1, q.shape[1]))])
         handed[plan.node_of_slot[plan.slot_bounds[r] : plan.slot_bounds[r + 1]]] = weight
-        down[r] = families.join(_hand_down(families.buckets, weight, up.down[r]))
+        down[r] = families.join(hand_down(families.buckets, weight, up.down[r]))
     if forest is hierarchy:
         return handed
     result = handed.new_zeros(hierarchy.num_nodes, q.shape[1])
@@ -144,11 +151,9 @@ def handed_down(
 
 @dataclass(frozen=True)
 class _Up(UpSweep):
-    """Averages have their share of the row in them; where weights are kept they are not made yet."""
+    """Averages have their share of the row in them."""
 
     of_zeros: list[Tensor] = field(default_factory=list)  # per round: `inner` of logits 0, [parents, heads or 1]
-    kept: list[list[Tensor | None]] = field(default_factory=list)
-    """Per round and bucket the weights `[families, heads, size, size]`, with members' values in place of averages."""
 
 
 def _up_sweep(
@@ -162,13 +167,12 @@ def _up_sweep(
     causal: bool,
     entmax: Entmax,
     scale: float,
-    keep: bool,
 ) -> _Up:
     """Leaves → roots."""
     up = _Up()
     dtype = torch.promote_types(q.dtype, torch.float32)
     weighted = entmax.counts == "weighted"
-    structure = _entries(hierarchy, plan, include_self, causal, weighted, dtype)
+    structure = entries_of(hierarchy, plan, include_self, causal, weighted, dtype)
     pooled: tuple[list[Tensor], ...] = ([], [], [])
     no_inner = torch.zeros((), dtype=dtype, device=q.device).expand(q.shape[:2])
     places = None if positions is None else by_round(positions, plan)
@@ -178,20 +182,13 @@ def _up_sweep(
         inners = families.split(families.source(no_inner, up.inner)) if families.earlier else [None] * len(qs)
         spots = [None] * len(qs) if places is None else families.split(families.source(*places))
         averages, gains, zeros = [], [], []
-        kept: list[Tensor | None] = []
         downs: list[Tensor | None] = []
         for entries, qb, kb, vb, inner, spot in zip(structure[r], qs, ks, vs, inners, spots, strict=True):
             qb, kb, factor = with_positions(qb, kb, spot, scale)
             logit = None if inner is None else inner.transpose(1, 2)
             inputs = qb.transpose(1, 2), kb.transpose(1, 2)
-            if keep and qb.shape[1] <= KEPT:
-                p, value, down = weights(*inputs, logit, alpha, entries, factor)
-                kept.append(p)
-                averages.append(vb)
-            else:
-                y, value, down = attend(*inputs, vb.transpose(1, 2), logit, alpha, entries, factor)
-                kept.append(None)
-                averages.append(y.transpose(1, 2))
+            y, value, down = attend(*inputs, vb.transpose(1, 2), logit, alpha, entries, factor)
+            averages.append(y.transpose(1, 2))
             value = value.transpose(1, 2)
             of_zeros = torch.zeros_like(value[..., :1])
             if weighted:
@@ -206,104 +203,4 @@ def _up_sweep(
         up.down.append(downs)
         up.inner.append(families.pool(gains))
         up.of_zeros.append(families.pool(zeros))
-        up.kept.append(kept)
     return up
-
-
-def _visit(up: _Up, v: Tensor, plan: Rounds) -> Tensor:
-    """Roots → leaves, only where there is a weight."""
-    if not plan.rounds:
-        return torch.empty_like(v)
-    heads, width = v.shape[1:]
-    outs: dict[int, Tensor] = {}
-    downs: dict[int, Tensor] = {}
-    for r in reversed(range(len(plan.rounds))):
-        families, like = plan.rounds[r], up.inner[r]
-        out, weight = from_above(plan, r, [(outs, like.new_zeros(1, heads, width)), (downs, like.new_ones(1, heads))])
-        outs[r] = families.join(
-            [
-                _enter(_of_parents(out, bucket), _of_parents(weight, bucket), values, p)
-                for bucket, values, p in zip(families.buckets, up.average[r], up.kept[r], strict=True)
-            ]
-        )
-        if families.earlier:
-            downs[r] = families.join(_hand_down(families.buckets, weight, up.down[r]))
-    return leaves_of(outs, plan).to(v.dtype)
-
-
-def _enter(out: Tensor, weight: Tensor, values: Tensor, p: Tensor | None) -> Tensor:
-    """out(P) + weight(P) · Σ p v for every member, `[families, size, heads, dim]`.
-
-    Args:
-        out, weight: of the parents, `[families, heads, …]`.
-        values: of the members; their averages where no weights `p` were kept.
-    """
-    out = out.to(torch.promote_types(values.dtype, torch.float32))
-    if p is None:
-        return torch.addcmul(out[:, None], values.to(out.dtype), weight[:, None, :, None])
-    result = out.new_empty(values.shape)
-    for part in chunks(p):
-        above, share, some, p_part = out[part], weight[part], values[part], p[part]
-        entered = share > 0
-        if 2 * int(entered.sum()) > entered.numel():  # to pick them costs more than it saves
-            y = (p_part @ some.transpose(1, 2).to(out.dtype)).transpose(1, 2)
-            torch.addcmul(above[:, None], y, share[:, None, :, None], out=result[part])
-            continue
-        result[part] = above[:, None]
-        f, h = entered.nonzero(as_tuple=True)
-        own = p_part[f, h] * share[f, h][:, None, None]
-        result[part][f, :, h] = torch.baddbmm(above[f, h][:, None], own, some[f, :, h].to(out.dtype))
-    return result
-
-
-def _hand_down(buckets: Sequence[Bucket], weight: Tensor, shares: Sequence[Tensor | None]) -> list[Tensor]:
-    """weight(P) · p of the inside, `[families, size, heads]`."""
-    return [
-        _of_parents(weight, bucket)[:, None] * share
-        for bucket, share in zip(buckets, shares, strict=True)
-        if share is not None
-    ]
-
-
-def _of_parents(x: Tensor, bucket: Bucket) -> Tensor:
-    return x if bucket.parents is None else x.index_select(0, bucket.parents)
-
-
-def _entries(
-    hierarchy: Hierarchy, plan: Rounds, include_self: bool, causal: bool, weighted: bool, dtype: torch.dtype
-) -> list[list[Entries]]:
-    """Per round and bucket what rows consist of; built once per hierarchy."""
-
-    def build() -> list[list[Entries]]:
-        inside = torch.as_tensor(keys_inside(hierarchy, include_self, causal), device=hierarchy.device)
-        places = by_round(inside, plan)
-        return [
-            [
-                _bucket_entries(bucket, members, bucket.mask(include_self, causal)[0], weighted, dtype)
-                for bucket, members in zip(families.buckets, families.split(families.source(*places)), strict=True)
-            ]
-            for families in plan.rounds
-        ]
-
-    return hierarchy.cached(("entmax", include_self, causal, weighted, dtype), build)
-
-
-def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool, dtype: torch.dtype) -> Entries:
-    """Args: `inside` `[families, size]` keys that a leaf of each member sees inside it; `mask` of the siblings."""
-    if bucket.is_leaf is None:  # every entry is one key
-        keys = mask[:, 0].sum(-1).clamp(min=1).to(dtype)
-        return Entries(None, None, None if bool(mask.all()) else ~mask, None, keys)
-    has_inside = ((inside > 0) & ~bucket.is_leaf)[:, None]
-    own = torch.eye(bucket.size, dtype=torch.bool, device=mask.device) & has_inside[..., None]
-    counts = inside.new_ones(()) if bucket.log_count is None else bucket.log_count.exp().round()
-    weight = torch.where(own, inside[:, None, :, None], counts)
-    hidden = ~(mask | own)
-    keys = weight.masked_fill(hidden, 0).sum(-1)[:, 0].clamp(min=1).to(dtype)
-    weight = _once(weight.masked_fill(hidden, 1)).to(dtype)
-    bias = None if weighted else _once(weight.masked_fill(own, 1).log())
-    return Entries(weight if weighted else None, bias, _once(hidden), _once(has_inside), _once(keys))
-
-
-def _once(rows: Tensor) -> Tensor:
-    """One row where all families are alike."""
-    return rows[:1] if bool((rows == rows[:1]).all()) else rows

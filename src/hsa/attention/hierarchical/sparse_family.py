@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hsa.attention.entmax import minus_square, solve
+from hsa.attention.entmax import deformed_log, minus_square, solve
+from hsa.attention.hierarchical.sparse_entries import Entries
 from hsa.attention.softmax import part_of
 
 CHUNK = 2**17
 """Logits in flight on the CPU, with what is made of them: beyond the caches, fresh memory costs more than the arithmetic."""
 
 
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """What a bucket's rows consist of. Leading dimension 1 where all families are alike."""
-
-    weight: Tensor | None  # [families or 1, 1, size, size]: keys that an entry stands for; None: one each
-    bias: Tensor | None  # likewise: to add to the logits of siblings; None: nothing
-    hidden: Tensor | None  # [families or 1, 1, size, size]; None: nothing
-    inside: Tensor | None  # [families or 1, 1, size] members with an inside; None: no one
-    keys: Tensor  # [families or 1, size] those that a row sees, all in all; 1 where there are none
-
-    def part(self, part: slice) -> Entries:
-        bias, hidden, inside = (part_of(x, part) for x in (self.bias, self.hidden, self.inside))
-        return Entries(part_of(self.weight, part), bias, hidden, inside, self.keys)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """The weights of some families' rows and what they came from, `[families, heads, size, size]`."""
 
     p: Tensor
@@ -49,6 +33,16 @@ class Rows:
     @property
     def down(self) -> Tensor:
         return self.p.diagonal(dim1=-2, dim2=-1)
+
+
+def gain_of(value: Tensor, entries: Entries, alpha: Tensor) -> Tensor:
+    """V − V₀ of rows `[families, heads, size]`, V₀ being what logits of 0 reach.
+
+    Args:
+        alpha: `[]` or `[heads or 1]`.
+    """
+    alpha = alpha if alpha.ndim == 0 else alpha[:, None]
+    return value - deformed_log(entries.keys[:, None], alpha) / alpha
 
 
 def attend(
@@ -64,22 +58,6 @@ def attend(
     return _Attend.apply(q, k, v, inside, _of_rows(alpha), entries, scale)
 
 
-def weights(
-    q: Tensor, k: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights p of the siblings themselves, without a gradient, in place of what they make of values."""
-    alpha, dtype = _of_rows(alpha), torch.promote_types(q.dtype, torch.float32)
-    size = q.shape[:3]
-    p = q.new_empty(*size, size[2], dtype=dtype)
-    values, down = q.new_empty(size, dtype=dtype), q.new_empty(size, dtype=dtype)
-    for part in chunks(q):
-        some = entries.part(part)
-        rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
-        values[part] = _value(rows, alpha)
-        p[part], down[part] = _split(rows, some)
-    return p, values, down
-
-
 def chunks(rows: Tensor) -> Iterator[slice]:
     """Families `[families, heads, size, …]` whose logits stay in the cache."""
     families, heads, size, _ = rows.shape
@@ -91,15 +69,15 @@ def _of_rows(alpha: Tensor) -> Tensor:
     return alpha if alpha.ndim == 0 else alpha[:, None, None]
 
 
-def _logits(q: Tensor, k: Tensor, inside: Tensor | None, entries: Entries, scale: float) -> Tensor:
+def family_logits(q: Tensor, k: Tensor, inside: Tensor | None, entries: Entries, scale: float) -> Tensor:
+    """`[families, heads, size, size]`, −∞ where hidden; `inside` None: the insides are hidden too."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(scale)
     if entries.bias is not None:
         logits.add_(entries.bias)
     if entries.inside is not None:
-        assert inside is not None
         own = logits.diagonal(dim1=-2, dim2=-1)
-        own.copy_(torch.where(entries.inside, inside, own))
+        own.copy_(torch.where(entries.inside, -math.inf if inside is None else inside, own))
     return logits if entries.hidden is None else logits.masked_fill_(entries.hidden, -math.inf)
 
 
@@ -109,26 +87,27 @@ def _shifted(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.sub_(top), top
 
 
-def _solve(q: Tensor, k: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float) -> Rows:
-    logits, top = _shifted(_logits(q, k, inside, entries, scale))
+def solve_rows(logits: Tensor, alpha: Tensor, entries: Entries) -> Rows:
+    """Weights of all rows; overwrites the logits."""
+    logits, top = _shifted(logits)
     p = solve(logits, alpha.new_ones(()) if entries.weight is None else entries.weight, alpha)
     # p/n = (1 + (α − 1)(z − c))^{1/(α − 1)} is largest where z is, and that is 0.
     density = (p if entries.weight is None else p / entries.weight).amax(-1, keepdim=True)
     order = alpha - 1
     c = torch.expm1(density.log_().mul_(order)).div_(-order)
-    if entries.hidden is not None:
+    if entries.hidden is not None or entries.inside is not None:
         c.masked_fill_(density == -math.inf, 0)
         logits.clamp_(min=torch.finfo(p.dtype).min / 4)  # times a weight of 0 it is 0
     return Rows(p, logits, top, c)
 
 
-def _value(rows: Rows, alpha: Tensor) -> Tensor:
+def value_of(rows: Rows, alpha: Tensor) -> Tensor:
     """Σ p (z + ln_α(n/p)/α) = c/α + (1 − 1/α) Σ p z, because ln_α(n/p) = c − z wherever p > 0."""
     mean = (rows.p * rows.logits).sum(-1, keepdim=True)
     return (rows.top + rows.c / alpha + (1 - 1 / alpha) * mean).squeeze(-1)
 
 
-def _split(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
+def split_rows(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
     """The weights of what has values in the family, and the share of the inside, 0 where there is none."""
     if entries.inside is None:
         return rows.p, torch.zeros((), dtype=rows.p.dtype, device=rows.p.device).expand(rows.p.shape[:-1])
@@ -171,9 +150,9 @@ class _Attend(torch.autograd.Function):
         values, down, c = (q.new_empty(size, dtype=dtype) for _ in range(3))
         for part in chunks(q):
             some = entries.part(part)
-            rows = _solve(q[part], k[part], part_of(inside, part), alpha, some, scale)
-            values[part], c[part] = _value(rows, alpha), rows.c.squeeze(-1)
-            p, down[part] = _split(rows, some)
+            rows = solve_rows(family_logits(q[part], k[part], part_of(inside, part), some, scale), alpha, some)
+            values[part], c[part] = value_of(rows, alpha), rows.c.squeeze(-1)
+            p, down[part] = split_rows(rows, some)
             y[part] = p @ v[part].to(dtype)
         ctx.entries, ctx.scale = entries, scale
         ctx.save_for_backward(q, k, v, inside, alpha, c)
@@ -191,7 +170,7 @@ class _Attend(torch.autograd.Function):
         for part in chunks(q):
             some = ctx.entries.part(part)
             queries, keys, values, above = (x[part].to(c.dtype) for x in (q, k, v, d_y))
-            logits, _ = _shifted(_logits(queries, keys, part_of(inside, part), some, ctx.scale))
+            logits, _ = _shifted(family_logits(queries, keys, part_of(inside, part), some, ctx.scale))
             less = (logits - c[part][..., None]).mul_(order)  # u − 1
             u, s = _densities(less, alpha)
             s = s if some.weight is None else s.mul_(some.weight)

@@ -56,7 +56,7 @@ def multiscale_attention(
         k, v = in_order(k, key_order.order), in_order(v, key_order.order)
     plan = rounds(hierarchy)
     keys, values = pyramid(k, plan), pyramid(v, plan)
-    lists = _Lists(
+    lists = Lists(
         hierarchy, partition, plan.slot_of_node, limit, key_order, include_self, q.shape[1], k.shape[1], keys.dtype
     )
     maps = () if mixing is None else (mixing.logits, mixing.weights)
@@ -68,7 +68,7 @@ def multiscale_attention(
     pieces: list[Tensor] = []
     place = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
     begin = 0
-    for groups, num_queries, longest_list in _chunks(partition, q.shape[1] * q.shape[2]):
+    for groups, num_queries, longest_list in chunks(partition, q.shape[1] * q.shape[2]):
         chunk = lists.chunk(groups, num_queries, longest_list)
         attend = partial(
             _attend,
@@ -91,7 +91,7 @@ def multiscale_attention(
 
 
 @dataclass(frozen=True, eq=False)
-class _Chunk:
+class Chunk:
     """Groups of like size with their lists, padded. Lists have one head where all heads share them."""
 
     rows: Tensor  # [groups, queries] rows of q; padding repeats a group's last query, whose result comes out twice
@@ -103,6 +103,13 @@ class _Chunk:
     log_count: Tensor  # [groups, 1 or heads, entries]
     mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries]
 
+    def seen(self) -> Tensor:
+        """The mask, without queries that are there twice."""
+        repeated = torch.zeros_like(self.rows, dtype=torch.bool)
+        repeated[:, 1:] = self.rows[:, 1:] == self.rows[:, :-1]
+        once = ~repeated[:, None, :, None]
+        return once if self.mask is None else self.mask & once
+
 
 def _attend(
     q: Tensor,
@@ -111,38 +118,67 @@ def _attend(
     pooled_bias: Tensor | None,
     positions: Tensor | None,
     hierarchy: Hierarchy,
-    chunk: _Chunk,
+    chunk: Chunk,
     mixing: HeadMixing | None,
     normalizer: Entmax | None,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
     """[groups · queries, heads, value_dim]"""
+    v = _gather(values, chunk)
+    if dropout_p == 0 and mixing is None and normalizer is None:
+        queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
+        bias = _sum(chunk.log_count[:, :, None], more, place)
+        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
+    else:
+        weights = chunk_weights(q, keys, pooled_bias, positions, hierarchy, chunk, mixing, normalizer, scale)
+        out = (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def chunk_weights(
+    q: Tensor,
+    keys: Tensor,
+    pooled_bias: Tensor | None,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: Chunk,
+    mixing: HeadMixing | None,
+    normalizer: Entmax | None,
+    scale: float,
+) -> Tensor:
+    """[groups, heads, queries, entries]"""
+    queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
+    logits = _sum(queries @ k.transpose(-1, -2) * scale, place)
+    logits = _sum(logits if mixing is None else mixing.mix_logits(logits), more)
+    weights = _softmax(logits, chunk) if normalizer is None else _entmax(logits, chunk, hierarchy, normalizer)
+    return weights if mixing is None else mixing.mix_weights(weights)
+
+
+def _compared(
+    q: Tensor,
+    keys: Tensor,
+    pooled_bias: Tensor | None,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: Chunk,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Queries and keys `[groups, heads, queries or entries, dim]`, the bias of pooled nodes, the logits of positions."""
     queries = q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
-    queries = queries.to(keys.dtype)
-    k, v = (
-        x.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
-        for x in (keys, values)
-    )
-    more = None  # bias of pooled nodes
+    more = place = None
     if pooled_bias is not None:
         per_head = pooled_bias.to(keys.dtype)[:, None]
         more = torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))[:, :, None]
-    place = None
     if positions is not None:
         assert chunk.parent is not None
         assert chunk.leaf is not None
         place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
-    if dropout_p == 0 and mixing is None and normalizer is None:
-        bias = _sum(chunk.log_count[:, :, None], more, place)
-        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
-    else:
-        logits = _sum(queries @ k.transpose(-1, -2) * scale, place)
-        logits = _sum(logits if mixing is None else mixing.mix_logits(logits), more)
-        weights = _softmax(logits, chunk) if normalizer is None else _entmax(logits, chunk, hierarchy, normalizer)
-        weights = weights if mixing is None else mixing.mix_weights(weights)
-        out = (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
-    return out.transpose(1, 2).flatten(0, 1)
+    return queries.to(keys.dtype), _gather(keys, chunk), more, place
+
+
+def _gather(rows: Tensor, chunk: Chunk) -> Tensor:
+    """[groups, heads, entries, dim] of the pyramid's rows."""
+    return rows.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
 
 
 def _sum(x: Tensor, *others: Tensor | None) -> Tensor:
@@ -151,14 +187,15 @@ def _sum(x: Tensor, *others: Tensor | None) -> Tensor:
     return x
 
 
-def _softmax(logits: Tensor, chunk: _Chunk) -> Tensor:
+def _softmax(logits: Tensor, chunk: Chunk) -> Tensor:
     hidden = logits == -math.inf  # by the bias of pooled nodes
     hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
     logits = (logits + chunk.log_count[:, :, None]).masked_fill(hidden, torch.finfo(logits.dtype).min)
     return logits.softmax(-1).masked_fill(hidden, 0)
 
 
-def _entmax(logits: Tensor, chunk: _Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
+@torch.compiler.disable  # the search for the normaliser asks values when to stop
+def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
     if chunk.mask is not None:
         logits = logits.masked_fill(~chunk.mask, -math.inf)
     count = hierarchy.leaf_count[chunk.nodes][:, :, None].to(logits.dtype)
@@ -179,7 +216,7 @@ def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tenso
     return alpha[row.expand(-1, heads, -1), head][:, :, None]
 
 
-class _Lists:
+class Lists:
     """Makes chunks: node ids to rows of the pyramid, biases and masks."""
 
     def __init__(
@@ -201,7 +238,7 @@ class _Lists:
         self.queries = partition.queries
         self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
 
-    def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> _Chunk:
+    def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> Chunk:
         h, partition, device = self.hierarchy, self.partition, self.slot.device
         end = self.queries.offsets[groups + 1][:, None]
         rows = (self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)).minimum(end - 1)
@@ -227,7 +264,7 @@ class _Lists:
                 held = self.key_order.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
                 last = torch.where(pooled, last, held)
             mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
-        return _Chunk(
+        return Chunk(
             rows=rows,
             leaf=leaf,
             parent=parent,
@@ -248,14 +285,11 @@ def entries_seen(
         sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
         return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
     slot = rounds(hierarchy).slot_of_node
-    lists = _Lists(hierarchy, partition, slot, limit, key_order, True, heads, kv_heads)
+    lists = Lists(hierarchy, partition, slot, limit, key_order, True, heads, kv_heads)
     total = 0
-    for groups, num_queries, longest_list in _chunks(partition, heads):
+    for groups, num_queries, longest_list in chunks(partition, heads):
         chunk = lists.chunk(groups, num_queries, longest_list)
-        repeated = torch.zeros_like(chunk.rows, dtype=torch.bool)
-        repeated[:, 1:] = chunk.rows[:, 1:] == chunk.rows[:, :-1]
-        seen = ~repeated[:, None, :, None] if chunk.mask is None else chunk.mask & ~repeated[:, None, :, None]
-        total += int(seen.expand(len(groups), heads, num_queries, longest_list).sum())
+        total += int(chunk.seen().expand(len(groups), heads, num_queries, longest_list).sum())
     return total
 
 
@@ -263,7 +297,7 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
-def _chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
+def chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
     """Groups of like size and list length together: (groups, their size, their longest list)."""
     sizes = np.diff(partition.queries.host_offsets)
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes

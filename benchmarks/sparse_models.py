@@ -1,0 +1,283 @@
+"""Sparse attention in trained models: softmax, α = 1.5, α = 2 and learned α on IMDB and on the Python standard library.
+
+    python -m benchmarks.sparse_models run PACKED OUT [--jobs 8] [--data imdb]
+    python -m benchmarks.sparse_models time PACKED OUT
+    python -m benchmarks.sparse_models write PACKED OUT
+
+PACKED is what `benchmarks.document_models pack` writes for imdb. `run` trains every variant with two learning rates, and the
+better one with two more seeds; it goes on where it stopped. `time` reads test documents, each model alone on the machine.
+`write` makes the table and the pictures of benchmarks/results/. `--examples` makes all of it smaller, for a try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import document_models
+from benchmarks.entmax_skipping import all_visited
+from benchmarks.measure import RESULTS, Section, medians, write_table
+from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
+from hsa.analysis.sparsity import LevelSparsity, plot_sparsity, visited_fraction
+from hsa.cli.runs import completed
+from hsa.files import read_json, write_json
+from hsa.models.saved import load_model
+from hsa.training.accelerator import make_accelerator
+from hsa.training.comparison import Compared, Plan, compare_models
+from hsa.training.options import ModelOptions, TrainingOptions
+from hsa.training.prepare import Prepared, prepare
+from hsa.training.recipe import Recipe
+from hsa.training.report import leaf_labels
+
+VARIANTS: dict[str, Any] = {"softmax": None, "1.5": 1.5, "2": 2.0, "learned": "learned"}
+PLAN = Plan(("hsa",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
+TIMED = 64
+"""Documents that are read at once to take the time."""
+SHOWN = 0.01
+"""Levels with a smaller share of the families are left out: there is little to average over."""
+
+
+@dataclass(frozen=True)
+class Task:
+    question: str
+    recipe: Recipe
+
+    def with_alpha(self, variant: str) -> Recipe:
+        return replace(self.recipe, model=replace(self.recipe.model, entmax=VARIANTS[variant]))
+
+
+def tasks() -> dict[str, Task]:
+    precision: Any = "bf16" if torch.cuda.is_available() else "no"
+    every = {"patience": 0, "mixed_precision": precision, "checkpoint_minutes": 60.0}
+    reviews = Recipe(
+        model=ModelOptions(width=128, heads=4, layers=2, dropout=0.2),
+        training=TrainingOptions(epochs=4, batch_size=64, batch_tokens=2**17, **every),
+    )
+    programs = completed(Recipe())  # what `hsa train` does without data
+    programs = replace(programs, training=replace(programs.training, **every))
+    return {
+        "imdb": Task("IMDB: positive or negative?", reviews),
+        "python": Task("Python standard library: which package?", programs),
+    }
+
+
+def load(name: str, packed: Path, examples: int) -> Prepared:
+    read = tasks()[name].recipe.read
+    data = document_models.load(name, packed) if name == "imdb" else prepare(None, read)
+    if not examples:
+        return data
+    parts = {part: getattr(data, part) for part in document_models.SPLITS}
+    few = {part: all_.select(np.arange(min(examples, len(all_)))) for part, all_ in parts.items()}
+    return replace(data, **few)
+
+
+def run_variant(name: str, variant: str, packed: Path, out: Path, examples: int) -> list[Compared]:
+    """All rates and seeds."""
+    torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
+    recipe = tasks()[name].with_alpha(variant)
+    accelerator = make_accelerator(recipe.training)
+    data = load(name, packed, examples)
+    return compare_models(PLAN, recipe, data, out / name / variant, accelerator, resume=True)
+
+
+def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: int) -> None:
+    for name in names:
+        load(name, packed, examples)  # fills the cache that processes share
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        # Slow ones first, so that the last ones to run are short.
+        waiting = {
+            pool.submit(run_variant, name, variant, packed, out, examples): f"{name}, {variant}"
+            for variant in reversed(VARIANTS)
+            for name in names
+        }
+        for done in as_completed(waiting):
+            (found,) = done.result()
+            scores = " ".join(f"{score:.4f}" for score in found.scores)
+            print(f"{waiting[done]}: {scores} (rate {found.rate})", flush=True)
+
+
+def time_all(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
+    """Milliseconds to read a document; on the CPU, and on a GPU if there is one."""
+    for name in names:
+        data = load(name, packed, examples)
+        some = data.test.select(np.arange(min(TIMED, len(data.test))))
+        found: dict[str, dict[str, float]] = {}
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            found[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
+        write_json(out / name / "times.json", found)
+        print(name, found, flush=True)
+
+
+def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, documents: int) -> dict[str, float]:
+    device = batch.hierarchy.device
+    candidates: dict[str, Callable[[], Any]] = {}
+    for variant in VARIANTS:
+        (found,) = run_variant(name, variant, packed, out, examples)  # finished: reads the results
+        model, _ = load_model(found.runs[0].folder(out / name / variant), device)
+        model.encoder.prepare(batch)
+        candidates[variant] = partial(_read, model, batch, device)
+        # Kernels, which have α as a number on a GPU, skip nothing.
+        if variant == "learned" or (variant != "softmax" and device.type == "cpu"):
+            candidates[f"{variant}, all visited"] = partial(_read, model, batch, device, pruned=False)
+    return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
+
+
+@torch.inference_mode()
+def _read(model: Any, batch: Any, device: torch.device, pruned: bool = True) -> None:
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        if pruned:
+            model(batch)
+        else:
+            with all_visited():
+                model(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
+    sections: list[Section] = []
+    for name in names:
+        task, data = tasks()[name], load(name, packed, examples)
+        compared = {variant: run_variant(name, variant, packed, out, examples)[0] for variant in VARIANTS}
+        times = read_json(out / name / "times.json", "times, from `time`")
+        levels = {variant: _over_seeds(one) for variant, one in compared.items() if variant != "softmax"}
+        lengths = data.train.lengths
+        heading = (
+            f"{task.question} {len(data.train):,} documents of {lengths.mean():,.0f} leaves on average, {len(data.test):,} "
+            f"to test, {task.recipe.training.epochs} epochs, {task.recipe.model.layers} × {task.recipe.model.width}"
+        )
+        sections.append((heading, *_scores(compared, levels)))
+        sections.append((f"{name}: level by level", *_levels(levels)))
+        sections.append((f"{name}: milliseconds to read a document", *_time_table(times)))
+        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(v): found for v, found in levels.items()})
+        _draw(name, data, compared["learned"], out)
+    notes = (
+        "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
+        "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
+        "test documents; visited: share of families, times heads, that the down sweep enters. Levels with less than "
+        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians; "
+        "“all visited” is the same model without skipping. On a GPU α = 1.5 and 2 run in fused kernels, which skip nothing, "
+        "learned α in PyTorch."
+    )
+    command = "python -m benchmarks.sparse_models run, time, write"
+    write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)
+
+
+def _named(variant: str) -> str:
+    return variant if variant in ("softmax", "learned") else f"α = {variant}"
+
+
+def _over_seeds(compared: Compared) -> list[LevelSparsity]:
+    """Levels of all seeds as one: all their heads, means of their shares."""
+    found: dict[tuple[int, int], list[LevelSparsity]] = {}
+    for result in compared.results:
+        for level in result.sparsity:
+            found.setdefault((level.layer, level.level), []).append(level)
+    total = sum(level.families for level in compared.results[0].sparsity if level.layer == 1)
+    return [
+        LevelSparsity(
+            layer,
+            height,
+            tuple(alpha for level in levels for alpha in level.alpha),
+            statistics.fmean(level.zeros for level in levels),
+            statistics.fmean(level.visited or 0.0 for level in levels),
+            levels[0].families,
+        )
+        for (layer, height), levels in found.items()
+        if levels[0].families >= SHOWN * total
+    ]
+
+
+def _scores(compared: dict[str, Compared], levels: dict[str, list[LevelSparsity]]) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+    for variant, one in compared.items():
+        own = levels.get(variant)
+        visited = None if own is None else visited_fraction(own)
+        rows.append(
+            [
+                _named(variant),
+                f"{one.results[0].parameters:,}",
+                f"{one.rate:g}",
+                f"{statistics.fmean(one.scores):.4f} ± {statistics.stdev(one.scores):.4f}",
+                f"{one.mean(lambda result: float(result.scores.f1 or 0)):.4f}",
+                "–" if own is None else f"{100 * statistics.fmean(level.zeros for level in own):.1f} %",
+                "100 %" if visited is None else f"{100 * visited:.1f} %",
+            ]
+        )
+    return ["attention", "parameters", "rate", "accuracy", "F1", "zeros, mean over levels", "visited"], rows
+
+
+def _levels(levels: dict[str, list[LevelSparsity]]) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+    for variant, own in levels.items():
+        for level in own:
+            low, high = min(level.alpha), max(level.alpha)
+            spread = f" ({low:.2f}–{high:.2f})" if high > low else ""
+            rows.append(
+                [
+                    _named(variant),
+                    level.layer,
+                    level.level,
+                    f"{statistics.fmean(level.alpha):.3f}{spread}",
+                    f"{100 * level.zeros:.1f} %",
+                    f"{100 * (level.visited or 0):.1f} %",
+                ]
+            )
+    return ["attention", "layer", "level", "α", "zeros", "visited"], rows
+
+
+def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[list[Any]]]:
+    rows: list[list[Any]] = []
+    for device, found in times.items():
+        for variant in VARIANTS:
+            own, whole = found[variant], found.get(f"{variant}, all visited")
+            rows.append([device, _named(variant), own, own / found["softmax"], whole, whole and whole / own])
+    return ["device", "attention", "ms", "× softmax", "ms, all visited", "times faster by skipping"], rows
+
+
+def _draw(name: str, data: Prepared, compared: Compared, out: Path) -> None:
+    """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
+    model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
+    s = data.test.batch.hierarchy.structure
+    fitting = np.flatnonzero((data.test.lengths <= 180) & (s.num_children[: len(data.test)] > 2))
+    if not len(fitting):
+        return
+    example = data.test.select([fitting[data.test.lengths[fitting].argmax()]])
+    mean = attention_tree(model, example.batch)
+    top = int(mean.weights[mean.structure.leaf_nodes].argmax())
+    labels, title = leaf_labels(example.batch, data), f"{tasks()[name].question} Learned α, first layer"
+    plot_sparse_tree(RESULTS / f"sparse_models_{name}_mean.png", mean, labels, title)
+    tree = attention_tree(model, example.batch, leaf=top)
+    plot_sparse_tree(RESULTS / f"sparse_models_{name}_leaf.png", tree, labels, title)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "time", "write"))
+    parser.add_argument("packed", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", default="imdb,python", help="some of imdb, python")
+    parser.add_argument("--jobs", type=int, default=1, help="variants at a time")
+    parser.add_argument("--examples", type=int, default=0, help="of each part of the data, at most; 0 for all")
+    given = parser.parse_args()
+    names = given.data.split(",")
+    if given.what == "run":
+        run_all(names, given.packed, given.out, given.jobs, given.examples)
+    elif given.what == "time":
+        time_all(names, given.packed, given.out, given.examples)
+    else:
+        write(names, given.packed, given.out, given.examples)
+
+
+if __name__ == "__main__":
+    main()

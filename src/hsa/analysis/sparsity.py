@@ -1,0 +1,204 @@
+"""How sparse a model's attention is: α, weights that are exactly 0, and how much of the tree is entered, level by level."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hsa.analysis.plots import COLORS, pyplot, save_figure
+from hsa.attention.hierarchical import sparse
+from hsa.attention.hierarchical.zeros import zeros as hierarchical_zeros
+from hsa.attention.multiscale.zeros import zeros as multiscale_zeros
+from hsa.attention.normalizers import Entmax
+from hsa.errors import InvalidInput
+from hsa.hierarchy import Hierarchy
+from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.nn.attention import Attention, Hierarchical, Multiscale
+from hsa.nn.inputs import Inputs
+from hsa.nn.learned_alpha import normalizer_of
+
+HEADER = ("layer", "level", "α (range over heads)", "zeros", "visited")
+
+
+@dataclass(frozen=True)
+class LevelSparsity:
+    """What one layer does in the families of one height.
+
+    Attributes:
+        layer: from 1.
+        level: the height, from 1: families of leaves only.
+        alpha: of every head.
+        zeros: share of the weights in these families that are exactly 0.
+        visited: share of these families, times heads, that attention enters on its way down; None for own rows, which have
+            no way down.
+        families: how many there were.
+    """
+
+    layer: int
+    level: int
+    alpha: tuple[float, ...]
+    zeros: float
+    visited: float | None
+    families: int
+
+
+def has_entmax(config: ModelConfig) -> bool:
+    entmax = getattr(config.encoder, "entmax", None)
+    return entmax is not None and entmax != 1
+
+
+@torch.no_grad()
+def measure_sparsity(model: HierarchicalClassifier, batches: Iterable[Inputs]) -> tuple[LevelSparsity, ...]:
+    """Layer by layer, level by level, over all batches.
+
+    Raises:
+        InvalidInput: a model without entmax.
+    """
+    watched = [(layer.attention, _Counts()) for layer in model.encoder.layers if _normalizer(layer.attention)]
+    if not watched:
+        raise InvalidInput("model", given="attention by softmax", expected="entmax: softmax leaves nothing out")
+    hooks = [attention.register_forward_pre_hook(counts.see) for attention, counts in watched]
+    was_training = model.training
+    try:
+        model.eval()
+        for batch in batches:
+            model(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    return tuple(
+        level for layer, (attention, counts) in enumerate(watched, 1) for level in counts.levels(layer, attention)
+    )
+
+
+@dataclass
+class _Counts:
+    """Of one layer, by height less 1."""
+
+    zeros: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)
+    families: list[int] = field(default_factory=list)
+    heads: int = 1
+
+    def see(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """What the layer is given."""
+        q, k, _, hierarchy, positions, *_ = inputs
+        normalizer = _normalizer(module)
+        assert normalizer is not None
+        self.heads = q.shape[1]
+        own = {"normalizer": normalizer, "positions": positions}
+        if isinstance(module, Multiscale):
+            opened = module.opened(q, k, hierarchy, positions)
+            found = multiscale_zeros(q, k, hierarchy, opened=opened, pooled_bias=module.pooled_bias, **own)
+        else:
+            assert isinstance(module, Hierarchical)
+            own["include_self"] = module.include_self
+            found = hierarchical_zeros(q, k, hierarchy, **own)
+            _add(self.entered, sparse.visited(q, k, hierarchy, **own).families)
+        _add(self.zeros, found.zeros)
+        _add(self.entries, found.of)
+        _add(self.families, _families(hierarchy))
+
+    def levels(self, layer: int, attention: Attention) -> list[LevelSparsity]:
+        normalizer = _normalizer(attention)
+        assert normalizer is not None
+        found = []
+        for i, families in enumerate(self.families):
+            alpha = normalizer.at_height(i + 1, torch.float64).expand(self.heads)
+            visited = self.entered[i] / (families * self.heads) if self.entered and families else None
+            zeros = self.zeros[i] / self.entries[i] if self.entries[i] else 0.0
+            found.append(LevelSparsity(layer, i + 1, tuple(alpha.tolist()), zeros, visited, families))
+        return found
+
+
+def _families(hierarchy: Hierarchy) -> list[int]:
+    height = hierarchy.structure.height
+    return [int((height == h).sum()) for h in range(1, int(height.max(initial=0)) + 1)]
+
+
+def _add(total: list[int], more: Sequence[int]) -> None:
+    total.extend([0] * (len(more) - len(total)))
+    for i, number in enumerate(more):
+        total[i] += number
+
+
+def _normalizer(module: nn.Module) -> Entmax | None:
+    if not isinstance(module, (Hierarchical, Multiscale)):
+        return None
+    found = normalizer_of(module.alpha)
+    return found if isinstance(found, Entmax) and not found.is_softmax else None
+
+
+def visited_fraction(levels: Sequence[LevelSparsity]) -> float | None:
+    """Of all families of these levels; None for own rows."""
+    known = [level for level in levels if level.visited is not None]
+    total = sum(level.families for level in known)
+    return sum(level.families * level.visited for level in known if level.visited) / total if total else None
+
+
+def rows(levels: Sequence[LevelSparsity]) -> list[list[str]]:
+    """For a table with `HEADER`; a last row for all levels of a layer."""
+    table = []
+    for layer in dict.fromkeys(level.layer for level in levels):
+        own = [level for level in levels if level.layer == layer]
+        for level in own:
+            mean, low, high = statistics.fmean(level.alpha), min(level.alpha), max(level.alpha)
+            spread = "" if math.isclose(low, high) else f" ({low:.3f}–{high:.3f})"
+            table.append(
+                [str(layer), _level(level), f"{mean:.3f}{spread}", _percent(level.zeros), _percent(level.visited)]
+            )
+        table.append([str(layer), "all", "", "", _percent(visited_fraction(own))])
+    return table
+
+
+def _level(level: LevelSparsity) -> str:
+    """
+    >>> _level(LevelSparsity(1, 2, (1.5,), 0.0, 1.0, 7))
+    '2 (7 families)'
+    """
+    return f"{level.level} ({level.families:,} {'family' if level.families == 1 else 'families'})"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def plot_sparsity(path: Path, found: Mapping[str, Sequence[LevelSparsity]]) -> None:
+    """α by level, a line per model and layer and a dot per head; and the shares of zeros and of families entered.
+
+    Args:
+        found: model → its levels.
+    """
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
+    lines = [(model, layer) for model, levels in found.items() for layer in dict.fromkeys(x.layer for x in levels)]
+    for color, (model, layer) in zip(COLORS * 9, lines, strict=False):
+        own = [level for level in found[model] if level.layer == layer]
+        heights = [level.level for level in own]
+        name = f"layer {layer}" if len(found) == 1 else f"{model}, layer {layer}"
+        left.plot(heights, [statistics.fmean(level.alpha) for level in own], color=color, lw=1.8, label=name)
+        for level in own:
+            left.scatter([level.level] * len(level.alpha), level.alpha, color=color, s=9, alpha=0.6, linewidths=0)
+        right.plot(heights, [level.zeros for level in own], color=color, marker="o", ms=4, lw=1.8, label=name)
+        if all(level.visited is not None for level in own):
+            right.plot(heights, [level.visited for level in own], color=color, ls=":", lw=1.4)
+    left.axhline(1, color="#999999", lw=0.8, ls="--")
+    left.axhline(2, color="#999999", lw=0.8, ls="--")
+    left.set(ylim=(0.95, 2.05), ylabel="α", title="α: from softmax (1) to sparsemax (2)")
+    right.set(ylim=(-0.03, 1.03), ylabel="share", title="Zeros (dotted: families visited)")
+    for axes in (left, right):
+        axes.set_xlabel("level (1: families of leaves)")
+        axes.set_xticks(range(1, 1 + max(level.level for levels in found.values() for level in levels)))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    if len(lines) > 1:
+        figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    save_figure(figure, path)
