@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -21,6 +23,14 @@ from benchmarks.measure import write_table
 
 KINDS: dict[str, Any] = {"softmax": "softmax", "α = 1.5": hsa.Entmax(1.5), "α = 2": hsa.Entmax(2.0)}
 SPREADS = (0.1, 1.0, 4.0)
+TREES = {
+    "16": partial(hsa.Hierarchy.regular, [4096], BRANCHING),
+    "32": partial(hsa.Hierarchy.regular, [700], (32, 4)),
+    "64": partial(hsa.Hierarchy.regular, [700], (64, 4)),
+    "128": partial(hsa.Hierarchy.regular, [900], (128,)),
+    "text-like": partial(text_like, 2000),
+}
+"""That results are checked on."""
 MOST = 2.0
 """Times of softmax that entmax may take."""
 
@@ -48,38 +58,34 @@ def inputs(
 def check_correctness() -> list[list[Any]]:
     """Forward and gradients against the torch backend in float64: every size of families, both dtypes, all spreads.
 
-    Rounding of logits is multiplied by up to the leaves below a row, and gradients of α = 2 jump where an entry leaves the
-    support: errors are those of norms, and may be as large as three times those of the torch backend in the same dtype.
+    In several processes, because most of the time goes into compiling the kernels, which the timing then finds compiled.
+    """
+    with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(check_one, name, kind) for name in TREES for kind in KINDS]
+        return [row for checked in waiting for row in checked.result()]
+
+
+def check_one(name: str, kind: str) -> list[list[Any]]:
+    """Rounding of logits is multiplied by up to the leaves below a row, and gradients of α = 2 jump where an entry leaves
+    the support: errors are those of norms, and may be as large as three times those of the torch backend in the same dtype.
     """
     torch.manual_seed(0)
-    trees = {
-        "16": hsa.Hierarchy.regular([4096], BRANCHING),
-        "32": hsa.Hierarchy.regular([700], (32, 4)),
-        "64": hsa.Hierarchy.regular([700], (64, 4)),
-        "128": hsa.Hierarchy.regular([900], (128,)),
-        "text-like": text_like(2000),
-    }
-    rows = []
-    for name, tree in trees.items():
-        tree = tree.to("cuda")
-        for kind, normalizer in KINDS.items():
-            for dtype, tolerances in ((torch.float32, (1e-4, 1e-2)), (DTYPE, (3e-2, 5e-2))):
-                for spread in SPREADS:
-                    dim = 32 if dtype == torch.float32 else DIM  # float32 tiles of 128 rows are narrower
-                    made = inputs(tree, spread, heads=2, dim=dim, dtype=dtype)
-                    ours, exact, theirs = (
-                        _run(tree, made, normalizer, kind_of, backend)
-                        for kind_of, backend in ((dtype, "triton"), (torch.float64, "torch"), (dtype, "torch"))
-                    )
-                    errors = [_error(x, y) for x, y in zip(ours, exact, strict=True)]
-                    other = [_error(x, y) for x, y in zip(theirs, exact, strict=True)]
-                    rows.append(
-                        [name, kind, str(dtype)[6:], spread, errors[0], max(errors[1:]), other[0], max(other[1:])]
-                    )
-                    print(rows[-1], flush=True)
-                    for error, of_torch, what in zip(errors, other, ("out", "dq", "dk", "dv"), strict=True):
-                        if not error < max(tolerances[what != "out"], 3 * of_torch):
-                            raise SystemExit(f"{rows[-1]}: {what} has error {error:.1e}, torch {of_torch:.1e}")
+    tree, rows = TREES[name]().to("cuda"), []
+    for dtype, tolerances in ((torch.float32, (1e-4, 1e-2)), (DTYPE, (3e-2, 5e-2))):
+        for spread in SPREADS:
+            dim = 32 if dtype == torch.float32 else DIM  # float32 tiles of 128 rows are narrower
+            made = inputs(tree, spread, heads=2, dim=dim, dtype=dtype)
+            ours, exact, theirs = (
+                _run(tree, made, KINDS[kind], kind_of, backend)
+                for kind_of, backend in ((dtype, "triton"), (torch.float64, "torch"), (dtype, "torch"))
+            )
+            errors = [_error(x, y) for x, y in zip(ours, exact, strict=True)]
+            other = [_error(x, y) for x, y in zip(theirs, exact, strict=True)]
+            rows.append([name, kind, str(dtype)[6:], spread, errors[0], max(errors[1:]), other[0], max(other[1:])])
+            print(rows[-1], flush=True)
+            for error, of_torch, what in zip(errors, other, ("out", "dq", "dk", "dv"), strict=True):
+                if not error < max(tolerances[what != "out"], 3 * of_torch):
+                    raise SystemExit(f"{rows[-1]}: {what} has error {error:.1e}, torch {of_torch:.1e}")
     return rows
 
 
