@@ -248,8 +248,7 @@ def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[lis
 def _draw(name: str, data: Prepared, compared: Compared, out: Path) -> None:
     """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
     model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
-    s = data.test.batch.hierarchy.structure
-    fitting = np.flatnonzero((data.test.lengths <= 180) & (s.num_children[: len(data.test)] > 2))
+    fitting = np.flatnonzero(data.test.lengths <= 120)
     if not len(fitting):
         return
     example = data.test.select([fitting[data.test.lengths[fitting].argmax()]])
