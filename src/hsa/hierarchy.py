@@ -70,20 +70,21 @@ class Structure:
         depth = np.repeat(np.arange(len(levels)), np.diff(offsets))
         leaf_count = (num_children == 0).astype(np.int64)
         height = np.zeros(num_nodes, np.int64)
-        for begin, end in reversed(levels[1:]):  # children to parents; every family is a slice
-            first = np.flatnonzero(np.diff(parent[begin:end], prepend=-2))
-            above = parent[begin:end][first]
+        parents = [begin + np.flatnonzero(num_children[begin:end]) for begin, end in levels[:-1]]
+        below = [(above, *bounds) for above, bounds in zip(parents, levels[1:], strict=True)]
+        for above, begin, end in reversed(below):  # children to parents; every family is a slice
+            first = first_child[above] - begin
             leaf_count[above] = np.add.reduceat(leaf_count[begin:end], first)
             height[above] = np.maximum.reduceat(height[begin:end], first) + 1
 
         tree = np.arange(num_nodes)
         first_leaf = np.zeros(num_nodes, np.int64)
         first_leaf[:num_trees] = np.cumsum(leaf_count[:num_trees]) - leaf_count[:num_trees]
-        for begin, end in levels[1:]:  # parents to children
-            above = parent[begin:end]
+        for above, begin, end in below:  # parents to children
+            counts = num_children[above]
             before = np.cumsum(leaf_count[begin:end]) - leaf_count[begin:end]
-            first_leaf[begin:end] = first_leaf[above] + before - before[first_child[above] - begin]
-            tree[begin:end] = tree[above]
+            first_leaf[begin:end] = before + np.repeat(first_leaf[above] - before[first_child[above] - begin], counts)
+            tree[begin:end] = np.repeat(tree[above], counts)
 
         leaves = np.flatnonzero(num_children == 0)
         leaf_nodes = np.empty(len(leaves), np.int64)
