@@ -238,7 +238,7 @@ def test_gradcheck_with_a_key_order(causal):
 @pytest.mark.parametrize("backend", ON_THE_CPU, ids=BACKENDS)
 def test_declared_tolerances(backend, dtype):
     forest = Hierarchy.collate([Hierarchy.regular([61], (5, 3)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
-    for seed in range(3):
+    for seed in range(2):
         q, k, v = random_inputs(forest, seed, dim=16, value_dim=16, dtype=dtype)
         opened = open_families(q, k, forest, near=1, refine=1)
         precise = (x.double() for x in (q, k, v))
