@@ -99,6 +99,14 @@ def resolve_normalizer(normalizer: Any, q: Tensor) -> Entmax | None:
     return None if normalizer.is_softmax else normalizer
 
 
+def resolve_entmax(normalizer: Any, q: Tensor) -> Entmax:
+    """The same for what is asked of entmax alone."""
+    entmax = resolve_normalizer(normalizer, q)
+    if entmax is None:
+        raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax leaves nothing out")
+    return entmax
+
+
 def no_entmax(arguments: dict[str, Any]) -> list[str]:
     """Why a backend without it cannot run."""
     normalizer = arguments["normalizer"]

@@ -178,10 +178,12 @@ class Multiscale(Attention):
 
     def _nearest(self, hierarchy: Hierarchy) -> Opened:
         """A choice that depends on the tree alone: all layers and heads share it."""
-        any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
-        return hierarchy.cached(
-            ("near", self.near), lambda: open_families(any_rows, any_rows, hierarchy, near=self.near)
-        )
+
+        def choose() -> Opened:
+            any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
+            return open_families(any_rows, any_rows, hierarchy, near=self.near)
+
+        return hierarchy.cached(("near", self.near), choose)
 
 
 class Found(Attention):

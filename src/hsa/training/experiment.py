@@ -27,11 +27,12 @@ from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.prepare import Prepared, save_reading
 
+# Places in the input: kernels of multiscale attention have none in the logits.
+_OWN_ROWS = {"operator": "multiscale", "position_input": True, "position_dim": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "hsa": {},
-    # Places in the input: kernels of multiscale attention have none in the logits.
-    "multiscale": {"operator": "multiscale", "position_input": True, "position_dim": 0},
-    "hsa-token": {"operator": "multiscale", "position_input": True, "position_dim": 0},  # every token has its own row
+    "multiscale": _OWN_ROWS,
+    "hsa-token": _OWN_ROWS,
     "found": {"operator": "found"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},

@@ -19,9 +19,8 @@ from hsa.attention.hierarchical import pruned
 from hsa.attention.hierarchical.levelwise import UpSweep, by_round, down_sweep, from_above, with_positions
 from hsa.attention.hierarchical.sparse_entries import entries_of, hand_down
 from hsa.attention.hierarchical.sparse_family import attend
-from hsa.attention.normalizers import Entmax, resolve_normalizer
+from hsa.attention.normalizers import Entmax, resolve_entmax
 from hsa.attention.rounds import Rounds, rooted, rounds
-from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
 PRUNED = True
@@ -126,9 +125,7 @@ def handed_down(
     1 at roots, exactly 0 where attention has left out everything inside a node, and 0 at leaves.
     """
     check_inputs({"q": q, "k": k}, hierarchy)
-    entmax = resolve_normalizer(normalizer, q)
-    if entmax is None:
-        raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax leaves nothing out")
+    entmax = resolve_entmax(normalizer, q)
     positions = check_positions(positions, q, hierarchy)
     forest, positions = rooted(hierarchy, positions)
     plan = rounds(forest)

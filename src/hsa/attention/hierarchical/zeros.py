@@ -9,9 +9,8 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default
 from hsa.attention.hierarchical.pruned import Families, compare, solve
-from hsa.attention.normalizers import Entmax, resolve_normalizer
+from hsa.attention.normalizers import Entmax, resolve_entmax
 from hsa.attention.rounds import Bucket, rooted, rounds
-from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
 
@@ -44,9 +43,7 @@ def zeros(
     Zeros(zeros=(0, 2), of=(4, 4))
     """
     check_inputs({"q": q, "k": k}, hierarchy)
-    entmax = resolve_normalizer(normalizer, q)
-    if entmax is None:
-        raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax has no zeros")
+    entmax = resolve_entmax(normalizer, q)
     forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))
     plan = rounds(forest)
     k, scale = repeat_heads(k, q.shape[1]), scale_or_default(scale, q)

@@ -11,9 +11,8 @@ from hsa.attention.multiscale.gathered import Lists, chunk_weights, chunks
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.pyramid import pyramid
-from hsa.attention.normalizers import Entmax, resolve_normalizer
+from hsa.attention.normalizers import Entmax, resolve_entmax
 from hsa.attention.rounds import rooted, rounds
-from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
 
@@ -34,9 +33,7 @@ def zeros(
     An entry counts for the height of the family that its node is a member of.
     """
     check_inputs({"q": q, "k": k}, hierarchy)
-    entmax = resolve_normalizer(normalizer, q)
-    if entmax is None:
-        raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax has no zeros")
+    entmax = resolve_entmax(normalizer, q)
     forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))
     partition, plan, heads = opened.partition(hierarchy), rounds(forest), q.shape[1]
     keys = pyramid(k, plan)
