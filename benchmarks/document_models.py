@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -120,18 +120,16 @@ def run_part(plan: Plan, name: str, model: str, packed: Path, out: Path) -> str:
 
 
 def run_all(names: list[str], packed: Path, out: Path, jobs: int) -> None:
-    """Every rate with the first seed; then the other seeds with each model's best."""
-    first = [replace(PLAN, rates=(rate,), seeds=PLAN.seeds[:1]) for rate in PLAN.rates]
-    others = [replace(PLAN, seeds=(PLAN.seeds[0], seed)) for seed in PLAN.seeds[1:]]
+    run_in_rounds(run_part, PLAN, [(name, model, packed, out) for name in names for model in MODELS], jobs)
+
+
+def run_in_rounds(run: Callable[..., str], plan: Plan, parts: Sequence[tuple[Any, ...]], jobs: int) -> None:
+    """`run(plan, *part)` of all parts, in processes: every rate with the first seed; then the others with the best rate."""
+    first = [replace(plan, rates=(rate,), seeds=plan.seeds[:1]) for rate in plan.rates]
+    others = [replace(plan, seeds=(plan.seeds[0], seed)) for seed in plan.seeds[1:]]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for plans in (first, others):
-            waiting = [
-                pool.submit(run_part, plan, name, model, packed, out)
-                for name in names
-                for model in MODELS
-                for plan in plans
-            ]
-            for done in as_completed(waiting):
+            for done in as_completed([pool.submit(run, part_of, *part) for part in parts for part_of in plans]):
                 print(done.result(), flush=True)
 
 

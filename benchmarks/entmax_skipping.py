@@ -17,6 +17,7 @@ from hsa.attention.hierarchical import sparse
 
 BLOCK = 128
 """Leaves that look at another block of as many."""
+LENGTHS = {"cpu": (1024, 4096, 16384), "cuda": (4096, 16384, 131072)}
 STRENGTHS = (0.0, 2.0, 4.0)
 NORMALIZERS: dict[str, Any] = {
     "α = 1.5": 1.5,
@@ -44,10 +45,12 @@ def blocks(length: int, strength: float, device: str) -> tuple[Tensor, Tensor, T
     return q.to(device), k.to(device), v.to(device)
 
 
-def run(lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
+def run() -> None:
     torch.manual_seed(0)
     rows: list[list[Any]] = []
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+    for device, lengths in LENGTHS.items():
+        if device == "cuda" and not torch.cuda.is_available():
+            continue
         for length in lengths:
             tree = hsa.Hierarchy.regular([length], BRANCHING).to(device)
             for strength in STRENGTHS:

@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,7 @@ def tasks() -> dict[str, Task]:
     every = {"patience": 0, "mixed_precision": precision, "checkpoint_minutes": 60.0}
     reviews = Recipe(
         model=ModelOptions(width=128, heads=4, layers=2, dropout=0.2),
-        training=TrainingOptions(epochs=4, batch_size=64, batch_tokens=2**17, **every),
+        training=TrainingOptions(epochs=3, batch_size=128, batch_tokens=2**17, **every),
     )
     programs = completed(Recipe())  # what `hsa train` does without data
     programs = replace(programs, training=replace(programs.training, **every))
@@ -81,29 +79,29 @@ def load(name: str, packed: Path, examples: int) -> Prepared:
     return replace(data, **few)
 
 
-def run_variant(name: str, variant: str, packed: Path, out: Path, examples: int) -> list[Compared]:
-    """All rates and seeds."""
+def run_variant(
+    plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: Prepared | None = None
+) -> Compared:
+    """All rates and seeds of the plan; those that are finished are read."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     recipe = tasks()[name].with_alpha(variant)
     accelerator = make_accelerator(recipe.training)
-    data = load(name, packed, examples)
-    return compare_models(PLAN, recipe, data, out / name / variant, accelerator, resume=True)
+    data = data or load(name, packed, examples)
+    (found,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
+    return found
+
+
+def run_part(plan: Plan, name: str, variant: str, *where: Any) -> str:
+    found = run_variant(plan, name, variant, *where)
+    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in found.scores)} (rate {found.rate})"
 
 
 def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: int) -> None:
     for name in names:
         load(name, packed, examples)  # fills the cache that processes share
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        # Slow ones first, so that the last ones to run are short.
-        waiting = {
-            pool.submit(run_variant, name, variant, packed, out, examples): f"{name}, {variant}"
-            for variant in reversed(VARIANTS)
-            for name in names
-        }
-        for done in as_completed(waiting):
-            (found,) = done.result()
-            scores = " ".join(f"{score:.4f}" for score in found.scores)
-            print(f"{waiting[done]}: {scores} (rate {found.rate})", flush=True)
+    # Slow ones first, so that the last ones to run are short.
+    parts = [(name, variant, packed, out, examples) for variant in reversed(VARIANTS) for name in names]
+    document_models.run_in_rounds(run_part, PLAN, parts, jobs)
 
 
 def time_all(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
@@ -122,7 +120,7 @@ def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, docume
     device = batch.hierarchy.device
     candidates: dict[str, Callable[[], Any]] = {}
     for variant in VARIANTS:
-        (found,) = run_variant(name, variant, packed, out, examples)  # finished: reads the results
+        found = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
         model, _ = load_model(found.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
@@ -148,7 +146,7 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
     sections: list[Section] = []
     for name in names:
         task, data = tasks()[name], load(name, packed, examples)
-        compared = {variant: run_variant(name, variant, packed, out, examples)[0] for variant in VARIANTS}
+        compared = {variant: run_variant(PLAN, name, variant, packed, out, examples, data) for variant in VARIANTS}
         times = read_json(out / name / "times.json", "times, from `time`")
         levels = {variant: _over_seeds(one) for variant, one in compared.items() if variant != "softmax"}
         lengths = data.train.lengths

@@ -26,6 +26,7 @@ from hsa.attention.triton import (  # noqa: F401
     decode,
     exact,
     find_keys,
+    head_norm,
     hierarchical,
     multiscale,
     pyramid,
@@ -96,6 +97,11 @@ def compile_trilinear(dtype, dim, causal):
     trilinear_attention(*made, Hierarchy.flat([512]), causal=causal, backend="triton").sum().backward()
 
 
+def compile_head_norm(dtype, dim):
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((512, 4, dim), (dim,), (dim,)))
+    head_norm.head_norm(x.to(dtype), weight, bias, 1e-5).sum().backward()
+
+
 if __name__ == "__main__":
     prepare(int(sys.argv[1]))
     regular = Hierarchy.regular([512], (16, 4))
@@ -103,11 +109,13 @@ if __name__ == "__main__":
     compile_hierarchical(regular, torch.bfloat16, Entmax(1.5))
     compile_decoding(torch.bfloat16, 64)
     compile_trilinear(torch.bfloat16, 64, causal=False)
+    compile_head_norm(torch.bfloat16, 32)
     if sys.argv[2] == "all":
         for dtype in (torch.bfloat16, torch.float32):
             compile_hierarchical(regular, dtype)
             for dim in (64, 128):
                 compile_decoding(dtype, dim)
+                compile_head_norm(dtype, dim)
             mixed = Hierarchy.from_nested([[5, 20, 40], [3, 3]])
             for normalizer in ("softmax", Entmax(1.5), Entmax(2.0)):
                 compile_hierarchical(mixed, dtype, normalizer)

@@ -8,6 +8,7 @@ from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import Attention
 from hsa.nn.grouped_linear import GroupedLinear, Groups
 from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
+from hsa.nn.head_norm import HeadNorm
 
 
 class HierarchicalEncoderLayer(nn.Module):
@@ -62,7 +63,7 @@ class HierarchicalEncoderLayer(nn.Module):
         self.project = GroupedLinear(modalities, width, sum(self.sizes))
         for name in attention.parts:
             if not name.startswith("v"):
-                self.add_module(f"norm_{name}", nn.LayerNorm(self.head_dim))
+                self.add_module(f"norm_{name}", HeadNorm(self.head_dim))
         self.output = GroupedLinear(modalities, attended, width)
         self.fusion.scale_output(self.output)
         self.activation = nn.GELU()
@@ -75,7 +76,7 @@ class HierarchicalEncoderLayer(nn.Module):
         parts = [part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, groups).split(self.sizes, -1)]
         for i, name in enumerate(self.attention.parts):
             if not name.startswith("v"):
-                parts[i] = self.get_submodule(f"norm_{name}")(parts[i]).to(parts[i].dtype)
+                parts[i] = self.get_submodule(f"norm_{name}")(parts[i])
         if self.attention.parts[:2] == ("q", "k"):
             parts[:2] = self.fusion.compare(*parts[:2])
         attended = self.attention(*parts, hierarchy, positions, self.fusion.mixing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ class Blocks:
     def __init__(self, tokens: np.ndarray, context: int, seed: int):
         self.tokens, self.context, self.seed = tokens, context, seed
         self.per_epoch = blocks_of(tokens, context)
-        self._epoch: tuple[int, int, np.ndarray] | None = None
+        self._epoch = lru_cache(2)(self._draw)  # batches are made ahead: the next epoch begins before this one ends
 
     def take(self, first: int, number: int) -> np.ndarray:
         """`[number, context + 1]` blocks from number `first` of all epochs on."""
@@ -29,12 +30,15 @@ class Blocks:
 
     def _start(self, block: int) -> int:
         epoch, place = divmod(block, self.per_epoch)
-        if self._epoch is None or self._epoch[0] != epoch:
-            draw = np.random.default_rng((self.seed, epoch))
-            spare = len(self.tokens) - 1 - self.per_epoch * self.context
-            shift = int(draw.integers(min(spare, self.context) + 1))
-            self._epoch = epoch, shift, draw.permutation(self.per_epoch)
-        return self._epoch[1] + int(self._epoch[2][place]) * self.context
+        shift, order = self._epoch(epoch)
+        return shift + int(order[place]) * self.context
+
+    def _draw(self, epoch: int) -> tuple[int, np.ndarray]:
+        """Where an epoch starts, and its order."""
+        draw = np.random.default_rng((self.seed, epoch))
+        spare = len(self.tokens) - 1 - self.per_epoch * self.context
+        shift = int(draw.integers(min(spare, self.context) + 1))
+        return shift, draw.permutation(self.per_epoch)
 
 
 class BlockCourse(Course):

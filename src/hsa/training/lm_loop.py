@@ -193,7 +193,7 @@ class _Run:
         self.model.train()
         running: list[Tensor] = []
         began = saved = time.monotonic()
-        with closing(prefetched(self.course.load(step) for step in range(state.step, self.total))) as loaded:
+        with closing(prefetched(self.course.load, range(state.step, self.total))) as loaded:
             for batch in loaded:
                 running.append(self._step(batch))
                 state.step += 1

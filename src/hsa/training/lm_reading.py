@@ -18,7 +18,7 @@ class Course(ABC):
 
     @abstractmethod
     def load(self, step: int) -> Any:
-        """The batch of a step, on the device. Made ahead, in a thread."""
+        """The batch of a step, on the device. Made ahead, by threads, in any order."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:

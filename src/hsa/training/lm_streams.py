@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,21 @@ class Streams:
     def __init__(self, tokens: np.ndarray, context: int, streams: int, seed: int):
         self.tokens, self.context, self.streams, self.seed = tokens, context, streams, seed
         self.steps_per_epoch = max(1, blocks_of(tokens, context) // streams)
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self._starts = lru_cache(2)(self._draw)  # batches are made ahead: the next epoch begins before this one ends
 
     def take(self, step: int) -> np.ndarray:
         """`[streams, context + 1]` the next block of every stream."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self._starts(np.random.default_rng((self.seed, epoch)))
-        first = self._epoch[1] + place * self.context
+        first = self._starts(epoch) + place * self.context
         return self.tokens[first[:, None] + np.arange(self.context + 1)]
 
     def begins(self, step: int) -> bool:
         """Whether nothing before this step belongs to its streams."""
         return step % self.steps_per_epoch == 0
 
-    def _starts(self, draw: np.random.Generator) -> np.ndarray:
+    def _draw(self, epoch: int) -> np.ndarray:
+        """Where the streams of an epoch start."""
+        draw = np.random.default_rng((self.seed, epoch))
         each = self.steps_per_epoch * self.context
         spare = len(self.tokens) - 1 - self.streams * each
         if spare < 0:

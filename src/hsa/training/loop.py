@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,7 +138,8 @@ class Trainer:
         self.accelerator = accelerator or make_accelerator(options)
         self.transform, self.watcher = transform, watcher or Silent()
         groups = parameter_groups(model, options, pretrained)
-        optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98))
+        on_gpu = self.accelerator.device.type == "cuda"
+        optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98), fused=on_gpu)
         if hasattr(self.accelerator.state, "fsdp_plugin"):
             model.register_forward_hook(_by_way_of_all)
         if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
@@ -223,7 +225,7 @@ class Trainer:
         batches = self._epoch_batches(state.epoch)[state.step :]
         running: list[Tensor] = []
         began = saved = time.monotonic()
-        with closing(prefetched(self._load(self.train, batch) for batch in batches)) as loaded:
+        with closing(prefetched(partial(self._load, self.train), batches)) as loaded:
             for batch, targets, weights in loaded:
                 running.append(self._step(batch, targets, weights))
                 state.step += 1
@@ -349,7 +351,7 @@ class Trainer:
         began = time.monotonic()
         batches = batches_by_tokens(data.lengths, self.options.batch_tokens, self.options.batch_size, order)
         for chosen, (batch, targets, weights) in zip(
-            batches, prefetched(self._load(data, batch) for batch in batches), strict=True
+            batches, prefetched(partial(self._load, data), batches), strict=True
         ):
             with counting_operations() as counts:
                 out = self.model(batch)

@@ -179,7 +179,7 @@ class _Run:
         self.model.train()
         losses = []
         batches = self._batches(state.epoch)
-        with closing(prefetched(self._load(batch) for batch in batches)) as loaded:
+        with closing(prefetched(self._load, batches)) as loaded:
             for prompts, read, said, lengths in loaded:
                 rate = learning_rate(self.options, done, total)
                 losses.append(self._step(prompts, read, said, lengths, rate))

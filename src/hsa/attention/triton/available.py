@@ -26,7 +26,7 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
 
     On the CPU they run only under Triton's interpreter (TRITON_INTERPRET=1), and only if asked for by name: it is for tests.
     """
-    if find_spec("triton") is None:
+    if not is_installed():
         return ["triton is not installed: pip install triton"]
     reasons = []
     if torch.version.hip is not None:
@@ -42,6 +42,11 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
         if not 1 <= width <= widest:
             reasons.append(f"head dims must be 1 to {widest}, not {width}")
     return reasons
+
+
+@cache
+def is_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def padded(width: int) -> int:
