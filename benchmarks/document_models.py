@@ -58,8 +58,8 @@ class Task:
 
 TASKS = {
     "imdb": Task("IMDB: positive or negative?", 512, 3, 128, 4096),
-    "news": Task("20 Newsgroups: which one?", 512, 6, 128, 4096),
-    "papers": Task("PeerRead: cs.AI, cs.CL or cs.LG?", 4096, 5, 32, 512),
+    "news": Task("20 Newsgroups: which one?", 512, 10, 128, 4096),
+    "papers": Task("PeerRead: cs.AI, cs.CL or cs.LG?", 4096, 8, 32, 512),
 }
 
 
@@ -72,7 +72,7 @@ def recipe(task: Task) -> Recipe:
         mixed_precision="bf16" if torch.cuda.is_available() else "no",
         checkpoint_minutes=60,
     )
-    model = ModelOptions(width=128, heads=4, layers=2, dropout=0.2)
+    model = ModelOptions(width=128, heads=4, layers=2, dropout=0.2, pooling="max")
     return Recipe(models=MODELS, model=model, training=training, documents=DocumentOptions())
 
 

@@ -58,7 +58,7 @@ def tasks() -> dict[str, Task]:
     precision: Any = "bf16" if torch.cuda.is_available() else "no"
     every = {"patience": 0, "mixed_precision": precision, "checkpoint_minutes": 60.0}
     reviews = Recipe(
-        model=ModelOptions(width=128, heads=4, layers=2, dropout=0.2),
+        model=ModelOptions(width=128, heads=4, layers=2, dropout=0.2, pooling="max"),
         training=TrainingOptions(epochs=3, batch_size=128, batch_tokens=2**17, **every),
     )
     programs = completed(Recipe())  # what `hsa train` does without data

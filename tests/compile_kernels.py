@@ -36,6 +36,7 @@ from hsa.attention.triton import (  # noqa: F401
 from hsa.attention.triton.levels import levels
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
+LEARNED = Entmax(torch.tensor([[1.3], [1.7]]), least=1.3)
 compiled = set()
 
 
@@ -106,7 +107,7 @@ if __name__ == "__main__":
     prepare(int(sys.argv[1]))
     regular = Hierarchy.regular([512], (16, 4))
     compile_hierarchical(regular, torch.bfloat16)
-    compile_hierarchical(regular, torch.bfloat16, Entmax(1.5))
+    compile_hierarchical(regular, torch.bfloat16, LEARNED)
     compile_decoding(torch.bfloat16, 64)
     compile_trilinear(torch.bfloat16, 64, causal=False)
     compile_head_norm(torch.bfloat16, 32)
@@ -117,7 +118,7 @@ if __name__ == "__main__":
                 compile_decoding(dtype, dim)
                 compile_head_norm(dtype, dim)
             mixed = Hierarchy.from_nested([[5, 20, 40], [3, 3]])
-            for normalizer in ("softmax", Entmax(1.5), Entmax(2.0)):
+            for normalizer in ("softmax", Entmax(1.5), Entmax(2.0), LEARNED):
                 compile_hierarchical(mixed, dtype, normalizer)
             compile_hierarchical(regular, dtype, Entmax(2.0, counts="logits"))
             for causal in (False, True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +29,7 @@ class Entmax:
             families of height h (1: families of leaves) take row min(h, levels) − 1.
         counts: "weighted" as above: exact where the keys inside every B are the same. "logits": log n_B is added to z_B and
             all weights are 1, the energy of the paper's Eq. 51.
+        least: of a tensor, what none of its values is below. Fused kernels run from 1 + 1/64 on, and do not look.
 
     Raises:
         InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are looked at inside
@@ -46,12 +47,13 @@ such as 1 + sigmoid(parameter)
 
     alpha: float | Tensor = 1.5
     counts: Literal["weighted", "logits"] = "weighted"
+    least: float = field(default=1.0, repr=False)
 
     def __post_init__(self) -> None:
         if self.counts not in ("weighted", "logits"):
             raise InvalidInput("Entmax.counts", given=repr(self.counts), expected="'weighted' or 'logits'")
         if isinstance(self.alpha, Tensor):
-            _check_tensor(self.alpha)
+            _check_tensor(self.alpha, self.least)
         elif isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float, np.integer, np.floating)):
             raise InvalidInput("Entmax.alpha", given=repr(self.alpha), expected="a number or a tensor")
         elif not 1 <= self.alpha <= 2:
@@ -61,6 +63,11 @@ such as 1 + sigmoid(parameter)
     def is_softmax(self) -> bool:
         """The number 1: no entmax at all."""
         return not isinstance(self.alpha, Tensor) and self.alpha == 1
+
+    @property
+    def lowest(self) -> float:
+        """What no α is below."""
+        return self.least if isinstance(self.alpha, Tensor) else float(self.alpha)
 
     @property
     def levels(self) -> int:
@@ -113,7 +120,9 @@ def no_entmax(arguments: dict[str, Any]) -> list[str]:
     return ["it has no entmax"] if isinstance(normalizer, Entmax) and not normalizer.is_softmax else []
 
 
-def _check_tensor(alpha: Tensor) -> None:
+def _check_tensor(alpha: Tensor, least: float) -> None:
+    if not 1 <= least <= 2:
+        raise InvalidInput("Entmax.least", given=least, expected="from 1 to 2")
     if alpha.ndim > 2 or alpha.numel() == 0 or not alpha.is_floating_point():
         raise InvalidInput(
             "Entmax.alpha",
@@ -123,15 +132,15 @@ def _check_tensor(alpha: Tensor) -> None:
     # Reading values waits for a GPU, and a compiler cannot.
     if torch.compiler.is_compiling() or not (alpha.device.type == "cpu" or is_checking()):
         return
-    outside = alpha.detach()[~((alpha >= 1) & (alpha <= 2))]
+    outside = alpha.detach()[~((alpha >= least) & (alpha <= 2))]
     if len(outside):
-        raise _out_of_range(outside[0].item())
+        raise _out_of_range(outside[0].item(), least)
 
 
-def _out_of_range(alpha: Any) -> InvalidInput:
+def _out_of_range(alpha: Any, least: float = 1.0) -> InvalidInput:
     return InvalidInput(
         "Entmax.alpha",
         given=alpha,
-        expected="from 1 (softmax) to 2 (sparsemax)",
+        expected=f"from {'1 (softmax)' if least == 1 else f'{least}, as was said,'} to 2 (sparsemax)",
         fix="keep a learned α in range, such as 1 + sigmoid(parameter)",
     )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
-from hsa.attention.hierarchical import sparse
 from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.choice import open_families
@@ -101,10 +100,7 @@ class Hierarchical(Attention):
         self.include_self, self.alpha = include_self, alpha
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        if isinstance(self.alpha, LearnedAlpha):  # which no kernel takes
-            sparse.prepare(hierarchy, include_self=self.include_self)
-        else:
-            prepare(hierarchy, normalizer_of(self.alpha), include_self=self.include_self)
+        prepare(hierarchy, normalizer_of(self.alpha), include_self=self.include_self)
 
     def forward(
         self,

@@ -56,4 +56,4 @@ def normalizer_of(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | En
     """What an operator is given."""
     if alpha is None:
         return "softmax"
-    return Entmax(alpha() if isinstance(alpha, LearnedAlpha) else alpha)
+    return Entmax(alpha(), least=LOWEST) if isinstance(alpha, LearnedAlpha) else Entmax(alpha)

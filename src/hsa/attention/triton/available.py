@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
 WIDEST_FOUND = 128
@@ -26,7 +27,7 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
 
     On the CPU they run only under Triton's interpreter (TRITON_INTERPRET=1), and only if asked for by name: it is for tests.
     """
-    if not is_installed():
+    if not INSTALLED:
         return ["triton is not installed: pip install triton"]
     reasons = []
     if torch.version.hip is not None:
@@ -42,11 +43,6 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
         if not 1 <= width <= widest:
             reasons.append(f"head dims must be 1 to {widest}, not {width}")
     return reasons
-
-
-@cache
-def is_installed() -> bool:
-    return find_spec("triton") is not None
 
 
 def padded(width: int) -> int:

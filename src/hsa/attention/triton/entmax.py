@@ -1,13 +1,13 @@
 """Entmax inside families, in registers: weights and value of every member's row, and their gradients.
 
-    p = n·(u − τ)₊^r,  Σ p = 1        u = z / r,  r = 1 / (α − 1): `POWER` 1 is α = 2, 2 is α = 1.5
+    p = n·(u − τ)₊^r,  Σ p = 1        u = z / r,  r = 1 / (α − 1): `POWER` 1 is α = 2, 2 is α = 1.5, `ANY` any other
 
 The inside of a member above the leaves is one more entry of its row. A member is not its own sibling, so the diagonal of the
 family's [SIZE, SIZE] product is free for it: logit `inner`, weight `inside`, which is 0 where there is nothing inside.
 
 **The threshold** takes no sorting: τ is the root of ‖(u − τ)₊‖_r = 1, a norm weighted by n. The left side is convex in τ and
 falls, so that Newton's steps from below never pass the root and supports only shrink. For r = 1 this is Michelot's algorithm
-(Michelot 1986), which ends at the right support; for r = 2 a support of equal entries takes one step. They begin at the
+(Michelot 1986), which ends at the right support; for others a support of equal entries takes one step. They begin at the
 largest u − n^{−1/r}, the root of an entry that is alone, and take 3 to 7 for random logits.
 
 **Precision.** u is taken from there first. What matters then is of the size of n^{−1/r}, and differences of logits keep
@@ -21,12 +21,15 @@ import triton.language as tl
 
 from hsa.attention.triton.family_tiles import family_logits
 
+ANY = tl.constexpr(-1)
+"""`POWER` of an r that is known at run time only."""
 LN2 = tl.constexpr(0.6931471805599453)
 CLOSE = tl.constexpr(2e-6)
 """Σ p − 1 that is rounding: the sum of a row of 128 entries is no more exact."""
 
 
 HUGE = tl.constexpr(1e38)
+TINY = tl.constexpr(1e-37)
 SMALL = tl.constexpr(32)
 """Up to this size, to ask whether all rows are done costs as much as a step: two are taken before."""
 
@@ -43,15 +46,31 @@ def _sign(x):
 
 
 @triton.jit
-def _root(n, POWER: tl.constexpr):
+def _root(n, r, POWER: tl.constexpr):
     """n^{−1/r}"""
-    return 1.0 / n if POWER == 1 else tl.rsqrt(n)
+    if POWER == 1:
+        return 1.0 / n
+    elif POWER == 2:
+        return tl.rsqrt(n)
+    else:
+        return tl.exp2(tl.log2(n) / -r)
 
 
 @triton.jit
-def _solved(u, n, POWER: tl.constexpr, COUNTED: tl.constexpr, SIZE: tl.constexpr):
+def _one_less(x, r, POWER: tl.constexpr):
+    """x^{r−1}, 0 where x is 0"""
+    if POWER == 1:
+        return _sign(x)
+    elif POWER == 2:
+        return x
+    else:
+        return _sign(x) * tl.exp2((r - 1.0) * tl.log2(tl.maximum(x, TINY)))
+
+
+@triton.jit
+def _solved(u, n, r, POWER: tl.constexpr, COUNTED: tl.constexpr, SIZE: tl.constexpr):
     """(u − τ)₊, τ and Σ n (u − τ)₊^r of every row [GROUPS, SIZE, SIZE]; zeros in rows without an entry."""
-    alone = _root(n, POWER) if COUNTED else 1.0
+    alone = _root(n, r, POWER) if COUNTED else 1.0
     base = tl.max(u - alone, 2)
     base = tl.where(base == float("-inf"), 0.0, base)
     u = u - base[:, :, None]
@@ -66,11 +85,14 @@ def _solved(u, n, POWER: tl.constexpr, COUNTED: tl.constexpr, SIZE: tl.constexpr
                 excess = total - 1.0
                 slope = tl.sum(_times(_sign(x), n, COUNTED), 2)
             else:
-                weighted = _times(x, n, COUNTED)
+                weighted = _times(_one_less(x, r, POWER), n, COUNTED)
                 total = tl.sum(weighted * x, 2)
-                norm = tl.sqrt(total)
-                excess = (norm - 1.0) * norm
                 slope = tl.sum(weighted, 2)
+                if POWER == 2:
+                    norm = tl.sqrt(total)
+                    excess = (norm - 1.0) * norm
+                else:
+                    excess = total - total * _root(tl.maximum(total, TINY), r, POWER)
             further = step + excess / tl.where(slope > 0, slope, 1.0)
             moving = (total > 1.0 + CLOSE) & (further > step)
             step = tl.where(moving, further, step)
@@ -94,42 +116,50 @@ def _keys_seen(
 
 @triton.jit
 def sparse_weights(
-    q, k, places, parent, valid, count, inner, inside, scale, P: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, places, parent, valid, count, inner, inside, scale, r, P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    """The weights of every row, their derivatives s = n (u − τ)₊^{r−1}, and the value of the row.
+    """The weights of every row, their derivatives s = n (u − τ)₊^{r−1}, and the value of the row; (u − τ)₊ and N^{−1/r}.
 
     The value is less that of logits 0 (`WEIGHTED`; otherwise it is as it is):
 
         r τ + r²/(r + 1)·N^{−1/r} + r/(r + 1)·Σ p (u − τ)        N = Σ n of what the row sees (`WEIGHTED`; otherwise 1)
+
+    Args:
+        r: as a number; `POWER` where that is known.
     """
+    unit = 1.0 if POWER == ANY else 1.0 / POWER
     log_count = count
     if not (LEAVES or WEIGHTED):
-        log_count = tl.log2(count) * (LN2 / POWER)
+        log_count = tl.log2(count) * (LN2 * unit)
     u = family_logits(
-        q, k, places, parent, valid, log_count, scale, 1.0 / POWER, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
+        q, k, places, parent, valid, log_count, scale, unit, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
         not (LEAVES or WEIGHTED), GROUPS, SIZE
     )  # fmt: skip
     n = count
     if not LEAVES:
         own = _diagonal(SIZE)
         full = inside > 0
-        u = tl.where(own, tl.where(full, inner * (1.0 / POWER), float("-inf"))[:, :, None], u)
+        u = tl.where(own, tl.where(full, inner * unit, float("-inf"))[:, :, None], u)
         n = tl.where(own, tl.where(full, inside, 1.0)[:, :, None], count[:, None, :])
     COUNTED: tl.constexpr = WEIGHTED and not LEAVES
-    x, threshold, total = _solved(u, n, POWER, COUNTED, SIZE)
+    top = tl.zeros(valid.shape, tl.float32)
+    if POWER == ANY:  # division would round differences of large logits
+        top = tl.max(u, 2)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        u = (u - top[:, :, None]) * (1.0 / r)
+    x, threshold, total = _solved(u, n, r, POWER, COUNTED, SIZE)
     empty = total == 0
     part = 1.0 / tl.where(empty, 1.0, total)
-    slope = _times(_sign(x) if POWER == 1 else x, n, COUNTED)
-    weights = _times(x if POWER == 1 else x * x, n, COUNTED) * part[:, :, None]
-    value = POWER * threshold + (POWER / (POWER + 1)) * tl.sum(weights * x, 2)
+    slope = _times(_one_less(x, r, POWER), n, COUNTED)
+    weights = (_times(x, n, COUNTED) if POWER == 1 else slope * x) * part[:, :, None]
+    alike = tl.full(threshold.shape, 1.0, tl.float32)
     if WEIGHTED:
         seen = _keys_seen(u, n, valid, COUNTED, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, SIZE)
-        value += (POWER * POWER / (POWER + 1)) * _root(tl.maximum(seen, 1.0), POWER)
-    else:
-        value += POWER * POWER / (POWER + 1)
-    return weights, slope, tl.where(empty, 0.0, value)
+        alike = _root(tl.maximum(seen, 1.0), r, POWER)
+    value = top + r * threshold + (r / (r + 1.0)) * tl.sum(weights * x, 2) + (r * r / (r + 1.0)) * alike
+    return weights, slope, tl.where(empty, 0.0, value), x, alike
 
 
 @triton.jit
@@ -156,3 +186,22 @@ def gradient_of_logits(d_weights, d_value, weights, slope):
     total = tl.sum(slope, 2)
     mean = tl.sum(slope * d_weights, 2) / tl.where(total > 0, total, 1.0)
     return slope * (d_weights - mean[:, :, None]) + d_value[:, :, None] * weights
+
+
+@triton.jit
+def gradient_of_power(d_weights, d_value, weights, slope, x, alike, r):
+    """[GROUPS, SIZE] the gradient of r, row by row. With x = (u − τ)₊, s the slope and means over s,
+
+        ∂p/∂r = p (log x − 1) − s · mean(p (log x − 1) / s)
+        ∂V/∂r = (r² + 2r)/(r + 1)² · (x₀ − Σ p x) + r/(r + 1) · (Σ p x log x − x₀ log x₀)        x₀ = N^{−1/r}
+
+    the second because the weights are the best for V: only its entropy changes with r.
+    """
+    log = LN2 * tl.log2(tl.maximum(x, TINY))
+    of_weights = weights * (log - 1.0)
+    total = tl.sum(slope, 2)
+    mean = tl.sum(of_weights, 2) / tl.where(total > 0, total, 1.0)
+    some = tl.sum(weights, 2)  # 1, or 0 in rows without an entry
+    of_value = (r * r + 2.0 * r) / ((r + 1.0) * (r + 1.0)) * (some * alike - tl.sum(weights * x, 2))
+    of_value += r / (r + 1.0) * (tl.sum(weights * x * log, 2) - some * alike * LN2 * tl.log2(alike))
+    return tl.sum(d_weights * (of_weights - slope * mean[:, :, None]), 2) + d_value * of_value

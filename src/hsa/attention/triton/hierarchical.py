@@ -16,6 +16,8 @@ from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available, sweeps
 from hsa.attention.triton.available import padded
+from hsa.attention.triton.entmax import ANY
+from hsa.attention.triton.levels import levels
 from hsa.attention.triton.operators import INTERPRETED, Launcher, Operator, compiled_for, last_stride_1
 from hsa.attention.triton.reasons import POWERS
 from hsa.attention.triton.tiles import Job, Layout, inside_weights, tiles
@@ -26,6 +28,8 @@ GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
 WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
+SKIPS = True
+"""Whether the down sweep of entmax reads nothing of what gets no weight; to measure what that gives."""
 HOPPER = (9, 0)
 """From here on, launches can overlap."""
 
@@ -51,14 +55,25 @@ def hierarchical_attention(
     hierarchy, positions = rooted(hierarchy, positions)
     plan = tiles(hierarchy)
     places = None if positions is None else positions.index_select(0, plan.node)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions))
+    power, powers = (0, None) if normalizer is None else _powers(normalizer, hierarchy, q)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions, powers))
     q, k, v = (last_stride_1(x) for x in (q, k, v))
     common = (q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)
     if normalizer is None:
-        return forward(*common, None, 0, True)[0]
-    power, weighted = POWERS[float(normalizer.alpha)], normalizer.counts == "weighted"
+        return forward(*common, None, None, 0, True)[0]
+    weighted = normalizer.counts == "weighted"
     inside = inside_weights(hierarchy, weighted, include_self, causal)
-    return forward(*common, inside, power, weighted)[0]
+    return forward(*common, inside, powers, power, weighted)[0]
+
+
+def _powers(normalizer: Entmax, hierarchy: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
+    """1 / (α − 1): as a number that kernels are compiled for; or `ANY`, and `[levels, heads]` for families by level."""
+    if not isinstance(normalizer.alpha, Tensor) and normalizer.alpha in POWERS:
+        return POWERS[float(normalizer.alpha)], None
+    plan = levels(hierarchy)
+    assert plan is not None
+    alpha = normalizer.by_height(plan.num_levels, q.new_empty(0, dtype=torch.float32))
+    return ANY.value, (1 / (alpha - 1)).expand(-1, q.shape[1]).contiguous()
 
 
 class _Launch:
@@ -72,6 +87,7 @@ class _Launch:
         table: Tensor,
         layout: list[int],
         inside: Tensor | None,
+        powers: Tensor | None,
         power: int,
         weighted: bool,
     ):
@@ -87,6 +103,7 @@ class _Launch:
         # Half precision is summed exactly enough by the fast products; float32 asks for its own.
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
         self.inside = table if inside is None else inside  # not read without entmax
+        self.any_powers = powers
         self.values = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "POWER": power}
         self.widths = {
             "D": dim, "P": place_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(place_dim), "PRECISION": precision,
@@ -109,6 +126,16 @@ class _Launch:
     def job(self, job: Job) -> tuple[Tensor, Tensor]:
         """Where its runs begin and end."""
         return self.begin[job.first :], self.end[job.first :]
+
+    def powers(self, level: int) -> Tensor:
+        """Of the families of a level and those above it."""
+        return self.count if self.any_powers is None else self.any_powers[level:]  # not read if all have the same
+
+    def parts_of_power(self, job: Job) -> Tensor:
+        """`[programs, heads]` for the gradient of `powers`, which every program of a job has its own part of."""
+        if self.any_powers is None:
+            return self.count
+        return self.any_powers.new_empty(self.grid(job) // self.heads, self.heads)
 
     def kind(self, job: Job) -> dict[str, int]:
         return {"SINGLE": job.single, "FULL": job.full, **self.runs(job.size)}
@@ -135,6 +162,7 @@ def _forward(
     scale: float,
     keep: bool,
     inside: Tensor | None = None,
+    powers: Tensor | None = None,
     power: int = 0,
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -145,7 +173,8 @@ def _forward(
 
     Args:
         inside: of entmax, `[rows above the leaves]` the weight of what is inside each; 0 where there is nothing.
-        power: 1 / (α − 1) of entmax, 0 for softmax.
+        powers: `[levels, heads]` 1 / (α − 1) of entmax, where `power` is `ANY`.
+        power: the same for all families as a number; 0 for softmax.
         weighted: leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
     """
     results = _empty_results(q, k, v, places, table, layout, include_self, causal, scale, keep)
@@ -153,11 +182,12 @@ def _forward(
     if len(q) == 0:
         return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
-    o = _Launch(q, v, places, table, layout, inside, power, weighted)
+    o = _Launch(q, v, places, table, layout, inside, powers, power, weighted)
     outer, weight = shares.unbind(0)
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
+    skip = {"SKIP": SKIPS and power != 0}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
     plane = up_q.numel()
@@ -169,17 +199,17 @@ def _forward(
             key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent,
-             o.count, o.up_count, o.inside, *o.job(job), job.count, o.heads, scale),
+             o.count, o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
-    for level in above:
+    for height, level in enumerate(above, 1):
         for job in level.jobs:
             _up(
                 key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner,
-                 up_q, plane, o.up_parent, o.up_count, o.up_count, o.inside, *o.job(job), job.count, o.heads,
-                 scale),
+                 up_q, plane, o.up_parent, o.up_count, o.up_count, o.inside, o.powers(height), *o.job(job), job.count,
+                 o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
     if o.layout.top_levels:
@@ -187,9 +217,9 @@ def _forward(
             key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane,
-             o.up_parent, o.up_count, o.inside, o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels,
-             o.layout.root, o.heads, scale),
-            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
+             o.up_parent, o.up_count, o.inside, o.powers(len(o.layout.levels)), o.begin, o.end, o.bundles,
+             o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
+            {"ROWS": ROWS, **skip, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
         _down(
@@ -197,13 +227,13 @@ def _forward(
             triton.cdiv(level.end - level.begin, ROWS) * o.heads,
             (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
              o.layout.root, o.heads),
-            {"LEAVES": False, "ROWS": ROWS, **o.values, **o.overlap},
+            {"LEAVES": False, "ROWS": ROWS, **skip, **o.values, **o.overlap},
         )  # fmt: skip
     _down(
         key,
         triton.cdiv(leaves.end, ROWS) * o.heads,
         (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
-        {"LEAVES": True, "ROWS": ROWS, **o.values, **o.overlap},
+        {"LEAVES": True, "ROWS": ROWS, **skip, **o.values, **o.overlap},
     )  # fmt: skip
     return out, y, up_y, pooled, inner, shares
 
@@ -245,18 +275,19 @@ def _backward(
     scale: float,
     kept: list[Tensor],
     inside: Tensor | None = None,
+    powers: Tensor | None = None,
     power: int = 0,
     weighted: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the positions of every row and head (empty without positions)."""
-    d_q, d_k, d_v, d_places = _empty_gradients(d_out, q, k, v, places)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, of the positions of every row and head (empty without positions), and of `powers` (likewise)."""
+    d_q, d_k, d_v, d_places, d_powers = _empty_gradients(d_out, q, k, v, places, powers)
     if len(q) == 0:
-        return d_q, d_k, d_v, d_places
+        return d_q, d_k, d_v, d_places, d_powers.zero_()
     y, up_y, pooled, inner, shares = kept
     up_q, up_k, up_v = _split(pooled, q, v)
     up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
     outer, weight = shares.unbind(0)
-    o = _Launch(q, v, places, table, layout, inside, power, weighted)
+    o = _Launch(q, v, places, table, layout, inside, powers, power, weighted)
     d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
     up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
     up_d_places = d_places if places is None else d_places[o.layout.leaves :]
@@ -286,63 +317,93 @@ def _backward(
                  *o.job(job), job.count, o.heads),
                 {"LEAVES": False, **values, **o.kind(job)},
             )  # fmt: skip
+    tops = len(o.layout.levels)
     if o.layout.top_levels:
+        of_top = d_weight if powers is None else d_weight.new_empty(o.layout.top_levels, o.layout.bundles, o.heads)
         _d_top(
             key,
             o.layout.bundles * o.heads,
             (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out,
-             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, o.up_parent, o.up_count, o.inside,
-             o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
+             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, of_top, o.up_parent, o.up_count, o.inside,
+             o.powers(tops), o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads,
+             scale),
             {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
-    for level in reversed(above):
-        for job in level.jobs:
+        if powers is not None:
+            d_powers[tops:] = of_top.sum(1)
+    for height, level in reversed([*enumerate(above, 1)]):
+        parts = [o.parts_of_power(job) for job in level.jobs]
+        for job, part in zip(level.jobs, parts, strict=True):
             _d_up(
                 key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
-                 up_d_places, up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
-                 o.inside, *o.job(job), job.count, o.layout.root, o.heads, scale),
+                 up_d_places, part, up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
+                 o.inside, o.powers(height), *o.job(job), job.count, o.layout.root, o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
-    for job in leaves.jobs:
+        if powers is not None:
+            d_powers[height] = torch.cat(parts).sum(0)
+    parts = [o.parts_of_power(job) for job in leaves.jobs]
+    for job, part in zip(leaves.jobs, parts, strict=True):
         _d_up(
             key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
-             d_inner, d_q, d_k, d_v, d_places, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,
-             o.inside, *o.job(job), job.count, o.layout.root, o.heads, scale),
+             d_inner, d_q, d_k, d_v, d_places, part, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,
+             o.inside, o.powers(0), *o.job(job), job.count, o.layout.root, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
-    return d_q, d_k, d_v, d_places
+    if powers is not None:
+        d_powers[0] = torch.cat(parts).sum(0)
+    return d_q, d_k, d_v, d_places, d_powers
 
 
 def _empty_gradients(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, powers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_powers = q.new_empty(0, dtype=torch.float32) if powers is None else torch.empty_like(powers)
     d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places, d_powers
+
+
+def _fake_gradients(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor | None,
+    table: Tensor,
+    layout: list[int],
+    include_self: bool,
+    causal: bool,
+    scale: float,
+    kept: list[Tensor],
+    inside: Tensor | None = None,
+    powers: Tensor | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(d_out, q, k, v, places, powers)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, *ctx.entmax = inputs
-    ctx.save_for_backward(q, k, v, places, table, inside, *output[1:])
+    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, powers, *ctx.entmax = inputs
+    ctx.save_for_backward(q, k, v, places, table, inside, powers, *output[1:])
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    none = (None,) * 13
+    none = (None,) * 14
     if d_out is None:
         return none
-    q, k, v, places, table, inside, *kept = ctx.saved_tensors
-    d_out = last_stride_1(d_out)
-    d_q, d_k, d_v, d_places = backward(
-        d_out, q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, kept, inside, *ctx.entmax
+    q, k, v, places, table, inside, powers, *kept = ctx.saved_tensors
+    options = ctx.layout, ctx.include_self, ctx.causal, ctx.scale
+    d_q, d_k, d_v, d_places, d_powers = backward(
+        last_stride_1(d_out), q, k, v, places, table, *options, kept, inside, powers, *ctx.entmax
     )
-    if places is None:
-        return d_q, d_k, d_v, *none[3:]
-    return d_q, d_k, d_v, d_places.sum_to_size(places.shape), *none[4:]
+    of_places = None if places is None else d_places.sum_to_size(places.shape)
+    return d_q, d_k, d_v, of_places, *none[4:11], None if powers is None else d_powers, None, None
 
 
 forward = Operator("hierarchical_attention", _forward, _empty_results, _save, _gradients)
-backward = Operator("hierarchical_attention_backward", _backward, _empty_gradients)
+backward = Operator("hierarchical_attention_backward", _backward, _fake_gradients)

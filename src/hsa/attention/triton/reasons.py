@@ -24,7 +24,9 @@ MOST_PARENTS = 128
 BEST_BYTES = 2**16
 """Of the keys of the best families that a program of the exact search keeps beside those it looks at."""
 POWERS = {1.5: 2, 2.0: 1}
-"""1 / (α − 1) of the entmax that hierarchical kernels have."""
+"""1 / (α − 1) of the entmax that hierarchical kernels are compiled for; others are slower."""
+LEAST_ALPHA = 1 + 1 / 64
+"""Closer to 1, powers of up to 1 / (α − 1) lose what float32 has."""
 TILE_BYTES = 2**14
 """Of q, k or v in one tile of the sweeps: all that is made of them has to fit the shared memory, also of small GPUs."""
 
@@ -41,9 +43,10 @@ def entmax_reasons(normalizer: Any) -> list[str]:
     """Against the normalizer of hierarchical attention."""
     if not isinstance(normalizer, Entmax) or normalizer.is_softmax:
         return []
-    if isinstance(normalizer.alpha, Tensor):
-        return ["its entmax has α as a number, 1.5 or 2, not as a tensor"]
-    return [] if normalizer.alpha in POWERS else [f"its entmax has α 1.5 or 2, not {normalizer.alpha}"]
+    if normalizer.lowest >= LEAST_ALPHA:
+        return []
+    known = f"α {normalizer.alpha}" if not isinstance(normalizer.alpha, Tensor) else "a tensor α without `least`"
+    return [f"its entmax needs α to be {LEAST_ALPHA} or more: given {known}"]
 
 
 def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:

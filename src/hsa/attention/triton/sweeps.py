@@ -16,9 +16,10 @@ longer. `down` and `d_up` pass over the leaves from last to first, to find in th
 Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
 has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
 
-`POWER` above 0 is entmax in place of softmax (`entmax.py`): a family's rows then have what is inside a member as one entry
-more, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value of the family, less
-that of logits 0. Everything else is the same.
+`POWER` other than 0 is entmax in place of softmax (`entmax.py`): a family's rows then have what is inside a member as one
+entry more, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value of the
+family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
+gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hsa.attention.triton.entmax import gradient_of_logits, sparse_weights, split_diagonal, with_diagonal
+from hsa.attention.triton.entmax import (
+    ANY,
+    gradient_of_logits,
+    gradient_of_power,
+    sparse_weights,
+    split_diagonal,
+    with_diagonal,
+)
 from hsa.attention.triton.family_tiles import (
     family_logits,
     find_families,
@@ -47,7 +55,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 VARYING = ["num_groups", "num_bundles", "levels", "begin", "end", "root"]
 UNALIGNED = [
     *("parent_ptr", "count_ptr", "up_count_ptr", "inside_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
-    *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr"),
+    *("inner_ptr", "outer_ptr", "weight_ptr", "d_weight_ptr", "d_inner_ptr", "power_ptr", "d_power_ptr"),
 ]
 kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 
@@ -92,7 +100,7 @@ def _shares(inner, outer):
 def _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER: tl.constexpr):
     """The same, of what `up` has stored; of entmax that is the share of the children itself, y has the siblings' in it."""
     outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
-    if POWER > 0:
+    if POWER != 0:
         return tl.full(outer.shape, 1.0, tl.float32), outer
     return _shares(tl.load(inner_ptr + entry, mask=valid, other=0.0), outer)
 
@@ -118,7 +126,7 @@ def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
 @triton.jit
 def _up_tile(
     group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
-    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr,
+    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
@@ -142,9 +150,12 @@ def _up_tile(
             q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
         )
     else:
+        r = POWER
+        if POWER == ANY:
+            r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
-        weights, _, mass = sparse_weights(
-            q, k, places, parent, valid, count, inner, inside, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+        weights, _, mass, _, _ = sparse_weights(
+            q, k, places, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
         if not LEAVES:
@@ -181,7 +192,8 @@ def _up_tile(
 @triton.jit
 def _down_tile(
     begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr,
+    ROWS: tl.constexpr
 ):  # fmt: skip
     rows = begin + tl.arange(0, ROWS)
     valid = rows < end
@@ -190,10 +202,13 @@ def _down_tile(
     column = tl.arange(0, BLOCK_DV)[None, :]
     mask = valid[:, None] & (column < DV)
     entry, above = rows * heads + head, parent * heads + head
-    y = tl.load(y_ptr + entry[:, None] * DV + column, mask=mask, other=0.0).to(tl.float32)
     below_root = parent >= root  # a root has out 0 and weight 1
-    out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
     weight = tl.load(weight_ptr + above, mask=valid & ~below_root, other=1.0)
+    read = mask
+    if SKIP:  # what gets nothing from above is not looked at
+        read = mask & (weight != 0.0)[:, None]
+    y = tl.load(y_ptr + entry[:, None] * DV + column, mask=read, other=0.0).to(tl.float32)
+    out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
     if LEAVES:
         out += weight[:, None] * y
     else:
@@ -234,7 +249,7 @@ def _d_down_tile(
 def _d_up_tile(
     group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
     place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
-    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr,
+    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
@@ -259,9 +274,12 @@ def _d_up_tile(
             q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
         )
     else:
+        r = POWER
+        if POWER == ANY:
+            r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
-        weights, slope, _ = sparse_weights(
-            q, k, places, parent, valid, count, inner, inside, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+        weights, slope, _, x, alike = sparse_weights(
+            q, k, places, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
     if SINGLE:  # one parent per run
@@ -278,6 +296,7 @@ def _d_up_tile(
     d_mass = d_mass * of_parent
 
     # y enters through w·side·y, the masses through the shares and through what the parent holds.
+    d_power = 0.0
     d_weights = product(d_out, turned(v), GROUPS, PRECISION)
     if POWER == 0:
         of_y = tl.sum(weights * d_weights, 2)
@@ -294,7 +313,11 @@ def _d_up_tile(
     else:
         if not LEAVES:
             d_weights = with_diagonal(d_weights, tl.load(d_weight_ptr + entry, mask=valid, other=0.0), SIZE)
-        d_logits = gradient_of_logits(d_weights * weight[:, :, None], d_mass, weights, slope)
+        d_weights = d_weights * weight[:, :, None]
+        d_logits = gradient_of_logits(d_weights, d_mass, weights, slope)
+        if POWER == ANY:
+            d_r = gradient_of_power(d_weights, d_mass, weights, slope, x, alike, r)
+            d_power = tl.sum(tl.where(valid, d_r, 0.0))
         if not LEAVES:
             down, weights = split_diagonal(weights, SIZE)
             d_inner, d_logits = split_diagonal(d_logits, SIZE)
@@ -315,12 +338,13 @@ def _d_up_tile(
     d_k = product(turned(d_logits), q, GROUPS, PRECISION)
     d_k += of_parent[:, :, None] * read_rows(up_d_k_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
     put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
+    return d_power
 
 
 @kernel
 def up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, y_ptr,
-    outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, begin_ptr, end_ptr,
+    outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr,
     num_groups, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
@@ -331,33 +355,34 @@ def up(
     _up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
         place_row, place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
-        inside_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF,
-        CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
+        inside_ptr, power_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+        INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
 
 
 @kernel
 def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr
 ):  # fmt: skip
     wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
         begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
-        heads, DV, BLOCK_DV, LEAVES, POWER, ROWS
+        heads, DV, BLOCK_DV, LEAVES, POWER, SKIP, ROWS
     )  # fmt: skip
 
 
 @kernel
 def top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
-    parent_ptr, count_ptr, inside_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale,
+    parent_ptr, count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale,
     D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    SKIP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Both sweeps over the last levels of whole trees."""
     wait_for_the_launch_before(OVERLAP)
@@ -370,8 +395,8 @@ def top(
             _up_tile(
                 group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
                 place_row, place_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
-                inside_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
-                INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
+                inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV,
+                BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
             group += GROUPS
         tl.debug_barrier()  # the next level reads what this one wrote
@@ -383,7 +408,7 @@ def top(
         while row < end:
             _down_tile(
                 row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
-                BLOCK_DV, False, POWER, ROWS
+                BLOCK_DV, False, POWER, SKIP, ROWS
             )  # fmt: skip
             row += ROWS
         tl.debug_barrier()
@@ -409,32 +434,34 @@ def d_down(
 def d_up(
     q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, d_out_ptr,
     d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr,
-    up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, begin_ptr, end_ptr, num_groups,
-    root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
-    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
+    d_power_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
+    begin_ptr, end_ptr, num_groups, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
-    _d_up_tile(
+    d_power = _d_up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
         place_row, place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
         d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
-        inside_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
+        inside_ptr, power_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
+    if POWER == ANY:
+        tl.store(d_power_ptr + last_first, d_power)
 
 
 @kernel
 def d_top(
     q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
-    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, parent_ptr, count_ptr, inside_ptr, begin_ptr,
-    end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
-    INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
+    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_power_ptr, parent_ptr, count_ptr, inside_ptr,
+    power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
+    DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """The gradients of `top`."""
     wait_for_the_launch_before(OVERLAP)
@@ -456,13 +483,16 @@ def d_top(
         level -= 1
         group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
         last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        d_power = tl.full((), 0.0, tl.float32)
         while group < last_group:
-            _d_up_tile(
+            d_power += _d_up_tile(
                 group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
                 place_row, place_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
                 d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
-                inside_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
-                INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
+                inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D,
+                BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
             group += GROUPS
+        if POWER == ANY:
+            tl.store(d_power_ptr + (level * num_bundles + bundle) * heads + head, d_power)
         tl.debug_barrier()
