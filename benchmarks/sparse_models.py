@@ -124,8 +124,7 @@ def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, docume
         model, _ = load_model(found.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
-        # Kernels, which have α as a number on a GPU, skip nothing.
-        if variant == "learned" or (variant != "softmax" and device.type == "cpu"):
+        if variant != "softmax":
             candidates[f"{variant}, all visited"] = partial(_read, model, batch, device, pruned=False)
     return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
 
@@ -164,8 +163,7 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
         "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
         "test documents; visited: share of families, times heads, that the down sweep enters. Levels with less than "
         f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians; "
-        "“all visited” is the same model without skipping. On a GPU α = 1.5 and 2 run in fused kernels, which skip nothing, "
-        "learned α in PyTorch."
+        "“all visited” is the same model without skipping."
     )
     command = "python -m benchmarks.sparse_models run, time, write"
     write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)

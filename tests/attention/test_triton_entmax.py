@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hsa import Entmax, Hierarchy, hierarchical_attention
+from hsa.attention import normalizers
 from hsa.attention.entmax import entmax
 from hsa.attention.hierarchical.operator import HIERARCHICAL
 from hsa.attention.rounds import rooted
@@ -125,7 +126,7 @@ def test_alpha_close_to_1():
 @pytest.mark.parametrize("skips", [True, False])
 def test_what_gets_no_weight_is_not_read(skips, monkeypatch):
     """Two blocks that look at each other only: what is inside them gets exactly nothing."""
-    monkeypatch.setattr(kernels, "SKIPS", skips)
+    monkeypatch.setattr(normalizers, "SKIPS", skips)
     q = torch.tensor([[9.0, 0.0]] * 20 + [[0.0, 9.0]] * 20, device=DEVICE)[:, None]
     v = draw(0, 40, 1, 3).float().to(DEVICE)
     tree = Hierarchy.from_nested([[20, 20]]).to(DEVICE)

@@ -1,6 +1,8 @@
 """What holds for the classifier of every encoder, ours and the published ones."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -58,6 +60,24 @@ DOCUMENTS = [
     document(13, seed=2),
     Signal(Sequence(1), [document(2, 2, seed=3)]),  # an only child
 ]
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:1]], ids=["all kinds", "one"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_batch_is_gone_when_it_is_let_go(name, documents):
+    """Plans are kept with the forest: one that held on to it would keep both until the next search for circles."""
+    found = model(ENCODERS[name])
+    gc.collect()
+    gc.disable()
+    try:
+        batch = collate(documents)
+        found.encoder.prepare(batch)
+        found(batch).sum().backward()
+        forest = weakref.ref(batch.hierarchy)
+        del batch
+        assert forest() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ENCODERS)

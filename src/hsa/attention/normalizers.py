@@ -12,6 +12,8 @@ from torch import Tensor
 from hsa.attention.arguments import is_checking
 from hsa.errors import InvalidInput
 
+SKIPS = True
+"""Whether attention without a gradient leaves out what gets no weight from above; to measure what that gives."""
 NEAREST = 1e-6
 """Numbers this close to 1 count as 1 + this in a tensor α: formulas divide by α − 1."""
 

@@ -177,19 +177,22 @@ def rooted(hierarchy: Hierarchy, positions: Tensor | None = None) -> tuple[Hiera
     A single leaf has no siblings, so the new root changes no result; it spares every operator a special case.
     """
 
-    def build() -> tuple[Hierarchy, Tensor | None]:
+    def build() -> tuple[Hierarchy, Tensor] | None:
         s = hierarchy.structure
         bare = np.flatnonzero(s.num_children[: hierarchy.num_trees] == 0)
         if len(bare) == 0:
-            return hierarchy, None
+            return None  # not itself: what it holds would outlive it, until the next search for circles
         parent = np.concatenate([s.parent, np.full(len(bare), -1)])
         parent[bare] = hierarchy.num_nodes + np.arange(len(bare))
         rank = np.concatenate([s.first_leaf, s.first_leaf[bare]])
         forest = Hierarchy._from_parent_array(parent, rank, keep_ids=True).to(hierarchy.device)
         return forest, forest.node_ids.clamp(max=hierarchy.num_nodes - 1)
 
-    forest, rows = hierarchy.cached("rooted", build)
-    return forest, positions if positions is None or rows is None else positions.index_select(0, rows)
+    changed = hierarchy.cached("rooted", build)
+    if changed is None:
+        return hierarchy, positions
+    forest, rows = changed
+    return forest, None if positions is None else positions.index_select(0, rows)
 
 
 def _build(hierarchy: Hierarchy) -> Rounds:

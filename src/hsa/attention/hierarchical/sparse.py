@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hsa.attention import normalizers
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default
 from hsa.attention.entmax import deformed_log
 from hsa.attention.hierarchical import pruned
@@ -22,9 +23,6 @@ from hsa.attention.hierarchical.sparse_family import attend
 from hsa.attention.normalizers import Entmax, resolve_entmax
 from hsa.attention.rounds import Rounds, rooted, rounds
 from hsa.hierarchy import Hierarchy
-
-PRUNED = True
-"""Whether attention without a gradient skips what gets no weight; to measure what that gives."""
 
 
 @torch.compiler.disable  # the search for c asks values when to stop: compiled, it would fall into a hundred pieces
@@ -45,7 +43,7 @@ def hierarchical_attention(
     plan = rounds(hierarchy)
     learned = [x for x in (q, k, v, positions, normalizer.alpha) if isinstance(x, Tensor) and x.requires_grad]
     arguments = q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale
-    if PRUNED and not (learned and torch.is_grad_enabled()):
+    if normalizers.SKIPS and not (learned and torch.is_grad_enabled()):
         return pruned.hierarchical_attention(*arguments)
     return down_sweep(_up_sweep(*arguments), v, plan)
 

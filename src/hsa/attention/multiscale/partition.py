@@ -16,7 +16,7 @@ from hsa.attention.multiscale.find_keys import KeyOrder
 from hsa.attention.multiscale.leaf_families import ancestors
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted
-from hsa.hierarchy import Hierarchy
+from hsa.hierarchy import Hierarchy, Structure
 
 ROWS_AT_ONCE = 2**22
 """Ancestors looked at together while lists are made: bounds the memory."""
@@ -40,7 +40,7 @@ class Opened:
     limit: Tensor | None = None
     key_order: KeyOrder | None = None
     made_for: str | None = None
-    _lowered: list[tuple[Hierarchy, Partition]] = field(default_factory=list)
+    _lowered: list[tuple[Structure, Partition]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _ = self.queries.num_queries, self.queries.most  # now, while no compiler is watching
@@ -61,9 +61,9 @@ class Opened:
     def partition(self, hierarchy: Hierarchy) -> Partition:
         """The lists of nodes; made once, so that layers that share a choice share its lists."""
         forest, _ = rooted(hierarchy)
-        if not self._lowered or self._lowered[0][0] is not forest:
+        if not self._lowered or self._lowered[0][0] is not forest.structure:
             with torch.inference_mode(False):  # later calls may need gradients
-                self._lowered[:] = [(forest, lower(self, forest))]
+                self._lowered[:] = [(forest.structure, lower(self, forest))]  # the forest may hold this choice itself
         return self._lowered[0][1]
 
 

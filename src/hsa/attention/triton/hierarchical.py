@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hsa.attention import normalizers
 from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
 from hsa.attention.triton import available, sweeps
@@ -28,8 +29,6 @@ GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
 WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
-SKIPS = True
-"""Whether the down sweep of entmax reads nothing of what gets no weight; to measure what that gives."""
 HOPPER = (9, 0)
 """From here on, launches can overlap."""
 
@@ -187,7 +186,7 @@ def _forward(
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
-    skip = {"SKIP": SKIPS and power != 0}
+    skip = {"SKIP": normalizers.SKIPS and power != 0}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
     plane = up_q.numel()
