@@ -245,6 +245,8 @@ def test_patience(monkeypatch, patience, epochs):
     [("hierarchical", "classification"), ("found", "classification"), ("flat", "regression"), ("multiscale", "tokens")],
 )
 def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, operator, task):
+    if operator == "multiscale" and torch.cuda.is_available():
+        pytest.skip("on a GPU its gradients add up in no fixed order")
     options = replace(QUICK, batch_size=5)
 
     def start(folder, watcher=None):

@@ -136,8 +136,9 @@ def hierarchical_attention(
         causal: the paper's appendix G.1: hide siblings to the right. **It leaks**: pooled queries and the masses inside a
             node average over later leaves, so weights of earlier leaves depend on them. For real causality use
             `multiscale_attention(causal=True)`.
-        normalizer: "softmax", or an `hsa.Entmax`, which gives small logits no weight at all. Without a gradient, what is
-            below a node that gets no weight is not visited (`hsa.attention.hierarchical.sparse.visited` says how much).
+        normalizer: "softmax", or an `hsa.Entmax`, which gives small logits no weight at all. Without a gradient, on a
+            CPU, what is below a node that gets no weight is not visited (`hsa.attention.hierarchical.sparse.visited` says
+            how much).
         family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
             approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
             described in `hsa.attention.hierarchical.family`.

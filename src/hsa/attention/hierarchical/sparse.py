@@ -1,7 +1,7 @@
 """Backend "torch" with entmax: the sweeps of `levelwise`, with the inside of every member as one more entry of its row.
 
 Values are kept as what they gain on logits 0, V − V₀: pooled over the members that is the logit of their parent's inside,
-whose weight is `keys_inside`. Without a gradient, `pruned` leaves out what gets no weight.
+whose weight is `keys_inside`. Without a gradient, on a CPU, `pruned` leaves out what gets no weight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def hierarchical_attention(
     plan = rounds(hierarchy)
     learned = [x for x in (q, k, v, positions, normalizer.alpha) if isinstance(x, Tensor) and x.requires_grad]
     arguments = q, k, v, hierarchy, plan, positions, include_self, causal, normalizer, scale
-    if normalizers.SKIPS and not (learned and torch.is_grad_enabled()):
+    if normalizers.SKIPS and not q.is_cuda and not (learned and torch.is_grad_enabled()):  # on a GPU it saves no time
         return pruned.hierarchical_attention(*arguments)
     return down_sweep(_up_sweep(*arguments), v, plan)
 
