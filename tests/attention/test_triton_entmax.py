@@ -212,9 +212,9 @@ def test_custom_operators(power):
     plan = tiles(tree)
     q, k, v, d_out = (draw(i, 5, 1, 4).float().to(DEVICE) for i in range(4))
     inside = inside_weights(tree, True, False, False)
-    common = (None, plan.table, plan.layout, False, False, 0.5)
     powers = torch.tensor([[2.5], [1.5]], device=DEVICE) if power < 0 else None
-    entmax = inside, powers, power, True
+    common = (None, powers, plan.table, plan.layout, False, False, 0.5)
+    entmax = inside, power, True
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(kernels.forward.traced, (*leaves, *common, True, *entmax))
     _, *kept = kernels.forward.traced(q, k, v, *common, True, *entmax)

@@ -173,11 +173,11 @@ def test_custom_operators():
     q, k, v, d_out = (x.float() for x in inputs(tree, heads=1))
     for places in (None, torch.randn(len(plan.node), 1, 3, device=DEVICE)):
         leaves = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, places)]
-        arguments = (*leaves, plan.table, plan.layout, True, False, 0.5, True)
+        arguments = (*leaves, None, plan.table, plan.layout, True, False, 0.5, True)
         torch.library.opcheck(kernels.forward.traced, arguments)
         _, *kept = kernels.forward.traced(*(None if x is None else x.detach() for x in leaves), *arguments[4:])
         torch.library.opcheck(
-            kernels.backward.traced, (d_out, q, k, v, places, plan.table, plan.layout, True, False, 0.5, kept)
+            kernels.backward.traced, (d_out, q, k, v, places, None, plan.table, plan.layout, True, False, 0.5, kept)
         )
 
 

@@ -57,12 +57,12 @@ def hierarchical_attention(
     power, powers = (0, None) if normalizer is None else _powers(normalizer, hierarchy, q)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions, powers))
     q, k, v = (last_stride_1(x) for x in (q, k, v))
-    common = (q, k, v, places, plan.table, plan.layout, include_self, causal, scale, keep)
+    common = (q, k, v, places, powers, plan.table, plan.layout, include_self, causal, scale, keep)
     if normalizer is None:
-        return forward(*common, None, None, 0, True)[0]
+        return forward(*common, None, 0, True)[0]
     weighted = normalizer.counts == "weighted"
     inside = inside_weights(hierarchy, weighted, include_self, causal)
-    return forward(*common, inside, powers, power, weighted)[0]
+    return forward(*common, inside, power, weighted)[0]
 
 
 def _powers(normalizer: Entmax, hierarchy: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
@@ -83,10 +83,10 @@ class _Launch:
         q: Tensor,
         v: Tensor,
         places: Tensor | None,
+        powers: Tensor | None,
         table: Tensor,
         layout: list[int],
         inside: Tensor | None,
-        powers: Tensor | None,
         power: int,
         weighted: bool,
     ):
@@ -130,12 +130,6 @@ class _Launch:
         """Of the families of a level and those above it."""
         return self.count if self.any_powers is None else self.any_powers[level:]  # not read if all have the same
 
-    def parts_of_power(self, job: Job) -> Tensor:
-        """`[programs, heads]` for the gradient of `powers`, which every program of a job has its own part of."""
-        if self.any_powers is None:
-            return self.count
-        return self.any_powers.new_empty(self.grid(job) // self.heads, self.heads)
-
     def kind(self, job: Job) -> dict[str, int]:
         return {"SINGLE": job.single, "FULL": job.full, **self.runs(job.size)}
 
@@ -154,6 +148,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     places: Tensor | None,
+    powers: Tensor | None,
     table: Tensor,
     layout: list[int],
     include_self: bool,
@@ -161,7 +156,6 @@ def _forward(
     scale: float,
     keep: bool,
     inside: Tensor | None = None,
-    powers: Tensor | None = None,
     power: int = 0,
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -171,17 +165,17 @@ def _forward(
     outer masses and weights of those below the roots.
 
     Args:
-        inside: of entmax, `[rows above the leaves]` the weight of what is inside each; 0 where there is nothing.
         powers: `[levels, heads]` 1 / (α − 1) of entmax, where `power` is `ANY`.
-        power: the same for all families as a number; 0 for softmax.
+        inside: of entmax, `[rows above the leaves]` the weight of what is inside each; 0 where there is nothing.
+        power: 1 / (α − 1) for all families as a number; 0 for softmax.
         weighted: leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
     """
-    results = _empty_results(q, k, v, places, table, layout, include_self, causal, scale, keep)
+    results = _empty_results(q, k, v, places, powers, table, layout, include_self, causal, scale, keep)
     out, y, up_y, pooled, inner, shares = results
     if len(q) == 0:
         return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
-    o = _Launch(q, v, places, table, layout, inside, powers, power, weighted)
+    o = _Launch(q, v, places, powers, table, layout, inside, power, weighted)
     outer, weight = shares.unbind(0)
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
@@ -242,6 +236,7 @@ def _empty_results(
     k: Tensor,
     v: Tensor,
     places: Tensor | None,
+    powers: Tensor | None,
     table: Tensor,
     layout: list[int],
     include_self: bool,
@@ -267,6 +262,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     places: Tensor | None,
+    powers: Tensor | None,
     table: Tensor,
     layout: list[int],
     include_self: bool,
@@ -274,7 +270,6 @@ def _backward(
     scale: float,
     kept: list[Tensor],
     inside: Tensor | None = None,
-    powers: Tensor | None = None,
     power: int = 0,
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -282,11 +277,20 @@ def _backward(
     d_q, d_k, d_v, d_places, d_powers = _empty_gradients(d_out, q, k, v, places, powers)
     if len(q) == 0:
         return d_q, d_k, d_v, d_places, d_powers.zero_()
+    parts: list[list[Tensor]] = [[] for _ in d_powers]  # of the gradient of every level's powers
+
+    def part(level: int, programs: int) -> Tensor:
+        """`[programs, heads]`, for every program its own."""
+        if powers is None:
+            return d_powers  # not written
+        parts[level].append(powers.new_empty(programs // o.heads, o.heads))
+        return parts[level][-1]
+
     y, up_y, pooled, inner, shares = kept
     up_q, up_k, up_v = _split(pooled, q, v)
     up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
     outer, weight = shares.unbind(0)
-    o = _Launch(q, v, places, table, layout, inside, powers, power, weighted)
+    o = _Launch(q, v, places, powers, table, layout, inside, power, weighted)
     d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
     up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
     up_d_places = d_places if places is None else d_places[o.layout.leaves :]
@@ -316,9 +320,9 @@ def _backward(
                  *o.job(job), job.count, o.heads),
                 {"LEAVES": False, **values, **o.kind(job)},
             )  # fmt: skip
-    tops = len(o.layout.levels)
     if o.layout.top_levels:
-        of_top = d_weight if powers is None else d_weight.new_empty(o.layout.top_levels, o.layout.bundles, o.heads)
+        tops = len(o.layout.levels)
+        of_top = part(tops, o.layout.top_levels * o.layout.bundles * o.heads)
         _d_top(
             key,
             o.layout.bundles * o.heads,
@@ -329,80 +333,57 @@ def _backward(
             {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
         if powers is not None:
-            d_powers[tops:] = of_top.sum(1)
+            parts[tops:] = [[x] for x in of_top.view(o.layout.top_levels, o.layout.bundles, o.heads)]
     for height, level in reversed([*enumerate(above, 1)]):
-        parts = [o.parts_of_power(job) for job in level.jobs]
-        for job, part in zip(level.jobs, parts, strict=True):
+        for job in level.jobs:
             _d_up(
                 key,
                 o.grid(job),
                 (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
-                 up_d_places, part, up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
+                 up_d_places, part(height, o.grid(job)), up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
                  o.inside, o.powers(height), *o.job(job), job.count, o.layout.root, o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
-        if powers is not None:
-            d_powers[height] = torch.cat(parts).sum(0)
-    parts = [o.parts_of_power(job) for job in leaves.jobs]
-    for job, part in zip(leaves.jobs, parts, strict=True):
+    for job in leaves.jobs:
         _d_up(
             key,
             o.grid(job),
             (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
-             d_inner, d_q, d_k, d_v, d_places, part, up_d_q, up_d_k, up_d_v, o.parent, o.count, o.up_count,
-             o.inside, o.powers(0), *o.job(job), job.count, o.layout.root, o.heads, scale),
+             d_inner, d_q, d_k, d_v, d_places, part(0, o.grid(job)), up_d_q, up_d_k, up_d_v, o.parent, o.count,
+             o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.layout.root, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     if powers is not None:
-        d_powers[0] = torch.cat(parts).sum(0)
+        d_powers = torch.stack([torch.cat(of_level).sum(0) for of_level in parts])
     return d_q, d_k, d_v, d_places, d_powers
 
 
 def _empty_gradients(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, powers: Tensor | None
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, powers: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_powers = q.new_empty(0, dtype=torch.float32) if powers is None else torch.empty_like(powers)
     d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places, d_powers
 
 
-def _fake_gradients(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Tensor | None,
-    table: Tensor,
-    layout: list[int],
-    include_self: bool,
-    causal: bool,
-    scale: float,
-    kept: list[Tensor],
-    inside: Tensor | None = None,
-    powers: Tensor | None = None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(d_out, q, k, v, places, powers)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, places, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, powers, *ctx.entmax = inputs
-    ctx.save_for_backward(q, k, v, places, table, inside, powers, *output[1:])
+    q, k, v, places, powers, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, *ctx.entmax = inputs
+    ctx.save_for_backward(q, k, v, places, powers, table, inside, *output[1:])
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     none = (None,) * 14
     if d_out is None:
         return none
-    q, k, v, places, table, inside, powers, *kept = ctx.saved_tensors
+    q, k, v, places, powers, table, inside, *kept = ctx.saved_tensors
     options = ctx.layout, ctx.include_self, ctx.causal, ctx.scale
     d_q, d_k, d_v, d_places, d_powers = backward(
-        last_stride_1(d_out), q, k, v, places, table, *options, kept, inside, powers, *ctx.entmax
+        last_stride_1(d_out), q, k, v, places, powers, table, *options, kept, inside, *ctx.entmax
     )
     of_places = None if places is None else d_places.sum_to_size(places.shape)
-    return d_q, d_k, d_v, of_places, *none[4:11], None if powers is None else d_powers, None, None
+    return d_q, d_k, d_v, of_places, None if powers is None else d_powers, *none[5:]
 
 
 forward = Operator("hierarchical_attention", _forward, _empty_results, _save, _gradients)
-backward = Operator("hierarchical_attention_backward", _backward, _fake_gradients)
+backward = Operator("hierarchical_attention_backward", _backward, _empty_gradients)
