@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -73,18 +74,52 @@ def test_test_rows_of_a_table(saved, tmp_path):
     assert found.loss == evaluate_language_model(load_language_model(folder), tokens, 24).loss
 
 
-def test_models_without_a_memory(saved):
+@pytest.fixture
+def ours(saved):
+    """A model that reads blocks, in the same folder."""
     folder, text, tokenizer = saved
-    ours = HierarchicalLanguageModel(LanguageModelConfig(tokenizer.get_vocab_size(), width=8, heads=2, layers=1))
-    save_language_model(folder, ours, tokenizer)
+    torch.manual_seed(0)
+    sizes = {"width": 8, "heads": 2, "layers": 1, "branching": (4, 2), "near": 0}
+    model = HierarchicalLanguageModel(LanguageModelConfig(tokenizer.get_vocab_size(), **sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_language_model(folder, model, tokenizer)
+    return folder, text, tokenizer
+
+
+@pytest.mark.parametrize("context", [7, 50])
+def test_blocks_as_long_as_asked_for(ours, context):
+    folder, text, tokenizer = ours
+    found = evaluate_text(folder, text, context=context)
+    tokens = encode_documents(["\n\n".join(STORY)], tokenizer)
+    assert found.loss == evaluate_language_model(load_language_model(folder), tokens, context).loss
+    assert (found.context, found.memory) == (context, 0)
+
+
+def test_blocks_as_long_as_in_training(ours):
+    folder, text, _ = ours
+    (folder / "result.json").write_text('{"context": 33}')
+    assert evaluate_text(folder, text) == replace(evaluate_text(folder, text, context=33), seconds=ANY)
+
+
+def test_what_does_not_fit_the_model(saved, ours):
+    folder, text, _ = ours
     with pytest.raises(
         InvalidInput, match=r"^memory: given 7 tokens for a model without a memory, expected a Transformer"
     ):
         evaluate_text(folder, text, memory=7)
     with pytest.raises(
-        InvalidInput, match=r"model: given a language model that reads blocks, .* a Transformer-XL; how"
+        InvalidInput, match=r"^context: given none, and the model's folder does not say, expected tokens"
     ):
         evaluate_text(folder, text)
+    with pytest.raises(InvalidInput, match=r"^context: given 0, expected tokens of a block, 1 or more"):
+        evaluate_text(folder, text, context=0)
+
+
+def test_a_transformer_xl_has_segments(saved):
+    folder, text, _ = saved
+    with pytest.raises(InvalidInput, match=r"^context: given 9 tokens .* segments of 24; say how much it remembers"):
+        evaluate_text(folder, text, context=9)
 
 
 def test_what_cannot_be_read(saved, tmp_path):

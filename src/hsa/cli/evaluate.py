@@ -15,17 +15,20 @@ def evaluate(
     data: Path,
     /,
     *,
+    context: int | None = None,
     memory: int | None = None,
     text: tuple[str, ...] = (),
     skip_bad: bool = False,
     json: bool = False,
 ) -> None:
-    """Test a model that `hsa train` saved on labelled data of the same kind, or a Transformer-XL language model on a text.
+    """Test a model that `hsa train` saved on labelled data of the same kind, or a language model on a text.
 
     Args:
         model: The folder of the model, such as runs/reviews/hsa.
         data: Rows with the columns the model was trained on, or a folder per class; for a language model a text, a folder of
             texts or a table.
+        context: For a language model: tokens of a block, in place of what it was trained with; transformer-xl has its
+            segments.
         memory: For transformer-xl: tokens of earlier segments that are remembered, in place of what it was trained with; 0
             reads every segment on its own.
         text: For a language model: columns of a table that hold text.
@@ -37,8 +40,10 @@ def evaluate(
     from hsa.training.lm_inference import is_language_model
 
     if is_language_model(model):
-        numbers = _language_model(model, data, memory, text, skip_bad)
+        numbers = _language_model(model, data, context, memory, text, skip_bad)
     else:
+        if context is not None:
+            raise InvalidInput("context", given=context, expected="none: examples are read whole")
         numbers = _classifier(model, data, memory, text, skip_bad)
     if json:
         print(json_format.dumps(numbers, indent=2))
@@ -76,7 +81,7 @@ def _classifier(
 
 
 def _language_model(
-    model: Path, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
+    model: Path, data: Path, context: int | None, memory: int | None, text: tuple[str, ...], skip_bad: bool
 ) -> dict[str, int | float]:
     import torch
 
@@ -86,7 +91,7 @@ def _language_model(
     if skip_bad:
         raise InvalidInput("skip_bad", given="with a language model", expected="none: a text is read whole")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return asdict(evaluate_text(model, data, columns=words(text), memory=memory, device=device))
+    return asdict(evaluate_text(model, data, columns=words(text), context=context, memory=memory, device=device))
 
 
 def skipping(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:

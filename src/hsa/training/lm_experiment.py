@@ -52,6 +52,7 @@ class LmResult:
     tokens: int  # seen in training
     training_seconds: float
     test_tokens: int
+    context: int  # tokens of a block
     history: tuple[LmRecord, ...]
 
     @property
@@ -158,6 +159,7 @@ def train_one(
         tokens=found.tokens,
         training_seconds=found.seconds,
         test_tokens=tested.tokens,
+        context=language.context,
         history=found.history,
     )
     save_language_model(folder, found.model, data.tokenizer)
