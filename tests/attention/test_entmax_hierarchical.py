@@ -356,6 +356,20 @@ def test_the_nearest_tied_row_is_weighted_entmax_of_mean_logits(seed, alpha, siz
     assert all(reached((row / counts)[block], logits, alpha) <= most + 1e-12 for row in other)
 
 
+@pytest.mark.parametrize("alpha", [1.2, torch.tensor([[1.5], [1.2]])], ids=["number", "tensor"])
+def test_what_is_said_of_alpha_holds(alpha):
+    assert Entmax(alpha, least=1.1).lowest == (1.1 if isinstance(alpha, torch.Tensor) else 1.2)
+    with pytest.raises(HsaError, match=r"^Entmax.alpha: given 1\.2\d*, expected from 1\.4, as was said, to 2"):
+        Entmax(alpha, least=1.4)
+    for least in (0.9, 2.1, float("nan")):
+        with pytest.raises(HsaError, match=r"^Entmax.least: given .*, expected from 1 to 2"):
+            Entmax(alpha, least=least)
+
+
+def test_rounding_breaks_no_word():
+    Entmax(torch.tensor([1.3]).double(), least=1.3)  # a little below, as float32 has no 1.3
+
+
 @pytest.mark.parametrize(
     "alpha", [0.5, 0.999, 2.01, math.nan, math.inf, -1, torch.tensor([1.5, 2.5]), torch.tensor([math.nan])]
 )

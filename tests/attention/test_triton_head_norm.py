@@ -51,6 +51,49 @@ def test_rows_may_lie_apart():
     compare(projected.split(32, -1)[1].unflatten(-1, (4, 8)), 8, 2e-5)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return None
+
+
+def test_no_gradient_comes_back():
+    x = torch.randn(5, 2, 8, device=DEVICE, requires_grad=True)
+    weight, bias = torch.ones(8, device=DEVICE, requires_grad=True), torch.zeros(8, device=DEVICE)
+    out = head_norm(x, weight, bias, EPSILON)
+    (NoGradient.apply(out) + x).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dim", [5, 16])
+def test_custom_operators(dim):
+    x, d_out = torch.randn(2, 7, 2, dim, device=DEVICE).unbind(0)
+    weight, bias = torch.randn(2, dim, device=DEVICE).unbind(0)
+    leaves = [part.clone().requires_grad_() for part in (x, weight, bias)]
+    torch.library.opcheck(kernels.operator.traced, (*leaves, EPSILON))
+    torch.library.opcheck(kernels.gradient.traced, (x, weight, d_out, EPSILON))
+
+
+def test_compiles_without_graph_breaks():
+    x, weight, bias = given = [
+        torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((7, 2, 8), (8,), (8,))
+    ]
+
+    def normed(x, weight, bias):
+        return head_norm(x * 2, weight, bias, EPSILON).sin()
+
+    expected = normed(x, weight, bias)
+    out = torch.compile(normed, fullgraph=True, backend="aot_eager")(x, weight, bias)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), given) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_no_leaves():
     x = torch.empty(0, 2, 8, device=DEVICE, requires_grad=True)
     weight = torch.ones(8, device=DEVICE, requires_grad=True)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -198,10 +199,11 @@ def test_an_encoder_and_a_decoder_come_back(tmp_path):
     register()
     kind, options = transformers.BartForConditionalGeneration, {"dtype": torch.float64}
     loaded = kind.from_pretrained(tmp_path, attn_implementation="hsa", **options).eval()
-    assert torch.equal(run(loaded, **inputs), expected)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)  # last bits depend on where weights lie in memory
+    close(run(loaded, **inputs), expected)
     loaded = kind.from_pretrained(tmp_path, **options).eval()
     convert(loaded.get_encoder())
-    assert torch.equal(run(loaded, **inputs), expected)
+    close(run(loaded, **inputs), expected)
     ids, mask = random_ids([20, 17])
     wrote = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=1)
     assert torch.equal(wrote, loaded.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, num_beams=1))

@@ -493,9 +493,9 @@ class LastProcessStops(Log):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def run(name, operator, count, watcher=None, resume=False):
+def run(name, operator, count, watcher=None, resume=False, **more):
     made = trainer(
-        options, model=classifier(operator, seed=5 * resume), train=data(count), validation=data(7, seed=1),
+        options, model=classifier(operator, seed=5 * resume, **more), train=data(count), validation=data(7, seed=1),
         folder=folder / name, accelerator=accelerator, watcher=watcher,
     )
     if resume:
@@ -542,6 +542,7 @@ if processes > 1:
 kind = str(accelerator.distributed_type)
 found["sharded"] = stopped_and_resumed("sharded", "hierarchical", 16)
 found["sharded again"] = run("sharded", "hierarchical", 16, resume=True)
+found["learned"] = run("learned", "hierarchical", 16, entmax="learned")
 sharded_modalities = several_modalities()
 if accelerator.is_main_process:
     assert kind == str(accelerator.distributed_type)
@@ -578,7 +579,7 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
     assert first[0] >= 0.6
     assert first[1] < 500
     assert two["runs"]["sharded again"]["outputs"] == two["runs"]["sharded"]["outputs"]
-    for name in ("even", "odd", "sharded"):
+    for name in ("even", "odd", "sharded", "learned"):
         (left, _), (right, _) = (load_model(tmp_path / folder / name) for folder in ("one", "two"))
         for tensor, other in zip(left.parameters(), right.parameters(), strict=True):
             torch.testing.assert_close(tensor, other, atol=1e-3, rtol=1e-3)

@@ -13,7 +13,9 @@ from hsa.attention.arguments import is_checking
 from hsa.errors import InvalidInput
 
 SKIPS = True
-"""Whether attention without a gradient leaves out what gets no weight from above; to measure what that gives."""
+"""Whether what gets no weight from above is left out; to measure what that gives."""
+ROUNDING = 1e-6
+"""By which a number as a tensor may be below itself."""
 NEAREST = 1e-6
 """Numbers this close to 1 count as 1 + this in a tensor α: formulas divide by α − 1."""
 
@@ -31,7 +33,7 @@ class Entmax:
             families of height h (1: families of leaves) take row min(h, levels) − 1.
         counts: "weighted" as above: exact where the keys inside every B are the same. "logits": log n_B is added to z_B and
             all weights are 1, the energy of the paper's Eq. 51.
-        least: of a tensor, what none of its values is below. Fused kernels run from 1 + 1/64 on, and do not look.
+        least: what no α is below, 1 or more. Fused kernels run from 1 + 1/64 on, and do not look at the values of a tensor.
 
     Raises:
         InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are looked at inside
@@ -54,12 +56,14 @@ such as 1 + sigmoid(parameter)
     def __post_init__(self) -> None:
         if self.counts not in ("weighted", "logits"):
             raise InvalidInput("Entmax.counts", given=repr(self.counts), expected="'weighted' or 'logits'")
+        if not 1 <= self.least <= 2:
+            raise InvalidInput("Entmax.least", given=self.least, expected="from 1 to 2")
         if isinstance(self.alpha, Tensor):
             _check_tensor(self.alpha, self.least)
         elif isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float, np.integer, np.floating)):
             raise InvalidInput("Entmax.alpha", given=repr(self.alpha), expected="a number or a tensor")
-        elif not 1 <= self.alpha <= 2:
-            raise _out_of_range(self.alpha)
+        elif not self.least <= self.alpha <= 2:
+            raise _out_of_range(self.alpha, self.least)
 
     @property
     def is_softmax(self) -> bool:
@@ -68,7 +72,7 @@ such as 1 + sigmoid(parameter)
 
     @property
     def lowest(self) -> float:
-        """What no α is below."""
+        """What is known to be below no α."""
         return self.least if isinstance(self.alpha, Tensor) else float(self.alpha)
 
     @property
@@ -123,8 +127,6 @@ def no_entmax(arguments: dict[str, Any]) -> list[str]:
 
 
 def _check_tensor(alpha: Tensor, least: float) -> None:
-    if not 1 <= least <= 2:
-        raise InvalidInput("Entmax.least", given=least, expected="from 1 to 2")
     if alpha.ndim > 2 or alpha.numel() == 0 or not alpha.is_floating_point():
         raise InvalidInput(
             "Entmax.alpha",
@@ -134,7 +136,7 @@ def _check_tensor(alpha: Tensor, least: float) -> None:
     # Reading values waits for a GPU, and a compiler cannot.
     if torch.compiler.is_compiling() or not (alpha.device.type == "cpu" or is_checking()):
         return
-    outside = alpha.detach()[~((alpha >= least) & (alpha <= 2))]
+    outside = alpha.detach()[~((alpha >= max(1, least - ROUNDING)) & (alpha <= 2))]
     if len(outside):
         raise _out_of_range(outside[0].item(), least)
 

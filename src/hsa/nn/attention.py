@@ -29,7 +29,7 @@ from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton.levels import levels
 from hsa.hierarchy import Hierarchy
 from hsa.nn.buckets import alike, padded, way_back
-from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of
+from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of, planned_for
 
 _WIDEST = 256
 """Channels that fused kernels take."""
@@ -100,7 +100,7 @@ class Hierarchical(Attention):
         self.include_self, self.alpha = include_self, alpha
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        prepare(hierarchy, normalizer_of(self.alpha), include_self=self.include_self)
+        prepare(hierarchy, planned_for(self.alpha), include_self=self.include_self)
 
     def forward(
         self,

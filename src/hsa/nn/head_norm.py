@@ -15,6 +15,9 @@ class HeadNorm(nn.LayerNorm):
     [[[-1.0, -1.0, 1.0, 1.0]]]
     """
 
+    def __init__(self, dim: int):
+        super().__init__(dim)
+
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not available.why_not(x, x, "auto"):
             from hsa.attention.triton.head_norm import head_norm

@@ -52,6 +52,11 @@ def make_alpha(alpha: AlphaOption, levels: int, heads: int) -> float | LearnedAl
     return LearnedAlpha(levels, heads) if alpha == "learned" else alpha
 
 
+def planned_for(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | Entmax:
+    """What plans are made for: the same whatever a learned α is. (Its values may be on other processes.)"""
+    return normalizer_of(LOWEST if isinstance(alpha, LearnedAlpha) else alpha)
+
+
 def normalizer_of(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | Entmax:
     """What an operator is given."""
     if alpha is None:

@@ -20,7 +20,6 @@ class Blocks:
     def __init__(self, tokens: np.ndarray, context: int, seed: int):
         self.tokens, self.context, self.seed = tokens, context, seed
         self.per_epoch = blocks_of(tokens, context)
-        self._epoch = lru_cache(2)(self._draw)  # batches are made ahead: the next epoch begins before this one ends
 
     def take(self, first: int, number: int) -> np.ndarray:
         """`[number, context + 1]` blocks from number `first` of all epochs on."""
@@ -30,15 +29,16 @@ class Blocks:
 
     def _start(self, block: int) -> int:
         epoch, place = divmod(block, self.per_epoch)
-        shift, order = self._epoch(epoch)
+        spare = len(self.tokens) - 1 - self.per_epoch * self.context
+        shift, order = _epoch(self.seed, epoch, min(spare, self.context), self.per_epoch)
         return shift + int(order[place]) * self.context
 
-    def _draw(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Where an epoch starts, and its order."""
-        draw = np.random.default_rng((self.seed, epoch))
-        spare = len(self.tokens) - 1 - self.per_epoch * self.context
-        shift = int(draw.integers(min(spare, self.context) + 1))
-        return shift, draw.permutation(self.per_epoch)
+
+@lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
+def _epoch(seed: int, epoch: int, most: int, blocks: int) -> tuple[int, np.ndarray]:
+    """The token that an epoch starts at, up to `most`, and the order of its blocks."""
+    draw = np.random.default_rng((seed, epoch))
+    return int(draw.integers(most + 1)), draw.permutation(blocks)
 
 
 class BlockCourse(Course):

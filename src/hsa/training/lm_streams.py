@@ -29,26 +29,27 @@ class Streams:
     def __init__(self, tokens: np.ndarray, context: int, streams: int, seed: int):
         self.tokens, self.context, self.streams, self.seed = tokens, context, streams, seed
         self.steps_per_epoch = max(1, blocks_of(tokens, context) // streams)
-        self._starts = lru_cache(2)(self._draw)  # batches are made ahead: the next epoch begins before this one ends
 
     def take(self, step: int) -> np.ndarray:
         """`[streams, context + 1]` the next block of every stream."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        first = self._starts(epoch) + place * self.context
+        each = self.steps_per_epoch * self.context
+        first = _starts(self.seed, epoch, len(self.tokens), self.streams, each) + place * self.context
         return self.tokens[first[:, None] + np.arange(self.context + 1)]
 
     def begins(self, step: int) -> bool:
         """Whether nothing before this step belongs to its streams."""
         return step % self.steps_per_epoch == 0
 
-    def _draw(self, epoch: int) -> np.ndarray:
-        """Where the streams of an epoch start."""
-        draw = np.random.default_rng((self.seed, epoch))
-        each = self.steps_per_epoch * self.context
-        spare = len(self.tokens) - 1 - self.streams * each
-        if spare < 0:
-            return draw.integers(len(self.tokens) - each, size=self.streams)
-        return int(draw.integers(spare + 1)) + draw.permutation(self.streams) * each
+
+@lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
+def _starts(seed: int, epoch: int, tokens: int, streams: int, each: int) -> np.ndarray:
+    """Where the streams of an epoch start, each of so many tokens."""
+    draw = np.random.default_rng((seed, epoch))
+    spare = tokens - 1 - streams * each
+    if spare < 0:
+        return draw.integers(tokens - each, size=streams)
+    return int(draw.integers(spare + 1)) + draw.permutation(streams) * each
 
 
 class StreamCourse(Course):

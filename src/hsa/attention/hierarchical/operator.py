@@ -18,7 +18,7 @@ from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton import available
 from hsa.attention.triton.levels import levels
 from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons, largest_family
-from hsa.attention.triton.tiles import SIZES, tiles
+from hsa.attention.triton.tiles import SIZES, inside_weights, tiles
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
 
@@ -97,6 +97,8 @@ def prepare(
     for_kernels = forest.device.type == "cuda" and forest.num_leaves > 0 and not entmax_reasons(normalizer)
     if for_kernels and levels(forest) is not None and largest_family(forest) <= SIZES[-1]:
         tiles(forest)
+        if isinstance(normalizer, Entmax) and not normalizer.is_softmax:
+            inside_weights(forest, normalizer.counts == "weighted", include_self, causal=False)
     elif isinstance(normalizer, Entmax):
         sparse.prepare(hierarchy, include_self=include_self)
     else:

@@ -192,13 +192,13 @@ def gradient_of_logits(d_weights, d_value, weights, slope):
 def gradient_of_power(d_weights, d_value, weights, slope, x, alike, r):
     """[GROUPS, SIZE] the gradient of r, row by row. With x = (u − τ)₊, s the slope and means over s,
 
-        ∂p/∂r = p (log x − 1) − s · mean(p (log x − 1) / s)
+        ∂p/∂r = p (log x − 1) − s · mean(p (log x − 1) / s)        p = s x: any multiple of s may be added to both sides
         ∂V/∂r = (r² + 2r)/(r + 1)² · (x₀ − Σ p x) + r/(r + 1) · (Σ p x log x − x₀ log x₀)        x₀ = N^{−1/r}
 
     the second because the weights are the best for V: only its entropy changes with r.
     """
     log = LN2 * tl.log2(tl.maximum(x, TINY))
-    of_weights = weights * (log - 1.0)
+    of_weights = slope * (x * log - (x - 1.0))  # for large r, x is close to 1 and so is all of this
     total = tl.sum(slope, 2)
     mean = tl.sum(of_weights, 2) / tl.where(total > 0, total, 1.0)
     some = tl.sum(weights, 2)  # 1, or 0 in rows without an entry

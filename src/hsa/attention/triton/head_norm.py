@@ -101,7 +101,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward(ctx: Any, d_out: Tensor | None) -> tuple[Any, ...]:
+    if d_out is None:
+        return None, None, None, None
     x, weight = ctx.saved_tensors
     return *gradient(x, weight, d_out, ctx.epsilon), None
 
@@ -117,7 +119,7 @@ def _gradient(x: Tensor, weight: Tensor, d_out: Tensor, epsilon: float) -> tuple
     if rows:
         _d_norm(key, programs, (x, weight, d_out, d_x, sums, *strides, rows, epsilon), sizes)
     d_weight, d_bias = sums.sum(0)[:, : x.shape[2]].to(weight.dtype).unbind(0)
-    return d_x, d_weight.contiguous(), d_bias.contiguous()
+    return d_x, d_weight.clone(), d_bias.clone()  # results of an operator share no memory
 
 
 def _fake_gradient(x: Tensor, weight: Tensor, d_out: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,12 +67,14 @@ def hierarchical_attention(
 
 def _powers(normalizer: Entmax, hierarchy: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
     """1 / (α − 1): as a number that kernels are compiled for; or `ANY`, and `[levels, heads]` for families by level."""
-    if not isinstance(normalizer.alpha, Tensor) and normalizer.alpha in POWERS:
-        return POWERS[float(normalizer.alpha)], None
-    plan = levels(hierarchy)
+    plan, heads, alpha = levels(hierarchy), q.shape[1], normalizer.alpha
     assert plan is not None
-    alpha = normalizer.by_height(plan.num_levels, q.new_empty(0, dtype=torch.float32))
-    return ANY.value, (1 / (alpha - 1)).expand(-1, q.shape[1]).contiguous()
+    if isinstance(alpha, Tensor):
+        by_height = normalizer.by_height(plan.num_levels, q.new_empty(0, dtype=torch.float32))
+        return ANY.value, (1 / (by_height - 1)).expand(-1, heads).contiguous()
+    if alpha in POWERS:
+        return POWERS[float(alpha)], None
+    return ANY.value, q.new_full((plan.num_levels, heads), 1 / (alpha - 1), dtype=torch.float32)
 
 
 class _Launch:

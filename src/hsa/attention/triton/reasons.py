@@ -45,8 +45,8 @@ def entmax_reasons(normalizer: Any) -> list[str]:
         return []
     if normalizer.lowest >= LEAST_ALPHA:
         return []
-    known = f"α {normalizer.alpha}" if not isinstance(normalizer.alpha, Tensor) else "a tensor α without `least`"
-    return [f"its entmax needs α to be {LEAST_ALPHA} or more: given {known}"]
+    known = f"a tensor, least={normalizer.least}" if isinstance(normalizer.alpha, Tensor) else f"{normalizer.alpha}"
+    return [f"its entmax needs an α known to be {LEAST_ALPHA} or more: given {known}"]
 
 
 def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:
