@@ -198,7 +198,7 @@ def gradient_of_power(d_weights, d_value, weights, slope, x, alike, r):
     the second because the weights are the best for V: only its entropy changes with r.
     """
     log = LN2 * tl.log2(tl.maximum(x, TINY))
-    of_weights = slope * (x * log - (x - 1.0))  # for large r, x is close to 1 and so is all of this
+    of_weights = slope * (x * log - (x - 1.0))  # nothing large is left to cancel where x is close to 1: r large
     total = tl.sum(slope, 2)
     mean = tl.sum(of_weights, 2) / tl.where(total > 0, total, 1.0)
     some = tl.sum(weights, 2)  # 1, or 0 in rows without an entry
