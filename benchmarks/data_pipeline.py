@@ -72,6 +72,6 @@ def run() -> None:
         "data_pipeline",
         "Making a batch and training on it",
         [("", ("documents", "leaves per batch", "model", "ms to make", "ms to train", "share"), rows)],
-        "Made: trees selected from the data set, positions looked up, the plan of the sweeps built, all in a thread,\n"
+        "Made: trees selected from the data set, positions looked up, the plan of the sweeps built, all in threads,\n"
         "ahead of the step. Trained: forward and backward of one layer of width 128, without the optimizer.",
     )
