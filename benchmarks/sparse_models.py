@@ -32,7 +32,6 @@ from hsa.files import read_json, write_json
 from hsa.models.saved import load_model
 from hsa.training.accelerator import make_accelerator
 from hsa.training.comparison import Compared, Plan, compare_models
-from hsa.training.options import ModelOptions, TrainingOptions
 from hsa.training.prepare import Prepared, prepare
 from hsa.training.recipe import Recipe
 from hsa.training.report import leaf_labels
@@ -55,16 +54,13 @@ class Task:
 
 
 def tasks() -> dict[str, Task]:
-    precision: Any = "bf16" if torch.cuda.is_available() else "no"
-    every = {"patience": 0, "mixed_precision": precision, "checkpoint_minutes": 60.0}
-    reviews = Recipe(
-        model=ModelOptions(width=128, heads=4, layers=2, dropout=0.2, pooling="max"),
-        training=TrainingOptions(epochs=3, batch_size=128, batch_tokens=2**17, **every),
-    )
+    reviews = document_models.TASKS["imdb"]
     programs = completed(Recipe())  # what `hsa train` does without data
+    same = document_models.recipe(reviews).training
+    every = {name: getattr(same, name) for name in ("patience", "mixed_precision", "checkpoint_minutes")}
     programs = replace(programs, training=replace(programs.training, **every))
     return {
-        "imdb": Task("IMDB: positive or negative?", reviews),
+        "imdb": Task(reviews.question, document_models.recipe(reviews)),
         "python": Task("Python standard library: which package?", programs),
     }
 

@@ -72,7 +72,7 @@ such as 1 + sigmoid(parameter)
 
     @property
     def lowest(self) -> float:
-        """What is known to be below no α."""
+        """A number that no α is below."""
         return self.least if isinstance(self.alpha, Tensor) else float(self.alpha)
 
     @property

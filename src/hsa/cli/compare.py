@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from hsa.cli.comparison_bar import ComparisonBar
-from hsa.cli.progress import say_where
+from hsa.cli.progress import say_results, say_where
 from hsa.cli.runs import NAMED, completed, quicker, read_data, run_folder, words
 from hsa.errors import InvalidInput
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
@@ -167,14 +167,6 @@ def _device(accelerator: Any) -> str:
 
 
 def _show(console: Console, found: Comparison, folder: Path, pictures: list[Path]) -> None:
-    from rich.text import Text
-
-    from hsa.analysis.tables import print_table
-
-    console.print()
-    print_table(console, found.table())
-    console.print()
-    for line in found.findings():
-        console.print(Text(line))
+    say_results(console, found.table(), found.findings())
     best = found.finished[0].runs[0].folder(folder) if found.finished else None
     say_where(console, best, folder / "report.md", pictures)

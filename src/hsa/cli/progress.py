@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a screen, a line per stage in a log; and where its results are."""
+"""Progress of long work: a bar on a screen, a line per stage in a log; and its results, and where they are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Watch = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
@@ -110,6 +111,19 @@ class TrainingBar:
 
     def done(self) -> None:
         self.progress.stop()
+
+
+def say_results(console: Console, table: Table, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
+    """The table of what was trained, and what there is to say of it."""
+    from rich.text import Text
+
+    from hsa.analysis.tables import print_table
+
+    console.print()
+    print_table(console, table)
+    console.print()
+    for line in lines:
+        console.print(Text(line), soft_wrap=soft_wrap)
 
 
 def say_where(

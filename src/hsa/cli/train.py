@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from hsa.cli.progress import TrainingBar, say_where
+from hsa.cli.progress import TrainingBar, say_results, say_where
 from hsa.cli.runs import NAMED, completed, is_recipe, no_time_limit, quicker, read_data, run_folder, words
 from hsa.training.options import (
     DataOptions,
@@ -199,17 +199,10 @@ def _report(
     failed: dict[str, NoResult],
     folder: Path,
 ) -> None:
-    from rich.text import Text
-
-    from hsa.analysis.tables import print_table
     from hsa.training.report import report_lines, result_table, write_report
 
     pictures = write_report(folder, recipe, prepared, results, failed)
-    console.print()
-    print_table(console, result_table(results, failed))
-    console.print()
-    for line in report_lines(prepared, results):
-        console.print(Text(line))
+    say_results(console, result_table(results, failed), report_lines(prepared, results))
     model = folder / results[0].model
     made_up = prepared.reading.kind == "match3"
     following = "" if made_up else f"hsa predict {model} {_more_of(recipe, prepared)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsa.cli.progress import TrainingBar, one_process, say_where
+from hsa.cli.progress import TrainingBar, one_process, say_results, say_where
 from hsa.errors import InvalidInput
 from hsa.training.recipe import Recipe
 
@@ -71,16 +71,9 @@ def _report(
     failed: dict[str, NoResult],
     folder: Path,
 ) -> None:
-    from rich.text import Text
-
-    from hsa.analysis.tables import print_table
     from hsa.training.lm_report import lm_lines, lm_table, write_lm_report
 
     pictures = write_lm_report(folder, recipe, data, results, failed)
-    console.print()
-    print_table(console, lm_table(results, failed))
-    console.print()
-    for line in lm_lines(results):
-        console.print(Text(line))
+    say_results(console, lm_table(results, failed), lm_lines(results))
     model = folder / results[0].model
     say_where(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')

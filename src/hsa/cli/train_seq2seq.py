@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsa.cli.progress import TrainingBar, one_process, say_where
+from hsa.cli.progress import TrainingBar, one_process, say_results, say_where
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ def run_seq2seq(
     import torch
     from rich.text import Text
 
-    from hsa.analysis.tables import print_table
     from hsa.training.endings import NoResult, complain
     from hsa.training.experiment import check_entmax
     from hsa.training.seq2seq import check_seq2seq_models
@@ -63,10 +62,6 @@ def run_seq2seq(
     )
     if results:
         write_seq2seq_report(folder, recipe, data, results, failed)
-        console.print()
-        print_table(console, seq2seq_table(results, failed))
-        console.print()
-        for line in example_lines(results[0]):
-            console.print(Text(line), soft_wrap=True)
+        say_results(console, seq2seq_table(results, failed), example_lines(results[0]), soft_wrap=True)
         say_where(console, folder / results[0].model, folder / "report.md")
     complain(failed)

@@ -26,7 +26,7 @@ from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted, rounds
-from hsa.attention.triton.levels import levels
+from hsa.attention.triton.reasons import forest_reasons
 from hsa.hierarchy import Hierarchy
 from hsa.nn.buckets import alike, padded, way_back
 from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of, planned_for
@@ -138,7 +138,7 @@ class Multiscale(Attention):
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         forest = rooted(hierarchy)[0]
-        if forest.device.type != "cuda" or levels(forest) is None or self.alpha is not None:
+        if forest.device.type != "cuda" or self.alpha is not None or forest_reasons(forest):
             rounds(forest)
         if not self.refine:
             self._nearest(hierarchy)

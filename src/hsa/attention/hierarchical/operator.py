@@ -16,8 +16,7 @@ from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import rooted, rounds
 from hsa.attention.triton import available
-from hsa.attention.triton.levels import levels
-from hsa.attention.triton.reasons import entmax_reasons, hierarchical_reasons, largest_family
+from hsa.attention.triton.reasons import entmax_reasons, forest_reasons, hierarchical_reasons, largest_family
 from hsa.attention.triton.tiles import SIZES, inside_weights, tiles
 from hsa.errors import InvalidInput
 from hsa.hierarchy import Hierarchy
@@ -94,8 +93,8 @@ def prepare(
 ) -> None:
     """Build ahead what the first call on this forest builds: on a GPU the plan of the kernels, if they take the forest."""
     forest = rooted(hierarchy)[0]
-    for_kernels = forest.device.type == "cuda" and forest.num_leaves > 0 and not entmax_reasons(normalizer)
-    if for_kernels and levels(forest) is not None and largest_family(forest) <= SIZES[-1]:
+    for_kernels = forest.device.type == "cuda" and not entmax_reasons(normalizer) and not forest_reasons(forest)
+    if for_kernels and largest_family(forest) <= SIZES[-1]:
         tiles(forest)
         if isinstance(normalizer, Entmax) and not normalizer.is_softmax:
             inside_weights(forest, normalizer.counts == "weighted", include_self, causal=False)

@@ -31,7 +31,8 @@ TILE_BYTES = 2**14
 """Of q, k or v in one tile of the sweeps: all that is made of them has to fit the shared memory, also of small GPUs."""
 
 
-def _forest_reasons(hierarchy: Hierarchy) -> list[str]:
+def forest_reasons(hierarchy: Hierarchy) -> list[str]:
+    """Against a rooted forest, whatever the operator."""
     if hierarchy.num_leaves == 0:
         return ["there are no leaves"]
     if levels(hierarchy) is None:
@@ -50,7 +51,7 @@ def entmax_reasons(normalizer: Any) -> list[str]:
 
 
 def hierarchical_reasons(hierarchy: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:
-    reasons = _forest_reasons(hierarchy)
+    reasons = forest_reasons(hierarchy)
     if reasons:
         return reasons
     largest = largest_family(hierarchy)
@@ -65,7 +66,7 @@ def largest_family(hierarchy: Hierarchy) -> int:
 
 
 def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -> list[str]:
-    reasons = _forest_reasons(hierarchy)
+    reasons = forest_reasons(hierarchy)
     width = opened.families.shape[-1]
     if opened.queries.most > MOST_QUERIES:
         reasons.append(f"a group has {opened.queries.most:,} queries, more than {MOST_QUERIES:,}")
@@ -80,7 +81,7 @@ def multiscale_reasons(hierarchy: Hierarchy, opened: Opened, needs_grad: bool) -
 
 def choice_reasons(hierarchy: Hierarchy, q: Tensor, refine: int, width: int | None, any_open: bool) -> list[str]:
     """`width` of the beam; None: exact."""
-    reasons = _forest_reasons(hierarchy)
+    reasons = forest_reasons(hierarchy)
     if width is None and padded(refine) * padded(q.shape[-1]) * q.element_size() > BEST_BYTES:
         reasons.append(f"refine={refine} is more than a program can keep at this head dim")
     if reasons or width is None:
