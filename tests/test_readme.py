@@ -46,10 +46,43 @@ def test_the_main_job_runs_offline(tmp_path):
     assert {"hsa", "flat", "deepsets", "report.md", "attention.png"} <= {p.name for p in (tmp_path / "run").iterdir()}
 
 
-def test_ci_runs_both_commands():
-    script = (ROOT / ".ci" / "run").read_text()
-    assert "main-command" in script
-    assert "test-command" in script
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+"""
+STAND_IN_PYTHON = """#!/bin/sh
+mkdir -p "$3/bin"
+for name in pip hsa ruff mypy lint-imports pytest; do cp "$STAND_INS/pip" "$3/bin/$name"; done
+"""
+
+
+def test_ci_runs_the_commands_of_the_readme_before_it_installs_more(tmp_path):
+    """Run .ci/run with stand-ins that write down how they are called."""
+    for name, text in {"python3": STAND_IN_PYTHON, "pip": STAND_IN}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "STAND_INS": str(tmp_path),
+        "CALLS": str(calls),
+        "TMPDIR": str(tmp_path),
+    }
+    subprocess.run(["bash", str(ROOT / ".ci" / "run")], env=environment, check=True, capture_output=True)
+    called = calls.read_text().splitlines()
+    main, test = (marked(name).replace("'", "").split(" && ") for name in ("main-command", "test-command"))
+    checks = [line.split(" ")[0] for line in called[3:-2]]
+    assert called[:3] == [*main, test[0]]
+    assert (test[1], checks) == ("tools/check", ["ruff", "ruff", "mypy", "lint-imports", "pytest"])
+    assert called[-2] == "pip install -q -r .ci/triton.txt"
+    assert re.fullmatch(r"pytest -n auto( src/\S+/triton/\S+)+( tests/\S+/test_triton_\S+)+", called[-1])
+
+
+def test_files_that_need_triton_are_named_for_it():
+    """.ci/run finds the tests of kernels by the names of their files."""
+    needs = re.compile(r'importorskip\("triton"|tests\.interpreter import')
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if path != Path(__file__):
+            assert bool(needs.search(path.read_text())) == path.name.startswith("test_triton_"), path
 
 
 def test_links_and_files_exist():

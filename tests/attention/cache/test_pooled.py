@@ -395,10 +395,10 @@ def test_settings_that_are_refused(wrong):
         HierarchicalCache(1, 1, 1, 8, **wrong)
 
 
-def test_backends_by_name():
-    with pytest.raises(Unsupported, match=r"float64"):
-        HierarchicalCache(1, 1, 1, 8, dtype=torch.float64, backend="triton")
+def test_backend_on_a_cpu():
     assert HierarchicalCache(1, 1, 1, 8).backend.name == "torch"
+    with pytest.raises(InvalidInput, match="'auto' or one of"):
+        HierarchicalCache(1, 1, 1, 8, backend="cuda")
 
 
 def test_a_refused_bias_leaves_the_cache_as_it_was():

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 import torch
 
 from hsa.attention.cache.pooled import HierarchicalCache
+from hsa.errors import Unsupported
 from tests.attention.cache.growing import Text
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -86,3 +87,8 @@ def test_half_precision(dtype):
     pair = Pair(1, heads, dims, dtype, **settings)
     for token in range(24):
         pair.step(text, token in (5, 12, 23))
+
+
+def test_kernels_refuse_float64():
+    with pytest.raises(Unsupported, match="float64"):
+        HierarchicalCache(1, 1, 1, 8, dtype=torch.float64, device=DEVICE, backend="triton")
