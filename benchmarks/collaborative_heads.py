@@ -22,12 +22,12 @@ from torch import Tensor
 
 from benchmarks.measure import RESULTS, Section, check, medians, write_table
 from hsa.analysis.plots import COLORS, pyplot, save_figure
-from hsa.decomposition import CP, relative_error
-from hsa.fidelity.examples import Examples, load_examples, tokenize
-from hsa.fidelity.judging import Judge
-from hsa.huggingface.collaborative_heads import collaborate, replace_projections
+from hsa.huggingface.fidelity.examples import Examples, load_examples, tokenize
+from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.layers import attention_layers
-from hsa.nn.collaborate import Inputs, SharedProjections, by_strength, concatenated_heads
+from hsa.research.collaborative.heads import Inputs, SharedProjections, by_strength, concatenated_heads
+from hsa.research.collaborative.huggingface import collaborate, replace_projections
+from hsa.research.decomposition import CP, relative_error
 
 SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4)
 LENGTH = 128

@@ -30,8 +30,8 @@ JUDGED_TEXTS = 3
 """Validation texts for the sensitivity of layers."""
 SINKS = 4
 WAYS = [
-    {"chunk": chunk, "refine": refine, "beam": beam}
-    for chunk, refine, beam in (
+    {"chunk": chunk, "top_k": top_k, "beam": beam}
+    for chunk, top_k, beam in (
         (64, 4, 8),
         (64, 8, 16),
         (128, 4, 8),
@@ -208,7 +208,7 @@ def main(folder: Path, texts: Path) -> None:
 
 
 def _named(way: Mapping[str, int]) -> str:
-    return f"chunks of {way['chunk']}, {way['refine']} groups open, beam {way['beam']}"
+    return f"chunks of {way['chunk']}, {way['top_k']} groups open, beam {way['beam']}"
 
 
 if __name__ == "__main__":

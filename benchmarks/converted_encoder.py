@@ -29,16 +29,16 @@ HEADER = [
 ]
 WAYS: dict[str, dict[str, Any]] = {
     "hierarchical (16, 8, 8, 16)": {"operator": "hierarchical", "hierarchy": "windows", "branching": (16, 8, 8, 16)},
-    "windows of 16, near 1, refine 2": {
+    "windows of 16, near 1, top_k 2": {
         "hierarchy": "windows",
         "branching": (16, 4),
         "near": 1,
-        "refine": 2,
+        "top_k": 2,
         "beam": 8,
     },
     "found, groups of 8, 16 open, shared by 16 queries": {
         "branching": (8, 2),
-        "refine": 16,
+        "top_k": 16,
         "beam": 16,
         "share": 16,
         "chunk": 512,
@@ -72,8 +72,8 @@ def check_correctness(model: Any, device: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, 500:] = 0
     exact = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    for branching, refine in (((16, 2), 39), ((8, 4), 79)):  # one family of the longer text stays pooled
-        convert(model, hierarchy="keys", branching=branching, refine=refine)
+    for branching, top_k in (((16, 2), 39), ((8, 4), 79)):  # one family of the longer text stays pooled
+        convert(model, hierarchy="keys", branching=branching, top_k=top_k)
         out = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
         revert(model)
         check(f"converted encoder {branching}", out, exact, 5e-2)

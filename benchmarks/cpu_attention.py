@@ -38,13 +38,13 @@ def check_correctness() -> None:
     """Every operator that is timed, on small inputs, against its reference in float64."""
     for tree in (hsa.Hierarchy.regular([300], BRANCHING), text_like(300)):
         q, k, v = torch.randn(3, 300, 2, 16, dtype=torch.float64).unbind(0)
-        opened = hsa.open_families(q, k, tree, near=1, refine=4)
-        order = hsa.find_key_order(k, tree)
-        found = hsa.open_families(q, k, tree, refine=4, key_order=order)
+        selection = hsa.select(q, k, tree, near=1, top_k=4)
+        order = hsa.cluster_keys(k, tree)
+        found = hsa.select(q, k, tree, top_k=4, clusters=order)
         cases: list[tuple[str, Callable[..., Tensor], dict[str, Any]]] = [
             ("hierarchical", hsa.hierarchical_attention, {}),
-            ("multiscale", hsa.multiscale_attention, {"opened": opened}),
-            ("found", hsa.multiscale_attention, {"opened": found, "key_order": order}),
+            ("multiscale", hsa.multiscale_attention, {"selection": selection}),
+            ("clustered", hsa.multiscale_attention, {"selection": found, "clusters": order}),
         ]
         for name, operator, options in cases:
             reference = operator(q, k, v, tree, backend="reference", **options)
@@ -70,14 +70,14 @@ def without_grad(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def multiscale(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    opened = hsa.open_families(q, k, tree, near=1, refine=4)
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened)
+    selection = hsa.select(q, k, tree, near=1, top_k=4)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection)
 
 
 def found(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.find_key_order(k, tree)
-    opened = hsa.open_families(q, k, tree, queries=hsa.Queries.windows(tree, 16), refine=16, key_order=order)
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order)
+    order = hsa.cluster_keys(k, tree)
+    selection = hsa.select(q, k, tree, queries=hsa.Queries.windows(tree, 16), top_k=16, clusters=order)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=order)
 
 
 def run() -> None:
@@ -93,7 +93,7 @@ def run() -> None:
             "SDPA": partial(F.scaled_dot_product_attention, flat[0], flat[1], flat[2]),
             "hierarchical, regular": partial(hsa.hierarchical_attention, q, k, v, regular),
             "hierarchical, text-like": partial(hsa.hierarchical_attention, q, k, v, ragged),
-            "multiscale, near 1, refine 4": partial(multiscale, q, k, v, regular),
+            "multiscale, near 1, top_k 4": partial(multiscale, q, k, v, regular),
             "multiscale, own family": partial(hsa.multiscale_attention, q, k, v, regular),
             "found trees, 16 groups of 8 per 16 queries": partial(found, q, k, v, binary),
         }

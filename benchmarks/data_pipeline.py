@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from benchmarks.measure import medians, write_table
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig, equal_parameters
+from hsa.models.classifier import Classifier, ModelConfig, equal_parameters
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals import Sequence, Signal
-from hsa.training.data_set import DataSet, Example, build
+from hsa.training.data.data_set import DataSet, Example, build
 
 _VOCABULARY = 8192
 
@@ -41,8 +41,8 @@ def run() -> None:
         ours, flat = (EncoderConfig(layers=1, operator=operator) for operator in ("hierarchical", "flat"))
         config = ModelConfig(ours, {"text": Modality(tokens=_VOCABULARY)}, outputs=2)
         models = {
-            "hsa": HierarchicalClassifier(config),
-            "flat": HierarchicalClassifier(equal_parameters(config, flat)),
+            "hsa": Classifier(config),
+            "flat": Classifier(equal_parameters(config, flat)),
         }
         chosen = np.arange(batch_size)
         batch = data.select(chosen).batch

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measure import check, medians, write_table
-from hsa import multiscale_attention, open_families
-from hsa.attention.cache.found import FoundCache
+from hsa import multiscale_attention, select
+from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.interface import Cache
-from hsa.attention.cache.pooled import HierarchicalCache
-from hsa.growth import grown
+from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.tree.causal_tree import causal_tree
 
 HEADS, DIM = 16, 64
 BRANCHING, NEAR = (16, 16), 1
@@ -32,9 +32,9 @@ def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str
     """A cache that has seen so many tokens; the sequences of a batch are copies, which costs the same."""
     sizes: Any = {"layers": 1, "batch": 1, "kv_heads": HEADS, "head_dim": DIM, "dtype": dtype, "device": device}
     cache: Cache = (
-        HierarchicalCache(branching=BRANCHING, near=NEAR, **sizes)
+        MultiscaleCache(branching=BRANCHING, near=NEAR, **sizes)
         if kind == "pooled"
-        else FoundCache(refine=16, **sizes)
+        else ClusteredCache(top_k=16, **sizes)
     )
     k, v = torch.randn(2, length, HEADS, DIM, device=device, dtype=dtype).unbind(0)
     cache.begin([length])
@@ -47,10 +47,10 @@ def check_correctness(device: str, dtype: torch.dtype) -> None:
     """Prompt and steps give what the full pass gives."""
     prompt, steps = 2000, 100
     q, k, v = torch.randn(3, prompt + steps, HEADS, DIM, device=device, dtype=dtype).unbind(0)
-    tree = grown([prompt + steps], BRANCHING).to(device)
-    opened = open_families(q, k, tree, near=NEAR, causal=True)
-    wanted = multiscale_attention(q, k, v, tree, opened=opened, causal=True)[prompt:]
-    cache = HierarchicalCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
+    tree = causal_tree([prompt + steps], BRANCHING).to(device)
+    selection = select(q, k, tree, near=NEAR, causal=True)
+    wanted = multiscale_attention(q, k, v, tree, selection=selection, causal=True)[prompt:]
+    cache = MultiscaleCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
     cache.begin([prompt])
     cache.fill(0, k[:prompt], v[:prompt])
     found = []
@@ -146,7 +146,7 @@ def _run(device: str, dtype: torch.dtype) -> None:
         for length in LENGTHS:
             if on_gpu:
                 best, flat = _flat_times(length, batch, dtype)
-            kinds = {"pooled": f"windows {BRANCHING}, near {NEAR}", "found": "found trees, 16 groups of 8 open"}
+            kinds = {"pooled": f"windows {BRANCHING}, near {NEAR}", "clustered": "found trees, 16 groups of 8 open"}
             for kind, name in kinds.items():
                 cache = cache_of(length, batch, device, dtype, kind)
                 step = cache_step(cache, batch, device, dtype)
@@ -198,20 +198,20 @@ def _prompt(device: str, dtype: torch.dtype) -> tuple[list[str], list[list[Any]]
 
 def _prompt_row(length: int, device: str, dtype: torch.dtype) -> list[Any]:
     q, k, v = torch.randn(3, length, HEADS, DIM, device=device, dtype=dtype).unbind(0)
-    cache = HierarchicalCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
+    cache = MultiscaleCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
     tree = cache.begin([length])
-    opened = open_families(q, k, tree, near=NEAR, causal=True)
+    selection = select(q, k, tree, near=NEAR, causal=True)
     kept = cache._kept
 
     def attend() -> None:
         fresh_k, fresh_v = k.view_as(k), v.view_as(v)  # of which no pooled keys are known
-        multiscale_attention(q, fresh_k, fresh_v, tree, opened=opened, causal=True)
+        multiscale_attention(q, fresh_k, fresh_v, tree, selection=selection, causal=True)
         _wait(device)
 
     def attend_and_fill() -> None:
         cache._waiting, cache._kept = {0}, kept
         fresh_k, fresh_v = k.view_as(k), v.view_as(v)
-        multiscale_attention(q, fresh_k, fresh_v, tree, opened=opened, causal=True)
+        multiscale_attention(q, fresh_k, fresh_v, tree, selection=selection, causal=True)
         cache.fill(0, fresh_k, fresh_v)
         _wait(device)
 

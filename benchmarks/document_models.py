@@ -26,18 +26,18 @@ import numpy as np
 import torch
 
 from benchmarks.measure import RESULTS, write_table
-from hsa.analysis.comparison_plots import Point, plot_frontiers
 from hsa.analysis.frontier import on_frontier
 from hsa.files import read_json, write_json
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import Classifier
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
-from hsa.training.comparison import Compared, Plan, Run, compare_models
-from hsa.training.data_set import DataSet
+from hsa.training.compare import Compared, Plan, Run, compare_models
+from hsa.training.compare_plots import Point, plot_frontiers
+from hsa.training.data.data_set import DataSet
+from hsa.training.data.prepare import PreparedData, load_input_spec, prepare, save_input_spec
 from hsa.training.experiment import RESULT, Result, model_config
 from hsa.training.loop import Trainer
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
-from hsa.training.prepare import Prepared, load_reading, prepare, save_reading
 from hsa.training.recipe import Recipe
 
 MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
@@ -89,18 +89,18 @@ def pack(name: str, tables: Path, packed: Path) -> None:
     for split in SPLITS:
         getattr(data, split).save(packed / name / f"{split}.safetensors")
     np.save(packed / name / "vectors.npy", data.vectors.numpy().astype(np.float16))
-    save_reading(packed / name, data.reading)
+    save_input_spec(packed / name, data.reading)
 
 
-def load(name: str, packed: Path) -> Prepared:
+def load(name: str, packed: Path) -> PreparedData:
     train, validation, test = (DataSet.load(packed / name / f"{split}.safetensors") for split in SPLITS)
     vectors = torch.from_numpy(np.load(packed / name / "vectors.npy").astype(np.float32))
     text = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
-    return Prepared(
+    return PreparedData(
         train,
         validation,
         test,
-        load_reading(packed / name),
+        load_input_spec(packed / name),
         modalities={"text": text},
         kinds=("sequence",),
         keys=(),
@@ -133,7 +133,7 @@ def run_in_rounds(run: Callable[..., str], plan: Plan, parts: Sequence[tuple[Any
                 print(done.result(), flush=True)
 
 
-def time_model(name: str, model: str, data: Prepared) -> dict[str, float]:
+def time_model(name: str, model: str, data: PreparedData) -> dict[str, float]:
     """Seconds to train on a thousand documents and milliseconds to read one, alone on the machine."""
     given = recipe(TASKS[name])
     some = np.random.default_rng(0).permutation(len(data.train))[: TASKS[name].timed]
@@ -142,7 +142,7 @@ def time_model(name: str, model: str, data: Prepared) -> dict[str, float]:
     config = model_config(data, given.model, model, MODELS[0], given.documents)
     options = replace(given.training, epochs=6)
     accelerator = make_accelerator(options)
-    trainer = Trainer(HierarchicalClassifier(config), part, test.select([0, 1]), options, accelerator=accelerator)
+    trainer = Trainer(Classifier(config), part, test.select([0, 1]), options, accelerator=accelerator)
     seconds = [record.seconds for record in trainer.fit()]  # the first epochs compile
     trainer.evaluate(test)
     tested = trainer.evaluate(test)

@@ -37,8 +37,10 @@ def check_correctness() -> None:
                     check(f"{operator.__name__}, {name}", out, reference, tolerance)
 
 
-def multiscale(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: hsa.Opened, normalizer: Any) -> Tensor:
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened, normalizer=normalizer)
+def multiscale(
+    q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection: hsa.Selection, normalizer: Any
+) -> Tensor:
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, normalizer=normalizer)
 
 
 def run(lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
@@ -47,12 +49,12 @@ def run(lengths: tuple[int, ...] = (1024, 4096, 16384)) -> None:
     for length in lengths:
         q, k, v = (torch.randn(length, HEADS, DIM) for _ in range(3))
         regular, ragged = hsa.Hierarchy.regular([length], BRANCHING), text_like(length)
-        opened = hsa.open_families(q, k, regular, near=1, refine=4)
+        selection = hsa.select(q, k, regular, near=1, top_k=4)
         operators: dict[str, Operator] = {
             "hierarchical, regular": partial(hsa.hierarchical_attention, hierarchy=regular),
             "hierarchical, text-like": partial(hsa.hierarchical_attention, hierarchy=ragged),
             "multiscale, own family": partial(hsa.multiscale_attention, hierarchy=regular),
-            "multiscale, near 1, refine 4": partial(multiscale, tree=regular, opened=opened),
+            "multiscale, near 1, top_k 4": partial(multiscale, tree=regular, selection=selection),
         }
         for name, operator in operators.items():
             passes: dict[str, dict[str, Callable[[], Any]]] = {

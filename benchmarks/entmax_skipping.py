@@ -15,7 +15,7 @@ from benchmarks.cpu_attention import BRANCHING, DIM, HEADS
 from benchmarks.gpu_attention import milliseconds
 from benchmarks.measure import check, medians, write_table
 from hsa.attention import normalizers
-from hsa.attention.hierarchical import sparse
+from hsa.attention.hierarchical.entmax import sweeps as sparse
 
 BLOCK = 128
 """Leaves that look at another block of as many."""

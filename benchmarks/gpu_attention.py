@@ -22,8 +22,8 @@ import hsa
 from benchmarks.cpu_attention import text_like
 from benchmarks.measure import RESULTS, Section, check, write_table
 from benchmarks.sparse_scheme import sparse_scheme
+from hsa.attention.hierarchical.triton.plan import tiles
 from hsa.attention.rounds import rooted
-from hsa.attention.triton.tiles import tiles
 
 HEADS, DIM, DTYPE = 16, 64, torch.bfloat16
 BRANCHING = (16, 8, 8, 16)
@@ -94,21 +94,21 @@ def fastest_sdpa(batch: int, length: int, causal: bool = False, backward: bool =
 
 
 def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | str = 8) -> Tensor:
-    opened = hsa.open_families(q, k, tree, near=1, refine=2, beam=beam)
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened)
+    selection = hsa.select(q, k, tree, near=1, top_k=2, beam=beam)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection)
 
 
 def found(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.find_key_order(k, tree, chunk=512)
+    order = hsa.cluster_keys(k, tree, chunk=512)
     groups = hsa.Queries.windows(tree, 16)
-    opened = hsa.open_families(q, k, tree, queries=groups, refine=16, beam=16, key_order=order)
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order)
+    selection = hsa.select(q, k, tree, queries=groups, top_k=16, beam=16, clusters=order)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=order)
 
 
 def found_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.find_key_order(k, tree, chunk=256)
-    opened = hsa.open_families(q, k, tree, refine=16, beam=32, key_order=order, causal=True)
-    return hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order, causal=True)
+    order = hsa.cluster_keys(k, tree, chunk=256)
+    selection = hsa.select(q, k, tree, top_k=16, beam=32, clusters=order, causal=True)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True)
 
 
 def binary(length: int, leaves: int) -> hsa.Hierarchy:
@@ -125,14 +125,14 @@ def check_correctness() -> None:
         q, k, v, d_out = random(tree, heads=2)
         _compare("hierarchical", hsa.hierarchical_attention, q, k, v, d_out, tree, {})
         _compare("the paper's scheme", sparse_scheme, q, k, v, None, tree, {}, hsa.hierarchical_attention)
-        opened = hsa.open_families(q, k, tree, near=1, refine=2)
-        _compare("windows", hsa.multiscale_attention, q, k, v, d_out, tree, {"opened": opened})
+        selection = hsa.select(q, k, tree, near=1, top_k=2)
+        _compare("windows", hsa.multiscale_attention, q, k, v, d_out, tree, {"selection": selection})
     tree = binary(2048, 8)
     q, k, v, d_out = random(tree, heads=2)
     for causal in (False, True):
-        order = hsa.find_key_order(k, tree, chunk=256)
-        opened = hsa.open_families(q, k, tree, refine=4, beam=16, key_order=order, causal=causal)
-        options = {"opened": opened, "key_order": order, "causal": causal}
+        order = hsa.cluster_keys(k, tree, chunk=256)
+        selection = hsa.select(q, k, tree, top_k=4, beam=16, clusters=order, causal=causal)
+        options = {"selection": selection, "clusters": order, "causal": causal}
         _compare(f"found, causal {causal}", hsa.multiscale_attention, q, k, v, d_out, tree, options)
 
 
@@ -193,7 +193,7 @@ def hierarchical_rows(bytes_per_ms: float) -> list[list[Any]]:
     return rows
 
 
-def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: hsa.Opened, block: int) -> Step:
+def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection: hsa.Selection, block: int) -> Step:
     """FlexAttention over concat(k, pooled k): leaves of open windows, all other windows pooled, one level."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -205,7 +205,9 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: h
     window_of_node = torch.full((tree.num_nodes,), -1, device="cuda")
     first = tree.num_nodes - length - number  # the windows are the nodes before the leaves
     window_of_node[first : first + number] = torch.arange(number, device="cuda")
-    open_windows = window_of_node[opened.families.clamp(min=0)].where(opened.families >= 0, -1)  # [groups, heads, 5]
+    open_windows = window_of_node[selection.families.clamp(min=0)].where(
+        selection.families >= 0, -1
+    )  # [groups, heads, 5]
     width = open_windows.shape[-1]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -235,7 +237,7 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, opened: h
 
 def multiscale_rows() -> list[list[Any]]:
     cases: list[tuple[str, Callable[..., Tensor], int, bool]] = [
-        ("windows of 16, near 1, refine 2 (beam 8)", windows, 16, False),
+        ("windows of 16, near 1, top_k 2 (beam 8)", windows, 16, False),
         ("found in chunks of 512, 16 groups of 8 per 16 queries (beam 16)", found, 8, False),
         ("causal, found in chunks of 256, 16 groups of 8 per query (beam 32)", found_causal, 8, True),
     ]
@@ -258,25 +260,25 @@ def multiscale_rows() -> list[list[Any]]:
 def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
     """Finding, choosing, attending."""
     causal = run is found_causal
-    order = None if run is windows else hsa.find_key_order(k, tree, chunk=256 if causal else 512)
+    order = None if run is windows else hsa.cluster_keys(k, tree, chunk=256 if causal else 512)
     if run is windows:
-        choose = partial(hsa.open_families, q, k, tree, near=1, refine=2, beam=8)
+        choose = partial(hsa.select, q, k, tree, near=1, top_k=2, beam=8)
     else:
         groups = None if causal else hsa.Queries.windows(tree, 16)
         choose = partial(
-            hsa.open_families,
+            hsa.select,
             q,
             k,
             tree,
             queries=groups,
-            refine=16,
+            top_k=16,
             beam=32 if causal else 16,
-            key_order=order,
+            clusters=order,
             causal=causal,
         )
-    opened = choose()
-    attend = partial(hsa.multiscale_attention, q, k, v, tree, opened=opened, key_order=order, causal=causal)
-    find = partial(hsa.find_key_order, k, tree, chunk=256 if causal else 512)
+    selection = choose()
+    attend = partial(hsa.multiscale_attention, q, k, v, tree, selection=selection, clusters=order, causal=causal)
+    find = partial(hsa.cluster_keys, k, tree, chunk=256 if causal else 512)
     finding = None if order is None else milliseconds(find, graph=True)
     return [finding, milliseconds(choose, graph=True), milliseconds(attend, graph=True)]
 
@@ -286,12 +288,12 @@ def flex_rows() -> list[list[Any]]:
     tree = hsa.Hierarchy.regular([32768], (16,)).to("cuda")
     q, k, v, _ = random(tree)
     with torch.no_grad():
-        opened = hsa.open_families(q, k, tree, near=1, refine=2)
-        expected = hsa.multiscale_attention(q, k, v, tree, opened=opened, backend="triton")
-        ours = milliseconds(partial(hsa.multiscale_attention, q, k, v, tree, opened=opened), graph=True)
+        selection = hsa.select(q, k, tree, near=1, top_k=2)
+        expected = hsa.multiscale_attention(q, k, v, tree, selection=selection, backend="triton")
+        ours = milliseconds(partial(hsa.multiscale_attention, q, k, v, tree, selection=selection), graph=True)
         times = {}
         for block in (128, 256):
-            step = flex_windows(q, k, v, tree, opened, block)
+            step = flex_windows(q, k, v, tree, selection, block)
             check(f"FlexAttention, blocks of {block}", step()[0].transpose(0, 1), expected, 3e-2)
             times[block] = milliseconds(step)
     return [["one pooled level of windows of 16, attention alone", ours, *times.values(), min(times.values()) / ours]]

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.measure import RESULTS, write_table
-from hsa.analysis.lm_plots import plot_by_position, plot_losses
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel
-from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig, TransformerXLLanguageModel
-from hsa.training.lm_data import LmData, prepare_text
-from hsa.training.lm_experiment import as_large_as
-from hsa.training.lm_loop import evaluate_language_model, train_language_model
+from hsa.training.language_model.data import LmData, prepare_text
+from hsa.training.language_model.experiment import as_large_as
+from hsa.training.language_model.loop import evaluate_language_model, train_language_model
+from hsa.training.language_model.plots import plot_by_position, plot_losses
 from hsa.training.options import LanguageOptions, TrainingOptions
 
 VOCABULARY, BATCH = 16384, 65536

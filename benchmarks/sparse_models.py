@@ -31,8 +31,8 @@ from hsa.cli.runs import completed
 from hsa.files import read_json, write_json
 from hsa.models.saved import load_model
 from hsa.training.accelerator import make_accelerator
-from hsa.training.comparison import Compared, Plan, compare_models
-from hsa.training.prepare import Prepared, prepare
+from hsa.training.compare import Compared, Plan, compare_models
+from hsa.training.data.prepare import PreparedData, prepare
 from hsa.training.recipe import Recipe
 from hsa.training.report import leaf_labels
 
@@ -65,7 +65,7 @@ def tasks() -> dict[str, Task]:
     }
 
 
-def load(name: str, packed: Path, examples: int) -> Prepared:
+def load(name: str, packed: Path, examples: int) -> PreparedData:
     read = tasks()[name].recipe.read
     data = document_models.load(name, packed) if name == "imdb" else prepare(None, read)
     if not examples:
@@ -76,7 +76,7 @@ def load(name: str, packed: Path, examples: int) -> Prepared:
 
 
 def run_variant(
-    plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: Prepared | None = None
+    plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: PreparedData | None = None
 ) -> Compared:
     """All rates and seeds of the plan; those that are finished are read."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
@@ -237,7 +237,7 @@ def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[lis
     return ["device", "attention", "ms", "× softmax", "ms, all visited", "times faster by skipping"], rows
 
 
-def _draw(name: str, data: Prepared, compared: Compared, out: Path) -> None:
+def _draw(name: str, data: PreparedData, compared: Compared, out: Path) -> None:
     """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
     model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
     fitting = np.flatnonzero(data.test.lengths <= 120)

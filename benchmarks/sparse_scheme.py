@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hsa import Hierarchy
-from hsa.attention.triton.levels import Levels, families, levels
+from hsa.attention.kernels.levels import Levels, families, levels
 
 
 @dataclass(frozen=True)

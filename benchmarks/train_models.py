@@ -105,7 +105,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     """One model, learning rate and seed; the scores of the epoch that validation chose."""
     import torch
 
-    from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+    from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
     from hsa.nn.embedding import Modality
     from hsa.nn.encoder import EncoderConfig
     from hsa.training.accelerator import make_accelerator
@@ -128,7 +128,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     reference = ModelConfig(EncoderConfig(**experiment.encoder), {"text": text}, outputs=len(train.classes))
     config = equal_parameters(reference, replace(reference.encoder, **experiment.models[job["model"]]))
     torch.manual_seed(job["seed"])
-    model = HierarchicalClassifier(config)
+    model = Classifier(config)
     if vectors is not None:
         model.encoder.embedding.set_vectors("text", torch.from_numpy(vectors))
     options = TrainingOptions(
@@ -159,7 +159,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data(name: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
-    from hsa.training.data_set import DataSet, split_at_random
+    from hsa.training.data.data_set import DataSet, split_at_random
 
     def load(part: str) -> DataSet:
         whole = DataSet.load(Path(folder) / f"{name}_{part}.safetensors")
@@ -177,9 +177,9 @@ def _data(name: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
 
 def first_leaves(data: Any, most: int) -> Any:
     """Every text cut after its first leaves; all families are sequences."""
-    from hsa.batch import Batch
-    from hsa.hierarchy import Hierarchy, Structure
     from hsa.signals import Sequence
+    from hsa.signals.batch import Batch
+    from hsa.tree.hierarchy import Hierarchy, Structure
 
     batch, s = data.batch, data.batch.hierarchy.structure
     nodes = np.flatnonzero(s.first_leaf - s.leaf_offsets[s.tree] < most)

@@ -1,7 +1,7 @@
 """Three-way attention on a GPU: kernels against the streaming backend, and the kernels' tiles tuned.
 
 `python -m benchmarks.trilinear_gpu [tune] [time] [--write]`. Output and gradients are always compared with float64 first;
-`tune` times every kernel with every candidate, for the tables in `hsa.attention.triton.trilinear_tiles`.
+`tune` times every kernel with every candidate, for the tables in `hsa.research.trilinear.triton.tiles`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 import hsa
 from benchmarks.gpu_attention import Step, milliseconds, with_backward
 from benchmarks.measure import check, write_table
-from hsa.attention.trilinear.operator import trilinear_attention
-from hsa.attention.triton import trilinear_tiles
-from hsa.attention.triton.trilinear_backward import gradient_of_queries, gradients_of_keys
-from hsa.attention.triton.trilinear_forward import forward
-from hsa.attention.triton.trilinear_tiles import Tile
+from hsa.research.trilinear.operator import trilinear_attention
+from hsa.research.trilinear.triton import tiles as trilinear_tiles
+from hsa.research.trilinear.triton.backward import gradient_of_queries, gradients_of_keys
+from hsa.research.trilinear.triton.forward import forward
+from hsa.research.trilinear.triton.tiles import Tile
 
 HEADS, DTYPE = 16, torch.bfloat16
 PEAK = 989e12

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from hsa.nn.embedding import Modality
-from hsa.training.comparison import Run
+from hsa.training.compare import Run
+from hsa.training.data.prepare import InputSpec, PreparedData
+from hsa.training.data.sources import Columns
 from hsa.training.experiment import Result
 from hsa.training.loop import EpochRecord
 from hsa.training.metrics import Scores
 from hsa.training.options import ModelOptions, TrainingOptions
-from hsa.training.prepare import Prepared, Reading
 from hsa.training.recipe import Recipe
-from hsa.training.sources import Columns
 from tests.tasks import TOKENS, data
 
 RECIPE = Recipe(
@@ -22,12 +22,12 @@ RECIPE = Recipe(
 )
 
 
-def prepared(task: Any = "classification", **more: Any) -> Prepared:
-    return Prepared(
+def prepared(task: Any = "classification", **more: Any) -> PreparedData:
+    return PreparedData(
         train=data(31, task, **more),
         validation=data(13, task, seed=1, **more),
         test=data(17, task, seed=2, **more),
-        reading=Reading("rows", Columns(("text",), (), (), "label", False, "en"), 0, 0),
+        reading=InputSpec("rows", Columns(("text",), (), (), "label", False, "en"), 0, 0),
         modalities={"text": Modality(tokens=TOKENS)},
         kinds=("sequence",),
         keys=(),

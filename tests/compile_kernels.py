@@ -17,23 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from hsa import Entmax, Hierarchy, Queries, find_key_order, hierarchical_attention, multiscale_attention, open_families
-from hsa.attention.cache.pooled import HierarchicalCache
-from hsa.attention.trilinear.operator import trilinear_attention
-from hsa.attention.triton import (  # noqa: F401
-    available,
-    beam,
-    decode,
-    exact,
-    find_keys,
-    head_norm,
-    hierarchical,
-    multiscale,
-    pyramid,
-    ranking,
-    trilinear,
-)
-from hsa.attention.triton.levels import levels
+from hsa import Entmax, Hierarchy, Queries, cluster_keys, hierarchical_attention, multiscale_attention, select
+from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.kernels import available
+from hsa.attention.kernels.levels import levels
+from hsa.attention.multiscale.triton import beam, exact, pyramid, ranking
+from hsa.attention.multiscale.triton import cluster as find_keys
+from hsa.nn.triton import head_norm
+from hsa.research.trilinear.operator import trilinear_attention
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
 LEARNED = Entmax(torch.tensor([[1.3], [1.7]]), least=1.3)
@@ -71,24 +62,24 @@ def compile_hierarchical(tree, dtype, normalizer="softmax"):
 
 def compile_multiscale(tree, dtype, causal):
     q, k, v = inputs(tree, dtype)
-    order = find_key_order(k, tree, chunk=256, backend="torch")
-    find_keys.find_key_order(k.detach(), tree, 256)
+    order = cluster_keys(k, tree, chunk=256, backend="torch")
+    find_keys.cluster_keys(k.detach(), tree, 256)
     groups = None if causal else Queries.windows(tree, 16)
-    options = {"queries": groups, "refine": 4, "beam": 8, "key_order": order, "causal": causal, "backend": "torch"}
-    opened = open_families(q, k, tree, **options)
+    options = {"queries": groups, "top_k": 4, "beam": 8, "clusters": order, "causal": causal, "backend": "torch"}
+    selection = select(q, k, tree, **options)
     multiscale_attention(
-        q, k, v, tree, opened=opened, key_order=order, causal=causal, backend="triton"
+        q, k, v, tree, selection=selection, clusters=order, causal=causal, backend="triton"
     ).sum().backward()
-    queries, keys = opened.queries, pyramid.pyramid(k.detach(), levels(tree), order.order)
+    queries, keys = selection.queries, pyramid.pyramid(k.detach(), levels(tree), order.order)
     low = torch.zeros(queries.num_groups, dtype=torch.long)
     where = (q.detach(), keys, ranking.search_tables(tree), queries.offsets, queries.tree)
-    asked = {"limit": opened.limit, "scale": 0.1, "refine": 4, "most_queries": queries.most}
+    asked = {"limit": selection.limit, "scale": 0.1, "top_k": 4, "most_queries": queries.most}
     beam.search_beam(*where, low, low + 1, width=8, **asked)
     exact.search_exact(*where, None, None, **asked)
 
 
 def compile_decoding(dtype, dim):
-    cache = HierarchicalCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
+    cache = MultiscaleCache(1, 2, 2, dim, sinks=1, dtype=dtype, backend="triton")
     cache.append()
     cache.attend(0, *(torch.randn(2, heads, dim, dtype=dtype) for heads in (4, 2, 2)))
 

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from hsa import Hierarchy
-from hsa.growth import grown
-from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale
-from hsa.nn.causal_attention import CausalFlat, CausalFound, CausalMultiscale
+from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale, NoAttention
+from hsa.nn.causal_attention import CausalClustered, CausalFlat, CausalMultiscale
 from hsa.nn.cross_attention import CrossAttention
-from hsa.nn.decoder import HierarchicalDecoderLayer
+from hsa.nn.decoder import DecoderLayer
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import head_fusion
 from hsa.nn.layer import HierarchicalEncoderLayer
-from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
+from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
+from hsa.tree.causal_tree import causal_tree
 
 WIDTH, HEADS, DIM, SOURCE = 13, 3, 5, 7
 WIDE = HEADS * 2 * DIM  # of decoders, whose heads share their width; channels turn in pairs
@@ -23,19 +23,19 @@ ATTENTIONS = {
     "hierarchical": Hierarchical,
     "hierarchical with self": lambda: Hierarchical(include_self=True),
     "multiscale": lambda: Multiscale(HEADS, near=1),
-    "multiscale refined": lambda: Multiscale(HEADS, refine=1),
-    "found": lambda refine=1: Found(HEADS, group=2, refine=refine, window=3),
+    "multiscale refined": lambda: Multiscale(HEADS, top_k=1),
+    "clustered": lambda top_k=1: Clustered(HEADS, group=2, top_k=top_k, window=3),
     "flat": Flat,
-    "none": Alone,
+    "none": NoAttention,
     "trilinear": Trilinear,
     "hierarchical-trilinear": HierarchicalTrilinear,
 }
 CAUSAL = {
     "flat": CausalFlat,
     "hierarchical": lambda: CausalMultiscale(HEADS),
-    "found": lambda refine=1: CausalFound(HEADS, chunk=4, refine=refine),
+    "clustered": lambda top_k=1: CausalClustered(HEADS, chunk=4, top_k=top_k),
 }
-CHOOSING = ("multiscale refined", "found")  # every head its own nodes
+CHOOSING = ("multiscale refined", "clustered")  # every head its own nodes
 NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # not one query with one key
 
 
@@ -54,8 +54,8 @@ NESTED = ([3, 2, 4], [1], [2, [2, 1]])
 TREE = Hierarchy.from_nested(NESTED)
 CAUSAL_TREES = {
     "flat": Hierarchy.flat(LENGTHS),
-    "hierarchical": grown(LENGTHS, (3, 2), sinks=1),
-    "found": grown(LENGTHS, (2, 2)),
+    "hierarchical": causal_tree(LENGTHS, (3, 2), sinks=1),
+    "clustered": causal_tree(LENGTHS, (2, 2)),
 }
 
 
@@ -70,16 +70,14 @@ def encoder_layer(attention, fusion="concatenation", *, full=False, **choice) ->
     return HierarchicalEncoderLayer(WIDTH, HEADS, module, fusion=made, head_dim=DIM, feed_forward=11)
 
 
-def decoder_layer(
-    attention, fusion="concatenation", *, full=False, kv_heads=None, **choice
-) -> HierarchicalDecoderLayer:
+def decoder_layer(attention, fusion="concatenation", *, full=False, kv_heads=None, **choice) -> DecoderLayer:
     made = make_fusion(fusion, WIDE, 2 * DIM, full)
     module = CAUSAL[attention](**choice)
-    return HierarchicalDecoderLayer(WIDE, HEADS, module, kv_heads=kv_heads, fusion=made, feed_forward=11)
+    return DecoderLayer(WIDE, HEADS, module, kv_heads=kv_heads, fusion=made, feed_forward=11)
 
 
-def cross_layer(refine, fusion="concatenation", *, full=False) -> CrossAttention:
-    return CrossAttention(WIDE, HEADS, SOURCE, refine=refine, fusion=make_fusion(fusion, WIDE, 2 * DIM, full))
+def cross_layer(top_k, fusion="concatenation", *, full=False) -> CrossAttention:
+    return CrossAttention(WIDE, HEADS, SOURCE, top_k=top_k, fusion=make_fusion(fusion, WIDE, 2 * DIM, full))
 
 
 def attend(layer: HierarchicalEncoderLayer, x: Tensor, tree: Hierarchy, positions: Tensor | None = None) -> Tensor:

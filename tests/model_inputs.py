@@ -10,8 +10,8 @@ from torch import nn
 
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
-from hsa.places import KINDS, Places
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
+from hsa.tree.positions import KINDS, NodePositions
 
 TOKENS = 499
 PATCH = (2, 3, 3)
@@ -85,8 +85,8 @@ ENCODERS = {
     "hierarchical sparse": {"operator": "hierarchical", "entmax": "learned", "entmax_levels": 2},
     "multiscale": {},
     "multiscale sparse": {"operator": "multiscale", "entmax": "learned", "near": 1},
-    "multiscale refined": {"operator": "multiscale", "near": 1, "refine": 1},
-    "found": {"group": 2, "refine": 1, "window": 3},
+    "multiscale refined": {"operator": "multiscale", "near": 1, "top_k": 1},
+    "clustered": {"group": 2, "top_k": 1, "window": 3},
     "bottom-up": {},
     "flat": {},
     "flat pooled": {"operator": "flat", "pool": "families", "position_input": True},
@@ -101,7 +101,7 @@ def encoder_named(name: str, **more):
     return encoder(**options)
 
 
-def place_of_nodes(places: Places) -> list[tuple | None]:
+def place_of_nodes(places: NodePositions) -> list[tuple | None]:
     """What is known of every node: None, (kind, numbers) or ("table", key)."""
     known: list[tuple | None] = [None]
     for kind in KINDS:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal, Table
-from hsa.training.data_set import DataSet, Example, build
+from hsa.training.data.data_set import DataSet, Example, build
 from hsa.training.loop import EpochRecord, Trainer
 from hsa.training.options import TrainingOptions
 
@@ -53,12 +53,12 @@ def data(count: int, task: Any = "classification", seed: int = 0, **more: Any) -
 
 def classifier(
     operator: Any = "hierarchical", task: Any = "classification", seed: int = 0, **changes: Any
-) -> HierarchicalClassifier:
+) -> Classifier:
     """Small; the same weights for the same seed."""
     encoder: dict[str, Any] = {"width": 12, "heads": 2, "layers": 1, "dropout": 0.0, "position_width": 8, "near": 1}
     torch.manual_seed(seed)
     numbers = {"center": 6.5, "scale": 0.9} if task == "regression" else {}
-    return HierarchicalClassifier(
+    return Classifier(
         ModelConfig(
             EncoderConfig(operator=operator, **{**encoder, **changes}),
             {"text": Modality(tokens=TOKENS)},
@@ -69,7 +69,7 @@ def classifier(
     )
 
 
-def mixed(count: int = 12) -> tuple[HierarchicalClassifier, DataSet]:
+def mixed(count: int = 12) -> tuple[Classifier, DataSet]:
     """Rows with a title, of which the first three have a price too: most batches hold no number."""
     made = []
     for i in range(count):
@@ -84,14 +84,14 @@ def mixed(count: int = 12) -> tuple[HierarchicalClassifier, DataSet]:
         keys=("title", "price"),
     )
     torch.manual_seed(0)
-    return HierarchicalClassifier(config), build(made, "classification", CLASSES)
+    return Classifier(config), build(made, "classification", CLASSES)
 
 
 def trainer(
     options: TrainingOptions = QUICK,
     *,
     task: Any = "classification",
-    model: HierarchicalClassifier | None = None,
+    model: Classifier | None = None,
     train: DataSet | None = None,
     folder: Path | None = None,
     **more: Any,

@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hsa.attention.arguments import checking
-    from hsa.attention.cache.found import FoundCache
-    from hsa.attention.cache.pooled import HierarchicalCache
+    from hsa.attention.cache.clustered import ClusteredCache
+    from hsa.attention.cache.multiscale import MultiscaleCache
     from hsa.attention.dense import dense_weights
     from hsa.attention.flops import Flops, flops, flops_flat, flops_regular
     from hsa.attention.hierarchical.operator import energy, hierarchical_attention
     from hsa.attention.mixing import HeadMixing
-    from hsa.attention.multiscale.choice import open_families
-    from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order
+    from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
     from hsa.attention.multiscale.operator import multiscale_attention
-    from hsa.attention.multiscale.partition import Opened, Partition
     from hsa.attention.multiscale.queries import Queries
+    from hsa.attention.multiscale.select import select
+    from hsa.attention.multiscale.selection import Partition, Selection
     from hsa.attention.normalizers import Entmax
-    from hsa.attention.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
-    from hsa.batch import Batch, collate, uncollate
     from hsa.errors import HsaError
-    from hsa.growth import grown
-    from hsa.hierarchy import Hierarchy
-    from hsa.padding import Padding
+    from hsa.research.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
     from hsa.signals import Leaf, Signal
+    from hsa.signals.batch import Batch, collate, uncollate
+    from hsa.tree.causal_tree import causal_tree
+    from hsa.tree.hierarchy import Hierarchy
+    from hsa.tree.padding import Padding
 
 _HOMES = {
     "hsa.attention.arguments": ("checking",),
-    "hsa.attention.cache.found": ("FoundCache",),
-    "hsa.attention.cache.pooled": ("HierarchicalCache",),
+    "hsa.attention.cache.clustered": ("ClusteredCache",),
+    "hsa.attention.cache.multiscale": ("MultiscaleCache",),
     "hsa.attention.dense": ("dense_weights",),
     "hsa.attention.flops": (
         "Flops",
@@ -44,31 +44,31 @@ _HOMES = {
         "hierarchical_attention",
     ),
     "hsa.attention.mixing": ("HeadMixing",),
-    "hsa.attention.multiscale.choice": ("open_families",),
-    "hsa.attention.multiscale.find_keys": (
-        "KeyOrder",
-        "find_key_order",
+    "hsa.attention.multiscale.select": ("select",),
+    "hsa.attention.multiscale.cluster": (
+        "KeyClusters",
+        "cluster_keys",
     ),
     "hsa.attention.multiscale.operator": ("multiscale_attention",),
-    "hsa.attention.multiscale.partition": (
-        "Opened",
+    "hsa.attention.multiscale.selection": (
+        "Selection",
         "Partition",
     ),
     "hsa.attention.multiscale.queries": ("Queries",),
     "hsa.attention.normalizers": ("Entmax",),
-    "hsa.attention.trilinear.operator": (
+    "hsa.research.trilinear.operator": (
         "hierarchical_trilinear_attention",
         "trilinear_attention",
     ),
-    "hsa.batch": (
+    "hsa.signals.batch": (
         "Batch",
         "collate",
         "uncollate",
     ),
     "hsa.errors": ("HsaError",),
-    "hsa.growth": ("grown",),
-    "hsa.hierarchy": ("Hierarchy",),
-    "hsa.padding": ("Padding",),
+    "hsa.tree.causal_tree": ("causal_tree",),
+    "hsa.tree.hierarchy": ("Hierarchy",),
+    "hsa.tree.padding": ("Padding",),
     "hsa.signals": (
         "Leaf",
         "Signal",
@@ -77,33 +77,33 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "ClusteredCache",
     "Entmax",
     "Flops",
-    "FoundCache",
     "HeadMixing",
-    "HierarchicalCache",
     "Hierarchy",
     "HsaError",
-    "KeyOrder",
+    "KeyClusters",
     "Leaf",
-    "Opened",
+    "MultiscaleCache",
     "Padding",
     "Partition",
     "Queries",
+    "Selection",
     "Signal",
+    "causal_tree",
     "checking",
+    "cluster_keys",
     "collate",
     "dense_weights",
     "energy",
-    "find_key_order",
     "flops",
     "flops_flat",
     "flops_regular",
-    "grown",
     "hierarchical_attention",
     "hierarchical_trilinear_attention",
     "multiscale_attention",
-    "open_families",
+    "select",
     "trilinear_attention",
     "uncollate",
 ]

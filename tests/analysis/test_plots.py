@@ -54,7 +54,7 @@ def test_names_of_all_kinds(tmp_path):
     check_picture(tmp_path / "a.png", most=4000)
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "found", "flat"])
+@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "clustered", "flat"])
 @pytest.mark.parametrize("labelled", [True, False])
 def test_attention(tmp_path, operator, labelled):
     example = data(3).select([2]).batch
@@ -63,7 +63,7 @@ def test_attention(tmp_path, operator, labelled):
     check_picture(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "found", "flat", "none"])
+@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "clustered", "flat", "none"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_rows_of_the_matrix_sum_to_one(operator, layers):
     for i in range(4):

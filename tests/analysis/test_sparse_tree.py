@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hsa.analysis import page, sparse_tree
 from hsa.analysis.plots import layer_weights
 from hsa.analysis.sparse_tree import AttentionTree, attention_tree, plot_sparse_tree
-from hsa.batch import collate
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals import Sequence, Signal
+from hsa.signals.batch import collate
+from hsa.tree.hierarchy import Hierarchy
 from tests.analysis.test_plots import check_picture
 from tests.model_inputs import MODALITIES, exact, readable
 from tests.tasks import classifier
@@ -26,7 +26,7 @@ TEXT = {"text": MODALITIES["text"]}
 def sharp(operator="hierarchical", alpha=2.0):
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 7, "position_width": 2, "position_dim": 3}
     config = EncoderConfig(operator=operator, layers=2, entmax=alpha, **sizes)
-    return exact(HierarchicalClassifier(ModelConfig(config, TEXT, outputs=2)))
+    return exact(Classifier(ModelConfig(config, TEXT, outputs=2)))
 
 
 @settings(max_examples=15)

@@ -13,8 +13,8 @@ from hsa.analysis.sparsity import (
     rows,
     visited_fraction,
 )
-from hsa.attention.hierarchical import sparse
-from hsa.attention.hierarchical.zeros import zeros
+from hsa.attention.hierarchical.entmax import sweeps as sparse
+from hsa.attention.hierarchical.entmax.zeros import zeros
 from hsa.errors import InvalidInput
 from hsa.nn.learned_alpha import normalizer_of
 from tests.analysis.test_plots import check_picture

@@ -9,7 +9,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 import hsa
-from hsa import Hierarchy, HsaError, checking, hierarchical_attention, multiscale_attention, open_families
+from hsa import Hierarchy, HsaError, checking, hierarchical_attention, multiscale_attention, select
 from tests.forests import random_inputs
 
 
@@ -76,12 +76,12 @@ def test_hierarchical_attention_compiles_without_a_break():
 def test_no_grad_and_inference_mode():
     forest = Hierarchy.regular([30], (4, 2))
     q, k, v = random_inputs(forest, 0, requires_grad=True)
-    opened = open_families(q, k, forest, refine=1)
+    selection = select(q, k, forest, top_k=1)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             for run in (
                 lambda: hierarchical_attention(q, k, v, forest),
-                lambda: multiscale_attention(q, k, v, forest, opened=opened),
+                lambda: multiscale_attention(q, k, v, forest, selection=selection),
             ):
                 out = run()
                 assert not out.requires_grad
@@ -115,14 +115,14 @@ def test_on_a_gpu(dtype):
     there = forest.to("cuda")
     for run in (
         hierarchical_attention,
-        lambda q, k, v, f: multiscale_attention(q, k, v, f, opened=open_families(q, k, f, near=1, refine=2)),
+        lambda q, k, v, f: multiscale_attention(q, k, v, f, selection=select(q, k, f, near=1, top_k=2)),
         lambda q, k, v, f: multiscale_attention(
             q,
             k,
             v,
             f,
-            key_order=hsa.find_key_order(k, f),
-            opened=open_families(q, k, f, refine=2, key_order=hsa.find_key_order(k, f)),
+            clusters=hsa.cluster_keys(k, f),
+            selection=select(q, k, f, top_k=2, clusters=hsa.cluster_keys(k, f)),
         ),
     ):
         on_gpu = run(*(x.cuda() for x in (q, k, v)), there).cpu().double()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, HsaError, find_key_order, flops, flops_flat, flops_regular, open_families
+from hsa import Hierarchy, HsaError, cluster_keys, flops, flops_flat, flops_regular, select
 from tests.forests import forests, random_inputs
 
 # Table 3 of the paper: average length, MFLOPs of the original and of the hierarchical layer, as printed.
@@ -39,47 +39,47 @@ def test_hierarchical_count_is_the_sum_over_families(forest):
 
 
 @given(forests(), st.integers(0, 2), st.integers(0, 2))
-def test_multiscale_count_is_the_sum_over_lists(forest, near, refine):
+def test_multiscale_count_is_the_sum_over_lists(forest, near, top_k):
     q, k, _ = random_inputs(forest, 0)
-    opened = open_families(q, k, forest, near=near, refine=refine)
-    partition = opened.partition(forest)
-    counts = flops(opened, 24, 6, hierarchy=forest)
-    per_head = (partition.lengths * opened.queries.offsets.diff()[:, None]).sum(0).tolist()
+    selection = select(q, k, forest, near=near, top_k=top_k)
+    partition = selection.partition(forest)
+    counts = flops(selection, 24, 6, hierarchy=forest)
+    per_head = (partition.lengths * selection.queries.offsets.diff()[:, None]).sum(0).tolist()
     assert counts.attention == (4 * 24 + 6) * sum(per_head) // len(per_head)
-    assert counts.choice == opened.scored * (2 * 24 // 6 + 1)
+    assert counts.choice == selection.scored * (2 * 24 // 6 + 1)
     assert flops(partition, 24, 6, hierarchy=forest).attention == counts.attention
-    if refine == 0:
+    if top_k == 0:
         assert counts.choice == 0
 
 
 def test_causal_lists_count_what_is_seen():
     forest = Hierarchy.regular([16], (4, 4))
     q, k, _ = random_inputs(forest, 0)
-    opened = open_families(q, k, forest, causal=True)
+    selection = select(q, k, forest, causal=True)
     seen = sum(
         place + 1 + window for window in range(4) for place in range(4)
     )  # the own window so far, earlier windows
-    assert flops(opened, 24, 6, hierarchy=forest).attention == (4 * 24 + 6) * seen
+    assert flops(selection, 24, 6, hierarchy=forest).attention == (4 * 24 + 6) * seen
     binary = Hierarchy.regular([16], (2, 2), repeat_last=True)
-    order = find_key_order(k, binary, chunk=8)
-    found = open_families(q, k, binary, key_order=order, causal=True)
+    order = cluster_keys(k, binary, chunk=8)
+    found = select(q, k, binary, clusters=order, causal=True)
     seen = sum(range(1, 9)) + sum(1 + n for n in range(1, 9))  # the own chunk so far, the earlier chunk as one node
-    assert flops(found, 24, 6, hierarchy=binary, key_order=order).attention == (4 * 24 + 6) * seen
+    assert flops(found, 24, 6, hierarchy=binary, clusters=order).attention == (4 * 24 + 6) * seen
 
 
 def test_own_family_only():
     forest = Hierarchy.regular([16], (4, 4))
     q, k, _ = random_inputs(forest, 0)
-    counts = flops(open_families(q, k, forest), 24, 6, hierarchy=forest)
+    counts = flops(select(q, k, forest), 24, 6, hierarchy=forest)
     assert counts.attention == (4 * 24 + 6) * 16 * (4 + 3)
 
 
 def test_finding_is_counted_apart():
     forest = Hierarchy.regular([64], (4, 2), repeat_last=True)
     q, k, _ = random_inputs(forest, 0)
-    order = find_key_order(k, forest)
-    opened = open_families(q, k, forest, refine=2, key_order=order)
-    assert flops(opened, 24, 6, hierarchy=forest, key_order=order).finding == order.operations > 0
+    order = cluster_keys(k, forest)
+    selection = select(q, k, forest, top_k=2, clusters=order)
+    assert flops(selection, 24, 6, hierarchy=forest, clusters=order).finding == order.operations > 0
 
 
 def test_bad_input():
@@ -96,4 +96,4 @@ def test_bad_input():
     forest = Hierarchy.flat([3])
     q, k, _ = random_inputs(forest, 0)
     with pytest.raises(HsaError, match="hierarchy: given None"):
-        flops(open_families(q, k, forest), 24, 6)
+        flops(select(q, k, forest), 24, 6)

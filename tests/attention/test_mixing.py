@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, HsaError, hierarchical_attention, multiscale_attention, open_families
+from hsa import Hierarchy, HsaError, hierarchical_attention, multiscale_attention, select
 from hsa.attention.mixing import HeadMixing
 from tests.forests import forests, gradients, random_inputs, random_positions
 
@@ -55,9 +55,15 @@ def test_multiscale_torch_equals_reference(forest, seed, causal, include_self, n
     q, k, v = random_inputs(forest, seed, requires_grad=True)
     positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
     mixing = random_mixing(seed)
-    opened = open_families(q, k, forest, near=near, causal=causal)
+    selection = select(q, k, forest, near=near, causal=causal)
     bias = torch.linspace(-1, 1, HEADS, dtype=torch.float64, requires_grad=True)
-    options = {"opened": opened, "causal": causal, "include_self": include_self, "mixing": mixing, "pooled_bias": bias}
+    options = {
+        "selection": selection,
+        "causal": causal,
+        "include_self": include_self,
+        "mixing": mixing,
+        "pooled_bias": bias,
+    }
     fast = multiscale_attention(q, k, v, forest, backend="torch", positions=positions, **options)
     slow = multiscale_attention(q, k, v, forest, backend="reference", positions=positions, **options)
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
@@ -178,9 +184,9 @@ def test_mixing_that_does_not_fit(operator, mixing, message):
 def test_heads_with_lists_of_their_own_cannot_talk():
     forest = Hierarchy.regular([32], (4, 2))
     q, k, v = random_inputs(forest, 0)
-    opened = open_families(q, k, forest, refine=1)
-    with pytest.raises(HsaError, match="without refine"):
-        multiscale_attention(q, k, v, forest, opened=opened, mixing=random_mixing(0))
+    selection = select(q, k, forest, top_k=1)
+    with pytest.raises(HsaError, match="without top_k"):
+        multiscale_attention(q, k, v, forest, selection=selection, mixing=random_mixing(0))
 
 
 def test_backends_say_why_not():

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 import hsa
-from hsa.batch import collate
 from hsa.cli.main import run
+from hsa.signals.batch import collate
 from hsa.signals.readers import from_nested, read_text, train_tokenizer
 
 TEXT = "Two cats sat. One slept!\n\nThen what? Nothing happened for a while."

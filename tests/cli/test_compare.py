@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from hsa.cli.comparison_bar import ComparisonBar
-from hsa.training import comparison, experiment, length_costs
-from hsa.training.comparison import Plan, Run
-from hsa.training.endings import NoRoom
+from hsa.training import compare as comparison
+from hsa.training import experiment, length_costs
+from hsa.training.compare import Plan, Run
+from hsa.training.failures import NoRoom
 from tests.comparisons import result, run
 from tests.tables import reviews, write_rows
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hsa.fidelity.calibration import calibrate
-from hsa.fidelity.examples import load_examples
-from hsa.fidelity.judging import Judge
 from hsa.huggingface import convert, settings_of
+from hsa.huggingface.fidelity.calibrate import calibrate
+from hsa.huggingface.fidelity.examples import load_examples
+from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.loading import load_for_task
 from hsa.huggingface.settings import LayerSettings
-from tests.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, tokenizer
+from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, tokenizer
 from tests.tables import write_rows
 
-WINDOWS = ("--hierarchy", "windows", "--branching", "4", "2", "--refine", "0")
+WINDOWS = ("--hierarchy", "windows", "--branching", "4", "2", "--top-k", "0")
 QUICK = ("--cpu", "--lengths", "11")
 
 
@@ -165,7 +165,7 @@ def test_an_experiment(call, models, data, tmp_path):
     recipe.write_text(
         "title: Toys\n"
         "tasks: {toy: {train: data.csv, epochs: 1}, gone: {train: none.csv}}\n"
-        "variants: {cheap: {hierarchy: windows, branching: [4, 2], refine: 0}}\n"
+        "variants: {cheap: {hierarchy: windows, branching: [4, 2], top_k: 0}}\n"
     )
     arguments = ("reproduce", recipe, "--data", tmp_path, "--model", models / "embed", "--cpu")
     code, out, err = call(*arguments, columns=60)
@@ -208,8 +208,8 @@ def test_experiments_that_cannot_run(fails, tmp_path):
         (["--budget", "speed 2x"], "budget: given 'speed', expected one of ops, accuracy, "),
         (["--budget", "accuracy 98"], r"budget: given accuracy \+98, expected what it may lose, in points"),
         (
-            ["--budget", "ops 2x", "--refine", "4"],
-            "--refine: given a setting, with --budget, expected one or the other",
+            ["--budget", "ops 2x", "--top-k", "4"],
+            "--top-k: given a setting, with --budget, expected one or the other",
         ),
         (["--limit", "0"], "limit: given 0, expected 1 or more"),
         (["--length", "0"], "length: given 0, expected 1 or more"),
@@ -217,7 +217,7 @@ def test_experiments_that_cannot_run(fails, tmp_path):
         (["--calibrate-on", "0"], "calibrate_on: given 0, expected 1 or more"),
         (["--lengths", "62"], "lengths: given 62, expected 1 to 61, the most that the model takes"),
         (["--lengths", "0"], "lengths: given 0, expected 1 to 61"),
-        (["--refine=-1"], "refine: given -1, expected 0 or a positive number"),
+        (["--top-k=-1"], "top_k: given -1, expected 0 or a positive number"),
         (["--sinks", "many"], "sinks: given 'many', expected 'special', a number of first tokens, or None"),
         (["--branching", "1"], "branching"),
         (["--near", "1"], "near: given 1, expected 0 with hierarchy='keys'"),
@@ -284,7 +284,7 @@ def test_data_that_do_not_fit(fails, models, data, tmp_path):
 
 def test_a_run_that_was_broken_off_with_other_options(call, fails, models, data, monkeypatch):
     arguments = ("finetune", models / "embed", "--data", data, "--out", "o", "--cpu")
-    from hsa.fidelity import finetuning
+    from hsa.huggingface.fidelity import finetune as finetuning
 
     monkeypatch.setattr(finetuning, "finish", lambda *_: None)  # as if it had not come so far
     assert call(*arguments, "--epochs", "1")[0] == 0

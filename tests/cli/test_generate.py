@@ -72,7 +72,7 @@ def test_models_may_be_named_with_commas(call):
     code, out, err = call("train", tale_here(), *TINY, *SHORT, "--models", "found,flat", "--out", "run")
     assert (code, err) == (0, "")
     table = [line.split()[0] for line in out.splitlines() if line.startswith(("found ", "flat ")) and "M" in line]
-    assert table == ["found", "flat"]
+    assert table == ["clustered", "flat"]
     assert "found against flat: perplexity" in out
     assert 'next: hsa generate run/found --prompt "The"' in out
     assert '"closes": {}' in Path("run/found/config.json").read_text()  # windows by default
@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_trained_again(call, trained):
 def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
     data = trained.parent / "tale.txt"
     asked = ("train", data, *TINY, *SHORT, "--structure", "text", "--start", trained, "--out", tmp_path / "longer")
-    assert "start: given" in fails(*asked, "--models", "hsa", "found")
+    assert "start: given" in fails(*asked, "--models", "hsa", "clustered")
     assert not (tmp_path / "longer" / "hsa").exists()  # nothing was trained in vain
     code, _, _ = call(*asked, "--models", "hsa", "--learning-rate", "1e-9")
     assert code == 0

@@ -161,7 +161,7 @@ def test_numbers_end_to_end(call, tmp_path):
     assert 0 < float(out.split()[0]) < 9
 
 
-@pytest.mark.parametrize("model", ["bottom-up", "deepsets", "multiscale", "found", "flat", "han"])
+@pytest.mark.parametrize("model", ["bottom-up", "deepsets", "multiscale", "clustered", "flat", "han"])
 def test_any_model_may_come_first(call, tmp_path, model):
     data = write_rows(tmp_path / "a.csv", reviews())
     code, _, err = call("train", data, *COLUMNS, *TINY, *SIZES, "--models", model, "--out", "out")

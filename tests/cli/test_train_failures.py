@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from hsa.cli.main import run
-from hsa.training import lm_loop, loop, seq2seq
+from hsa.training import loop
+from hsa.training.language_model import loop as lm_loop
+from hsa.training.seq2seq.loop import loop as seq2seq
 from tests.tables import reviews, write_rows
 
 SIZES = ("--cpu", "--width", "8", "--heads", "2", "--vocabulary", "300", "--epochs", "1")

@@ -3,7 +3,7 @@
 import json
 
 from hsa.models.saved import load_seq2seq
-from hsa.training.prepare import load_reading
+from hsa.training.data.prepare import load_input_spec
 from tests.tables import write_rows
 
 TINY = ("--cpu", "--width", "8", "--heads", "2", "--epochs", "1", "--position-width", "8", "--vocabulary", "300")
@@ -22,7 +22,7 @@ def test_the_whole_way(call, tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert [result["model"] for result in results] == ["hsa", "multiscale"]
     assert "## Answers of multiscale" in (out / "report.md").read_text()
-    model, reading = load_seq2seq(out / "hsa"), load_reading(out / "hsa")
+    model, reading = load_seq2seq(out / "hsa"), load_input_spec(out / "hsa")
     assert model.config.decoder.vocabulary == reading.tokenizer.get_vocab_size() + 2
     code, printed, err = call("predict", out / "hsa", data, "--json")
     assert (code, err) == (0, "")

@@ -5,7 +5,7 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.generation.loading import is_transformers, load_writer, model_folder
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.models.saved import save_language_model
 from hsa.signals.readers.tokens import train_tokenizer
 
@@ -17,7 +17,7 @@ def saved(tmp_path):
     config = LanguageModelConfig(
         tokenizer.get_vocab_size(), width=8, heads=2, layers=2, attention=("flat", "hierarchical")
     )
-    model = HierarchicalLanguageModel(config)
+    model = LanguageModel(config)
     save_language_model(tmp_path / "run" / "hsa", model, tokenizer)
     return tmp_path / "run" / "hsa", model, tokenizer
 

@@ -4,7 +4,7 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.generation.sampling import Sampling
 from hsa.generation.writing import END, generate
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.signals.readers.tokens import train_tokenizer
 from tests.model_inputs import exact
 
@@ -14,7 +14,7 @@ GREEDY = Sampling(temperature=0)
 
 def model(**changes):
     sizes = {"width": 12, "heads": 2, "layers": 2, "branching": (3, 2), "attention": ("hierarchical", "flat")}
-    return exact(HierarchicalLanguageModel(LanguageModelConfig(TOKENIZER.get_vocab_size(), **{**sizes, **changes})))
+    return exact(LanguageModel(LanguageModelConfig(TOKENIZER.get_vocab_size(), **{**sizes, **changes})))
 
 
 def saying(text, end=False):

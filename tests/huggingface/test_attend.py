@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from hsa import Hierarchy, Padding, Queries, find_key_order, flops, flops_flat, open_families
+from hsa import Hierarchy, Padding, Queries, cluster_keys, flops, flops_flat, select
 from hsa.huggingface import convert, counting, revert
 from hsa.huggingface.attend import attend, attend_exactly
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import inputs_of, random_ids, run, tiny
 
-OPEN = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99}
+OPEN = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99}
 WAYS = {
-    "keys": {"branching": (4, 2), "refine": 1},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "near": 1},
-    "dropped": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "pooled_bias": -math.inf},
+    "keys": {"branching": (4, 2), "top_k": 1},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
+    "dropped": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "pooled_bias": -math.inf},
     "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
 }
 WIDTH, HEADS = 32, 4
@@ -68,7 +68,7 @@ def test_a_bias_for_every_head(hierarchy):
     biases = (0.0, -math.inf, -1.0, 0.5, -math.inf, 2.0)
 
     def weights(bias):
-        settings = LayerSettings(hierarchy=hierarchy, branching=(4, 2), refine=1, pooled_bias=bias)
+        settings = LayerSettings(hierarchy=hierarchy, branching=(4, 2), top_k=1, pooled_bias=bias)
         sequences = Sequences(mask, causal=False)
         return attend(settings, 0, q, k, v, sequences, scale=None, dropout_p=0.0, weights=True)[1]
 
@@ -88,10 +88,10 @@ def test_a_bias_for_every_head(hierarchy):
 def test_all_open_is_softmax(way, causal):
     """By the operator itself: models whose texts are short go to PyTorch's attention instead."""
     settings = {
-        "keys": LayerSettings(branching=(4, 2), refine=99, chunk=8 if causal else None),
-        "windows": LayerSettings(hierarchy="windows", branching=(4, 2), refine=99),
-        "neighbours": LayerSettings(hierarchy="windows", branching=(4, 2), refine=0, near=99),
-        "one window": LayerSettings(hierarchy="windows", branching=(64,), refine=0, sinks=None),
+        "keys": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
+        "windows": LayerSettings(hierarchy="windows", branching=(4, 2), top_k=99),
+        "neighbours": LayerSettings(hierarchy="windows", branching=(4, 2), top_k=0, near=99),
+        "one window": LayerSettings(hierarchy="windows", branching=(64,), top_k=0, sinks=None),
     }[way]
     q, k, v, mask = padded([23, 17, 1], side="left")
     sequences = Sequences(mask, causal=causal)
@@ -176,7 +176,7 @@ def test_causal_layers_are_counted_up_to_themselves(side):
 
 def test_writing_counts_what_a_pass_does():
     """With a cache, all steps together see what one whole pass sees."""
-    model = convert(tiny("llama"), [0], hierarchy="windows", branching=(4, 2), refine=1)
+    model = convert(tiny("llama"), [0], hierarchy="windows", branching=(4, 2), top_k=1)
     ids, mask = random_ids([19, 11], side="left")
     with counting() as steps:
         written = model.generate(
@@ -218,11 +218,11 @@ def test_converted_layers_are_counted_by_their_structure(way, causal):
         expected = flops(tree, 30, 6)
     else:
         packed_q, packed_k = padding.pack(q), padding.pack(k)
-        order = find_key_order(packed_k, tree, chunk=8 if causal else None) if way == "keys" else None
+        order = cluster_keys(packed_k, tree, chunk=8 if causal else None) if way == "keys" else None
         alone = Queries.windows(tree, 1) if causal or way == "keys" else None
-        choice = {"near": settings.near, "refine": settings.refine, "key_order": order, "causal": causal}
-        opened = open_families(packed_q, packed_k, tree, queries=alone, **choice)
-        expected = flops(opened, 30, 6, hierarchy=tree, key_order=order)
+        choice = {"near": settings.near, "top_k": settings.top_k, "clusters": order, "causal": causal}
+        selection = select(packed_q, packed_k, tree, queries=alone, **choice)
+        expected = flops(selection, 30, 6, hierarchy=tree, clusters=order)
     assert counted.layers == {3: expected}
     pairs = [n * (n + 1) // 2 if causal else n**2 for n in (23, 17)]
     assert counted.exact == {3: (4 * 30 + 6) * sum(pairs)}

@@ -8,21 +8,21 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.huggingface import cache as caches
 from hsa.huggingface import convert, counting, interface, memory_of, new_cache, revert
-from hsa.huggingface.attend import saves_nothing
+from hsa.huggingface.attend import exact_is_cheaper
 from hsa.huggingface.cache import CacheLayer
 from tests.huggingface.tiny_models import PAD, random_ids, run, tiny, transformers
 
-FOUND = {"branching": (4, 2), "refine": 1, "chunk": 8}
-WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 1}
+FOUND = {"branching": (4, 2), "top_k": 1, "chunk": 8}
+WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1}
 WAYS = {
-    "found": FOUND,
-    "found, a beam": {"branching": (4, 2), "refine": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
+    "clustered": FOUND,
+    "found, a beam": {"branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
     "found, bias per head": {**FOUND, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
     "windows": WINDOWS,
 }
 
 
-def ready(family="llama", layers=None, way="found", **changes):
+def ready(family="llama", layers=None, way="clustered", **changes):
     model = convert(tiny(family, **changes), layers, **WAYS[way])
     model.generation_config.eos_token_id = None
     return model
@@ -71,9 +71,9 @@ def test_generate_is_full_passes_and_needs_no_argument(steps, family, way, lengt
     assert len(steps) == 29 * 2  # and that in both layers
 
 
-@pytest.mark.parametrize("way", ["found", "windows"])
+@pytest.mark.parametrize("way", ["clustered", "windows"])
 def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
-    monkeypatch.setattr(interface, "saves_nothing", saves_nothing)
+    monkeypatch.setattr(interface, "exact_is_cheaper", exact_is_cheaper)
     model = ready(way=way)
     ids, mask = random_ids([3, 14], side="left")
     whole, logits = stepwise(model, ids, mask, 40)
@@ -82,7 +82,7 @@ def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
     assert torch.equal(written.sequences, whole)
 
 
-@pytest.mark.parametrize("way", ["found", "windows"])
+@pytest.mark.parametrize("way", ["clustered", "windows"])
 def test_beam_search(steps, way):
     model = ready(way=way)
     ids, mask = random_ids([19, 11], side="left")
@@ -93,7 +93,7 @@ def test_beam_search(steps, way):
     assert torch.equal(with_trees, without)
 
 
-@pytest.mark.parametrize("way", ["found", "windows"])
+@pytest.mark.parametrize("way", ["clustered", "windows"])
 @pytest.mark.parametrize("few", [1, 16])
 def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
     """Prompt lookup: several new tokens at once, of which some are taken back."""
@@ -162,7 +162,7 @@ def test_layers_differ_and_some_are_exact(steps):
     model = tiny("llama", num_hidden_layers=4)
     convert(model, [0], **WINDOWS)
     convert(model, [2], **FOUND)
-    convert(model, [3], **{**FOUND, "refine": 2, "chunk": 16})
+    convert(model, [3], **{**FOUND, "top_k": 2, "chunk": 16})
     model.generation_config.eos_token_id = None
     ids, mask = random_ids([19, 11], side="left")
     whole, logits = stepwise(model, ids, mask, 20)
@@ -176,7 +176,7 @@ def test_layers_differ_and_some_are_exact(steps):
 def test_what_has_no_cache_of_trees_writes_as_before(steps):
     """Windows that are opened; trees of three factors; a cache of fixed size; gradients."""
     ids, mask = random_ids([19, 11], side="left")
-    for changes in ({"hierarchy": "windows", "refine": 1}, {"branching": (4, 2, 3), "chunk": 24}):
+    for changes in ({"hierarchy": "windows", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
         model = convert(tiny("llama"), **{"branching": (4, 2), **changes})
         model.generation_config.eos_token_id = None
         whole, _ = stepwise(model, ids, mask, 10)
@@ -236,7 +236,7 @@ def test_attention_weights_on_request():
     torch.testing.assert_close(out.attentions[1][:, :, 0], whole.attentions[1][:, :, -1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", ["found", "windows"])
+@pytest.mark.parametrize("way", ["clustered", "windows"])
 def test_operations_and_memory(way):
     model = ready(way=way)
     ids, mask = random_ids([61])
@@ -245,7 +245,7 @@ def test_operations_and_memory(way):
     assert counted.ratio > 1
     memory = memory_of(out.past_key_values)
     assert memory.flat_bytes == 2 * 90 * 2 * (8 + 8) * 8
-    assert memory.leaves_kept == (way == "found")
+    assert memory.leaves_kept == (way == "clustered")
     assert memory_of(transformers.DynamicCache()).bytes == 0
 
 

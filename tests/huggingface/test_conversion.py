@@ -15,7 +15,7 @@ from hsa.huggingface.layers import attention_layers
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
-FEW = {"hierarchy": "windows", "branching": (4, 2), "refine": 0}
+FEW = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
 
 
 def test_layers_are_merged_and_undone_one_by_one():
@@ -24,15 +24,15 @@ def test_layers_are_merged_and_undone_one_by_one():
     exact = run(model, **inputs)
     convert(model, [1], **FEW)
     only_one = run(model, **inputs)
-    convert(model, [-1, 2], refine=3, branching=(4, 2))
+    convert(model, [-1, 2], top_k=3, branching=(4, 2))
     assert settings_of(model) == {
         1: LayerSettings(**FEW),
-        2: LayerSettings(refine=3, branching=(4, 2)),
-        3: LayerSettings(refine=3, branching=(4, 2)),
+        2: LayerSettings(top_k=3, branching=(4, 2)),
+        3: LayerSettings(top_k=3, branching=(4, 2)),
     }
     convert(model, 0)  # defaults
     convert(model, [2], **FEW)  # changed
-    assert {n: s.refine for n, s in settings_of(model).items()} == {0: 8, 1: 0, 2: 0, 3: 3}
+    assert {n: s.top_k for n, s in settings_of(model).items()} == {0: 8, 1: 0, 2: 0, 3: 3}
     everything = run(model, **inputs)
     convert(model)  # as it is
     assert torch.equal(run(model, **inputs), everything)
@@ -175,7 +175,7 @@ def test_an_encoder_and_a_decoder():
             convert(part)
     encoder = model.get_encoder()
     states = run(encoder, **inputs)
-    convert(encoder, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    convert(encoder, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
     torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
     convert(encoder, [1], operator="hierarchical", hierarchy="windows", branching=(4, 2))
     assert (run(encoder, **inputs) - states)[counts].abs().max() > 1e-3
@@ -220,7 +220,7 @@ def test_models_of_several_parts():
     ids, mask = random_ids()
     inputs = {"input_ids": ids, "attention_mask": mask}
     exact = run(model.text_model, **inputs)
-    convert(model.text_model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    convert(model.text_model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
     torch.testing.assert_close(run(model.text_model, **inputs)[mask.bool()], exact[mask.bool()])
     pictures = inputs_of("vit")[0]
     patches = run(model.vision_model, **pictures)

@@ -9,11 +9,11 @@ from hsa.huggingface import convert, revert
 from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "refine": 1, "chunk": 8},
-    "chunks, beam": {"hierarchy": "keys", "branching": (4, 2), "refine": 2, "chunk": 16, "beam": 2, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "near": 1},
-    "windows, shared": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "share": 6, "pooled_bias": -0.5},
-    "windows, sinks": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "sinks": 3, "share": 6},
+    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
+    "chunks, beam": {"hierarchy": "keys", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, shared": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "share": 6, "pooled_bias": -0.5},
+    "windows, sinks": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "sinks": 3, "share": 6},
 }
 
 

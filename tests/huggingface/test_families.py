@@ -8,10 +8,10 @@ from hsa.huggingface import convert, revert, settings_of
 from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny, transformers
 
 OPEN = {
-    "found trees": {"hierarchy": "keys", "branching": (4, 2), "refine": 99},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 99, "sinks": None},
-    "neighbours": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99},
-    "one window": {"hierarchy": "windows", "branching": (64,), "refine": 0, "sinks": None},
+    "found trees": {"hierarchy": "keys", "branching": (4, 2), "top_k": 99},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 99, "sinks": None},
+    "neighbours": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99},
+    "one window": {"hierarchy": "windows", "branching": (64,), "top_k": 0, "sinks": None},
 }
 NAMES = [name for name in FAMILIES if name != "bart"]
 
@@ -25,7 +25,7 @@ def test_all_open_is_the_exact_model(family):
         convert(model, **settings)
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
         revert(model)
-    convert(model, hierarchy="windows", branching=(4, 2), refine=1)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=1)
     assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
 
 
@@ -49,7 +49,7 @@ def test_revert_leaves_nothing_behind(family, before):
     inputs, counts = inputs_of(family)
     traces = [(set(vars(module)), dict(module._forward_hooks)) for module in model.modules()]
     config, exact = model.config.to_dict(), run(model, **inputs)
-    assert convert(part, branching=(4, 2), refine=1) is part
+    assert convert(part, branching=(4, 2), top_k=1) is part
     if family != "vit":  # hooks are there for token ids
         convert(part, hierarchy=lambda ids: None)
     assert model.config._attn_implementation == "hsa"
@@ -68,14 +68,14 @@ def test_sliding_layers_stay_exact():
     """ModernBERT: every third layer sees the whole text, and is converted."""
     model = tiny("modernbert")
     inputs, _ = inputs_of("modernbert")
-    convert(model, branching=(4, 2), refine=1)
+    convert(model, branching=(4, 2), top_k=1)
     assert sorted(settings_of(model)) == [0, 3]
-    convert(model, layers=[1], branching=(4, 2), refine=1)
+    convert(model, layers=[1], branching=(4, 2), top_k=1)
     with pytest.raises(InvalidInput, match=r"layer 1 \(ModernBertAttention\).*sliding_window.*without 1"):
         run(model, **inputs)
     short, mask = random_ids([4, 3])  # the window holds all of it
     exact = run(revert(model), input_ids=short, attention_mask=mask)
-    convert(model, layers=range(4), refine=99)
+    convert(model, layers=range(4), top_k=99)
     torch.testing.assert_close(run(model, input_ids=short, attention_mask=mask)[mask.bool()], exact[mask.bool()])
     everything_slides = tiny("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=8)
     with pytest.raises(InvalidInput, match="layers that all look no further than a window"):
@@ -89,7 +89,7 @@ def test_sliding_layers_of_a_decoder_stay_exact():
     ids, mask = random_ids(side="left")
     exact = run(model, input_ids=ids, attention_mask=mask)
     written = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
     assert sorted(settings_of(model)) == [0, 1]
     torch.testing.assert_close(run(model, input_ids=ids, attention_mask=mask)[mask.bool()], exact[mask.bool()])
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), written)
@@ -104,7 +104,7 @@ def test_a_decoder_of_a_family_with_encoders():
     inputs, counts = inputs_of("bart")
     states = torch.randn(3, 23, 32, dtype=torch.float64)
     exact, crossing = run(model, **inputs), run(model, **inputs, encoder_hidden_states=states)
-    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
     assert sorted(settings_of(model)) == [0, 1]
     torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
     torch.testing.assert_close(run(model, **inputs, encoder_hidden_states=states)[counts], crossing[counts])
@@ -122,8 +122,8 @@ def test_decoders_that_cross_over(reenters):
         seen[0, 11:] = 0
         inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}
         exact = run(model, **inputs)
-        convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+        convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
         assert sorted(settings_of(model)) == [0, 1]
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
-        convert(model, hierarchy="windows", branching=(4, 2), refine=1)
+        convert(model, hierarchy="windows", branching=(4, 2), top_k=1)
         assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3

@@ -19,18 +19,18 @@ from tests.huggingface.tiny_models import (
 )
 
 WAYS = {
-    "keys": {"hierarchy": "keys", "branching": (4, 2), "refine": 1},
-    "keys, shared": {"hierarchy": "keys", "branching": (4, 2), "refine": 1, "share": 5, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "near": 1},
-    "windows, beam": {"hierarchy": "windows", "branching": (4, 2), "refine": 2, "beam": 2, "pooled_bias": -1.0},
-    "sentences": {"hierarchy": "sentences", "branching": (4, 2), "refine": 1, "sinks": "special"},
+    "keys": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1},
+    "keys, shared": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "share": 5, "sinks": None},
+    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, beam": {"hierarchy": "windows", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
+    "sentences": {"hierarchy": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
     "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
     "paper, sentences": {"operator": "hierarchical", "hierarchy": "sentences", "branching": (4, 2), "sinks": "special"},
 }
 CAUSAL = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "refine": 1, "chunk": 8},
+    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
     "windows": WAYS["windows"],
-    "windows, near": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 1},
+    "windows, near": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1},
 }
 TOKENIZER = word_tokenizer()
 
@@ -207,7 +207,7 @@ def test_packed_sequences_are_refused():
     whole = run(model, input_ids=ids)
     exact = run(model, input_ids=ids, position_ids=packed, use_cache=False)
     assert (exact - whole)[:, 9:].abs().max() > 1e-3
-    convert(model, hierarchy="windows", branching=(4, 2), refine=99)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=99)
     with pytest.raises(InvalidInput, match="unpack packed sequences into a padded batch"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
@@ -231,7 +231,7 @@ def test_ids_of_an_earlier_pass_are_forgotten():
 
     whole = BertForMaskedLM(tiny("bert").config).double().eval()
     ids, mask = words()
-    convert(whole, tokenizer=TOKENIZER, hierarchy="windows", branching=(4, 2), refine=1, sinks="special")
+    convert(whole, tokenizer=TOKENIZER, hierarchy="windows", branching=(4, 2), top_k=1, sinks="special")
     others, _ = words("left")
     states = run(whole.bert, input_ids=others, attention_mask=mask)
     run(whole, input_ids=ids, attention_mask=mask)
@@ -264,7 +264,7 @@ def test_a_mask_that_is_written_to():
 def test_nothing_is_kept_of_past_masks():
     ids, mask = random_ids()
     for family in ("bert", "llama"):
-        model = convert(tiny(family), [1], hierarchy="windows", branching=(4, 2), refine=1)
+        model = convert(tiny(family), [1], hierarchy="windows", branching=(4, 2), top_k=1)
         for given in (mask, None, four_dimensional(mask, family == "llama", "bool")):
             run(model, input_ids=ids, attention_mask=given)
         del given
@@ -297,7 +297,7 @@ def test_byte_tokens_as_sinks():
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = tiny("bert")
-    settings = {"hierarchy": "windows", "branching": (4, 2), "refine": 0}
+    settings = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
     special = run(convert(model, tokenizer=tokenizer, sinks="special", **settings), input_ids=ids, attention_mask=mask)
     none = run(convert(model, sinks=None, **settings), input_ids=ids, attention_mask=mask)
     assert (special - none)[mask.bool()].abs().max() > 1e-3

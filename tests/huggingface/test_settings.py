@@ -13,11 +13,11 @@ from hsa.huggingface.settings import VERSION, LayerSettings, Settings, leaves_of
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
-    "keys": {"branching": (4, 2), "refine": 1},
-    "dropped": {"hierarchy": "windows", "branching": [4, 3, 2], "refine": 2, "near": 1, "pooled_bias": -math.inf},
-    "per head": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
-    "shared": {"branching": (4, 2), "refine": 1, "share": 6, "beam": 3, "sinks": None},
-    "special": {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "sinks": "special"},
+    "keys": {"branching": (4, 2), "top_k": 1},
+    "dropped": {"hierarchy": "windows", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
+    "per head": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
+    "shared": {"branching": (4, 2), "top_k": 1, "share": 6, "beam": 3, "sinks": None},
+    "special": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "sinks": "special"},
     "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2), "sinks": 2},
 }
 
@@ -105,7 +105,7 @@ def test_a_hierarchy_from_a_function(tmp_path):
         return Hierarchy.regular([len(i) for i in ids], (5, 3))
 
     ids, mask = random_ids()
-    model = convert(tiny("bert", num_hidden_layers=3), [1], hierarchy=trees, refine=1, sinks=None)
+    model = convert(tiny("bert", num_hidden_layers=3), [1], hierarchy=trees, top_k=1, sinks=None)
     convert(model, [2], **WAYS["dropped"])
     expected = run(model, input_ids=ids, attention_mask=mask)
     model.save_pretrained(tmp_path)
@@ -158,7 +158,7 @@ def test_configs_that_are_wrong(name):
     with pytest.raises(InvalidInput, match=message):
         settings_of(model)
     with pytest.raises(InvalidInput, match=message):
-        convert(model, [0], refine=3)
+        convert(model, [0], top_k=3)
 
 
 REFUSED = [
@@ -168,9 +168,9 @@ REFUSED = [
     ({"branching": (4, 1)}, r"branching\[1\]: given 1, expected 2 or more"),
     ({"branching": "42"}, "branching: given '42'"),
     ({"near": -1}, "near: given -1"),
-    ({"near": 1}, "near: given 1, expected 0 with hierarchy='keys'; open more with refine"),
-    ({"refine": 1.5}, "refine: given 1.5"),
-    ({"refine": True}, "refine: given True"),
+    ({"near": 1}, "near: given 1, expected 0 with hierarchy='keys'; open more with top_k"),
+    ({"top_k": 1.5}, "top_k: given 1.5"),
+    ({"top_k": True}, "top_k: given True"),
     ({"share": 0}, "share: given 0"),
     ({"beam": "wide"}, "beam: given 'wide'"),
     ({"sinks": "first"}, "sinks: given 'first'"),

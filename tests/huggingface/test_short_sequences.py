@@ -4,34 +4,34 @@ import pytest
 import torch
 
 from hsa.huggingface import convert, counting, interface, revert
-from hsa.huggingface.attend import probing, saves_nothing
+from hsa.huggingface.attend import exact_is_cheaper, probing
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import random_ids, run, tiny
 
-WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "refine": 0}
+WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
 
 
 @pytest.fixture(autouse=True)
 def _as_it_is(monkeypatch, _short_sequences_too):
-    monkeypatch.setattr(interface, "saves_nothing", saves_nothing)
+    monkeypatch.setattr(interface, "exact_is_cheaper", exact_is_cheaper)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "settings", [LayerSettings(), LayerSettings(refine=2), LayerSettings(**WINDOWS), LayerSettings(near=2, **WINDOWS)]
+    "settings", [LayerSettings(), LayerSettings(top_k=2), LayerSettings(**WINDOWS), LayerSettings(near=2, **WINDOWS)]
 )
 def test_there_is_one_length_from_which_trees_save(settings, causal):
-    short = [saves_nothing(settings, length, causal=causal) for length in (*range(1, 200), *range(200, 6000, 97))]
-    assert short[0] or (causal and settings.refine == 0)  # there even one family is pooled
+    short = [exact_is_cheaper(settings, length, causal=causal) for length in (*range(1, 200), *range(200, 6000, 97))]
+    assert short[0] or (causal and settings.top_k == 0)  # there even one family is pooled
     assert not short[-1]
     assert short == sorted(short, reverse=True)
 
 
 def test_more_that_is_exact_needs_longer_sequences():
     def first(**changes):
-        return next(n for n in range(1, 5000) if not saves_nothing(LayerSettings(**changes), n, causal=False))
+        return next(n for n in range(1, 5000) if not exact_is_cheaper(LayerSettings(**changes), n, causal=False))
 
-    assert first(refine=1) < first(refine=4) < first(refine=16)
+    assert first(top_k=1) < first(top_k=4) < first(top_k=16)
     assert first(**WINDOWS) < first(near=1, **WINDOWS) < first(near=3, **WINDOWS)
 
 
@@ -41,7 +41,7 @@ def test_trees_that_were_asked_for_by_their_shape_are_used():
         LayerSettings(hierarchy="sentences"),
         LayerSettings(hierarchy=lambda ids: None),
     ):
-        assert not saves_nothing(settings, 1, causal=False)
+        assert not exact_is_cheaper(settings, 1, causal=False)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -82,7 +82,7 @@ def test_answers_do_not_depend_on_who_shares_the_batch(weights):
 
 def test_a_token_of_a_causal_model_sees_the_same_however_long_the_text_becomes():
     model = tiny("llama")
-    convert(model, hierarchy="windows", branching=(4, 2), refine=3)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=3)
     ids, _ = random_ids([61])
     whole = model(input_ids=ids).logits
     for length in (3, 11, 13, 17, 20, 21, 40):
@@ -101,11 +101,11 @@ def test_long_sequences_do_not():
     assert counted.ratio > 1
 
 
-@pytest.mark.parametrize("settings", [WINDOWS, {"branching": (4, 2), "refine": 2}])
+@pytest.mark.parametrize("settings", [WINDOWS, {"branching": (4, 2), "top_k": 2}])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_probing_is_the_distance_from_exact_attention(family, settings, monkeypatch):
     """Of the first layer, whose inputs conversion leaves as they are."""
-    monkeypatch.setattr(interface, "saves_nothing", lambda settings, length, causal: False)
+    monkeypatch.setattr(interface, "exact_is_cheaper", lambda settings, length, causal: False)
     biases = (-1.0, 0.0, 2.0)
     model = tiny(family)
     ids, mask = random_ids([61, 47])
@@ -127,7 +127,7 @@ def test_probing_is_the_distance_from_exact_attention(family, settings, monkeypa
         return caught[0].unflatten(-1, (4, 8))[mask.bool()]  # [tokens, heads, dim]
 
     found = {bias: outputs(pooled_bias=bias) for bias in biases}
-    exact = outputs(refine=1000, beam="exact")
+    exact = outputs(top_k=1000, beam="exact")
     revert(model)
     convert(model, [0], **settings)
     with probing(biases) as errors:

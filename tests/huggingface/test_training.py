@@ -10,8 +10,8 @@ from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, word_tokenizer
 
 WAYS = {
-    "keys": {"branching": (4, 2), "refine": 1},
-    "special": {"hierarchy": "windows", "branching": (4, 2), "refine": 1, "sinks": "special"},
+    "keys": {"branching": (4, 2), "top_k": 1},
+    "special": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "sinks": "special"},
     "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
 }
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -40,7 +40,7 @@ def test_all_open_has_the_gradients_of_the_exact_model(family):
     model = tiny(family, **(STILL if family == "bert" else {})).train()
     inputs, _ = inputs_of(family)
     exact = gradients(model, loss_of(model, inputs))
-    convert(model, hierarchy="windows", branching=(4, 2), refine=0, near=99)
+    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
     for name, gradient in gradients(model, loss_of(model, inputs)).items():
         torch.testing.assert_close(gradient, exact[name], rtol=1e-8, atol=1e-9)
 
@@ -122,8 +122,8 @@ def test_low_precision(family):
     inputs, counts = inputs_of(family)
     model = tiny(family, initializer_range=0.1)
     exact = run(model, **inputs)[counts]
-    windows = {"hierarchy": "windows", "branching": (4, 2), "refine": 0, "near": 99}
-    for settings in (windows, {"branching": (4, 2), "refine": 9, "sinks": None}):
+    windows = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99}
+    for settings in (windows, {"branching": (4, 2), "top_k": 9, "sinks": None}):
         half = convert(tiny(family, initializer_range=0.1, dtype=torch.bfloat16), **settings)
         found = run(half, **inputs)
         assert found.dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def test_low_precision(family):
 def test_compiled(family):
     """Attention runs between compiled pieces; ids and masks still find each other."""
     torch._dynamo.reset()
-    way = WAYS["special"] if family == "bert" else {"branching": (4, 2), "refine": 1, "chunk": 8}
+    way = WAYS["special"] if family == "bert" else {"branching": (4, 2), "top_k": 1, "chunk": 8}
     model = convert(tiny(family), [1], tokenizer=word_tokenizer(), **way)
     graphs = []
 

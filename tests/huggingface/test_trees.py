@@ -139,11 +139,11 @@ def test_trees_of_ones_own():
 
     ids, mask = random_ids()
     model = tiny("bert")
-    own = run(convert(model, hierarchy=trees, refine=1), input_ids=ids, attention_mask=mask)
+    own = run(convert(model, hierarchy=trees, top_k=1), input_ids=ids, attention_mask=mask)
     assert len(seen) == 1  # once for all layers
     for given_ids, row, place in zip(seen[0], ids, mask.bool(), strict=True):
         assert torch.equal(given_ids, row[place])
-    same = convert(model, hierarchy="windows", branching=(5, 3), refine=1, sinks=None)
+    same = convert(model, hierarchy="windows", branching=(5, 3), top_k=1, sinks=None)
     regular = run(same, input_ids=ids, attention_mask=mask)[mask.bool()]
     torch.testing.assert_close(own[mask.bool()], regular)  # the last factor repeats, but two suffice here
     for wrong, message in (
@@ -168,7 +168,7 @@ def test_sentences_shape_what_a_model_sees():
     text = "The cat sat on the mat . A dog ran here , it was the dog ! The mat was here . it was the cat ."
     ids = torch.tensor([tokenizer.encode(text)])
     model = tiny("bert")
-    settings = {"branching": (16, 2), "refine": 0, "sinks": "special", "tokenizer": tokenizer}
+    settings = {"branching": (16, 2), "top_k": 0, "sinks": "special", "tokenizer": tokenizer}
     convert(model, [0], hierarchy="sentences", **settings)
     starts = Vocabulary.of(tokenizer).sentence_starts(ids[0].tolist(), [ids.shape[1]])
     before = run(model, input_ids=ids)
@@ -178,7 +178,7 @@ def test_sentences_shape_what_a_model_sees():
         special = np.isin(ids[0].numpy(), (CLS, SEP))
         return sentence_hierarchy(starts, [len(ids[0])], (16, 2), True, special)
 
-    convert(model, [0], hierarchy=trees, refine=0)
+    convert(model, [0], hierarchy=trees, top_k=0)
     torch.testing.assert_close(run(model, input_ids=ids), before)
 
 

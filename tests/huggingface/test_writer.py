@@ -32,7 +32,7 @@ def save(folder, tokenizer=None, **settings):
 
 
 def test_it_writes_what_the_models_own_generate_writes(tmp_path):
-    model = save(tmp_path, branching=(4, 2), chunk=16, refine=2, beam=4)
+    model = save(tmp_path, branching=(4, 2), chunk=16, top_k=2, beam=4)
     writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
     assert ends == {2, tokenizer.token_to_id("<|stop|>")}  # of the generation config, and of the tokenizer
     writing = generate(writer, tokenizer, PROMPT, tokens=25, sampling=Sampling(temperature=0), ends=ends)

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hsa.batch import collate
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
-from hsa.places import KINDS
 from hsa.signals import Graph, Leaf, Set, Signal, Table
+from hsa.signals.batch import collate
+from hsa.tree.positions import KINDS
 from tests.model_inputs import ENCODERS, KEYS, MODALITIES, exact, num_leaves
 
 OUTPUTS = 11
 SIZES = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 14}
-OPERATORS = ("hierarchical", "multiscale", "found", "bottom-up", "flat", "none")
+OPERATORS = ("hierarchical", "multiscale", "clustered", "bottom-up", "flat", "none")
 
 
 def config(task="classification", name="hierarchical", outputs=OUTPUTS, **more):
@@ -37,7 +37,7 @@ POOLINGS = ("mean", "max", "attention", "first", "last")
     [*((name, "mean") for name in ENCODERS), *(("hierarchical", pooling) for pooling in POOLINGS[1:])],
 )
 def test_classes_per_tree(name, pooling):
-    model = exact(HierarchicalClassifier(config(name=name, pooling=pooling)))
+    model = exact(Classifier(config(name=name, pooling=pooling)))
     logits = model(collate(signals()))
     assert logits.shape == (len(signals()), OUTPUTS)
     for i, signal in enumerate(signals()):
@@ -46,7 +46,7 @@ def test_classes_per_tree(name, pooling):
 
 @pytest.mark.parametrize("name", [n for n in ENCODERS if n != "bottom-up" and "pooled" not in n])
 def test_classes_per_leaf(name):
-    model = exact(HierarchicalClassifier(config("tokens", name)))
+    model = exact(Classifier(config("tokens", name)))
     batch = collate(signals())
     logits = model(batch)
     assert logits.shape == (sum(map(num_leaves, signals())), OUTPUTS)
@@ -63,7 +63,7 @@ def test_pooled_leaves_have_no_classes(name):
 
 def test_numbers_are_scaled_back():
     plain, scaled = (
-        exact(HierarchicalClassifier(config("regression", outputs=1, center=center, scale=scale)))
+        exact(Classifier(config("regression", outputs=1, center=center, scale=scale)))
         for center, scale in ((0.0, 1.0), (31.0, 7.0))
     )
     batch = collate(signals())
@@ -85,15 +85,13 @@ def test_variants_have_as_many_parameters(operator, sizes, modalities):
     given = ModelConfig(EncoderConfig(**sizes), modalities, OUTPUTS, kinds=KINDS, keys=KEYS)
     variant = equal_parameters(given, replace(given.encoder, operator=operator))
     assert variant.encoder.operator == operator
-    ours, theirs = (count_parameters(HierarchicalClassifier(c)) for c in (variant, given))
+    ours, theirs = (count_parameters(Classifier(c)) for c in (variant, given))
     assert ours == pytest.approx(theirs, rel=0.01)
 
 
 def test_frozen_parameters_do_not_count():
     trained, frozen = (
-        HierarchicalClassifier(
-            ModelConfig(EncoderConfig(**SIZES), {"text": Modality(tokens=101, width=7, frozen=f)}, OUTPUTS)
-        )
+        Classifier(ModelConfig(EncoderConfig(**SIZES), {"text": Modality(tokens=101, width=7, frozen=f)}, OUTPUTS))
         for f in (False, True)
     )
     assert count_parameters(trained) - count_parameters(frozen) == 101 * 7

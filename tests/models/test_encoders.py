@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hsa.batch import collate
+from hsa.baselines.han.model import HanConfig
+from hsa.baselines.hat.model import HatConfig
+from hsa.baselines.transformer_xl.encoder import TransformerXLConfig
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig, closest_size, count_parameters, equal_parameters
+from hsa.models.classifier import Classifier, ModelConfig, closest_size, count_parameters, equal_parameters
 from hsa.models.encoders import encoder_from_dict
-from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig
-from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal
+from hsa.signals.batch import collate
 
 SIZES = {"width": 26, "heads": 2}
 ENCODERS = {
@@ -39,7 +39,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def model(encoder, **more):
     torch.manual_seed(0)
-    found = HierarchicalClassifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
+    found = Classifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
     for parameter in found.parameters():  # what starts at zero would hide what it does
         torch.nn.init.normal_(parameter, std=0.3)
     return found.eval()
@@ -168,7 +168,7 @@ def test_as_many_parameters(name):
     if name.startswith("han") and "gru" not in name:
         own["head_dim"] = 16  # two levels share the channels
     sized = equal_parameters(reference, replace(ENCODERS[name], **own))
-    wanted, found = (count_parameters(HierarchicalClassifier(c)) for c in (reference, sized))
+    wanted, found = (count_parameters(Classifier(c)) for c in (reference, sized))
     assert abs(found / wanted - 1) < 0.002
 
 

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from tests.model_inputs import exact
 
 TOKENS = 37
 SIZES = {"width": 12, "heads": 2, "kv_heads": 1, "layers": 3, "feed_forward": 11, "branching": (3, 2), "sinks": 1}
-FOUND = {"chunk": 8, "group": 2, "refine": 2}
+FOUND = {"chunk": 8, "group": 2, "top_k": 2}
 CLOSES = {3: 1, 5: 2, 7: 3}
-MIXED = ("flat", "hierarchical", "found")
+MIXED = ("flat", "hierarchical", "clustered")
 CASES = {
     "flat": {"attention": "flat"},
     "hierarchical": {"attention": "hierarchical"},
     "hierarchical, closing": {"attention": "hierarchical", "closes": CLOSES, "positions": "both"},
-    "found": {"attention": "found"},
+    "clustered": {"attention": "clustered"},
     "mixed": {"attention": MIXED, "positions": "places", "near": 2},
 }
 
@@ -33,7 +33,7 @@ def config(**changes):
 
 
 def model(case="hierarchical", dtype=torch.float64, **changes):
-    made = exact(HierarchicalLanguageModel(config(**CASES[case], **changes)))
+    made = exact(LanguageModel(config(**CASES[case], **changes)))
     return made.to(dtype)
 
 
@@ -156,7 +156,7 @@ def test_trees_made_in_inference_mode_serve_training():
 
 def test_what_closes_families_changes_what_is_seen():
     closing, (tokens,) = model("hierarchical, closing"), texts(60)
-    fixed = HierarchicalLanguageModel(replace(closing.config, closes={})).double().eval()
+    fixed = LanguageModel(replace(closing.config, closes={})).double().eval()
     fixed.load_state_dict(closing.state_dict())
     assert not torch.allclose(closing(tokens, [60]), fixed(tokens, [60]))
 

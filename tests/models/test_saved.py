@@ -5,21 +5,21 @@ import pytest
 import safetensors.torch
 import torch
 
-from hsa.batch import collate
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import CONFIG, WEIGHTS, load_model, save_model
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
-from hsa.places import KINDS
 from hsa.signals import Leaf, Signal, Table
+from hsa.signals.batch import collate
+from hsa.tree.positions import KINDS
 from tests.model_inputs import ENCODERS, KEYS, MODALITIES
 
 
 def model(name="hierarchical", **changes):
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, **changes}
     config = EncoderConfig(**{"operator": name, **sizes, **ENCODERS[name]})
-    return HierarchicalClassifier(ModelConfig(config, MODALITIES, 2, kinds=KINDS, keys=KEYS)).eval()
+    return Classifier(ModelConfig(config, MODALITIES, 2, kinds=KINDS, keys=KEYS)).eval()
 
 
 def batch():
@@ -136,12 +136,12 @@ def test_a_full_disk_leaves_the_saved_model_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.torch, "save_file", half)
     with pytest.raises(InvalidInput, match=f"{WEIGHTS}: given a file that cannot be written .*No space left.*unharmed"):
-        save_model(tmp_path, HierarchicalClassifier(old.config))
+        save_model(tmp_path, Classifier(old.config))
     assert files(tmp_path) == before
     assert torch.equal(load_model(tmp_path)[0](batch()), old(batch()))
 
 
 def test_a_model_moves_as_it_is_loaded(tmp_path):
     config = ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=3)}, 2)
-    save_model(tmp_path, HierarchicalClassifier(config))
+    save_model(tmp_path, Classifier(config))
     assert {p.device.type for p in load_model(tmp_path, "meta")[0].parameters()} == {"meta"}

@@ -13,7 +13,7 @@ from hsa.errors import InvalidInput
 from hsa.generation.sampling import Sampling
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.saved import load_language_model, load_seq2seq, save_seq2seq
-from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
+from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals.readers.nested import from_nested
@@ -25,22 +25,22 @@ KINDS = [
     ("hierarchical", "hierarchical", 1),
     ("multiscale", "hierarchical", None),
     ("multiscale", "flat", 2),
-    ("found", "flat", 1),
+    ("clustered", "flat", 1),
     ("flat", "flat", 1),
 ]
 
 
-def config(operator: str = "hierarchical", attention: str = "flat", refine: int | None = None) -> Seq2SeqConfig:
+def config(operator: str = "hierarchical", attention: str = "flat", top_k: int | None = None) -> Seq2SeqConfig:
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "layers": 2, "position_width": 22, "position_dim": 2}
-    encoder = EncoderConfig(**sizes, operator=operator, position_input=True, dropout=0.0, group=2, refine=1)
+    encoder = EncoderConfig(**sizes, operator=operator, position_input=True, dropout=0.0, group=2, top_k=1)
     decoder = LanguageModelConfig(
         TOKENS + 2, width=12, heads=2, layers=2, attention=attention, branching=(3, 2), near=1, positions="both"
     )
-    return Seq2SeqConfig(encoder, decoder, {"text": Modality(tokens=TOKENS)}, refine=refine)
+    return Seq2SeqConfig(encoder, decoder, {"text": Modality(tokens=TOKENS)}, top_k=top_k)
 
 
-def make(*kinds) -> HierarchicalSeq2Seq:
-    return exact(HierarchicalSeq2Seq(config(*kinds)))
+def make(*kinds) -> Seq2Seq:
+    return exact(Seq2Seq(config(*kinds)))
 
 
 def prompts() -> list:
@@ -94,7 +94,7 @@ def test_a_prompt_does_not_see_its_batch(kinds) -> None:
         torch.testing.assert_close(model(collate([prompt]), answer, [len(answer)]), row)
 
 
-@pytest.mark.parametrize("kinds", [k for k in KINDS if k[0] != "found"])
+@pytest.mark.parametrize("kinds", [k for k in KINDS if k[0] != "clustered"])
 def test_gradients_reach_the_encoder(kinds) -> None:
     model, lengths = make(*kinds), [4, 3, 6]
     tokens = answers(lengths)
@@ -164,7 +164,7 @@ def test_damaged_weights_do_not_write() -> None:
 
 
 def test_saved_and_loaded(tmp_path) -> None:
-    model = HierarchicalSeq2Seq(config("multiscale", "hierarchical", 1)).eval()
+    model = Seq2Seq(config("multiscale", "hierarchical", 1)).eval()
     save_seq2seq(tmp_path, model)
     again = load_seq2seq(tmp_path)
     assert again.config == model.config
@@ -188,5 +188,5 @@ def test_bad_input() -> None:
         model.generate(batch, max_tokens=0)
     with pytest.raises(InvalidInput, match="vocabulary"):
         Seq2SeqConfig(EncoderConfig(), LanguageModelConfig(7), {"text": Modality(tokens=5)}, end=7)
-    with pytest.raises(InvalidInput, match="refine"):
-        Seq2SeqConfig(EncoderConfig(), LanguageModelConfig(7), {"text": Modality(tokens=5)}, refine=-1)
+    with pytest.raises(InvalidInput, match="top_k"):
+        Seq2SeqConfig(EncoderConfig(), LanguageModelConfig(7), {"text": Modality(tokens=5)}, top_k=-1)

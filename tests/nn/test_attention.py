@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import hsa
 from hsa import Hierarchy, Queries
-from hsa.nn.attention import Alone, Flat, Found, Hierarchical, Multiscale, counting_operations
+from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale, NoAttention, counting_operations
 from tests.forests import forests, gradients, random_inputs, random_positions
 
 HEADS, DIM = 3, 5
@@ -120,17 +120,17 @@ def test_hierarchical_calls_the_operator(include_self, tree):
     assert torch.equal(Hierarchical(include_self=include_self)(q, k, v, tree, positions), wanted)
 
 
-@pytest.mark.parametrize(("near", "refine"), [(0, 0), (1, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("near", "top_k"), [(0, 0), (1, 0), (0, 2), (1, 1)])
 @settings(max_examples=8)
 @given(forests())
-def test_multiscale_calls_the_operator(near, refine, tree):
+def test_multiscale_calls_the_operator(near, top_k, tree):
     q, k, v = inputs(tree)
     positions = random_positions(tree, 0, HEADS)
-    attention = Multiscale(HEADS, near=near, refine=refine).double()
+    attention = Multiscale(HEADS, near=near, top_k=top_k).double()
     torch.nn.init.normal_(attention.pooled_bias)
-    opened = hsa.open_families(q, k, tree, near=near, refine=refine, positions=positions)
+    selection = hsa.select(q, k, tree, near=near, top_k=top_k, positions=positions)
     wanted = hsa.multiscale_attention(
-        q, k, v, tree, opened=opened, positions=positions, pooled_bias=attention.pooled_bias
+        q, k, v, tree, selection=selection, positions=positions, pooled_bias=attention.pooled_bias
     )
     for _ in range(2):  # the second call may find the choice of the first
         close(attention(q, k, v, tree, positions), wanted)
@@ -141,30 +141,32 @@ def test_multiscale_layers_of_other_widths_share_a_tree():
     for near in (0, 1):
         for heads in (2, 3):
             q, k, v = random_inputs(tree, heads, heads=heads, kv_heads=heads, value_dim=3)
-            opened = hsa.open_families(q, k, tree, near=near)
-            wanted = hsa.multiscale_attention(q, k, v, tree, opened=opened)
+            selection = hsa.select(q, k, tree, near=near)
+            wanted = hsa.multiscale_attention(q, k, v, tree, selection=selection)
             close(Multiscale(heads, near=near)(q, k, v, tree, None), wanted)
 
 
 @settings(max_examples=8)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(0, 3))
-def test_found_calls_the_operators(lengths, refine):
+def test_found_calls_the_operators(lengths, top_k):
     group, window = 3, 7
     flat, tree = Hierarchy.flat(lengths), Hierarchy.regular(lengths, (group, 2), repeat_last=True)
     q, k, v = inputs(tree)
-    attention = Found(HEADS, group=group, refine=refine, window=window).double()
+    attention = Clustered(HEADS, group=group, top_k=top_k, window=window).double()
     torch.nn.init.normal_(attention.pooled_bias)
-    order = hsa.find_key_order(k, tree)
+    order = hsa.cluster_keys(k, tree)
     queries = Queries.windows(tree, window)
-    opened = hsa.open_families(q, k, tree, queries=queries, refine=refine, key_order=order)
-    wanted = hsa.multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=attention.pooled_bias)
+    selection = hsa.select(q, k, tree, queries=queries, top_k=top_k, clusters=order)
+    wanted = hsa.multiscale_attention(
+        q, k, v, tree, selection=selection, clusters=order, pooled_bias=attention.pooled_bias
+    )
     close(attention(q, k, v, flat, None), wanted)
 
 
 def test_found_with_all_families_open_is_softmax_attention():
     tree = Hierarchy.flat([23, 5])
     q, k, v = inputs(tree)
-    close(Found(HEADS, group=3, refine=8, window=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
+    close(Clustered(HEADS, group=3, top_k=8, window=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
 
 
 @pytest.mark.parametrize("lengths", [[5, 8], [6, 5, 7], [9, 16, 3, 12]])
@@ -172,9 +174,9 @@ def test_trees_found_do_not_depend_on_the_other_trees(lengths):
     """Their directions are found in the same way however large the others are."""
     whole = Hierarchy.regular(lengths, (2, 2), repeat_last=True)
     k = torch.randn(whole.num_leaves, 499, DIM, dtype=torch.float64)
-    together, begin = hsa.find_key_order(k, whole).order, 0
+    together, begin = hsa.cluster_keys(k, whole).order, 0
     for length in lengths:
-        alone = hsa.find_key_order(k[begin : begin + length], Hierarchy.regular([length], (2, 2), repeat_last=True))
+        alone = hsa.cluster_keys(k[begin : begin + length], Hierarchy.regular([length], (2, 2), repeat_last=True))
         assert torch.equal(together[:, begin : begin + length] - begin, alone.order)
         begin += length
 
@@ -182,14 +184,14 @@ def test_trees_found_do_not_depend_on_the_other_trees(lengths):
 def test_alone_keeps_the_values():
     tree = Hierarchy.from_nested([[3, 2], [4]])
     _, _, v = inputs(tree)
-    assert Alone()(v, tree, None) is v
+    assert NoAttention()(v, tree, None) is v
 
 
 ATTENTIONS = {
     "hierarchical": Hierarchical(),
     "multiscale": Multiscale(HEADS, near=1),
-    "refined": Multiscale(HEADS, refine=2),
-    "found": Found(HEADS, group=3, refine=2, window=5),
+    "refined": Multiscale(HEADS, top_k=2),
+    "clustered": Clustered(HEADS, group=3, top_k=2, window=5),
     "flat": Flat(),
 }
 
@@ -214,15 +216,15 @@ def test_operations_are_those_of_the_public_count(name):
         assert counts[0].attention == sum(hsa.flops_flat(n, width, HEADS) for n in tree.lengths)
     elif name == "hierarchical":
         assert counts == [hsa.flops(tree, width, HEADS)]
-    elif name == "found":
+    elif name == "clustered":
         regular = Hierarchy.regular(tree.lengths, (3, 2), repeat_last=True)
-        order = hsa.find_key_order(k, regular)
-        opened = hsa.open_families(q, k, regular, queries=Queries.windows(regular, 5), refine=2, key_order=order)
-        assert counts == [hsa.flops(opened, width, HEADS, hierarchy=regular, key_order=order)]
+        order = hsa.cluster_keys(k, regular)
+        selection = hsa.select(q, k, regular, queries=Queries.windows(regular, 5), top_k=2, clusters=order)
+        assert counts == [hsa.flops(selection, width, HEADS, hierarchy=regular, clusters=order)]
         assert counts[0].finding == order.operations > 0
     else:
-        opened = hsa.open_families(q, k, tree, near=attention.near, refine=attention.refine)
-        assert counts == [hsa.flops(opened, width, HEADS, hierarchy=tree)]
+        selection = hsa.select(q, k, tree, near=attention.near, top_k=attention.top_k)
+        assert counts == [hsa.flops(selection, width, HEADS, hierarchy=tree)]
 
 
 def test_an_outer_count_holds_what_the_inner_one_counts():

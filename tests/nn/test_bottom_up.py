@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy
-from hsa.batch import collate
 from hsa.nn.bottom_up import fold
 from hsa.nn.grouped_linear import Groups
 from hsa.signals import Leaf, Signal
+from hsa.signals.batch import collate
 from tests.forests import forests
 from tests.model_inputs import MODALITIES, encoder, readable
 

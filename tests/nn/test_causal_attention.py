@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy
-from hsa.growth import grown
 from hsa.nn.attention import counting_operations
-from hsa.nn.causal_attention import CausalFlat, CausalFound, CausalMultiscale
+from hsa.nn.causal_attention import CausalClustered, CausalFlat, CausalMultiscale
+from hsa.tree.causal_tree import causal_tree
 
 HEADS, KV, DIM, VALUE = 6, 2, 5, 3
 
@@ -46,15 +46,15 @@ def test_all_are_exact_where_nothing_is_pooled(lengths):
     q, k, v = inputs(sum(lengths))
     wanted = exact(q, k, v, lengths)
     near = CausalMultiscale(HEADS, near=99)
-    torch.testing.assert_close(near(q, k, v, grown(lengths, (3, 2))), wanted, rtol=0, atol=1e-12)
-    chunk = CausalFound(HEADS, chunk=32, refine=1)
-    torch.testing.assert_close(chunk(q, k, v, grown(lengths, (4, 2))), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(near(q, k, v, causal_tree(lengths, (3, 2))), wanted, rtol=0, atol=1e-12)
+    chunk = CausalClustered(HEADS, chunk=32, top_k=1)
+    torch.testing.assert_close(chunk(q, k, v, causal_tree(lengths, (4, 2))), wanted, rtol=0, atol=1e-12)
 
 
 def test_the_bias_of_pooled_nodes_is_at_work():
     q, k, v = inputs(40)
-    tree = grown([40], (3, 2))
-    for attention in (CausalMultiscale(HEADS, near=1), CausalFound(HEADS, chunk=12, refine=1)):
+    tree = causal_tree([40], (3, 2))
+    for attention in (CausalMultiscale(HEADS, near=1), CausalClustered(HEADS, chunk=12, top_k=1)):
         before = attention(q, k, v, tree)
         with torch.no_grad():
             attention.pooled_bias[1] = 2.0
@@ -66,24 +66,24 @@ def test_the_bias_of_pooled_nodes_is_at_work():
 
 
 def test_layers_share_what_follows_from_the_tree(monkeypatch):
-    tree = grown([20], (3, 2))
+    tree = causal_tree([20], (3, 2))
     first, second = CausalMultiscale(HEADS), CausalMultiscale(HEADS)
     first.prepare(tree)
-    monkeypatch.setattr("hsa.nn.causal_attention.open_families", None)
+    monkeypatch.setattr("hsa.nn.causal_attention.select", None)
     second(*inputs(20), tree)
 
 
 def test_what_was_found_once_is_not_found_again(monkeypatch):
     q, k, v = inputs(40)
-    tree, attention = grown([40], (4, 2)), CausalFound(HEADS, chunk=16, refine=2)
+    tree, attention = causal_tree([40], (4, 2)), CausalClustered(HEADS, chunk=16, top_k=2)
     found, wanted = attention.found(k, tree), attention(q, k, v, tree)
-    monkeypatch.setattr("hsa.nn.causal_attention.find_key_order", None)
+    monkeypatch.setattr("hsa.nn.causal_attention.cluster_keys", None)
     assert torch.equal(attention(q, k, v, tree, **found), wanted)
 
 
 @pytest.mark.parametrize(
     ("attention", "tree"),
-    [(CausalFlat(), Hierarchy.flat([7, 4])), (CausalMultiscale(6, near=9), grown([7, 4], (3, 2)))],
+    [(CausalFlat(), Hierarchy.flat([7, 4])), (CausalMultiscale(6, near=9), causal_tree([7, 4], (3, 2)))],
 )
 def test_operations_are_counted_per_token_that_is_seen(attention, tree):
     with counting_operations() as counts:

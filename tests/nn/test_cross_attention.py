@@ -16,8 +16,8 @@ from tests.model_inputs import exact
 WIDTH, HEADS, SOURCE = 14, 2, 5
 
 
-def layer(refine: int | None) -> CrossAttention:
-    return exact(CrossAttention(WIDTH, HEADS, SOURCE, refine=refine))
+def layer(top_k: int | None) -> CrossAttention:
+    return exact(CrossAttention(WIDTH, HEADS, SOURCE, top_k=top_k))
 
 
 def softmax_attention(cross: CrossAttention, x: torch.Tensor, source: Source) -> torch.Tensor:
@@ -38,8 +38,8 @@ def test_everything_open_is_softmax_attention(forest: Hierarchy, data: st.DataOb
     lengths = [data.draw(st.integers(1, 4)) for _ in range(forest.num_trees)]
     source = Source.of(torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64), forest, lengths)
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64)
-    for refine in (None, forest.num_nodes):  # all by softmax; all by choice
-        cross = layer(refine)
+    for top_k in (None, forest.num_nodes):  # all by softmax; all by choice
+        cross = layer(top_k)
         if cross.pooled_bias is not None:
             assert cross.pooled_bias.shape == (HEADS,)
         torch.testing.assert_close(cross(x, source), softmax_attention(cross, x, Source(*_parts(source))))
@@ -105,7 +105,7 @@ def test_reorder_reads_the_same_trees() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InvalidInput, match="refine"):
-        CrossAttention(WIDTH, HEADS, SOURCE, refine=-1)
+    with pytest.raises(InvalidInput, match="top_k"):
+        CrossAttention(WIDTH, HEADS, SOURCE, top_k=-1)
     with pytest.raises(InvalidInput, match="one for each tree"):
         Source.of(torch.randn(5, SOURCE), Hierarchy.flat([3, 2]), [1])

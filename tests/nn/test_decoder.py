@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from hsa import Hierarchy
-from hsa.growth import grown
-from hsa.nn.causal_attention import CausalFlat, CausalFound, CausalMultiscale
-from hsa.nn.decoder import HierarchicalDecoderLayer, initialise
+from hsa.nn.causal_attention import CausalClustered, CausalFlat, CausalMultiscale
+from hsa.nn.decoder import DecoderLayer, initialise
 from hsa.nn.rotary import rotary_angles
+from hsa.tree.causal_tree import causal_tree
 from tests.model_inputs import exact
 
 WIDTH, HEADS, KV = 12, 2, 1
@@ -16,16 +16,18 @@ LENGTHS = [13, 5]
 def attention(kind):
     if kind == "flat":
         return CausalFlat(), Hierarchy.flat(LENGTHS)
-    if kind == "found":
-        return CausalFound(HEADS, chunk=4, refine=1), grown(LENGTHS, (2, 2))
-    return CausalMultiscale(HEADS), grown(LENGTHS, (3, 2), sinks=1)
+    if kind == "clustered":
+        return CausalClustered(HEADS, chunk=4, top_k=1), causal_tree(LENGTHS, (2, 2))
+    return CausalMultiscale(HEADS), causal_tree(LENGTHS, (3, 2), sinks=1)
 
 
-@pytest.mark.parametrize(("kind", "activation"), [("flat", "gelu"), ("hierarchical", "swiglu"), ("found", "swiglu")])
+@pytest.mark.parametrize(
+    ("kind", "activation"), [("flat", "gelu"), ("hierarchical", "swiglu"), ("clustered", "swiglu")]
+)
 def test_no_output_depends_on_a_later_input(kind, activation):
     module, tree = attention(kind)
     sizes = {"kv_heads": KV, "feed_forward": 11, "activation": activation}
-    layer = exact(HierarchicalDecoderLayer(WIDTH, HEADS, module, **sizes))
+    layer = exact(DecoderLayer(WIDTH, HEADS, module, **sizes))
     angles = rotary_angles(torch.cat([torch.arange(n) for n in LENGTHS]), WIDTH // HEADS)
     x = torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
     slopes = torch.autograd.functional.jacobian(lambda x: layer(x, tree, angles), x).abs().amax((1, 3))
@@ -37,7 +39,7 @@ def test_no_output_depends_on_a_later_input(kind, activation):
 
 
 def test_feed_forward_and_residuals():
-    layer = exact(HierarchicalDecoderLayer(6, 1, CausalFlat(), feed_forward=5))
+    layer = exact(DecoderLayer(6, 1, CausalFlat(), feed_forward=5))
     x = torch.randn(1, 6, dtype=torch.float64)
     normal = nn.functional.rms_norm(x, (6,), layer.norm_attention.weight)
     x1 = x + normal @ layer.project.weight[12:].T @ layer.output.weight.T  # the only token sees itself
@@ -51,8 +53,8 @@ def test_cross_attention_comes_between():
         def forward(self, x, memory):
             return x * memory
 
-    plain = exact(HierarchicalDecoderLayer(6, 1, CausalFlat(), feed_forward=5))
-    crossed = exact(HierarchicalDecoderLayer(6, 1, CausalFlat(), feed_forward=5, cross=Cross()))
+    plain = exact(DecoderLayer(6, 1, CausalFlat(), feed_forward=5))
+    crossed = exact(DecoderLayer(6, 1, CausalFlat(), feed_forward=5, cross=Cross()))
     x, tree = torch.randn(4, 6, dtype=torch.float64), Hierarchy.flat([4])
     torch.testing.assert_close(crossed(x, tree, memory=0.0), plain(x, tree))
     for layer in (plain, crossed):
@@ -63,7 +65,7 @@ def test_cross_attention_comes_between():
 
 
 def test_dropout_is_on_while_training():
-    layer = HierarchicalDecoderLayer(6, 1, CausalFlat(), dropout=0.5)
+    layer = DecoderLayer(6, 1, CausalFlat(), dropout=0.5)
     x, tree = torch.randn(4, 6), Hierarchy.flat([4])
     assert not torch.equal(layer(x, tree), layer(x, tree))
     layer.eval()
@@ -71,7 +73,7 @@ def test_dropout_is_on_while_training():
 
 
 def test_what_adds_to_the_stream_starts_smaller():
-    layer = HierarchicalDecoderLayer(128, 2, CausalMultiscale(2))
+    layer = DecoderLayer(128, 2, CausalMultiscale(2))
     initialise(layer, 8)
     assert layer.project.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for narrow in (layer.output, layer.feed_forward.out):

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hsa.batch import collate
 from hsa.errors import InvalidInput
 from hsa.nn.embedding import Embedding, Modality
 from hsa.signals import Leaf, Signal
+from hsa.signals.batch import collate
 from tests.model_inputs import MODALITIES, exact, readable
 
 WIDTH = 13

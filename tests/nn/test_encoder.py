@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hsa import Hierarchy
-from hsa.batch import Batch, collate
 from hsa.errors import InvalidInput
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
-from hsa.places import KINDS, Places
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
+from hsa.signals.batch import Batch, collate
+from hsa.tree.positions import KINDS, NodePositions
 from tests.model_inputs import ENCODERS, MODALITIES, encoder, encoder_named, num_leaves, readable
 
 WIDTH = 13
@@ -41,7 +41,7 @@ def test_a_tree_does_not_depend_on_the_others_in_its_batch(name, listed):
             close(rows, model(collate([signal]))[0])
 
 
-@pytest.mark.parametrize("name", ["flat", "found"])
+@pytest.mark.parametrize("name", ["flat", "clustered"])
 def test_nor_on_more_than_eight_others(name):
     lengths = (1, 5, 70, 3, 64, 65, 2, 11, 1, 13)
     listed = [Signal.of(torch.randperm(499)[:n], "text") for n in lengths]
@@ -116,7 +116,7 @@ class Bare:
     values: dict
     leaves: dict
     hierarchy: Hierarchy
-    places: Places
+    places: NodePositions
 
 
 @pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up"])
@@ -125,7 +125,7 @@ class Bare:
 def test_windows_take_the_place_of_the_tree(operator, listed):
     batch = collate(listed)
     regular = Hierarchy.regular(batch.hierarchy.lengths, (3, 2))
-    inputs = Bare(batch.values, batch.leaves, regular, Places.of_sequences(regular))
+    inputs = Bare(batch.values, batch.leaves, regular, NodePositions.of_sequences(regular))
     windows = encoder(operator, windows=(3, 2), position_input=True)
     plain = encoder(operator, kinds=("sequence",), position_input=True)
     plain.load_state_dict(windows.state_dict())
@@ -208,7 +208,7 @@ def test_mixed_precision_is_near_full_precision(name):
         with torch.autocast("cpu", torch.bfloat16):
             x, _ = model(batch)
     assert x.isfinite().all()
-    if name not in ("found", "multiscale refined"):  # whose choices differ where scores are near
+    if name not in ("clustered", "multiscale refined"):  # whose choices differ where scores are near
         assert (x.float() - wanted).norm() < 0.05 * wanted.norm()
 
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hsa import Entmax, Hierarchy, hierarchical_attention
-from hsa.attention.hierarchical import sparse_entries
-from hsa.batch import collate
+from hsa.attention.hierarchical.entmax import entries as sparse_entries
 from hsa.errors import InvalidInput
 from hsa.nn import attention as attentions
 from hsa.nn.attention import Hierarchical, Multiscale
 from hsa.nn.encoder import EncoderConfig
 from hsa.nn.learned_alpha import LOWEST, LearnedAlpha
+from hsa.signals.batch import collate
 from hsa.training.loop import parameter_groups
 from hsa.training.options import ModelOptions, TrainingOptions
 from tests.forests import forests, random_inputs
@@ -209,7 +209,7 @@ def test_no_alpha(make, alpha):
         make(entmax=alpha)
 
 
-@pytest.mark.parametrize("operator", ["flat", "found", "bottom-up", "none", "trilinear", "hierarchical-trilinear"])
+@pytest.mark.parametrize("operator", ["flat", "clustered", "bottom-up", "none", "trilinear", "hierarchical-trilinear"])
 def test_operators_without_it(operator):
     with pytest.raises(InvalidInput, match=f"entmax: given 1.5 for the operator '{operator}', expected one of"):
         EncoderConfig(operator=operator, entmax=1.5)

@@ -14,7 +14,7 @@ from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import AttentionOverHeads, concentration
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.penalties import add_penalty, collecting_penalties
-from hsa.places import Places
+from hsa.tree.positions import NodePositions
 from tests.model_inputs import exact
 
 WIDTH, HEADS, DIM = 13, 3, 5
@@ -117,7 +117,7 @@ def test_one_per_layer_each_in_its_size():
 
 def test_bottom_up_one_per_height():
     with collecting_penalties() as penalties:
-        bottom_up(tokens(), TREE, [layer()], [], None, Places.of_sequences(TREE))
+        bottom_up(tokens(), TREE, [layer()], [], None, NodePositions.of_sequences(TREE))
     assert len(penalties) == TREE.depth == 2
 
 

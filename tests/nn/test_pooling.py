@@ -14,7 +14,7 @@ from hsa.nn.pooling import (
     segment_softmax,
     segment_weigh,
 )
-from hsa.places import Places
+from hsa.tree.positions import NodePositions
 from tests.forests import forests
 
 WIDTH = 5
@@ -25,7 +25,7 @@ def vectors(hierarchy, **more):
 
 
 def every_node_its_own_place(hierarchy):
-    return Places(torch.arange(hierarchy.num_nodes), {}, ())
+    return NodePositions(torch.arange(hierarchy.num_nodes), {}, ())
 
 
 def children(hierarchy, node):
@@ -127,11 +127,11 @@ def test_runs_of_neighbouring_leaves_become_their_first(hierarchy, size):
 def test_runs_of_one_leaf_change_nothing():
     tree = Hierarchy.from_nested([[3, [2, 1]]])
     x = vectors(tree)
-    merged, same, _ = merge_leaves(x, tree, Places.of_sequences(tree), 1)
+    merged, same, _ = merge_leaves(x, tree, NodePositions.of_sequences(tree), 1)
     assert same == tree
     assert torch.equal(merged, x)
     with pytest.raises(InvalidInput, match="size: given 0"):
-        merge_leaves(x, tree, Places.of_sequences(tree), 0)
+        merge_leaves(x, tree, NodePositions.of_sequences(tree), 0)
 
 
 LOOPS = {

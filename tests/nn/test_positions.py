@@ -2,11 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hsa.batch import collate
 from hsa.errors import InvalidInput
 from hsa.nn.positions import FourierFeatures, PositionFeatures, PositionProjection
-from hsa.places import KINDS
 from hsa.signals import Graph, Grid, Set, Signal, Table
+from hsa.signals.batch import collate
+from hsa.tree.positions import KINDS
 from tests.model_inputs import KEYS, exact, place_of_nodes, readable
 
 WIDTH, HEADS, DIM = 14, 3, 5

@@ -253,7 +253,7 @@ def test_show():
 
 def test_importing_signals_loads_no_heavy_package():
     code = (
-        "import sys, hsa.signals, hsa.signals.readers, hsa.batch; "
+        "import sys, hsa.signals, hsa.signals.readers, hsa.signals.batch; "
         "print(sorted({'sentencex', 'tokenizers', 'rich', 'cyclopts'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

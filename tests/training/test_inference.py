@@ -9,10 +9,10 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.saved import save_model
 from hsa.training.accelerator import make_accelerator
+from hsa.training.data.prepare import prepare
 from hsa.training.experiment import train_models
 from hsa.training.inference import Saved
 from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
-from hsa.training.prepare import prepare
 from tests.tables import mixed_folder, picture, reviews, write_rows
 from tests.tasks import classifier
 

@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from hsa.batch import uncollate
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.signals import Grid, Leaf, Signal
+from hsa.signals.batch import uncollate
 from hsa.training import length_costs as module
 from hsa.training.accelerator import make_accelerator
-from hsa.training.data_set import Example, build
+from hsa.training.data.data_set import Example, build
 from hsa.training.length_costs import document_of, length_costs
 from hsa.training.options import TrainingOptions
 from tests.comparisons import prepared
@@ -22,7 +22,7 @@ from tests.tasks import TOKENS
 
 
 def with_train(examples, **more):
-    """Prepared data with these signals to train on."""
+    """PreparedData data with these signals to train on."""
     made = [Example(signal, ("no", "yes")[i % 2], str(i)) for i, signal in enumerate(examples)]
     return replace(prepared(), train=build(made, "classification"), **more)
 
@@ -84,7 +84,7 @@ def folders(tmp_path):
             outputs=2,
         )
         found[operator] = tmp_path / operator
-        save_model(found[operator], HierarchicalClassifier(config), ("no", "yes"))
+        save_model(found[operator], Classifier(config), ("no", "yes"))
     return found
 
 

@@ -16,12 +16,12 @@ from hsa.errors import InvalidInput
 from hsa.models.saved import load_model
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
-from hsa.training.endings import Diverged
+from hsa.training.failures import Diverged
 from hsa.training.loop import CHECKPOINT, Interrupted, Trainer, learning_rate
 from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
-OPERATORS = ("hierarchical", "multiscale", "found", "bottom-up", "flat", "none")
+OPERATORS = ("hierarchical", "multiscale", "clustered", "bottom-up", "flat", "none")
 ROOT = Path(__file__).parents[2]
 
 
@@ -242,7 +242,12 @@ def test_patience(monkeypatch, patience, epochs):
 
 @pytest.mark.parametrize(
     ("operator", "task"),
-    [("hierarchical", "classification"), ("found", "classification"), ("flat", "regression"), ("multiscale", "tokens")],
+    [
+        ("hierarchical", "classification"),
+        ("clustered", "classification"),
+        ("flat", "regression"),
+        ("multiscale", "tokens"),
+    ],
 )
 def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, operator, task):
     if operator == "multiscale" and torch.cuda.is_available():

@@ -12,10 +12,10 @@ import torch
 from hsa.analysis.plots import COLORS, add_legend, pyplot, save_figure
 from hsa.analysis.timing import median_seconds
 from hsa.attention.flops import flops_flat
-from hsa.attention.trilinear.counts import flops_hierarchical_trilinear, flops_trilinear
-from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import Attention, Flat
-from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
+from hsa.research.trilinear.counts import flops_hierarchical_trilinear, flops_trilinear
+from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
+from hsa.tree.hierarchy import Hierarchy
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WINDOW = 16

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hsa.attention.dense import dense_weights
-from hsa.batch import Batch
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
-from hsa.hierarchy import Hierarchy
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import Classifier
 from hsa.nn.encoder import EncoderConfig
+from hsa.signals.batch import Batch
+from hsa.tree.hierarchy import Hierarchy
 
 COLORS = ("#1f6f8b", "#d1495b", "#7f7f7f", "#edae49", "#6a4c93", "#66a182", "#8c564b", "#2b2d42", "#e377c2")
 _NAMES_INSIDE = 4
@@ -76,9 +76,7 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
     save_figure(figure, path)
 
 
-def plot_attention(
-    path: Path, model: HierarchicalClassifier, example: Batch, labels: Sequence[str] | None, title: str
-) -> None:
+def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequence[str] | None, title: str) -> None:
     """The attention matrix of one example, first layer, mean over heads; lines where its families begin.
 
     Args:
@@ -111,14 +109,14 @@ def plot_attention(
     save_figure(figure, path)
 
 
-def has_matrix(model: HierarchicalClassifier) -> bool:
+def has_matrix(model: Classifier) -> bool:
     """Bottom up, and in the published document models, no layer sees all leaves; three-way attention sees pairs of them."""
     encoder = model.config.encoder
     no_matrix = ("bottom-up", "trilinear", "hierarchical-trilinear")
     return isinstance(encoder, EncoderConfig) and encoder.operator not in no_matrix
 
 
-def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
+def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family.
 
     Raises:
@@ -132,7 +130,7 @@ def attention_matrix(model: HierarchicalClassifier, example: Batch) -> tuple[np.
 
 
 @torch.no_grad()
-def layer_weights(model: HierarchicalClassifier, example: Batch, layer: int) -> tuple[np.ndarray, Hierarchy]:
+def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.ndarray, Hierarchy]:
     """`[heads, leaves, leaves]` weights of a layer, and the forest that it attends in.
 
     Raises:

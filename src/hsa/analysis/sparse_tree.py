@@ -11,10 +11,10 @@ import numpy as np
 
 from hsa.analysis.page import CELL, CELLS, LINE, LINES, MARGIN, Page, cells_of, lay_out, percent, runs
 from hsa.analysis.plots import COLORS, layer_weights, one_line, save_figure
-from hsa.batch import Batch
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Structure
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import Classifier
+from hsa.signals.batch import Batch
+from hsa.tree.hierarchy import Structure
 
 _TREE, _COLUMN = 230.0, 74.0  # widths in the picture, in points: of all branches at most, of a level at most
 _THICKEST, _NUMBER = 9.0, 44.0
@@ -55,7 +55,7 @@ class AttentionTree:
 
 
 def attention_tree(
-    model: HierarchicalClassifier,
+    model: Classifier,
     example: Batch,
     *,
     leaf: int | None = None,

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from hsa.analysis.plots import COLORS, pyplot, save_figure
-from hsa.attention.hierarchical import sparse
-from hsa.attention.hierarchical.zeros import zeros as hierarchical_zeros
+from hsa.attention.hierarchical.entmax import sweeps as sparse
+from hsa.attention.hierarchical.entmax.zeros import zeros as hierarchical_zeros
 from hsa.attention.multiscale.zeros import zeros as multiscale_zeros
 from hsa.attention.normalizers import Entmax
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.nn.attention import Attention, Hierarchical, Multiscale
 from hsa.nn.inputs import Inputs
 from hsa.nn.learned_alpha import normalizer_of
+from hsa.tree.hierarchy import Hierarchy
 
 HEADER = ("layer", "level", "α (range over heads)", "zeros", "visited")
 
@@ -55,7 +55,7 @@ def has_entmax(config: ModelConfig) -> bool:
 
 
 @torch.no_grad()
-def measure_sparsity(model: HierarchicalClassifier, batches: Iterable[Inputs]) -> tuple[LevelSparsity, ...]:
+def measure_sparsity(model: Classifier, batches: Iterable[Inputs]) -> tuple[LevelSparsity, ...]:
     """Layer by layer, level by level, over all batches.
 
     Raises:
@@ -97,8 +97,8 @@ class _Counts:
         self.heads = q.shape[1]
         own = {"normalizer": normalizer, "positions": positions}
         if isinstance(module, Multiscale):
-            opened = module.opened(q, k, hierarchy, positions)
-            found = multiscale_zeros(q, k, hierarchy, opened=opened, pooled_bias=module.pooled_bias, **own)
+            selection = module.selection(q, k, hierarchy, positions)
+            found = multiscale_zeros(q, k, hierarchy, selection=selection, pooled_bias=module.pooled_bias, **own)
         else:
             assert isinstance(module, Hierarchical)
             own["include_self"] = module.include_self

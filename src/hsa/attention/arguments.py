@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput, NonFinite
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 _checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
 

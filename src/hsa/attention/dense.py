@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 def dense_weights(

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from hsa.attention.arguments import check_count
-from hsa.attention.multiscale.find_keys import KeyOrder
-from hsa.attention.multiscale.gathered import entries_seen
-from hsa.attention.multiscale.partition import Opened, Partition
+from hsa.attention.multiscale.cluster import KeyClusters
+from hsa.attention.multiscale.selection import Partition, Selection
+from hsa.attention.multiscale.torch_lists import entries_seen
 from hsa.attention.rounds import rooted
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Flops:
 
 
 def flops(
-    structure: Hierarchy | Partition | Opened,
+    structure: Hierarchy | Partition | Selection,
     width: int,
     heads: int,
     *,
     hierarchy: Hierarchy | None = None,
-    key_order: KeyOrder | None = None,
+    clusters: KeyClusters | None = None,
     value_width: int | None = None,
     mixes: bool = False,
 ) -> Flops:
     """Operations of an attention layer: of the hierarchical operator for a `Hierarchy`, else of the multiscale one.
 
     Args:
-        structure: a hierarchy; or what `open_families` returned, or its `partition`, together with `hierarchy`.
+        structure: a hierarchy; or what `select` returned, or its `partition`, together with `hierarchy`.
         width: hidden width, all heads together; of queries and keys where values have another.
         heads: query heads.
-        key_order: the order of the keys, if one was used; adds what finding it took.
+        clusters: the order of the keys, if one was used; adds what finding it took.
         value_width: of the values; as wide as queries and keys by default.
         mixes: heads talk.
 
@@ -71,16 +71,16 @@ def flops(
         return Flops(attention=entry * entries, pooling=pooling_operations(structure, widths))
     if hierarchy is None:
         raise InvalidInput("hierarchy", given="None", expected="the hierarchy that was partitioned")
-    partition = structure.partition(hierarchy) if isinstance(structure, Opened) else structure
-    limit = structure.limit if isinstance(structure, Opened) else None
-    entries = entries_seen(partition, rooted(hierarchy)[0], limit, key_order, heads)
+    partition = structure.partition(hierarchy) if isinstance(structure, Selection) else structure
+    limit = structure.limit if isinstance(structure, Selection) else None
+    entries = entries_seen(partition, rooted(hierarchy)[0], limit, clusters, heads)
     attention = entry * entries // heads
-    choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Opened) else 0
+    choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Selection) else 0
     return Flops(
         attention=attention,
         pooling=pooling_operations(hierarchy, width + (value_width or width)),
         choice=choice,
-        finding=0 if key_order is None else key_order.operations,
+        finding=0 if clusters is None else clusters.operations,
     )
 
 
@@ -124,8 +124,8 @@ def pooling_operations(hierarchy: Hierarchy, width: int) -> int:
 
 
 def _check_structure(structure: Any) -> None:
-    if not isinstance(structure, (Hierarchy, Opened, Partition)):
-        expected = "a Hierarchy, a Partition or what open_families returned"
+    if not isinstance(structure, (Hierarchy, Selection, Partition)):
+        expected = "a Hierarchy, a Partition or what select returned"
         raise InvalidInput("structure", given=type(structure).__name__, expected=expected)
 
 

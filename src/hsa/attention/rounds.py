@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.softmax import masked_bias
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 WORTH_A_BUCKET = {"cpu": 128, "cuda": 2**15}
 """Rows of padding that cost about as much as one more bucket: many on a GPU, where a bucket is a row of small launches."""

@@ -19,9 +19,9 @@ from hsa.training.recipe import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.training.comparison import Compared, Plan
-    from hsa.training.comparison_report import Comparison
-    from hsa.training.prepare import Prepared
+    from hsa.training.compare import Compared, Plan
+    from hsa.training.compare_report import Comparison
+    from hsa.training.data.prepare import PreparedData
 
 MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
 RATES = ("3e-4", "1e-3", "3e-3")
@@ -73,8 +73,8 @@ def compare(
     from rich.console import Console
 
     from hsa.training.accelerator import make_accelerator
-    from hsa.training.comparison import compare_models
-    from hsa.training.comparison_report import JSON, Comparison
+    from hsa.training.compare import compare_models
+    from hsa.training.compare_report import JSON, Comparison
     from hsa.training.loop import Interrupted
 
     console = Console(stderr=json)
@@ -126,7 +126,7 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
 
 
 def _plan(recipe: Recipe, rates: tuple[str, ...], seeds: int, quick: bool) -> Plan:
-    from hsa.training.comparison import Plan
+    from hsa.training.compare import Plan
 
     named = NAMED.get()
     if quick:
@@ -150,7 +150,7 @@ def _rate(word: str) -> float:
 
 
 def _costs(
-    compared: list[Compared], prepared: Prepared, folder: Path, accelerator: Any, bar: ComparisonBar, quick: bool
+    compared: list[Compared], prepared: PreparedData, folder: Path, accelerator: Any, bar: ComparisonBar, quick: bool
 ) -> list[Any]:
     from hsa.training.length_costs import LENGTHS, length_costs
 

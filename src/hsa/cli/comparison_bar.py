@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.training.comparison import Plan, Run
+    from hsa.training.compare import Plan, Run
 
 
 class ComparisonBar:
-    """Watches a comparison, see `hsa.training.comparison.Observer`; `score` names what validation measures."""
+    """Watches a comparison, see `hsa.training.compare.Observer`; `score` names what validation measures."""
 
     def __init__(self, plan: Plan, score: str, console: Console):
         from rich.progress import BarColumn, Progress, TextColumn

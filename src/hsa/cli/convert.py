@@ -15,8 +15,8 @@ from hsa.errors import InvalidInput
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.fidelity.judging import Judge
-    from hsa.fidelity.report import Report
+    from hsa.huggingface.fidelity.judge import Judge
+    from hsa.huggingface.fidelity.report import Report
     from hsa.huggingface.settings import LayerSettings
 
 
@@ -43,7 +43,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class SettingOptions:
-    """How layers attend; see hsa.huggingface.convert. Without any of these a converted model keeps its own.
+    """How layers attend; see hsa.huggingface.conversion. Without any of these a converted model keeps its own.
 
     Args:
         layers: Numbers from 0, negative from the end; all, unless given.
@@ -51,7 +51,7 @@ class SettingOptions:
         hierarchy: Trees found from the keys of each head, fixed windows, or the text's sentences.
         branching: Members per family, from the leaves up; the last repeats (multiscale).
         near: Neighbouring families that are exact.
-        refine: More families that are exact, the best for each query: the fidelity dial.
+        top_k: More families that are exact, the best for each query: the fidelity dial.
         pooled_bias: Added to the logits of pooled nodes.
         sinks: First tokens that are always exact, or "special".
         share: Neighbouring queries that share a choice.
@@ -63,7 +63,7 @@ class SettingOptions:
     hierarchy: Literal["keys", "windows", "sentences"] = "keys"
     branching: tuple[int, ...] = (8, 2)
     near: int = 0
-    refine: int = 8
+    top_k: int = 8
     pooled_bias: float = 0.0
     sinks: str = "1"
     share: int | None = None
@@ -115,7 +115,7 @@ def convert(
     """
     from rich.console import Console
 
-    from hsa.fidelity.report import write_report
+    from hsa.huggingface.fidelity.report import write_report
     from hsa.huggingface.loading import save_model
 
     console = Console(stderr=json)
@@ -149,12 +149,12 @@ def _convert(
 ) -> tuple[Report, Any, Any]:
     import torch
 
-    from hsa.fidelity.calibration import Budget, calibrate
-    from hsa.fidelity.examples import SPLITS, load_examples
-    from hsa.fidelity.judging import Judge
-    from hsa.fidelity.report import Report
-    from hsa.fidelity.timing import lengths_up_to, time_model
     from hsa.huggingface.conversion import convert_as
+    from hsa.huggingface.fidelity.calibrate import Budget, calibrate
+    from hsa.huggingface.fidelity.examples import SPLITS, load_examples
+    from hsa.huggingface.fidelity.judge import Judge
+    from hsa.huggingface.fidelity.report import Report
+    from hsa.huggingface.fidelity.timing import lengths_up_to, time_model
     from hsa.huggingface.loading import load_for_task, most_tokens
 
     _check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
@@ -257,7 +257,7 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
     from rich.text import Text
 
     from hsa.analysis.tables import print_table, terminal_table
-    from hsa.fidelity.report import HEADERS, frontier_header
+    from hsa.huggingface.fidelity.report import HEADERS, frontier_header
 
     def table(header: list[str], rows: list[list[str]], caption: str | None = None) -> None:
         if rows:

@@ -37,7 +37,7 @@ def evaluate(
     """
     from rich.console import Console
 
-    from hsa.training.lm_inference import is_language_model
+    from hsa.training.language_model.inference import is_language_model
 
     if is_language_model(model):
         numbers = _language_model(model, data, context, memory, text, skip_bad)
@@ -58,7 +58,7 @@ def evaluate(
 def _classifier(
     model: Path, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
 ) -> dict[str, int | float]:
-    from hsa.models.transformer_xl import set_test_memory
+    from hsa.baselines.transformer_xl.encoder import set_test_memory
     from hsa.training.inference import Saved
 
     skipped: list[InvalidInput] = []
@@ -86,7 +86,7 @@ def _language_model(
     import torch
 
     from hsa.cli.runs import words
-    from hsa.training.lm_inference import evaluate_text
+    from hsa.training.language_model.inference import evaluate_text
 
     if skip_bad:
         raise InvalidInput("skip_bad", given="with a language model", expected="none: a text is read whole")
@@ -97,7 +97,7 @@ def _language_model(
 def skipping(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:
     """What to do with a bad row: collect it where that is allowed, else raise."""
 
-    from hsa.training.sources import or_skip
+    from hsa.training.data.sources import or_skip
 
     def on_bad(error: InvalidInput) -> None:
         if not allowed:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from hsa.cli.convert import SettingOptions
 from hsa.cli.progress import Bars
 from hsa.errors import InvalidInput
-from hsa.fidelity.options import FinetuneOptions
+from hsa.huggingface.fidelity.options import FinetuneOptions
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def finetune(
     from rich.console import Console
     from rich.text import Text
 
-    from hsa.fidelity.examples import load_examples
-    from hsa.fidelity.finetuning import class_names, finish
-    from hsa.fidelity.finetuning import finetune as train
     from hsa.huggingface.conversion import convert as convert_layers
     from hsa.huggingface.conversion import settings_of
+    from hsa.huggingface.fidelity.examples import load_examples
+    from hsa.huggingface.fidelity.finetune import class_names, finish
+    from hsa.huggingface.fidelity.finetune import finetune as train
     from hsa.huggingface.loading import load_for_training
 
     console = Console()

@@ -17,8 +17,8 @@ from hsa.errors import InvalidInput
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hsa.batch import Batch
     from hsa.signals import Leaf, Signal
+    from hsa.signals.batch import Batch
 
 WINDOWS = (16, 8, 8, 16)
 _LEVELS_OF_TEXT = ("text", "paragraphs", "sentences", "tokens")
@@ -55,7 +55,7 @@ def inspect(
         rows: Rows of the tree to print.
         json: Print the numbers as JSON, for scripts.
     """
-    from hsa.batch import collate
+    from hsa.signals.batch import collate
 
     if rows < 1:
         raise InvalidInput("rows", given=rows, expected="a positive integer")

@@ -61,9 +61,9 @@ def build_app() -> App:
     from hsa.cli.evaluate import evaluate
     from hsa.cli.finetune import finetune
     from hsa.cli.generate import generate
+    from hsa.cli.heads import kernels
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
-    from hsa.cli.kernels import kernels
     from hsa.cli.predict import predict
     from hsa.cli.reproduce import reproduce
     from hsa.cli.train import train

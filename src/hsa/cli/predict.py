@@ -22,7 +22,7 @@ def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = 
         json: One JSON object per line, for scripts.
     """
     from hsa.training.inference import Saved
-    from hsa.training.seq2seq_inference import SavedSeq2Seq, is_seq2seq
+    from hsa.training.seq2seq.inference import SavedSeq2Seq, is_seq2seq
 
     skipped: list[InvalidInput] = []
     saved = SavedSeq2Seq.load(model) if is_seq2seq(model) else Saved.load(model)

@@ -41,9 +41,9 @@ def reproduce(
     from rich.text import Text
 
     from hsa.analysis.tables import print_table, terminal_table
-    from hsa.fidelity.sweep import Sweep
-    from hsa.fidelity.sweep_recipe import load_sweep
-    from hsa.fidelity.sweep_report import columns, write_sweep
+    from hsa.huggingface.fidelity.sweep import Sweep
+    from hsa.huggingface.fidelity.sweep_recipe import load_sweep
+    from hsa.huggingface.fidelity.sweep_report import columns, write_sweep
 
     console = Console()
     wanted = load_sweep(recipe, tasks)

@@ -15,7 +15,7 @@ from hsa.training.recipe import Recipe, load_recipe, overridden
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.training.prepare import Prepared
+    from hsa.training.data.prepare import PreparedData
 
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
@@ -70,13 +70,13 @@ def no_time_limit(recipe: Recipe) -> None:
         )
 
 
-def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, console: Console) -> Prepared:
+def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, console: Console) -> PreparedData:
     """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
     from rich.text import Text
 
+    from hsa.research.match3 import prepare_match3
+    from hsa.training.data.prepare import prepare
     from hsa.training.experiment import check_entmax
-    from hsa.training.match3 import prepare_match3
-    from hsa.training.prepare import prepare
 
     def say(message: str) -> None:
         if accelerator.is_main_process:
@@ -136,7 +136,7 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -
     return next(path for path in numbered if not path.exists())
 
 
-def _announce(console: Console, prepared: Prepared, folder: Path) -> None:
+def _announce(console: Console, prepared: PreparedData, folder: Path) -> None:
     from rich.text import Text
 
     sizes = (

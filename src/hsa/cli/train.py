@@ -24,9 +24,9 @@ from hsa.training.recipe import Recipe, overridden
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.training.endings import NoResult
+    from hsa.training.data.prepare import PreparedData
     from hsa.training.experiment import Result
-    from hsa.training.prepare import Prepared
+    from hsa.training.failures import NoResult
 
 
 _QUICK_SEQUENCES = 2_000
@@ -164,8 +164,8 @@ def _run(
     recipe: Recipe, out: Path | None, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
     from hsa.training.accelerator import make_accelerator
-    from hsa.training.endings import complain
     from hsa.training.experiment import check_models, train_models
+    from hsa.training.failures import complain
 
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
@@ -194,7 +194,7 @@ def _run(
 def _report(
     console: Console,
     recipe: Recipe,
-    prepared: Prepared,
+    prepared: PreparedData,
     results: list[Result],
     failed: dict[str, NoResult],
     folder: Path,
@@ -209,6 +209,6 @@ def _report(
     say_where(console, model, folder / "report.md", pictures, following)
 
 
-def _more_of(recipe: Recipe, prepared: Prepared) -> str:
+def _more_of(recipe: Recipe, prepared: PreparedData) -> str:
     """What the model could read next."""
     return {"python": "FILE.py", "news": "FILE"}.get(prepared.reading.kind, str(recipe.data))

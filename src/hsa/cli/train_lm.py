@@ -12,17 +12,17 @@ from hsa.training.recipe import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.training.endings import NoResult
-    from hsa.training.lm_data import LmData
-    from hsa.training.lm_experiment import LmResult
+    from hsa.training.failures import NoResult
+    from hsa.training.language_model.data import LmData
+    from hsa.training.language_model.experiment import LmResult
 
 
 def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool, console: Console) -> None:
     from rich.text import Text
 
-    from hsa.training.endings import complain
-    from hsa.training.lm_data import prepare_text
-    from hsa.training.lm_experiment import check_lm_models, compare_language_models
+    from hsa.training.failures import complain
+    from hsa.training.language_model.data import prepare_text
+    from hsa.training.language_model.experiment import check_lm_models, compare_language_models
 
     check_lm_models(recipe.models)
     if recipe.model.entmax is not None:
@@ -71,7 +71,7 @@ def _report(
     failed: dict[str, NoResult],
     folder: Path,
 ) -> None:
-    from hsa.training.lm_report import lm_lines, lm_table, write_lm_report
+    from hsa.training.language_model.report import lm_lines, lm_table, write_lm_report
 
     pictures = write_lm_report(folder, recipe, data, results, failed)
     say_results(console, lm_table(results, failed), lm_lines(results))

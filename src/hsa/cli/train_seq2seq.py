@@ -18,11 +18,11 @@ def run_seq2seq(
     import torch
     from rich.text import Text
 
-    from hsa.training.endings import NoResult, complain
     from hsa.training.experiment import check_entmax
-    from hsa.training.seq2seq import check_seq2seq_models
-    from hsa.training.seq2seq_data import prepare_pairs
-    from hsa.training.seq2seq_report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
+    from hsa.training.failures import NoResult, complain
+    from hsa.training.seq2seq.data import prepare_pairs
+    from hsa.training.seq2seq.loop import check_seq2seq_models
+    from hsa.training.seq2seq.report import compare_seq2seq, example_lines, seq2seq_table, write_seq2seq_report
 
     check_seq2seq_models(recipe.models)
     check_entmax(recipe.models, recipe.model)

@@ -13,7 +13,7 @@ from hsa.errors import InvalidInput
 from hsa.generation.pieces import Pieces
 from hsa.generation.sampling import Sampling
 from hsa.models.language_model import check_logits
-from hsa.signals.readers.text import one_line_end
+from hsa.signals.readers.text import normalize_newlines
 from hsa.signals.readers.tokens import encodable
 
 END = "<|end|>"
@@ -77,7 +77,7 @@ class Writing:
         self.model, self.tokenizer, self.tokens = model, tokenizer, tokens
         self.ends = {tokenizer.token_to_id(END)} if ends is None else set(ends)
         self.sampling = sampling or Sampling()
-        text = encodable(one_line_end(prompt))
+        text = encodable(normalize_newlines(prompt))
         self.prompt: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
         most = model.config.max_length
         if most is not None and len(self.prompt) > most:
@@ -167,11 +167,11 @@ def generate(
     Raises:
         InvalidInput: an empty or overlong prompt, a tokenizer of another model; while it runs: logits that are no numbers.
 
-    >>> from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+    >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
     >>> from hsa.signals.readers.tokens import train_tokenizer
     >>> tokenizer = train_tokenizer(["a cat"], 260)
     >>> config = LanguageModelConfig(tokenizer.get_vocab_size(), width=8, heads=2, layers=1)
-    >>> writing = generate(HierarchicalLanguageModel(config).eval(), tokenizer, "a c", tokens=5)
+    >>> writing = generate(LanguageModel(config).eval(), tokenizer, "a c", tokens=5)
     >>> text = "".join(writing)
     >>> len(writing.ids), writing.reason
     (5, 'tokens')

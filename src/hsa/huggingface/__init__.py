@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hsa.huggingface.attend import counting
     from hsa.huggingface.cache import memory_of, new_cache
-    from hsa.huggingface.collaborative_heads import collaborate, prepare_collaborative
     from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
+    from hsa.research.collaborative.huggingface import collaborate, prepare_collaborative
 
 _HOMES = {
     "collaborate": "collaborative_heads",

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.attention.cache import found_search as cache
+from hsa.attention.cache import clustered_search as cache
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
-from hsa.attention.multiscale.choice import open_families
-from hsa.attention.multiscale.find_keys import KeyOrder, find_key_order, operations_per_key
+from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys, operations_per_key
 from hsa.attention.multiscale.operator import multiscale_attention
+from hsa.attention.multiscale.select import select
 from hsa.attention.softmax import exact
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
@@ -126,7 +126,7 @@ def is_probing() -> bool:
     return _probe.get() is not None
 
 
-def saves_nothing(settings: LayerSettings, length: int, *, causal: bool) -> bool:
+def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> bool:
     """Whether a sequence of so many tokens is so short that exact attention takes no more operations; then it is done.
 
     Per query, in entries of attention: the families that are exact, a share of every node above them, half an entry for each
@@ -138,14 +138,12 @@ def saves_nothing(settings: LayerSettings, length: int, *, causal: bool) -> bool
     size, found = settings.branching[0], settings.hierarchy == "keys"
     families = -(-length // size)
     if causal:
-        return (found and length <= settings.chunk_size) or (
-            families <= settings.refine and settings.sinks != "special"
-        )
+        return (found and length <= settings.chunk_size) or (families <= settings.top_k and settings.sinks != "special")
     own = 0 if found else (1 + 2 * settings.near) * size
     levels = math.log(families, settings.branching[-1])
-    scored = families / 2 if settings.refine else 0.0
+    scored = families / 2 if settings.top_k else 0.0
     finding = operations_per_key(levels) / 4 if found else 0.0
-    return own + settings.refine * size + levels + scored + finding >= length
+    return own + settings.top_k * size + levels + scored + finding >= length
 
 
 def attend(
@@ -159,7 +157,7 @@ def attend(
     scale: float | None,
     dropout_p: float,
     weights: bool,
-    orders: list[KeyOrder] | None = None,
+    orders: list[KeyClusters] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`[batch, queries, heads, dim]`, and on request the dense weights `[batch, heads, queries, keys]`.
 
@@ -176,8 +174,8 @@ def attend(
         found = flops(tree, *_width(packed[0])) if _counter.get() is not None else None
     else:
         operator, found = _multiscale(settings, packed[0], packed[1], tree, sequences, scale, dropout_p)
-        if orders is not None and operator.keywords["key_order"] is not None:
-            orders.append(operator.keywords["key_order"])
+        if orders is not None and operator.keywords["clusters"] is not None:
+            orders.append(operator.keywords["clusters"])
     counted = _counter.get()
     if counted is not None and found is not None:
         counted.add(layer, found, exact_operations(q, sequences))
@@ -234,28 +232,28 @@ def _multiscale(
     dropout_p: float,
 ) -> tuple[partial[Tensor], Flops | None]:
     causal = sequences.causal
-    key_order = None
+    clusters = None
     if settings.hierarchy == "keys":
-        key_order = find_key_order(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
+        clusters = cluster_keys(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
     share = None if causal else settings.share  # written token by token, nothing could be shared
-    if share is None and (key_order is not None or (causal and settings.refine)):
+    if share is None and (clusters is not None or (causal and settings.top_k)):
         share = 1
-    opened = open_families(
+    selection = select(
         q,
         k,
         tree,
         queries=sequences.groups(tree, share),
         near=settings.near,
-        refine=settings.refine,
+        top_k=settings.top_k,
         beam=settings.beam,
-        key_order=key_order,
+        clusters=clusters,
         causal=causal,
         scale=scale,
     )
     operator = partial(
         multiscale_attention,
-        opened=opened,
-        key_order=key_order,
+        selection=selection,
+        clusters=clusters,
         causal=causal,
         pooled_bias=bias_of(settings, q.device),
         dropout_p=dropout_p,
@@ -263,7 +261,7 @@ def _multiscale(
     )
     if _counter.get() is None:
         return operator, None
-    return operator, flops(opened, *_width(q), hierarchy=tree, key_order=key_order)
+    return operator, flops(selection, *_width(q), hierarchy=tree, clusters=clusters)
 
 
 def bias_of(settings: LayerSettings, device: torch.device) -> float | Tensor:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from hsa.attention.cache.found import FoundCache
-from hsa.attention.cache.found_search import Counted
+from hsa.attention.cache.clustered import ClusteredCache
+from hsa.attention.cache.clustered_search import Counted
 from hsa.attention.cache.interface import Cache, Memory
-from hsa.attention.cache.pooled import HierarchicalCache
-from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.errors import InvalidInput
 from hsa.huggingface.attend import bias_of, count_step, is_counting, is_probing
 from hsa.huggingface.sequences import Sequences
@@ -40,7 +40,7 @@ def keeps_trees(settings: LayerSettings | None) -> bool:
         return False
     if settings.hierarchy == "keys":
         return len(settings.branching) <= 2
-    return settings.hierarchy == "windows" and settings.refine == 0
+    return settings.hierarchy == "windows" and settings.top_k == 0
 
 
 class CacheLayer(CacheLayerMixin):
@@ -116,7 +116,7 @@ class CacheLayer(CacheLayerMixin):
         value: Tensor,
         sequences: Sequences,
         options: dict[str, Any],
-        whole: Callable[[Tensor, Tensor, list[KeyOrder]], Outputs],
+        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
     ) -> Outputs:
         """What the attention function returns; `whole` is attention without a cache, which notes the order it found."""
         waiting, self._waiting = self._waiting, 0
@@ -147,7 +147,7 @@ class CacheLayer(CacheLayerMixin):
             )
         keys, values = key.hsa_new  # type: ignore[attr-defined]
         one_by_one = sequences.queries.full and not options["weights"] and not options["dropout_p"]
-        if isinstance(self.tokens, FoundCache) and not (one_by_one and waiting <= FEW):
+        if isinstance(self.tokens, ClusteredCache) and not (one_by_one and waiting <= FEW):
             return self._anew(keys, values, sequences, whole)
         if not one_by_one:
             raise InvalidInput(
@@ -170,10 +170,10 @@ class CacheLayer(CacheLayerMixin):
         new = [x.to(tokens.dtype) for x in (q, k, v)]
         options: dict[str, Any] = {"pooled_bias": bias_of(self.settings, q.device), "scale": scale}
         tokens.append()
-        if isinstance(tokens, FoundCache):
+        if isinstance(tokens, ClusteredCache):
             out = tokens.attend(0, *new, **options, counted=counted)
         else:
-            assert isinstance(tokens, HierarchicalCache)
+            assert isinstance(tokens, MultiscaleCache)
             out = tokens.attend(0, *new, **options)
             if counted is not None:
                 counted.entries += int((tokens.bias > -math.inf).sum()) * q.shape[1]
@@ -184,17 +184,17 @@ class CacheLayer(CacheLayerMixin):
         key: Tensor,
         value: Tensor,
         sequences: Sequences,
-        whole: Callable[[Tensor, Tensor, list[KeyOrder]], Outputs],
+        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
     ) -> Outputs:
         """The prompts: attention as it is without a cache, then into the cache with them, in the order that it found."""
-        found: list[KeyOrder] = []
+        found: list[KeyClusters] = []
         out = whole(key, value, found)
         self.mask = sequences.mask
         self.tokens = self._empty(key, value)
         self.tokens.begin(sequences.keys.lengths)
         k, v = (sequences.keys.pack(x.detach()) for x in (key, value))
-        if isinstance(self.tokens, FoundCache):
-            self.tokens.fill(0, k, v, key_order=found[0] if found else None)
+        if isinstance(self.tokens, ClusteredCache):
+            self.tokens.fill(0, k, v, clusters=found[0] if found else None)
         else:
             self.tokens.fill(0, k, v)
         return out
@@ -212,7 +212,7 @@ class CacheLayer(CacheLayerMixin):
     ) -> Outputs:
         self.mask = sequences.mask
         self.tokens = tokens = self._empty(key, value)
-        assert isinstance(tokens, FoundCache)
+        assert isinstance(tokens, ClusteredCache)
         tokens.begin(sequences.keys.lengths)
         q, k, v = (sequences.keys.pack(x.detach().to(tokens.dtype)) for x in (query, key, value))
         out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=scale)
@@ -223,10 +223,10 @@ class CacheLayer(CacheLayerMixin):
         keys: Tensor,
         values: Tensor,
         sequences: Sequences,
-        whole: Callable[[Tensor, Tensor, list[KeyOrder]], Outputs],
+        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
     ) -> Outputs:
         """Many new tokens: all keys, in the order of time and with their padding, as if they had come at once."""
-        assert isinstance(self.tokens, FoundCache)
+        assert isinstance(self.tokens, ClusteredCache)
         assert self.mask is not None
         both = []
         for kept, new in zip(self.tokens.leaves(0), (keys, values), strict=True):
@@ -251,8 +251,8 @@ class CacheLayer(CacheLayerMixin):
             "sinks": sinks,
         }
         if settings.hierarchy == "keys":
-            return FoundCache(refine=settings.refine, beam=settings.beam, chunk=settings.chunk_size, **shared)
-        return HierarchicalCache(near=settings.near, rewind=REWIND, **shared)
+            return ClusteredCache(top_k=settings.top_k, beam=settings.beam, chunk=settings.chunk_size, **shared)
+        return MultiscaleCache(near=settings.near, rewind=REWIND, **shared)
 
     def get_seq_length(self, *args: Any) -> int:
         return self.seen

@@ -10,7 +10,7 @@ import numpy as np
 
 from hsa.errors import InvalidInput
 from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, caching_layers, register
-from hsa.huggingface.layers import attention_layers, looks_back, slides
+from hsa.huggingface.layers import attention_layers, is_causal, is_sliding
 from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
 from hsa.huggingface.vocabulary import Vocabulary
 
@@ -41,7 +41,7 @@ def convert(
             branching: members per family, from the leaves up. Multiscale trees repeat the last factor up to the root; the
                 paper's join what is left under it.
             near: neighbouring families that are exact too (not with "keys").
-            refine: how many more families are exact: the best by the queries' own scores. The fidelity dial.
+            top_k: how many more families are exact: the best by the queries' own scores. The fidelity dial.
             beam: width of the search for them; "exact" looks at all.
             pooled_bias: added to the logits of pooled nodes, one number or one per head.
             sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
@@ -59,7 +59,7 @@ def convert(
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
-    >>> model = convert(model, layers=[1, -1], refine=4)
+    >>> model = convert(model, layers=[1, -1], top_k=4)
     >>> sorted(model.config.hsa["layers"])
     ['1', '2']
     """
@@ -72,7 +72,7 @@ def convert(
         raise InvalidInput(unknown[0], given="a setting", expected=f"one of {list(LayerSettings.__dataclass_fields__)}")
     by_number = _by_number(modules, written, layers, settings)
     for number, layer in by_number.items():
-        layer.check_direction(number, may_look_ahead=not looks_back(modules[number]))
+        layer.check_direction(number, may_look_ahead=not is_causal(modules[number]))
     vocabulary = _vocabulary(modules, tokenizer, by_number.values(), written)
     _apply(model, modules, Settings(by_number, vocabulary.special_ids), vocabulary)
     return model
@@ -172,7 +172,7 @@ def _by_number(
 
 
 def _by_default(modules: list[Any]) -> list[int]:
-    return [number for number, module in enumerate(modules) if not slides(module)]
+    return [number for number, module in enumerate(modules) if not is_sliding(module)]
 
 
 def _numbers(layers: Any, count: int) -> list[int]:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.batch import Batch
 from hsa.errors import InvalidInput
 from hsa.huggingface.loading import load_weights, loading, most_tokens, transformers_library
 from hsa.signals import Grid, Leaf, Signal
+from hsa.signals.batch import Batch
 from hsa.signals.readers import read_image
 
 _T5 = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hsa.attention.multiscale.find_keys import KeyOrder
+from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.errors import InvalidInput
-from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask, saves_nothing
-from hsa.huggingface.layers import crosses_over, looks_back, slides
+from hsa.huggingface.attend import attend, attend_exactly, count_exact, count_mask, exact_is_cheaper
+from hsa.huggingface.layers import is_causal, is_cross, is_sliding
 from hsa.huggingface.loading import transformers_library
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings, Settings
@@ -146,7 +146,7 @@ def caching_layers(modules: Iterable[Any]) -> dict[int, LayerSettings]:
     for module in modules:
         settings: Any = getattr(getattr(module, "hsa_layer", None), "settings", None)
         number = getattr(module, "layer_idx", None)
-        if number is not None and keeps_trees(settings) and looks_back(module):
+        if number is not None and keeps_trees(settings) and is_causal(module):
             found[number] = settings
     return found
 
@@ -240,7 +240,7 @@ def hsa_attention(
     with_weights = _wants_weights(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "weights": with_weights}
-    if crosses_over(module):
+    if is_cross(module):
         mask = _for_torch(attention_mask)
         return _exactly(module, query, key, value, mask, False, others, **options)
     layer = _layer_of(module)
@@ -264,7 +264,7 @@ def hsa_attention(
     if cache is None:
         return _each_as_it_should(module, layer, query, key, value, sequences, others, options)
 
-    def whole(key: Tensor, value: Tensor, orders: list[KeyOrder]) -> tuple[Tensor, Tensor | None]:
+    def whole(key: Tensor, value: Tensor, orders: list[KeyClusters]) -> tuple[Tensor, Tensor | None]:
         return _each_as_it_should(module, layer, query, key, value, sequences, others, options, orders)
 
     return cache.attend(layer.settings, layer.number, query, key, value, sequences, options, whole)
@@ -279,7 +279,7 @@ def _each_as_it_should(
     sequences: Sequences,
     others: dict[str, Any],
     options: dict[str, Any],
-    orders: list[KeyOrder] | None = None,
+    orders: list[KeyClusters] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A converted layer: trees, but exact attention for sequences that are too short, whoever shares their batch.
 
@@ -287,7 +287,7 @@ def _each_as_it_should(
     """
     assert layer.settings is not None
     lengths = sequences.keys.lengths
-    short = [saves_nothing(layer.settings, length, causal=sequences.causal) for length in lengths]
+    short = [exact_is_cheaper(layer.settings, length, causal=sequences.causal) for length in lengths]
     if not any(short):
         return attend(layer.settings, layer.number, query, key, value, sequences, **options, orders=orders)
     if all(short):
@@ -357,7 +357,7 @@ def _layer_of(module: Any) -> ConvertedLayer:
     if getattr(module, "is_decoder", False) and getattr(module.config, "is_encoder_decoder", False):
         settings = None  # shares its config with the encoder, which may be converted
     elif written is None:  # nothing said: every layer that sees the whole sequence, as `convert` does by default
-        settings = None if slides(module) else LayerSettings()
+        settings = None if is_sliding(module) else LayerSettings()
     elif number is None:
         raise InvalidInput(
             "attn_implementation",
@@ -369,7 +369,7 @@ def _layer_of(module: Any) -> ConvertedLayer:
         written.check_numbers(getattr(module.config, "num_hidden_layers", None))
         settings = written.layers.get(number)
     if settings is not None:
-        settings.check_direction(-1 if number is None else number, may_look_ahead=not looks_back(module))
+        settings.check_direction(-1 if number is None else number, may_look_ahead=not is_causal(module))
     module.hsa_layer = ConvertedLayer(-1 if number is None else number, settings)
     return module.hsa_layer
 

@@ -28,7 +28,7 @@ def attention_layers(model: Any) -> list[nn.Module]:
             f"{type(model).__name__} has a decoder that attends to an encoder; convert the encoder alone: "
             "convert(model.get_encoder())"
         )
-    layers = [module for module in asking if not crosses_over(module)]
+    layers = [module for module in asking if not is_cross(module)]
     parts = {type(module.config).__name__ for module in layers} - {type(model.config).__name__}
     if parts:
         raise Unsupported(
@@ -44,7 +44,7 @@ def attention_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
-def slides(module: nn.Module) -> bool:
+def is_sliding(module: nn.Module) -> bool:
     """Whether a layer looks no further than a window already."""
     kind = getattr(module, "attention_type", None) or getattr(module, "layer_type", None)
     return bool(getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None)) or (
@@ -70,7 +70,7 @@ def _asks(kind: type[nn.Module]) -> bool:
         return False
 
 
-def crosses_over(module: nn.Module) -> bool:
+def is_cross(module: nn.Module) -> bool:
     """Whether a layer attends to another sequence. Families that use one class for both mark causal self-attention."""
     return (
         bool(getattr(module, "is_cross_attention", False))
@@ -79,6 +79,6 @@ def crosses_over(module: nn.Module) -> bool:
     )
 
 
-def looks_back(module: Any) -> bool:
+def is_causal(module: Any) -> bool:
     """Whether a layer sees nothing later. A config can make decoders see everything."""
     return bool(getattr(module, "is_causal", False)) and bool(getattr(module.config, "is_causal", True))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hsa.errors import HsaError, InvalidInput, MissingExtra
-from hsa.huggingface.layers import attention_layers, looks_back
+from hsa.huggingface.layers import attention_layers, is_causal
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 KINDS = {
@@ -118,7 +118,7 @@ def load_for_task(
             expected=f"all of a {type(model).__name__}",
             fix="fine-tune it first: hsa finetune" if task == "classify" else None,
         )
-    if task == "perplexity" and not any(looks_back(layer) for layer in attention_layers(model)):
+    if task == "perplexity" and not any(is_causal(layer) for layer in attention_layers(model)):
         raise InvalidInput(
             name,
             given=f"{type(model).__name__}, whose tokens see later ones",

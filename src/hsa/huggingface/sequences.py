@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hsa.attention.multiscale.queries import Queries
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.huggingface.vocabulary import Vocabulary
-from hsa.padding import Padding
+from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.padding import Padding
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ class LayerSettings:
     hierarchy: str | Callable[..., Any] = "keys"
     branching: tuple[int, ...] = (8, 2)
     near: int = 0
-    refine: int = 8
+    top_k: int = 8
     beam: int | str | None = None
     pooled_bias: float | tuple[float, ...] = 0.0
     sinks: str | int | None = 1
@@ -41,13 +41,13 @@ class LayerSettings:
         if not callable(self.hierarchy):
             _one_of("hierarchy", self.hierarchy, (*HIERARCHIES, GIVEN))
         set_field(self, "branching", _factors(self.branching))
-        for name in ("near", "refine"):
+        for name in ("near", "top_k"):
             set_field(self, name, check_count(name, getattr(self, name), "0 or a positive number of leaf families"))
         for name in ("share", "chunk"):
             if getattr(self, name) is not None:
                 set_field(self, name, check_count(name, getattr(self, name), "a positive number of tokens, or None", 1))
         if self.beam is not None and self.beam != "exact":
-            set_field(self, "beam", check_count("beam", self.beam, "'exact', None, or a width of at least refine", 1))
+            set_field(self, "beam", check_count("beam", self.beam, "'exact', None, or a width of at least top_k", 1))
         set_field(self, "pooled_bias", _biases(self.pooled_bias))
         if self.sinks is not None and self.sinks != "special":
             set_field(self, "sinks", check_count("sinks", self.sinks, "'special', a number of first tokens, or None"))
@@ -67,7 +67,7 @@ class LayerSettings:
                     fix="its queries and keys share one tree; trees found from keys need operator='multiscale'",
                 )
         if self.hierarchy == "keys" and self.near:
-            raise InvalidInput("near", given=self.near, expected="0 with hierarchy='keys'", fix="open more with refine")
+            raise InvalidInput("near", given=self.near, expected="0 with hierarchy='keys'", fix="open more with top_k")
         if self.chunk is not None and self.hierarchy != "keys":
             raise InvalidInput("chunk", given=self.chunk, expected="None without hierarchy='keys'")
         if self.chunk is not None and self.chunk != (whole := leaves_of_a_node(self.branching, self.chunk)):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import GIVEN, LayerSettings
+from hsa.tree.hierarchy import Hierarchy
 
 _KEPT = 64
 _WINDOWS: OrderedDict[Any, Hierarchy] = OrderedDict()

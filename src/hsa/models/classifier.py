@@ -68,14 +68,14 @@ class ModelConfig:
         return ModelConfig(**given)
 
 
-class HierarchicalClassifier(nn.Module):
+class Classifier(nn.Module):
     """Encoder, global pooling, and an MLP with one hidden layer.
 
     >>> from hsa import Signal, collate
     >>> from hsa.nn.encoder import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
-    >>> HierarchicalClassifier(config)(batch).shape  # logits per tree
+    >>> Classifier(config)(batch).shape  # logits per tree
     torch.Size([2, 3])
     """
 
@@ -113,7 +113,7 @@ def equal_parameters(config: ModelConfig, encoder: AnyEncoderConfig) -> ModelCon
     >>> from hsa.nn.encoder import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> deepsets = equal_parameters(config, replace(config.encoder, operator="none"))
-    >>> abs(count_parameters(HierarchicalClassifier(deepsets)) - count_parameters(HierarchicalClassifier(config))) < 40
+    >>> abs(count_parameters(Classifier(deepsets)) - count_parameters(Classifier(config))) < 40
     True
     """
 
@@ -122,7 +122,7 @@ def equal_parameters(config: ModelConfig, encoder: AnyEncoderConfig) -> ModelCon
 
     def count(sizes: ModelConfig) -> int:
         with torch.device("meta"):
-            return count_parameters(HierarchicalClassifier(sizes))
+            return count_parameters(Classifier(sizes))
 
     return sized(closest_size(lambda inner: count(sized(inner)), count(config)))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from hsa.baselines.han.model import HanConfig, HanEncoder
+from hsa.baselines.hat.model import HatConfig, HatEncoder
+from hsa.baselines.transformer_xl.encoder import TransformerXLConfig, TransformerXLEncoder
 from hsa.errors import InvalidInput
-from hsa.models.han import HanConfig, HanEncoder
-from hsa.models.hat import HatConfig, HatEncoder
 from hsa.models.known_fields import known_fields
-from hsa.models.transformer_xl import TransformerXLConfig, TransformerXLEncoder
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
 

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.cache.clustered import ClusteredCache
 from hsa.attention.cache.flat import FlatCache
-from hsa.attention.cache.found import FoundCache
 from hsa.attention.cache.interface import Cache, Memory
-from hsa.attention.cache.pooled import HierarchicalCache
+from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.errors import InvalidInput
-from hsa.nn.token_places import PlaceCounters
+from hsa.nn.token_positions import PlaceCounters
 
 if TYPE_CHECKING:
-    from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, Trees
+    from hsa.models.language_model import LanguageModel, LanguageModelConfig, Trees
 
 
 class LanguageModelCache:
-    """All that a model remembers of the texts it goes on with. Made by `HierarchicalLanguageModel.new_cache`.
+    """All that a model remembers of the texts it goes on with. Made by `LanguageModel.new_cache`.
 
     Args:
         config: of the model.
@@ -71,7 +71,7 @@ class LanguageModelCache:
         if batch != self.batch:
             raise InvalidInput("cache", given=f"one for {self.batch} texts", expected=f"one for {batch}")
 
-    def begin(self, model: HierarchicalLanguageModel, tokens: Tensor, lengths: Sequence[int]) -> Trees:
+    def begin(self, model: LanguageModel, tokens: Tensor, lengths: Sequence[int]) -> Trees:
         """An empty cache meets its prompts."""
         closes = model.heights(tokens)
         forests = {
@@ -83,7 +83,7 @@ class LanguageModelCache:
         self._lengths = list(lengths)
         return model.trees_of(forests, lengths, closes, model.device)
 
-    def append(self, model: HierarchicalLanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def append(self, model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """A token more in every text; returns the positions and places of these tokens."""
         longest = max(self._lengths) + 1
         if self.config.max_length is not None and longest > self.config.max_length:
@@ -145,11 +145,11 @@ class LanguageModelCache:
 def _make(kind: str, config: LanguageModelConfig, sizes: dict[str, Any], rewind: int) -> Cache:
     if kind == "flat":
         return FlatCache(**sizes)
-    if kind == "found":
-        search: dict[str, Any] = {"chunk": config.chunk, "refine": config.refine, "beam": config.beam}
-        return FoundCache(**sizes, branching=(config.group, 2), sinks=config.sinks, **search)
+    if kind == "clustered":
+        search: dict[str, Any] = {"chunk": config.chunk, "top_k": config.top_k, "beam": config.beam}
+        return ClusteredCache(**sizes, branching=(config.group, 2), sinks=config.sinks, **search)
     longest: dict[str, Any] = {} if config.max_length is None else {"max_length": config.max_length}
-    return HierarchicalCache(
+    return MultiscaleCache(
         **sizes,
         **longest,
         branching=config.branching,

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
-from hsa.growth import check_branching, grown
-from hsa.hierarchy import Hierarchy
 from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
-from hsa.nn.causal_attention import CausalAttention, CausalFlat, CausalFound, CausalMultiscale
-from hsa.nn.decoder import Activation, HierarchicalDecoderLayer, initialise, inner_width
+from hsa.nn.causal_attention import CausalAttention, CausalClustered, CausalFlat, CausalMultiscale
+from hsa.nn.decoder import Activation, DecoderLayer, initialise, inner_width
 from hsa.nn.fusion_names import FusionName
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.rotary import rotary_angles
 from hsa.nn.token_loss import mean_token_loss, token_losses
-from hsa.nn.token_places import PlaceEmbedding, token_places
+from hsa.nn.token_positions import PlaceEmbedding, token_positions
+from hsa.tree.causal_tree import causal_tree, check_branching
+from hsa.tree.hierarchy import Hierarchy
 
-AttentionKind = Literal["flat", "hierarchical", "found"]
+AttentionKind = Literal["flat", "hierarchical", "clustered"]
 PositionKind = Literal["rope", "places", "both"]
 _KEPT = 16  # forests of recent batches: plans hang on them, and batches of the same lengths come again
 
@@ -42,7 +42,7 @@ class LanguageModelConfig:
         activation: "swiglu" or "gelu".
         dropout: on embeddings and residual branches.
         attention: of all layers, or one per layer: "flat" (all tokens so far), "hierarchical" (the own leaf family and
-            `near` before it token by token, the rest pooled on the tree), "found" (trees found from the keys of chunks).
+            `near` before it token by token, the rest pooled on the tree), "clustered" (trees found from the keys of chunks).
         fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see
             `hsa.nn.head_fusion.head_fusion`, also for `shared_dim` and `fusion_penalty`.
         branching: members per family of the tree, from the leaves up; the last factor repeats.
@@ -52,7 +52,7 @@ class LanguageModelConfig:
             added to the embedding) or "both".
         place_levels: how many such indices.
         rope_base: of the rotary frequencies.
-        refine, beam, chunk, group: for "found": groups opened per token, width of the search for them, tokens per chunk,
+        top_k, beam, chunk, group: for "clustered": groups opened per token, width of the search for them, tokens per chunk,
             keys per group.
         closes: token id → the height up to which it closes families: 1 leaf families, 2 what is above them, …
         max_length: the most tokens of a text; None for no limit.
@@ -76,7 +76,7 @@ class LanguageModelConfig:
     positions: PositionKind = "rope"
     place_levels: int = 4
     rope_base: float = 10_000.0
-    refine: int = 8
+    top_k: int = 8
     beam: int | None = None
     chunk: int = 256
     group: int = 8
@@ -87,7 +87,7 @@ class LanguageModelConfig:
         for name in ("vocabulary", "width", "heads", "layers", "place_levels", "chunk", "group"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
-        for name in ("near", "sinks", "refine"):
+        for name in ("near", "sinks", "top_k"):
             if getattr(self, name) < 0:
                 raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
         for name in ("kv_heads", "feed_forward", "max_length"):
@@ -166,13 +166,13 @@ class Trees:
 
     forests: Mapping[AttentionKind, Hierarchy]
     positions: Tensor  # [tokens] the number of every token in its sequence
-    places: Tensor | None  # [tokens, levels] see `token_places`
+    places: Tensor | None  # [tokens, levels] see `token_positions`
 
 
-class HierarchicalLanguageModel(nn.Module):
+class LanguageModel(nn.Module):
     """Embedding, decoder layers, a last norm, and an output that shares the embedding's weights.
 
-    >>> model = HierarchicalLanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
+    >>> model = LanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
     >>> tokens = torch.randint(97, (30,))
     >>> model(tokens, [18, 12]).shape  # two texts, packed
     torch.Size([30, 97])
@@ -188,7 +188,7 @@ class HierarchicalLanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
-            HierarchicalDecoderLayer(
+            DecoderLayer(
                 config.width,
                 config.heads,
                 _attention(kind, config),
@@ -324,7 +324,7 @@ class HierarchicalLanguageModel(nn.Module):
         number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         places = None
         if self.place is not None:
-            found = token_places(lengths, config.branching, closes, config.sinks, config.place_levels)
+            found = token_positions(lengths, config.branching, closes, config.sinks, config.place_levels)
             places = torch.from_numpy(found).to(device)
         return Trees(forests, torch.from_numpy(number).to(device), places)
 
@@ -379,12 +379,12 @@ def _attention(kind: AttentionKind, config: LanguageModelConfig) -> CausalAttent
         return CausalFlat()
     if kind == "hierarchical":
         return CausalMultiscale(config.heads, near=config.near)
-    return CausalFound(config.heads, chunk=config.chunk, refine=config.refine, beam=config.beam)
+    return CausalClustered(config.heads, chunk=config.chunk, top_k=config.top_k, beam=config.beam)
 
 
 def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config: LanguageModelConfig) -> Hierarchy:
     if kind == "flat":
         return Hierarchy.flat(lengths)
     if kind == "hierarchical":
-        return grown(lengths, config.branching, closes, config.sinks)
-    return grown(lengths, (config.group, 2), None, config.sinks)
+        return causal_tree(lengths, config.branching, closes, config.sinks)
+    return causal_tree(lengths, (config.group, 2), None, config.sinks)

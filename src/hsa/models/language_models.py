@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
-from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig, TransformerXLLanguageModel
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
 
 AnyLanguageConfig = LanguageModelConfig | TransformerXLLanguageConfig
-AnyLanguageModel = HierarchicalLanguageModel | TransformerXLLanguageModel
+AnyLanguageModel = LanguageModel | TransformerXLLanguageModel
 
 
 def build_language_model(config: AnyLanguageConfig) -> AnyLanguageModel:
@@ -17,4 +17,4 @@ def build_language_model(config: AnyLanguageConfig) -> AnyLanguageModel:
     """
     if isinstance(config, TransformerXLLanguageConfig):
         return TransformerXLLanguageModel(config)
-    return HierarchicalLanguageModel(config)
+    return LanguageModel(config)

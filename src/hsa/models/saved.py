@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.errors import InvalidInput
 from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.models.language_models import AnyLanguageModel
-from hsa.models.seq2seq import HierarchicalSeq2Seq, Seq2SeqConfig
-from hsa.models.transformer_xl_lm import TransformerXLLanguageConfig, TransformerXLLanguageModel
+from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 CLASSIFIER, LANGUAGE_MODEL, TRANSFORMER_XL, SEQ2SEQ = (
@@ -35,7 +35,7 @@ def kind_of(folder: Path) -> str | None:
     return about.get("model") if isinstance(about, dict) else None
 
 
-def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[str] = ()) -> None:
+def save_model(folder: Path, model: Classifier, classes: Sequence[str] = ()) -> None:
     """Write a model; files that were there are replaced only by complete ones.
 
     Args:
@@ -45,13 +45,13 @@ def save_model(folder: Path, model: HierarchicalClassifier, classes: Sequence[st
     write_json(folder / CONFIG, {"model": CLASSIFIER, "classes": list(classes), **model.config.to_dict()})
 
 
-def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[HierarchicalClassifier, tuple[str, ...]]:
+def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classifier, tuple[str, ...]]:
     """The model of a folder, ready to predict, and the names of its classes.
 
     >>> import tempfile
     >>> from hsa.nn.embedding import Modality
     >>> from hsa.nn.encoder import EncoderConfig
-    >>> model = HierarchicalClassifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
+    >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(Path(folder), model, ("no", "yes"))
     ...     load_model(Path(folder))[1]
@@ -62,10 +62,10 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Hierar
     """
     classes: tuple[str, ...] = ()
 
-    def make(config: dict[str, Any]) -> HierarchicalClassifier:
+    def make(config: dict[str, Any]) -> Classifier:
         nonlocal classes
         classes = tuple(config.pop("classes"))
-        return HierarchicalClassifier(ModelConfig.from_dict(config))
+        return Classifier(ModelConfig.from_dict(config))
 
     return _load(folder, device, "model", "hsa train", {CLASSIFIER: make}), classes
 
@@ -83,7 +83,7 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Any
     """The language model of a folder, ready to write.
 
     >>> import tempfile
-    >>> model = HierarchicalLanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
+    >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_language_model(Path(folder), model)
     ...     load_language_model(Path(folder)).config == model.config
@@ -93,21 +93,21 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Any
         InvalidInput: naming the file: it is missing, damaged, or of another model.
     """
     kinds: dict[str, Callable[[dict[str, Any]], AnyLanguageModel]] = {
-        LANGUAGE_MODEL: lambda config: HierarchicalLanguageModel(LanguageModelConfig.from_dict(config)),
+        LANGUAGE_MODEL: lambda config: LanguageModel(LanguageModelConfig.from_dict(config)),
         TRANSFORMER_XL: lambda config: TransformerXLLanguageModel(TransformerXLLanguageConfig.from_dict(config)),
     }
     return _load(folder, device, "language model", "hsa train --task lm", kinds)
 
 
-def save_seq2seq(folder: Path, model: HierarchicalSeq2Seq) -> None:
+def save_seq2seq(folder: Path, model: Seq2Seq) -> None:
     """Write an encoder–decoder."""
     save_tensors(folder / WEIGHTS, model.state_dict())
     write_json(folder / CONFIG, {"model": SEQ2SEQ, **model.config.to_dict()})
 
 
-def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> HierarchicalSeq2Seq:
+def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> Seq2Seq:
     """The encoder–decoder of a folder, ready to answer; raises as `load_language_model`."""
-    kinds = {SEQ2SEQ: lambda config: HierarchicalSeq2Seq(Seq2SeqConfig.from_dict(config))}
+    kinds = {SEQ2SEQ: lambda config: Seq2Seq(Seq2SeqConfig.from_dict(config))}
     return _load(folder, device, "encoder–decoder", "hsa train --task seq2seq", kinds)
 
 

@@ -13,7 +13,7 @@ from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
 from hsa.models.encoders import encoder_from_dict
 from hsa.models.known_fields import known_fields
-from hsa.models.language_model import HierarchicalLanguageModel, LanguageModelConfig, check_logits
+from hsa.models.language_model import LanguageModel, LanguageModelConfig, check_logits
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
@@ -30,7 +30,7 @@ class Seq2SeqConfig:
         decoder: of the answer; its vocabulary includes `start` and `end`.
         modalities, kinds, keys: of the prompt, see `HierarchicalEncoder`.
         start, end: tokens before and after every answer; by default the last two of the vocabulary.
-        refine: leaf families of the prompt that a token of the answer reads leaf by leaf, the best by its own query; the
+        top_k: leaf families of the prompt that a token of the answer reads leaf by leaf, the best by its own query; the
             others are pooled on their tree. None for all: exact cross-attention.
     """
 
@@ -41,7 +41,7 @@ class Seq2SeqConfig:
     keys: tuple[str, ...] = ()
     start: int = -2
     end: int = -1
-    refine: int | None = None
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         size = self.decoder.vocabulary
@@ -50,8 +50,8 @@ class Seq2SeqConfig:
             if not -size <= token < size:
                 raise InvalidInput(name, given=token, expected=f"a token of a vocabulary of {size:,}")
             object.__setattr__(self, name, token % size)
-        if self.refine is not None:
-            check_count("refine", self.refine, "0 or more leaf families, or None for all")
+        if self.top_k is not None:
+            check_count("top_k", self.top_k, "0 or more leaf families, or None for all")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "decoder": self.decoder.to_dict()}
@@ -70,7 +70,7 @@ class Seq2SeqConfig:
         return Seq2SeqConfig(**given)
 
 
-class HierarchicalSeq2Seq(nn.Module):
+class Seq2Seq(nn.Module):
     """Appendix G, first paragraph: hierarchical attention over the prompt, a flat or hierarchical decoder for the answer.
 
     Every decoder layer attends to the tokens of the answer so far, then to the leaves of the prompt, on their tree.
@@ -79,7 +79,7 @@ class HierarchicalSeq2Seq(nn.Module):
     >>> from hsa.signals.readers.nested import from_nested
     >>> prompts = collate([from_nested(x, "text") for x in ([[3, 1, 4], [1, 5]], [[9, 2], [6, 5, 3]])])
     >>> decoder = LanguageModelConfig(12, width=16, heads=2, layers=1)
-    >>> model = HierarchicalSeq2Seq(Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)}, refine=1))
+    >>> model = Seq2Seq(Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)}, top_k=1))
     >>> model(prompts, torch.tensor([10, 3, 1, 10, 9]), [3, 2]).shape  # answers of 3 and 2 tokens
     torch.Size([5, 12])
     >>> len(model.generate(prompts, max_tokens=4))
@@ -96,13 +96,13 @@ class HierarchicalSeq2Seq(nn.Module):
                 decoder.width,
                 decoder.heads,
                 config.encoder.width,
-                refine=config.refine,
+                top_k=config.top_k,
                 fusion=decoder.new_fusion(),
                 dropout=decoder.dropout,
             )
 
         self.encoder = HierarchicalEncoder(config.encoder, config.modalities, config.kinds, config.keys)
-        self.decoder = HierarchicalLanguageModel(decoder, cross)
+        self.decoder = LanguageModel(decoder, cross)
         for module in self.decoder.modules():
             if isinstance(module, CrossAttention):
                 module.initialise()  # the decoder has its own idea of it

@@ -19,17 +19,17 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
+from hsa.attention.kernels.reasons import forest_reasons
 from hsa.attention.mixing import HeadMixing
-from hsa.attention.multiscale.choice import open_families
-from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
-from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.queries import Queries
+from hsa.attention.multiscale.select import select
+from hsa.attention.multiscale.selection import Selection
 from hsa.attention.rounds import rooted, rounds
-from hsa.attention.triton.reasons import forest_reasons
-from hsa.hierarchy import Hierarchy
 from hsa.nn.buckets import alike, padded, way_back
 from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of, planned_for
+from hsa.tree.hierarchy import Hierarchy
 
 _WIDEST = 256
 """Channels that fused kernels take."""
@@ -69,7 +69,7 @@ def note_flops(found: Flops) -> None:
 
 
 def note_operations(
-    q: Tensor, v: Tensor, structure: Hierarchy | Opened, mixing: HeadMixing | None = None, **more: Any
+    q: Tensor, v: Tensor, structure: Hierarchy | Selection, mixing: HeadMixing | None = None, **more: Any
 ) -> None:
     """The same, worked out from a structure only where it is asked for."""
     if is_counting():
@@ -125,22 +125,22 @@ class Hierarchical(Attention):
 
 
 class Multiscale(Attention):
-    """Every query keeps its row: the own leaf family, `near` neighbours and the `refine` best exactly, the rest pooled.
+    """Every query keeps its row: the own leaf family, `near` neighbours and the `top_k` best exactly, the rest pooled.
 
     A learned bias per head weighs pooled against exact; `alpha`: by entmax in place of softmax.
     """
 
-    def __init__(self, heads: int, *, near: int = 0, refine: int = 0, alpha: float | LearnedAlpha | None = None):
+    def __init__(self, heads: int, *, near: int = 0, top_k: int = 0, alpha: float | LearnedAlpha | None = None):
         super().__init__()
-        self.near, self.refine, self.alpha = near, refine, alpha
-        self.mixes = refine == 0
+        self.near, self.top_k, self.alpha = near, top_k, alpha
+        self.mixes = top_k == 0
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         forest = rooted(hierarchy)[0]
         if forest.device.type != "cuda" or self.alpha is not None or forest_reasons(forest):
             rounds(forest)
-        if not self.refine:
+        if not self.top_k:
             self._nearest(hierarchy)
 
     def forward(
@@ -152,45 +152,45 @@ class Multiscale(Attention):
         positions: Tensor | None,
         mixing: HeadMixing | None = None,
     ) -> Tensor:
-        opened = self.opened(q, k, hierarchy, positions)
-        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
+        selection = self.selection(q, k, hierarchy, positions)
+        note_operations(q, v, selection, mixing, hierarchy=hierarchy)
         return multiscale_attention(
             q,
             k,
             v,
             hierarchy,
-            opened=opened,
+            selection=selection,
             positions=positions,
             normalizer=normalizer_of(self.alpha),
             pooled_bias=self.pooled_bias,
             mixing=mixing,
         )
 
-    def opened(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Opened:
+    def selection(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Selection:
         """What its queries read leaf by leaf."""
-        if not self.refine:
+        if not self.top_k:
             return self._nearest(hierarchy)
-        return open_families(q, k, hierarchy, near=self.near, refine=self.refine, positions=positions)
+        return select(q, k, hierarchy, near=self.near, top_k=self.top_k, positions=positions)
 
-    def _nearest(self, hierarchy: Hierarchy) -> Opened:
+    def _nearest(self, hierarchy: Hierarchy) -> Selection:
         """A choice that depends on the tree alone: all layers and heads share it."""
 
-        def choose() -> Opened:
+        def choose() -> Selection:
             any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
-            return open_families(any_rows, any_rows, hierarchy, near=self.near)
+            return select(any_rows, any_rows, hierarchy, near=self.near)
 
         return hierarchy.cached(("near", self.near), choose)
 
 
-class Found(Attention):
-    """Multiscale attention over trees found from the keys of each head: groups of `group`, the `refine` best opened."""
+class Clustered(Attention):
+    """Multiscale attention over trees found from the keys of each head: groups of `group`, the `top_k` best selection."""
 
     uses_positions = False
     mixes = False
 
-    def __init__(self, heads: int, *, group: int = 8, refine: int = 8, window: int = 16):
+    def __init__(self, heads: int, *, group: int = 8, top_k: int = 8, window: int = 16):
         super().__init__()
-        self.group, self.refine, self.window = group, refine, window
+        self.group, self.top_k, self.window = group, top_k, window
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def forward(
@@ -207,14 +207,14 @@ class Found(Attention):
             lambda: Hierarchy.regular(hierarchy.lengths, (self.group, 2), repeat_last=True).to(hierarchy.device),
         )
         queries = Queries.windows(tree, self.window)
-        order = find_key_order(k, tree)
-        opened = open_families(q, k, tree, queries=queries, refine=self.refine, key_order=order)
-        note_operations(q, v, opened, mixing, hierarchy=tree, key_order=order)
+        order = cluster_keys(k, tree)
+        selection = select(q, k, tree, queries=queries, top_k=self.top_k, clusters=order)
+        note_operations(q, v, selection, mixing, hierarchy=tree, clusters=order)
         bias = self.pooled_bias
-        return multiscale_attention(q, k, v, tree, opened=opened, key_order=order, pooled_bias=bias, mixing=mixing)
+        return multiscale_attention(q, k, v, tree, selection=selection, clusters=order, pooled_bias=bias, mixing=mixing)
 
 
-class Alone(Attention):
+class NoAttention(Attention):
     """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
 
     parts = ("v",)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hsa.hierarchy import Hierarchy, Structure, ranges
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.pooling import segment_mean
-from hsa.places import Places
+from hsa.tree.hierarchy import Hierarchy, Structure, ranges
+from hsa.tree.positions import NodePositions
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def attend(
     layers: Iterable[nn.Module],
     projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
-    places: Places,
+    places: NodePositions,
 ) -> Tensor:
     """Layers of attention inside every family of a step; without projections, without positions."""
     layers = list(layers)
@@ -114,7 +114,7 @@ def bottom_up(
     layers: Iterable[nn.Module],
     projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
-    places: Places,
+    places: NodePositions,
 ) -> tuple[Tensor, Hierarchy]:
     """The same layers on every level, then the mean. A vector per root, and the forest of these roots alone."""
     layers, projections = list(layers), list(projections)

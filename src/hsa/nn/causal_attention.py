@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hsa.attention.flops import Flops, entry_operations
 from hsa.attention.mixing import HeadMixing
-from hsa.attention.multiscale.choice import open_families
-from hsa.attention.multiscale.find_keys import find_key_order
+from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
-from hsa.attention.multiscale.partition import Opened
-from hsa.hierarchy import Hierarchy
+from hsa.attention.multiscale.select import select
+from hsa.attention.multiscale.selection import Selection
 from hsa.nn.attention import flat_tree, is_counting, note_flops, note_operations
+from hsa.tree.hierarchy import Hierarchy
 
 
 class CausalAttention(nn.Module):
@@ -104,40 +104,42 @@ class CausalMultiscale(CausalAttention):
     def prepare(self, hierarchy: Hierarchy) -> None:
         self._opened(hierarchy)
 
-    def _opened(self, hierarchy: Hierarchy) -> Opened:
-        def choose() -> Opened:
+    def _opened(self, hierarchy: Hierarchy) -> Selection:
+        def choose() -> Selection:
             none = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # nothing about them is looked at
-            return open_families(none, none, hierarchy, near=self.near, causal=True)
+            return select(none, none, hierarchy, near=self.near, causal=True)
 
         return hierarchy.cached(("near, causal", self.near), choose)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
     ) -> Tensor:
-        opened = self._opened(hierarchy)
-        note_operations(q, v, opened, mixing, hierarchy=hierarchy)
+        selection = self._opened(hierarchy)
+        note_operations(q, v, selection, mixing, hierarchy=hierarchy)
         bias = self.bias
-        return multiscale_attention(q, k, v, hierarchy, opened=opened, causal=True, pooled_bias=bias, mixing=mixing)
+        return multiscale_attention(
+            q, k, v, hierarchy, selection=selection, causal=True, pooled_bias=bias, mixing=mixing
+        )
 
 
-class CausalFound(CausalAttention):
-    """Trees found from the keys inside complete chunks; the own chunk and the `refine` best groups token by token.
+class CausalClustered(CausalAttention):
+    """Trees found from the keys inside complete chunks; the own chunk and the `top_k` best groups token by token.
 
     Args:
         heads: of the queries.
         chunk: tokens whose keys are put in order together, once all are there.
-        refine: groups of earlier chunks that every token reads key by key.
-        beam: width of the search for them; see `open_families`.
+        top_k: groups of earlier chunks that every token reads key by key.
+        beam: width of the search for them; see `select`.
     """
 
     mixes = False
 
-    def __init__(self, heads: int, *, chunk: int = 256, refine: int = 8, beam: int | str | None = None):
+    def __init__(self, heads: int, *, chunk: int = 256, top_k: int = 8, beam: int | str | None = None):
         super().__init__(heads)
-        self.chunk, self.refine, self.beam = chunk, refine, beam
+        self.chunk, self.top_k, self.beam = chunk, top_k, beam
 
     def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
-        return {"key_order": find_key_order(k, hierarchy, chunk=self.chunk)}
+        return {"clusters": cluster_keys(k, hierarchy, chunk=self.chunk)}
 
     def forward(
         self,
@@ -147,11 +149,11 @@ class CausalFound(CausalAttention):
         hierarchy: Hierarchy,
         *,
         mixing: HeadMixing | None = None,
-        key_order: Any = None,
+        clusters: Any = None,
     ) -> Tensor:
-        order = key_order or find_key_order(k, hierarchy, chunk=self.chunk)
-        opened = open_families(q, k, hierarchy, refine=self.refine, beam=self.beam, key_order=order, causal=True)
-        note_operations(q, v, opened, mixing, hierarchy=hierarchy, key_order=order)
+        order = clusters or cluster_keys(k, hierarchy, chunk=self.chunk)
+        selection = select(q, k, hierarchy, top_k=self.top_k, beam=self.beam, clusters=order, causal=True)
+        note_operations(q, v, selection, mixing, hierarchy=hierarchy, clusters=order)
         return multiscale_attention(
-            q, k, v, hierarchy, opened=opened, key_order=order, causal=True, pooled_bias=self.bias, mixing=mixing
+            q, k, v, hierarchy, selection=selection, clusters=order, causal=True, pooled_bias=self.bias, mixing=mixing
         )

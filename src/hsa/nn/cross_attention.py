@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hsa.attention.arguments import check_count
-from hsa.attention.multiscale.choice import open_families
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.queries import Queries
+from hsa.attention.multiscale.select import select
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import flat_tree, note_operations
 from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
+from hsa.tree.hierarchy import Hierarchy
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +77,10 @@ class Source:
 
 
 class CrossAttention(nn.Module):
-    """Multiscale attention of tokens to another sequence's tree: the `refine` best leaf families exactly, the rest pooled.
+    """Multiscale attention of tokens to another sequence's tree: the `top_k` best leaf families exactly, the rest pooled.
 
         q = W_q RMSNorm(x)      k, v = W_k m, W_v m      m = LayerNorm(the encoder's leaves)
-        out = W_o multiscale_attention(q, k, v, tree, opened=the best by q)
+        out = W_o multiscale_attention(q, k, v, tree, selection=the best by q)
 
     Every token chooses for itself. A learned bias per head weighs pooled against exact.
 
@@ -88,10 +88,10 @@ class CrossAttention(nn.Module):
         width: of the tokens.
         heads: of attention.
         source_width: of the encoder's leaves.
-        refine: leaf families that a token reads leaf by leaf; None for all: softmax attention.
+        top_k: leaf families that a token reads leaf by leaf; None for all: softmax attention.
         fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
 
-    >>> cross = CrossAttention(8, 2, 6, refine=1)
+    >>> cross = CrossAttention(8, 2, 6, top_k=1)
     >>> source = Source.of(torch.randn(9, 6), Hierarchy.from_nested([[3, 2], [4]]), lengths=[5, 2])
     >>> cross(torch.randn(7, 8), source).shape
     torch.Size([7, 8])
@@ -103,23 +103,23 @@ class CrossAttention(nn.Module):
         heads: int,
         source_width: int,
         *,
-        refine: int | None = None,
+        top_k: int | None = None,
         fusion: HeadFusion | None = None,
         dropout: float = 0.0,
     ):
         super().__init__()
-        if refine is not None:
-            check_count("refine", refine, "0 or more leaf families, or None for all")
-        self.heads, self.head_dim, self.refine = heads, width // heads, refine
+        if top_k is not None:
+            check_count("top_k", top_k, "0 or more leaf families, or None for all")
+        self.heads, self.head_dim, self.top_k = heads, width // heads, top_k
         self.fusion = Concatenation(heads, self.head_dim) if fusion is None else fusion
-        check_fusion(self.fusion, heads, self.head_dim, mixes=not refine)
+        check_fusion(self.fusion, heads, self.head_dim, mixes=not top_k)
         self.norm, self.norm_source = nn.RMSNorm(width), nn.LayerNorm(source_width)
         self.sizes = [self.fusion.blocks * self.head_dim, heads * self.head_dim]
         self.query = nn.Linear(width, self.sizes[0], bias=False)
         self.project = nn.Linear(source_width, sum(self.sizes), bias=False)
         self.output = nn.Linear(heads * self.head_dim, width, bias=False)
         self.dropout = nn.Dropout(dropout)
-        self.pooled_bias = None if refine is None else nn.Parameter(torch.zeros(heads))
+        self.pooled_bias = None if top_k is None else nn.Parameter(torch.zeros(heads))
         self.initialise()
 
     def initialise(self) -> None:
@@ -138,11 +138,11 @@ class CrossAttention(nn.Module):
         k, v = source.once(id(self), lambda: self.keys_and_values(source.vectors))
         q = self.query(self.norm(x)).unflatten(-1, (-1, self.head_dim)).to(k.dtype)
         q, k = self.fusion.compare(q, k)
-        tree = flat_tree(source.hierarchy) if self.refine is None else source.hierarchy
-        queries = source.queries(shared=not self.refine)
-        opened = open_families(q, k, tree, queries=queries, refine=self.refine or 0)
+        tree = flat_tree(source.hierarchy) if self.top_k is None else source.hierarchy
+        queries = source.queries(shared=not self.top_k)
+        selection = select(q, k, tree, queries=queries, top_k=self.top_k or 0)
         mixing = self.fusion.mixing
-        note_operations(q, v, opened, mixing, hierarchy=tree)
+        note_operations(q, v, selection, mixing, hierarchy=tree)
         bias = 0.0 if self.pooled_bias is None else self.pooled_bias
-        attended = multiscale_attention(q, k, v, tree, opened=opened, pooled_bias=bias, mixing=mixing)
+        attended = multiscale_attention(q, k, v, tree, selection=selection, pooled_bias=bias, mixing=mixing)
         return self.dropout(self.output(self.fusion.weigh(attended, x).flatten(1)))

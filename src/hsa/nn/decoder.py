@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from hsa.attention.cache.interface import Cache
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.nn.causal_attention import CausalAttention
 from hsa.nn.head_fusion import CollaborativeHeads, Concatenation, HeadFusion, check_fusion
 from hsa.nn.rotary import rotate
+from hsa.tree.hierarchy import Hierarchy
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         return self.out(self.dropout(x))
 
 
-class HierarchicalDecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Causal attention on a tree and a feed-forward network, both with residuals.
 
         x ← x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n, tree)      n = RMSNorm(x)
@@ -61,10 +61,10 @@ class HierarchicalDecoderLayer(nn.Module):
         cross: a module `cross(x, memory)` that gives what another text adds to `x`; norms are its own business.
 
     >>> import torch
-    >>> from hsa.growth import grown
+    >>> from hsa.tree.causal_tree import grown
     >>> from hsa.nn.causal_attention import CausalMultiscale
-    >>> layer = HierarchicalDecoderLayer(16, 2, CausalMultiscale(2))
-    >>> layer(torch.randn(11, 16), grown([7, 4], (3, 2))).shape
+    >>> layer = DecoderLayer(16, 2, CausalMultiscale(2))
+    >>> layer(torch.randn(11, 16), causal_tree([7, 4], (3, 2))).shape
     torch.Size([11, 16])
     """
 
@@ -164,5 +164,5 @@ def initialise(module: nn.Module, layers: int, std: float = 0.02) -> None:
             narrow = name.endswith(("output.weight", "feed_forward.out.weight"))
             nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if narrow else std)
     for layer in module.modules():
-        if isinstance(layer, HierarchicalDecoderLayer):
+        if isinstance(layer, DecoderLayer):
             layer.fusion.scale_output(layer.output)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
 from hsa.nn.alpha_option import AlphaOption, check_alpha
-from hsa.nn.attention import Alone, Attention, Flat, Found, Hierarchical, Multiscale, flat_tree
+from hsa.nn.attention import Attention, Clustered, Flat, Hierarchical, Multiscale, NoAttention, flat_tree
 from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.fusion_names import FusionName
@@ -24,11 +23,12 @@ from hsa.nn.learned_alpha import LearnedAlpha, make_alpha
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.nn.sizes import check_sizes
-from hsa.nn.trilinear import HierarchicalTrilinear, Trilinear
-from hsa.places import Places
+from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
+from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.positions import NodePositions
 
 Operator = Literal[
-    "hierarchical", "multiscale", "found", "bottom-up", "flat", "trilinear", "hierarchical-trilinear", "none"
+    "hierarchical", "multiscale", "clustered", "bottom-up", "flat", "trilinear", "hierarchical-trilinear", "none"
 ]
 
 WITH_ENTMAX = ("hierarchical", "multiscale")
@@ -47,7 +47,7 @@ class EncoderConfig:
         layers: how many.
         feed_forward: inner width of the feed-forward networks; 2·width by default.
         dropout: on embeddings and residual branches.
-        operator: "hierarchical" (the paper's), "multiscale" (own rows), "found" (own rows over trees found from the
+        operator: "hierarchical" (the paper's), "multiscale" (own rows), "clustered" (own rows over trees found from the
             keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over
             all leaves), "trilinear" (over all pairs of leaves), "hierarchical-trilinear" (over pairs of siblings on the
             tree), "none" (no attention: DeepSets).
@@ -57,8 +57,8 @@ class EncoderConfig:
             number from 1 to 2, or "learned" (per layer, level and head). None: softmax.
         entmax_levels: heights of families with a learned α of their own, from the leaves up; taller ones share the last.
         include_self: leaves attend to themselves; for "hierarchical", where the paper's do not.
-        near, refine: for "multiscale": neighbouring and best leaf families that are exact; `refine` also for "found".
-        group, window: for "found": keys per group, queries that share a choice.
+        near, top_k: for "multiscale": neighbouring and best leaf families that are exact; `top_k` also for "clustered".
+        group, window: for "clustered": keys per group, queries that share a choice.
         windows: fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
         position_width: of the position features; 0 for no positions.
         position_dim: channels of ε per head; 0 to keep places out of the logits.
@@ -81,7 +81,7 @@ class EncoderConfig:
     entmax_levels: int = 3
     include_self: bool = False
     near: int = 0
-    refine: int = 0
+    top_k: int = 0
     group: int = 8
     window: int = 16
     windows: tuple[int, ...] = ()
@@ -224,31 +224,31 @@ class HierarchicalEncoder(nn.Module):
             return
         self.layers[0].attention.prepare(hierarchy)  # type: ignore[union-attr, operator]
 
-    def _tree(self, inputs: Inputs) -> tuple[Hierarchy, Places]:
+    def _tree(self, inputs: Inputs) -> tuple[Hierarchy, NodePositions]:
         """The forest attention runs on."""
         config, hierarchy = self.config, inputs.hierarchy
         if config.operator in _ON_ALL_LEAVES:
             flat = flat_tree(hierarchy)
-            return flat, Places.of_sequences(flat)
+            return flat, NodePositions.of_sequences(flat)
         if config.windows:
             regular = hierarchy.cached(
                 ("windows", config.windows),
                 lambda: Hierarchy.regular(hierarchy.lengths, config.windows).to(hierarchy.device),
             )
-            return regular, Places.of_sequences(regular)
+            return regular, NodePositions.of_sequences(regular)
         # Models without positions ask for no places: those of large graphs cost, those of some grids do not exist.
-        return hierarchy, inputs.places if self.features is not None else Places.of_sequences(hierarchy)
+        return hierarchy, inputs.places if self.features is not None else NodePositions.of_sequences(hierarchy)
 
 
 def _attention(config: EncoderConfig) -> Attention:
     if config.operator == "hierarchical":
         return Hierarchical(include_self=config.include_self, alpha=config.new_alpha())
     if config.operator == "multiscale":
-        return Multiscale(config.heads, near=config.near, refine=config.refine, alpha=config.new_alpha())
-    if config.operator == "found":
-        return Found(config.heads, group=config.group, refine=config.refine, window=config.window)
+        return Multiscale(config.heads, near=config.near, top_k=config.top_k, alpha=config.new_alpha())
+    if config.operator == "clustered":
+        return Clustered(config.heads, group=config.group, top_k=config.top_k, window=config.window)
     if config.operator == "trilinear":
         return Trilinear()
     if config.operator == "hierarchical-trilinear":
         return HierarchicalTrilinear()
-    return Alone() if config.operator == "none" else Flat()  # bottom-up, a family is a flat tree
+    return NoAttention() if config.operator == "none" else Flat()  # bottom-up, a family is a flat tree

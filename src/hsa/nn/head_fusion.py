@@ -125,7 +125,7 @@ class CollaborativeHeads(HeadFusion):
         logit_h(i→j) = Σ_r mixing[h, r] · q_ir · k_jr / √head_dim
 
     (Cordonnier, Loukas & Jaggi, 2020, arXiv:2006.16362.) With `shared_dim` = heads·head_dim and a mixing of ones in the
-    blocks of the heads it is concatenation; `hsa.nn.collaborate` finds it for trained layers.
+    blocks of the heads it is concatenation; `hsa.research.collaborative.heads` finds it for trained layers.
 
     >>> fusion = CollaborativeHeads(4, 8, shared_dim=16)
     >>> q, k = fusion.compare(*torch.randn(2, 5, 2, 8).unbind(0))
@@ -231,5 +231,5 @@ def check_fusion(
             "fusion",
             given=f"{kind} for heads that each look at nodes of their own choice",
             expected="heads that look at the same nodes",
-            fix="use multiscale attention without refine, hierarchical or flat attention, or another fusion",
+            fix="use multiscale attention without top_k, hierarchical or flat attention, or another fusion",
         )

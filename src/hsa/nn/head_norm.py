@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hsa.attention.triton import available
+from hsa.attention.kernels import available
 
 
 class HeadNorm(nn.LayerNorm):
@@ -20,7 +20,7 @@ class HeadNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda and not available.why_not(x, x, "auto"):
-            from hsa.attention.triton.head_norm import head_norm
+            from hsa.nn.triton.head_norm import head_norm
 
             with available.device_of(x):
                 return head_norm(x, self.weight, self.bias, self.eps)

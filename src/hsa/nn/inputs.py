@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hsa.hierarchy import Hierarchy
-from hsa.places import Places
+from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.positions import NodePositions
 
 
 class Inputs(Protocol):
@@ -26,4 +26,4 @@ class Inputs(Protocol):
     def hierarchy(self) -> Hierarchy: ...
 
     @property
-    def places(self) -> Places: ...
+    def places(self) -> NodePositions: ...

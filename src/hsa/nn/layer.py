@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hsa.hierarchy import Hierarchy
 from hsa.nn.attention import Attention
 from hsa.nn.grouped_linear import GroupedLinear, Groups
 from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
 from hsa.nn.head_norm import HeadNorm
+from hsa.tree.hierarchy import Hierarchy
 
 
 class HierarchicalEncoderLayer(nn.Module):

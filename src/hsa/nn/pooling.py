@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy, Structure
-from hsa.places import Places
+from hsa.tree.hierarchy import Hierarchy, Structure
+from hsa.tree.positions import NodePositions
 
-Pooled = tuple[Tensor, Hierarchy, Places]
+Pooled = tuple[Tensor, Hierarchy, NodePositions]
 GlobalPooling = Literal["mean", "max", "attention", "first", "last"]
 
 
-def pool_families(x: Tensor, hierarchy: Hierarchy, places: Places) -> Pooled:
+def pool_families(x: Tensor, hierarchy: Hierarchy, places: NodePositions) -> Pooled:
     """Every family of leaves becomes one leaf in its parent's place, with the mean of their vectors.
 
     A forest of height h is down to its roots after h calls. Trees of one leaf stay.
 
     >>> tree = Hierarchy.from_nested([[3, [2, 1]]])
-    >>> x, coarser, _ = pool_families(torch.arange(6.0)[:, None], tree, Places.of_sequences(tree))
+    >>> x, coarser, _ = pool_families(torch.arange(6.0)[:, None], tree, NodePositions.of_sequences(tree))
     >>> x.flatten().tolist()
     [1.0, 3.5, 5.0]
     >>> print(coarser.show())
@@ -40,11 +40,11 @@ def pool_families(x: Tensor, hierarchy: Hierarchy, places: Places) -> Pooled:
     return _keep(x, hierarchy, places, "families pooled", no_members_of_leaf_families)
 
 
-def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: Places, size: int = 2) -> Pooled:
+def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: NodePositions, size: int = 2) -> Pooled:
     """Runs of `size` neighbouring leaves of a family become one leaf, with their mean and the first one's place.
 
     >>> tree = Hierarchy.from_nested([[3, 2]])
-    >>> x, coarser, _ = merge_leaves(torch.arange(5.0)[:, None], tree, Places.of_sequences(tree))
+    >>> x, coarser, _ = merge_leaves(torch.arange(5.0)[:, None], tree, NodePositions.of_sequences(tree))
     >>> x.flatten().tolist(), coarser == Hierarchy.from_nested([[2, 1]])
     ([0.5, 2.0, 3.5], True)
     """
@@ -62,7 +62,9 @@ def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: Places, size: int = 2)
     return _keep(x, hierarchy, places, ("leaves merged", size), heads_of_runs)
 
 
-def _keep(x: Tensor, hierarchy: Hierarchy, places: Places, name: Hashable, kept: Callable[[], np.ndarray]) -> Pooled:
+def _keep(
+    x: Tensor, hierarchy: Hierarchy, places: NodePositions, name: Hashable, kept: Callable[[], np.ndarray]
+) -> Pooled:
     """The forest of the kept nodes. A leaf's vector is the mean of the leaves from its first up to the next one's."""
 
     def build() -> tuple[Hierarchy, Tensor, Tensor]:

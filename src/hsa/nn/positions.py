@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
-from hsa.places import KINDS, Places
+from hsa.tree.positions import KINDS, NodePositions
 
 WIDTHS = {"sequence": 1, "grid": 3, "graph": 16}
 """Numbers per place, as `hsa.signals.coordinates` makes them."""
@@ -69,7 +69,7 @@ class PositionFeatures(nn.Module):
         if "table" in kinds:
             self.key_vectors = nn.Embedding(len(keys), width)
 
-    def forward(self, places: Places) -> dict[str, Tensor]:
+    def forward(self, places: NodePositions) -> dict[str, Tensor]:
         features: dict[str, Tensor] = {}
         for kind, numbers in places.numbers.items():
             self._check(kind)

@@ -7,8 +7,8 @@ from functools import lru_cache
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.places import Coordinates
 from hsa.signals.domains import Domain, Graph, Grid, Sequence, Table
+from hsa.tree.positions import Coordinates
 
 GRID_AXES = 3
 """Coordinates of a grid; grids of fewer axes have zeros at the end."""

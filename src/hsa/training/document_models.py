@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hsa.hierarchy import Hierarchy
-from hsa.models import han, hat
+from hsa.baselines.han import model as han
+from hsa.baselines.han.model import HanConfig
+from hsa.baselines.hat import model as hat
+from hsa.baselines.hat.layouts import layout_pattern
+from hsa.baselines.hat.model import HatConfig, HatEncoder, Returns
+from hsa.baselines.transformer_xl.encoder import TransformerXLConfig
 from hsa.models.encoders import AnyEncoderConfig
-from hsa.models.han import HanConfig
-from hsa.models.hat import HatConfig, HatEncoder, Returns
-from hsa.models.hat_layouts import layout_pattern
-from hsa.models.transformer_xl import TransformerXLConfig
 from hsa.nn.sizes import check_sizes
 from hsa.training.options import DocumentOptions, ModelOptions
+from hsa.tree.hierarchy import Hierarchy
 
 _LEVELS = 3
 """Words, sentences, paragraphs; with more, models of equal size would have next to no feed-forward networks."""
@@ -94,7 +95,7 @@ def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
 def _warm_start(
     name: str, layout: str, segment: int, segment_level: int, returns: Returns, dropout: float
 ) -> tuple[HatConfig, dict[str, Tensor]]:
-    from hsa.huggingface.hat import warm_start
+    from hsa.baselines.hat.warm_start import warm_start
 
     return warm_start(
         name, layout=layout, segment=segment, segment_level=segment_level, returns=returns, dropout=dropout

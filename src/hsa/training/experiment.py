@@ -14,26 +14,26 @@ import torch
 from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
-from hsa.hierarchy import Hierarchy
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.saved import load_model
 from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
 from hsa.nn.fusion_names import FusionName
+from hsa.training.data.prepare import PreparedData, save_input_spec
 from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
-from hsa.training.endings import OnFailure, noticing_full_memory, results_of
+from hsa.training.failures import OnFailure, catch_oom, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores, confusion
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
-from hsa.training.prepare import Prepared, save_reading
+from hsa.tree.hierarchy import Hierarchy
 
-# Places in the input: kernels of multiscale attention have none in the logits.
+# NodePositions in the input: kernels of multiscale attention have none in the logits.
 _OWN_ROWS = {"operator": "multiscale", "position_input": True, "position_dim": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "hsa": {},
     "multiscale": _OWN_ROWS,
     "hsa-token": _OWN_ROWS,
-    "found": {"operator": "found"},
+    "clustered": {"operator": "clustered"},
     "bottom-up": {"operator": "bottom-up"},
     "flat": {"operator": "flat"},
     # Here heads have nothing to talk about and no one key to share.
@@ -137,7 +137,7 @@ def encoder_config(
 
 
 def model_config(
-    prepared: Prepared,
+    prepared: PreparedData,
     model: ModelOptions,
     name: str,
     reference: str = "hsa",
@@ -170,11 +170,11 @@ def model_config(
     return equal_parameters(meant, own)
 
 
-@noticing_full_memory
+@catch_oom
 def train_model(
     name: str,
     config: ModelConfig,
-    prepared: Prepared,
+    prepared: PreparedData,
     options: TrainingOptions,
     folder: Path,
     accelerator: Any,
@@ -189,7 +189,7 @@ def train_model(
         Interrupted: Ctrl-C was pressed; a checkpoint is saved.
     """
     torch.manual_seed(options.seed)
-    model = HierarchicalClassifier(config)
+    model = Classifier(config)
     if prepared.vectors is not None:
         model.encoder.embedding.set_vectors("text", prepared.vectors)
     resumes = resume and (folder / CHECKPOINT).is_file()
@@ -228,13 +228,13 @@ def train_model(
     if accelerator.is_main_process:
         if has_entmax(config):
             result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
-        save_reading(folder, prepared.reading)
+        save_input_spec(folder, prepared.reading)
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
     return result
 
 
-def _sparsity(folder: Path, prepared: Prepared, device: torch.device) -> tuple[LevelSparsity, ...]:
+def _sparsity(folder: Path, prepared: PreparedData, device: torch.device) -> tuple[LevelSparsity, ...]:
     """Of a saved model that attends by entmax."""
     model, _ = load_model(folder, device)
     data, transform = prepared.test, prepared.reading.transform
@@ -243,7 +243,7 @@ def _sparsity(folder: Path, prepared: Prepared, device: torch.device) -> tuple[L
     return measure_sparsity(model, batches if transform is None else map(transform, batches))
 
 
-def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], ...]:
+def _confusion(found: Evaluation, prepared: PreparedData) -> tuple[tuple[int, ...], ...]:
     if not prepared.test.classes:
         return ()
     table = confusion(found.predicted, prepared.test.targets.numpy(), len(prepared.test.classes))
@@ -253,7 +253,7 @@ def _confusion(found: Evaluation, prepared: Prepared) -> tuple[tuple[int, ...], 
 def train_models(
     names: Sequence[str],
     model: ModelOptions,
-    prepared: Prepared,
+    prepared: PreparedData,
     options: TrainingOptions,
     folder: Path,
     accelerator: Any,

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hsa.batch import collate
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import Classifier
 from hsa.models.saved import CONFIG, load_model
 from hsa.signals import Signal
+from hsa.signals.batch import collate
 from hsa.signals.readers.files import SUFFIXES
 from hsa.training.accelerator import make_accelerator
-from hsa.training.data_set import DataSet, Example, build
+from hsa.training.data.data_set import DataSet, Example, build
+from hsa.training.data.prepare import ROW_SUFFIXES, InputSpec, load_input_spec
+from hsa.training.data.sources import Files
 from hsa.training.loop import Evaluation, Trainer
 from hsa.training.options import TrainingOptions
-from hsa.training.prepare import ROW_SUFFIXES, Reading, load_reading
-from hsa.training.sources import Files
 
 OnBad = Callable[[InvalidInput], None]
 
@@ -39,9 +39,9 @@ class Prediction:
 class Saved:
     """A model with its classes and its way of reading data."""
 
-    model: HierarchicalClassifier
+    model: Classifier
     classes: tuple[str, ...]
-    reading: Reading
+    reading: InputSpec
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu") -> Saved:
@@ -54,7 +54,7 @@ class Saved:
                 str(folder), given="a folder of models", expected=f"one of {', '.join(map(str, inside))}"
             )
         model, classes = load_model(folder, device)
-        reading = load_reading(folder)
+        reading = load_input_spec(folder)
         if reading.kind == "match3":
             raise InvalidInput(
                 str(folder),
@@ -138,7 +138,7 @@ class Saved:
             yield Prediction(example.where, self.classes[best], float(row[best]), self.classes[second])
 
 
-def _check_tokenizer(folder: Path, model: HierarchicalClassifier, reading: Reading) -> None:
+def _check_tokenizer(folder: Path, model: Classifier, reading: InputSpec) -> None:
     """The ids of its tokens are rows of the model's table."""
     text = model.config.modalities.get("text")
     if text is None or not text.tokens:

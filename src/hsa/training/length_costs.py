@@ -11,16 +11,16 @@ import torch
 
 from hsa.analysis.cost_plots import Cost
 from hsa.analysis.timing import median_seconds
-from hsa.batch import Batch, collate, uncollate
 from hsa.errors import InvalidInput
-from hsa.models.classifier import HierarchicalClassifier
+from hsa.models.classifier import Classifier
 from hsa.models.saved import load_model
 from hsa.nn.attention import counting_operations
 from hsa.signals import Leaf, Signal
 from hsa.signals import Sequence as Row
+from hsa.signals.batch import Batch, collate, uncollate
 from hsa.signals.windows import in_windows
-from hsa.training.endings import NoRoom, noticing_full_memory
-from hsa.training.prepare import Prepared
+from hsa.training.data.prepare import PreparedData
+from hsa.training.failures import NoRoom, catch_oom
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 LONGEST_PASS = 1.0
@@ -31,7 +31,7 @@ _AT_ONCE = 64  # documents that are read from the data set together
 
 def length_costs(
     folders: Mapping[str, Path],
-    prepared: Prepared,
+    prepared: PreparedData,
     accelerator: Any,
     *,
     lengths: Sequence[int] = LENGTHS,
@@ -64,9 +64,9 @@ def length_costs(
     return found
 
 
-@noticing_full_memory
+@catch_oom
 @torch.no_grad()
-def _cost(name: str, model: HierarchicalClassifier, document: Batch, prepared: Prepared, accelerator: Any) -> Cost:
+def _cost(name: str, model: Classifier, document: Batch, prepared: PreparedData, accelerator: Any) -> Cost:
     batch = document.to(accelerator.device)
     if prepared.reading.transform is not None:
         batch = prepared.reading.transform(batch)
@@ -82,7 +82,7 @@ def _cost(name: str, model: HierarchicalClassifier, document: Batch, prepared: P
     return Cost(name, batch.hierarchy.num_leaves, sum(count.attention for count in counts), seconds)
 
 
-def document_of(prepared: Prepared, length: int) -> Batch | None:
+def document_of(prepared: PreparedData, length: int) -> Batch | None:
     """A batch of one document of so many leaves, put together from the training data.
 
     Documents that are sequences of parts, such as paragraphs, give their parts; others become parts themselves. What is too
@@ -100,7 +100,7 @@ def document_of(prepared: Prepared, length: int) -> Batch | None:
     return _cut(_row_of_parts(prepared, length), length, prepared)
 
 
-def _row_of_parts(prepared: Prepared, length: int) -> Signal | Leaf:
+def _row_of_parts(prepared: PreparedData, length: int) -> Signal | Leaf:
     """Documents in a row, of so many leaves or more; the longest one where they cannot be put in a row."""
     data = prepared.train
     if "sequence" not in prepared.kinds:
@@ -129,7 +129,7 @@ def _parts(signal: Signal | Leaf) -> tuple[Signal | Leaf, ...]:
     return (signal,) if any(isinstance(member, Leaf) for member in members) else members
 
 
-def _cut(signal: Signal | Leaf, length: int, prepared: Prepared) -> Batch | None:
+def _cut(signal: Signal | Leaf, length: int, prepared: PreparedData) -> Batch | None:
     """Its first leaves; None where it has fewer, or a grid that cannot be cut."""
     if _size(signal) < length:
         return None

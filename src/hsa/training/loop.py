@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hsa.analysis.memory import PeakMemory, allocated
-from hsa.batch import Batch
 from hsa.errors import HsaError, InvalidInput
-from hsa.models.classifier import HierarchicalClassifier, ModelConfig
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.learned_alpha import LearnedAlpha
 from hsa.nn.penalties import collecting_penalties
+from hsa.signals.batch import Batch
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
-from hsa.training.data_set import DataSet, batches_by_tokens
-from hsa.training.endings import Diverged
-from hsa.training.loading import prefetched
+from hsa.training.data.data_set import DataSet, batches_by_tokens
+from hsa.training.data.loading import prefetched
+from hsa.training.failures import Diverged
 from hsa.training.metrics import Scores, class_scores, number_scores
 from hsa.training.options import TrainingOptions
 
@@ -121,7 +121,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: HierarchicalClassifier,
+        model: Classifier,
         train: DataSet,
         validation: DataSet,
         options: TrainingOptions,
@@ -175,7 +175,7 @@ class Trainer:
         """
         state, memory = self.progress, PeakMemory(self.accelerator.device, self._held)
         try:
-            with stop_politely() as stop:
+            with defer_sigint() as stop:
                 self._warm_up()
                 while state.step or not self._is_over():  # an epoch that has begun is validated
                     whole = self._train_epoch(stop)
@@ -337,7 +337,7 @@ class Trainer:
         """The weights as they are now, gathered from all processes."""
         weights = checkpoint.full_weights(self.model)
         if self.accelerator.is_main_process:
-            whole = HierarchicalClassifier(self.config)
+            whole = Classifier(self.config)
             whole.load_state_dict(weights)
             save_model(folder, whole, classes)
 
@@ -503,7 +503,7 @@ def parameter_groups(
 
 
 @contextmanager
-def stop_politely() -> Iterator[Callable[[], bool]]:
+def defer_sigint() -> Iterator[Callable[[], bool]]:
     """Ctrl-C ends the step in hand first; a second one ends at once."""
     asked = False
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hsa.baselines.hat.layouts import layout_pattern
 from hsa.errors import InvalidInput
-from hsa.models.hat_layouts import layout_pattern
 from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.fusion_names import FusionName
 
@@ -83,7 +83,7 @@ class ModelOptions:
             softmax: a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
         include_self: Leaves attend to themselves; in the paper they do not.
         near: For multiscale: neighbouring leaf families that are read leaf by leaf, on each side.
-        refine: For multiscale and found: how many more, the best ones.
+        top_k: For multiscale and found: how many more, the best ones.
         windows: Fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
         position_width: Of the position features; 0 for no positions.
         position_input: Also add positions to the leaf vectors.
@@ -101,7 +101,7 @@ class ModelOptions:
     entmax: AlphaOption = None
     include_self: bool = False
     near: int = 1
-    refine: int = 0
+    top_k: int = 0
     windows: tuple[int, ...] = ()
     position_width: int = 64
     position_input: bool = False
@@ -245,13 +245,13 @@ class Seq2SeqOptions:
     Args:
         decoder: How answers attend to themselves: flat, or hierarchical with the branching above.
         decoder_layers: Of the decoder; as many as the encoder has by default.
-        cross_refine: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
+        cross_top_k: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
         max_answer: Tokens of an answer that are read; the rest is cut off.
     """
 
     decoder: Literal["flat", "hierarchical"] = "flat"
     decoder_layers: int | None = None
-    cross_refine: int | None = None
+    cross_top_k: int | None = None
     max_answer: int = 256
 
     def __post_init__(self) -> None:

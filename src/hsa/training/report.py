@@ -13,15 +13,15 @@ import numpy as np
 from hsa.analysis.sparsity import HEADER
 from hsa.analysis.sparsity import rows as rows_of_levels
 from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.baselines.han.model import HanEncoder
 from hsa.files import write_text
-from hsa.models.han import HanEncoder
 from hsa.models.saved import load_model
-from hsa.training.chance import margin
-from hsa.training.endings import NoResult, lines_of, rows_without_results
+from hsa.research.match3 import COSTS, match3_report
+from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
-from hsa.training.match3 import COSTS, match3_report
-from hsa.training.prepare import Prepared
+from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.recipe import Recipe
+from hsa.training.significance import margin
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +63,7 @@ def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> Table
     return terminal_table(header, rows, caption)
 
 
-def report_lines(prepared: Prepared, results: list[Result]) -> list[str]:
+def report_lines(prepared: PreparedData, results: list[Result]) -> list[str]:
     """What the first model gained or lost against each of the others, and how sure that is."""
     first, lines = results[0], []
     for other in results[1:]:
@@ -94,7 +94,7 @@ def fewer_operations(first: float, other: float) -> str:
 
 
 def write_report(
-    folder: Path, recipe: Recipe, prepared: Prepared, results: list[Result], failed: Mapping[str, NoResult]
+    folder: Path, recipe: Recipe, prepared: PreparedData, results: list[Result], failed: Mapping[str, NoResult]
 ) -> list[Path]:
     """`report.md` and its pictures; returns the pictures."""
     from hsa.analysis.plots import plot_confusion, plot_curves
@@ -134,7 +134,7 @@ def write_report(
     return pictures
 
 
-def _pictures_of_trees(folder: Path, name: str, prepared: Prepared) -> list[Path]:
+def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
     """Which branches of a test example get no weight: on average, and from the leaf that gets most."""
     from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 
@@ -152,10 +152,10 @@ def _pictures_of_trees(folder: Path, name: str, prepared: Prepared) -> list[Path
     return [folder / file for file in pictures]
 
 
-def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> list[Path]:
+def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) -> list[Path]:
     """What the first model attends to in a test example, where that can be shown."""
-    from hsa.analysis.document_weights import plot_document_weights
     from hsa.analysis.plots import has_matrix, plot_attention
+    from hsa.baselines.han.weights import plot_document_weights
 
     model, _ = load_model(folder / first.model)
     pools = isinstance(model.encoder, HanEncoder)
@@ -174,14 +174,14 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: Prepared) -> l
     return [picture]
 
 
-def _longest_readable(prepared: Prepared, most: int) -> int | None:
+def _longest_readable(prepared: PreparedData, most: int) -> int | None:
     """The longest test example that still can be read in a picture of so many leaves."""
     lengths = prepared.test.lengths
     fitting = np.flatnonzero(lengths <= most)
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
 
 
-def leaf_labels(example: Any, prepared: Prepared) -> list[str] | None:
+def leaf_labels(example: Any, prepared: PreparedData) -> list[str] | None:
     """The text of every token: what it adds to those before it, with a space where a word begins."""
     tokenizer = prepared.reading.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:

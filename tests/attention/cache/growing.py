@@ -5,8 +5,8 @@ import io
 import numpy as np
 import torch
 
-from hsa import multiscale_attention, open_families
-from hsa.growth import grown
+from hsa import multiscale_attention, select
+from hsa.tree.causal_tree import causal_tree
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 5, 7
 
@@ -44,13 +44,13 @@ class Text:
         if closing:
             self.closes = random.integers(1, closing + 1, sum(lengths)) * (random.random(sum(lengths)) < 0.3)
             self.closes[self.first] = closing  # a sink, which closes nothing, or a family of one
-        self.tree = grown(lengths, branching, self.closes, sinks)
+        self.tree = causal_tree(lengths, branching, self.closes, sinks)
         self.out = self.outputs(self.q, self.k, self.v)
         self.garbage = generator
 
     def outputs(self, q, k, v):
-        opened = open_families(q, k, self.tree, near=self.near, causal=True)
-        return multiscale_attention(q, k, v, self.tree, opened=opened, causal=True, **self.attention)
+        selection = select(q, k, self.tree, near=self.near, causal=True)
+        return multiscale_attention(q, k, v, self.tree, selection=selection, causal=True, **self.attention)
 
     def of(self, prompts):
         """The first tokens of every text."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hsa import multiscale_attention, open_families
+from hsa import multiscale_attention, select
 from hsa.attention.cache.flat import FlatCache
 from hsa.attention.cache.interface import Memory
 from hsa.errors import InvalidInput
@@ -15,11 +15,11 @@ def cache_of(batch, layers=1, **others):
 
 
 class FlatText(Text):
-    """Every token sees every token up to itself: the tree does not matter when all families are opened."""
+    """Every token sees every token up to itself: the tree does not matter when all families are selection."""
 
     def outputs(self, q, k, v):
-        opened = open_families(q, k, self.tree, near=sum(self.lengths), causal=True)
-        return multiscale_attention(q, k, v, self.tree, opened=opened, causal=True)
+        selection = select(q, k, self.tree, near=sum(self.lengths), causal=True)
+        return multiscale_attention(q, k, v, self.tree, selection=selection, causal=True)
 
 
 def test_token_by_token_is_exact_attention():

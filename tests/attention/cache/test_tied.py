@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hsa import Hierarchy, hierarchical_attention, multiscale_attention, open_families
+from hsa import Hierarchy, hierarchical_attention, multiscale_attention, select
 from hsa.attention.cache.tied import TiedCache
 from hsa.errors import InvalidInput
-from hsa.growth import grown
+from hsa.tree.causal_tree import causal_tree
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 5, 3
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +49,9 @@ def test_every_length() -> None:
     cache = TiedCache(1, branching)
     for length in range(1, 301):
         out = step(cache, [qkv])
-        torch.testing.assert_close(out[0], last_row(qkv, length, grown([length], branching)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out[0], last_row(qkv, length, causal_tree([length], branching)), atol=1e-5, rtol=1e-5
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -75,7 +77,7 @@ def test_ragged_closes(branching: tuple[int, ...], sinks: int, lengths: list[int
     for _ in range(9):
         out = step(cache, texts, closes)
         for row, text, c, length in zip(out, texts, closes, cache.lengths, strict=True):
-            torch.testing.assert_close(row, last_row(text, length, grown([length], branching, c[:length], sinks)))
+            torch.testing.assert_close(row, last_row(text, length, causal_tree([length], branching, c[:length], sinks)))
 
 
 def test_rows_of_earlier_tokens_change() -> None:
@@ -84,7 +86,7 @@ def test_rows_of_earlier_tokens_change() -> None:
     q, k, v = tokens(length)
     cache = TiedCache(1, branching)
     incremental = torch.cat([step(cache, [(q, k, v)]) for _ in range(length)])
-    tree = grown([length], branching)
+    tree = causal_tree([length], branching)
     full = hierarchical_attention(q, k, v, tree, causal=True, include_self=True)
     torch.testing.assert_close(incremental[-1], full[-1])
     moved = (incremental - full).abs().amax((1, 2)) > 1e-3
@@ -92,9 +94,9 @@ def test_rows_of_earlier_tokens_change() -> None:
     assert moved.tolist() == [False] * 4 + [True, True, True, False] * 3
 
     def multiscale(until: int) -> Tensor:
-        part, q_, k_, v_ = grown([until], branching), q[:until], k[:until], v[:until]
-        opened = open_families(q_, k_, part, causal=True)
-        return multiscale_attention(q_, k_, v_, part, opened=opened, causal=True)
+        part, q_, k_, v_ = causal_tree([until], branching), q[:until], k[:until], v[:until]
+        selection = select(q_, k_, part, causal=True)
+        return multiscale_attention(q_, k_, v_, part, selection=selection, causal=True)
 
     rows = torch.stack([multiscale(until)[-1] for until in range(1, length + 1)])
     torch.testing.assert_close(rows, multiscale(length))
@@ -107,7 +109,7 @@ def test_layers_do_not_mix() -> None:
         cache.append()
         for layer in (1, 0):  # in any order
             out = cache.attend(layer, *(x[length - 1 : length] for x in texts[layer]))
-            torch.testing.assert_close(out[0], last_row(texts[layer], length, grown([length], (2, 3))))
+            torch.testing.assert_close(out[0], last_row(texts[layer], length, causal_tree([length], (2, 3))))
 
 
 def test_reorder() -> None:
@@ -124,7 +126,9 @@ def test_reorder() -> None:
         out = step(cache, [texts[i] for i in order], [closes[i] for i in order])
         length = cache.lengths[0]
         for row, i in zip(out, order, strict=True):
-            torch.testing.assert_close(row, last_row(texts[i], length, grown([length], (3, 2), closes[i][:length], 1)))
+            torch.testing.assert_close(
+                row, last_row(texts[i], length, causal_tree([length], (3, 2), closes[i][:length], 1))
+            )
 
 
 def test_saved_and_restored(tmp_path) -> None:
@@ -165,7 +169,7 @@ def test_half_precision() -> None:
     for length in range(1, 41):
         out = step(cache, [qkv])
         assert out.dtype == torch.bfloat16
-        expected = last_row(wide, length, grown([length], (3, 2)))  # type: ignore[arg-type]
+        expected = last_row(wide, length, causal_tree([length], (3, 2)))  # type: ignore[arg-type]
         torch.testing.assert_close(out[0].double(), expected, atol=3e-2, rtol=3e-2)
 
 

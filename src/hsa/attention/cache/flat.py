@@ -13,7 +13,7 @@ from torch import Tensor
 from hsa.attention.arguments import scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.mixing import HeadMixing, check_mixing
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 class FlatCache(Cache):

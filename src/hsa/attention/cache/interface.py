@@ -13,7 +13,7 @@ from torch import Tensor
 from hsa.attention.arguments import check_count
 from hsa.attention.mixing import HeadMixing
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy, integers
+from hsa.tree.hierarchy import Hierarchy, integers
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from hsa.attention.cache.interface import Memory
 from hsa.attention.hierarchical.operator import energy
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
-from hsa.growth import cap, check_branching, check_closes, grown
-from hsa.hierarchy import Hierarchy, integers
+from hsa.tree.causal_tree import cap, causal_tree, check_branching, check_closes
+from hsa.tree.hierarchy import Hierarchy, integers
 
 
 class TiedCache:
@@ -31,7 +31,7 @@ class TiedCache:
 
     The row of a token is the one it has in the tree as it was then. This operator ties rows, so that a pass over the longer
     sequence gives earlier tokens *other* rows: pooled queries and energies change with every token that joins a node. That
-    is what appendix G describes, and why models here decode with `HierarchicalCache`, whose rows never change. Tokens cannot
+    is what appendix G describes, and why models here decode with `MultiscaleCache`, whose rows never change. Tokens cannot
     be taken back: what was added to sums and means stays there.
 
     Args:
@@ -77,7 +77,7 @@ class TiedCache:
         """
         if any(self.lengths):
             raise InvalidInput("begin", given="a cache with tokens", expected="an empty one", fix="make a new one")
-        hierarchy = grown(lengths, self.branching, closes, sinks=self.sinks)
+        hierarchy = causal_tree(lengths, self.branching, closes, sinks=self.sinks)
         if hierarchy.num_trees != self.batch:
             raise InvalidInput("lengths", given=f"{hierarchy.num_trees} prompts", expected=f"{self.batch} sequences")
         length, first = np.array(hierarchy.lengths), hierarchy.structure.leaf_offsets[:-1]

@@ -10,16 +10,19 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose
-from hsa.attention.hierarchical import levelwise, reference, sparse, sparse_reference
+from hsa.attention.hierarchical import reference
+from hsa.attention.hierarchical import torch_sweeps as levelwise
+from hsa.attention.hierarchical.entmax import reference as sparse_reference
+from hsa.attention.hierarchical.entmax import sweeps as sparse
 from hsa.attention.hierarchical.family import family_attention_named
+from hsa.attention.hierarchical.triton.plan import SIZES, inside_weights, tiles
+from hsa.attention.kernels import available
+from hsa.attention.kernels.reasons import entmax_reasons, forest_reasons, hierarchical_reasons, largest_family
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
 from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import rooted, rounds
-from hsa.attention.triton import available
-from hsa.attention.triton.reasons import entmax_reasons, forest_reasons, hierarchical_reasons, largest_family
-from hsa.attention.triton.tiles import SIZES, inside_weights, tiles
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 def _entmax_reasons(arguments: dict[str, Any]) -> list[str]:
@@ -56,7 +59,7 @@ def _either(softmax: Callable[..., Tensor], entmax: Callable[..., Tensor]) -> Ca
 
 
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
-    from hsa.attention.triton.hierarchical import hierarchical_attention
+    from hsa.attention.hierarchical.triton.operator import hierarchical_attention
 
     with available.device_of(arguments[0]):
         return hierarchical_attention(*arguments, **options)
@@ -138,7 +141,7 @@ def hierarchical_attention(
             node average over later leaves, so weights of earlier leaves depend on them. For real causality use
             `multiscale_attention(causal=True)`.
         normalizer: "softmax", or an `hsa.Entmax`, which gives small logits no weight at all. Without a gradient, on a
-            CPU, what is below a node that gets no weight is not visited (`hsa.attention.hierarchical.sparse.visited` says
+            CPU, what is below a node that gets no weight is not visited (`hsa.attention.hierarchical.entmax.sweeps.visited` says
             how much).
         family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
             approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as

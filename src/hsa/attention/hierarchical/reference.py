@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from hsa.attention.hierarchical.levelwise import FamilyAttention
+from hsa.attention.hierarchical.torch_sweeps import FamilyAttention
 from hsa.attention.mixing import HeadMixing
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 def hierarchical_attention(

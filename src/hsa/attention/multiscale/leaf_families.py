@@ -1,4 +1,4 @@
-"""The leaf families of a forest: what can be opened.
+"""The leaf families of a forest: what can be selection.
 
 A leaf family is the leaf members of one family, named here by its parent node. Those directly under a root (sinks) are
 always exact and are not listed. The others are numbered tree by tree, by their first leaf.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,27 +11,30 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, check_type, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose
+from hsa.attention.kernels import available
+from hsa.attention.kernels.reasons import multiscale_reasons
 from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
-from hsa.attention.multiscale import gathered, reference
-from hsa.attention.multiscale.choice import check_chunked, check_key_order, check_one_family, open_families
-from hsa.attention.multiscale.find_keys import KeyOrder
-from hsa.attention.multiscale.partition import Opened
+from hsa.attention.multiscale import reference
+from hsa.attention.multiscale import torch_lists as gathered
+from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.queries import Queries
+from hsa.attention.multiscale.select import check_chunked, check_clusters, check_one_family, select
+from hsa.attention.multiscale.selection import Selection
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.normalizers import Entmax, no_entmax, resolve_normalizer
 from hsa.attention.rounds import rooted
-from hsa.attention.triton import available
-from hsa.attention.triton.reasons import multiscale_reasons
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
-def _run_gathered(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, opened: Opened, **options: Any) -> Tensor:
-    return gathered.multiscale_attention(q, k, v, hierarchy, partition=opened.partition(hierarchy), **options)
+def _run_gathered(
+    q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, selection: Selection, **options: Any
+) -> Tensor:
+    return gathered.multiscale_attention(q, k, v, hierarchy, partition=selection.partition(hierarchy), **options)
 
 
 def _run_triton(*arguments: Any, **options: Any) -> Tensor:
-    from hsa.attention.triton.multiscale import multiscale_attention
+    from hsa.attention.multiscale.triton.operator import multiscale_attention
 
     with available.device_of(arguments[0]):
         return multiscale_attention(*arguments, **options)
@@ -46,7 +49,9 @@ def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
     if arguments["dropout_p"] > 0:
         reasons.append("it has no dropout")
     reasons += no_mixing(arguments)
-    return reasons + multiscale_reasons(rooted(arguments["hierarchy"])[0], arguments["opened"], arguments["needs_grad"])
+    return reasons + multiscale_reasons(
+        rooted(arguments["hierarchy"])[0], arguments["selection"], arguments["needs_grad"]
+    )
 
 
 MULTISCALE = (
@@ -63,8 +68,8 @@ def multiscale_attention(
     hierarchy: Hierarchy,
     *,
     queries: Queries | None = None,
-    opened: Opened | None = None,
-    key_order: KeyOrder | None = None,
+    selection: Selection | None = None,
+    clusters: KeyClusters | None = None,
     positions: Tensor | None = None,
     include_self: bool = True,
     causal: bool = False,
@@ -89,8 +94,8 @@ def multiscale_attention(
         k, v: one row per leaf. Key/value heads may be fewer than query heads; v may have another width.
         hierarchy: the forest of the keys.
         queries: another set of queries (cross-attention, a decode step); by default the leaves themselves.
-        opened: from `open_families`: which leaf families are exact. By default each leaf's own.
-        key_order: from `find_key_order`: the keys' places in the tree, per key/value head. Needs `opened`.
+        opened: from `select`: which leaf families are exact. By default each leaf's own.
+        clusters: from `cluster_keys`: the keys' places in the tree, per key/value head. Needs `selection`.
         positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
         include_self: False hides each leaf from itself.
         causal: drop every node that is not wholly at or before the query. Nothing later is used, at all.
@@ -109,29 +114,29 @@ def multiscale_attention(
 
     >>> q, k, v = torch.randn(3, 64, 2, 8).unbind(0)
     >>> tree = Hierarchy.regular([64], (4, 4))
-    >>> opened = open_families(q, k, tree, near=1, refine=2)
-    >>> multiscale_attention(q, k, v, tree, opened=opened).shape
+    >>> selection = select(q, k, tree, near=1, top_k=2)
+    >>> multiscale_attention(q, k, v, tree, selection=selection).shape
     torch.Size([64, 2, 8])
     """
     check_type("queries", queries, Queries, "see hsa.Queries")
-    check_type("opened", opened, Opened, "use hsa.open_families(q, k, hierarchy, …)")
-    check_type("key_order", key_order, KeyOrder, "use hsa.find_key_order(k, hierarchy)")
-    asked = opened.queries if opened is not None else queries
+    check_type("selection", selection, Selection, "use hsa.select(q, k, hierarchy, …)")
+    check_type("clusters", clusters, KeyClusters, "use hsa.cluster_keys(k, hierarchy)")
+    asked = selection.queries if selection is not None else queries
     check_inputs({"k": k, "v": v}, hierarchy)
     rows = None if asked is None else {"q": asked.checked(hierarchy).num_queries}
     check_inputs({"q": q, "k": k, "v": v}, hierarchy, rows)
     positions = check_positions(positions, q, hierarchy)
-    if key_order is not None:
-        check_key_order(key_order, k, hierarchy, positions=positions, include_self=include_self)
-    _check_queries(hierarchy, queries, opened, key_order, positions, include_self)
-    if opened is None and queries is None:
-        opened = hierarchy.cached("own families", lambda: open_families(q, k, hierarchy))
-    elif opened is None:
-        opened = open_families(q, k, hierarchy, queries=queries, causal=causal)
-    limit = key_limit(opened.queries, hierarchy, causal)
-    _check_opened(hierarchy, opened, key_order, limit, q)
+    if clusters is not None:
+        check_clusters(clusters, k, hierarchy, positions=positions, include_self=include_self)
+    _check_queries(hierarchy, queries, selection, clusters, positions, include_self)
+    if selection is None and queries is None:
+        selection = hierarchy.cached("own families", lambda: select(q, k, hierarchy))
+    elif selection is None:
+        selection = select(q, k, hierarchy, queries=queries, causal=causal)
+    limit = key_limit(selection.queries, hierarchy, causal)
+    _check_selection(hierarchy, selection, clusters, limit, q)
     check_mixing(mixing, q)
-    _check_shared_lists(mixing, opened, key_order)
+    _check_shared_lists(mixing, selection, clusters)
     entmax = resolve_normalizer(normalizer, q)
     scale = scale_or_default(scale, q)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
@@ -143,7 +148,7 @@ def multiscale_attention(
         "q": q,
         "v": v,
         "hierarchy": hierarchy,
-        "opened": opened,
+        "selection": selection,
         "positions": positions,
         "dropout_p": dropout_p,
         "needs_grad": needs_grad,
@@ -154,9 +159,9 @@ def multiscale_attention(
     chosen = choose("multiscale_attention", MULTISCALE, backend, asked_of_backend)
     hierarchy, positions = rooted(hierarchy, positions)
     options = {
-        "opened": opened,
+        "selection": selection,
         "limit": limit,
-        "key_order": key_order,
+        "clusters": clusters,
         "positions": positions,
         "include_self": include_self,
         "pooled_bias": per_head(pooled_bias, q),
@@ -169,13 +174,13 @@ def multiscale_attention(
         return chosen.run(q, k, v, hierarchy, **options)
 
 
-def _check_shared_lists(mixing: HeadMixing | None, opened: Opened, key_order: KeyOrder | None) -> None:
-    if mixing is not None and (key_order is not None or opened.families.shape[1] > 1):
+def _check_shared_lists(mixing: HeadMixing | None, selection: Selection, clusters: KeyClusters | None) -> None:
+    if mixing is not None and (clusters is not None or selection.families.shape[1] > 1):
         raise InvalidInput(
             "mixing",
-            given="heads with lists of their own (refine, or a key order)",
+            given="heads with lists of their own (top_k, or a key order)",
             expected="heads that look at the same nodes: else there is nothing to mix entry by entry",
-            fix="use open_families without refine and without a key order, or hierarchical_attention",
+            fix="use select without top_k and without a key order, or hierarchical_attention",
         )
 
 
@@ -204,23 +209,23 @@ def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
 def _check_queries(
     hierarchy: Hierarchy,
     queries: Queries | None,
-    opened: Opened | None,
-    key_order: KeyOrder | None,
+    selection: Selection | None,
+    clusters: KeyClusters | None,
     positions: Tensor | None,
     include_self: bool,
 ) -> None:
     """Queries and what is asked of them fit each other."""
-    if queries is not None and opened is not None and queries is not opened.queries:
+    if queries is not None and selection is not None and queries is not selection.queries:
         raise InvalidInput(
             "queries", given="other queries than those of opened", expected="the same object", fix="leave queries out"
         )
-    asked = opened.queries if opened is not None else queries
-    if opened is None and (key_order is not None or (asked is not None and asked.leaves is None)):
+    asked = selection.queries if selection is not None else queries
+    if selection is None and (clusters is not None or (asked is not None and asked.leaves is None)):
         raise InvalidInput(
-            "opened",
+            "selection",
             given="None with a key order or with queries that are no leaves",
             expected="a choice: there is no own family",
-            fix="pass opened=hsa.open_families(q, k, hierarchy, refine=…, …) with the same options",
+            fix="pass selection=hsa.select(q, k, hierarchy, top_k=…, …) with the same options",
         )
     if asked is not None and asked.leaves is None and not include_self:
         raise InvalidInput(
@@ -233,26 +238,30 @@ def _check_queries(
         check_one_family(asked, hierarchy)
 
 
-def _check_opened(
-    hierarchy: Hierarchy, opened: Opened, key_order: KeyOrder | None, limit: Tensor | None, q: Tensor
+def _check_selection(
+    hierarchy: Hierarchy, selection: Selection, clusters: KeyClusters | None, limit: Tensor | None, q: Tensor
 ) -> None:
     """The choice was made for this hierarchy, these heads, this order of the keys, and no more than may be seen."""
-    if opened.families.shape[1] not in (1, q.shape[1]):
+    if selection.families.shape[1] not in (1, q.shape[1]):
         raise InvalidInput(
-            "opened", given=f"a choice for {opened.families.shape[1]} heads", expected=f"1 or {q.shape[1]}, as q has"
+            "selection",
+            given=f"a choice for {selection.families.shape[1]} heads",
+            expected=f"1 or {q.shape[1]}, as q has",
         )
-    check_chunked(key_order, limit)
-    if opened.made_for is None:
+    check_chunked(clusters, limit)
+    if selection.made_for is None:
         return
-    same = "call hsa.open_families with the hierarchy, key_order and causal that attention gets"
-    if opened.made_for != hierarchy.digest:
-        raise InvalidInput("opened", given="a choice made for another hierarchy", expected="one for this", fix=same)
-    if opened.key_order is not key_order:
-        raise InvalidInput("opened", given="a choice made with another key_order", expected="the same object", fix=same)
-    depends_on_queries = opened.depends_on_queries or key_order is not None
-    if limit is not None and opened.limit is None and depends_on_queries:
+    same = "call hsa.select with the hierarchy, clusters and causal that attention gets"
+    if selection.made_for != hierarchy.digest:
+        raise InvalidInput("selection", given="a choice made for another hierarchy", expected="one for this", fix=same)
+    if selection.clusters is not clusters:
         raise InvalidInput(
-            "opened",
+            "selection", given="a choice made with another clusters", expected="the same object", fix=same
+        )
+    depends_on_queries = selection.depends_on_queries or clusters is not None
+    if limit is not None and selection.limit is None and depends_on_queries:
+        raise InvalidInput(
+            "selection",
             given="a choice made with causal=False, for causal attention",
             expected="one that looks at nothing later",
             fix=same,

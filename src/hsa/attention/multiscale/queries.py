@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.attention.mixing import HeadMixing
-from hsa.attention.multiscale.find_keys import KeyOrder
-from hsa.attention.multiscale.partition import Opened
+from hsa.attention.multiscale.cluster import KeyClusters
+from hsa.attention.multiscale.selection import Selection
 from hsa.attention.normalizers import Entmax
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 def multiscale_attention(
@@ -21,9 +21,9 @@ def multiscale_attention(
     v: Tensor,
     hierarchy: Hierarchy,
     *,
-    opened: Opened,
+    selection: Selection,
     limit: Tensor | None,
-    key_order: KeyOrder | None,
+    clusters: KeyClusters | None,
     positions: Tensor | None,
     include_self: bool,
     pooled_bias: Tensor | None,
@@ -35,7 +35,7 @@ def multiscale_attention(
     """See `hsa.multiscale_attention`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, group_of_heads = q.shape[1], q.shape[1] // k.shape[1]
-    queries = opened.queries
+    queries = selection.queries
     out = []
     for i in range(len(q)):
         group = int(queries.group[i])
@@ -44,8 +44,8 @@ def multiscale_attention(
         for h in range(heads):
             kv_head = h // group_of_heads
             keys, values = k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
-            order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
-            chosen = opened.families[group, min(h, opened.families.shape[1] - 1)].tolist()
+            order = list(range(len(k))) if clusters is None else clusters.order[kv_head].tolist()
+            chosen = selection.families[group, min(h, selection.families.shape[1] - 1)].tolist()
             logits, bias, means, count, alpha = [], [], [], [], []
             for node in list_of_nodes(hierarchy, int(queries.tree[group]), chosen):
                 members = order[_leaf_slice(hierarchy, node)]
@@ -140,13 +140,13 @@ def _average(weights: list[Tensor], means: list[Tensor], nothing: Tensor, dropou
     return F.dropout(torch.stack(weights), dropout_p) @ torch.stack(means) if means else nothing
 
 
-def list_of_nodes(hierarchy: Hierarchy, node: int, opened: list[int]) -> list[int]:
+def list_of_nodes(hierarchy: Hierarchy, node: int, selection: list[int]) -> list[int]:
     """The leaves of the open families and the largest nodes without an open family, below `node`."""
     s = hierarchy.structure
     nodes = []
     for child in range(int(s.first_child[node]), int(s.first_child[node]) + int(s.num_children[node])):
-        if any(_is_below(hierarchy, parent, child) for parent in opened):
-            nodes += list_of_nodes(hierarchy, child, opened)
+        if any(_is_below(hierarchy, parent, child) for parent in selection):
+            nodes += list_of_nodes(hierarchy, child, selection)
         else:
             nodes.append(child)
     return nodes
@@ -175,30 +175,30 @@ def _highest_distinct(hierarchy: Hierarchy, a: int, b: int) -> tuple[int, int]:
     return a, b  # the same leaf
 
 
-def open_families(
+def select(
     q: Tensor,
     k: Tensor,
     hierarchy: Hierarchy,
-    opened: Opened,
+    selection: Selection,
     *,
-    refine: int,
+    top_k: int,
     limit: Tensor | None,
-    key_order: KeyOrder | None,
+    clusters: KeyClusters | None,
     positions: Tensor | None,
     scale: float,
 ) -> list[list[list[int]]]:
-    """Per group and head the `refine` best leaf families beside those open, all candidates scored one by one."""
+    """Per group and head the `top_k` best leaf families beside those open, all candidates scored one by one."""
     s = hierarchy.structure
     group_of_heads = q.shape[1] // k.shape[1]
-    queries = opened.queries
+    queries = selection.queries
     result: list[list[list[int]]] = []
     for g in range(queries.num_groups):
         rows = range(int(queries.offsets[g]), int(queries.offsets[g + 1]))
         per_head = []
         for h in range(q.shape[1]):
             kv_head = h // group_of_heads
-            order = list(range(len(k))) if key_order is None else key_order.order[kv_head].tolist()
-            now_open = opened.families[g, 0].tolist()
+            order = list(range(len(k))) if clusters is None else clusters.order[kv_head].tolist()
+            now_open = selection.families[g, 0].tolist()
             candidates = [
                 node
                 for node in _leaf_family_parents(hierarchy)
@@ -224,7 +224,7 @@ def open_families(
                     for node, weight in zip(logits, weights.tolist(), strict=True):
                         score[node] = max(score[node], 0.0) + weight
             best = sorted((n for n in candidates if score[n] >= 0), key=lambda n: -score[n])
-            per_head.append(best[:refine])
+            per_head.append(best[:top_k])
         result.append(per_head)
     return result
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hsa.attention.multiscale.queries import Queries
 from hsa.errors import InvalidInput
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 def key_limit(queries: Queries, hierarchy: Hierarchy, causal: bool) -> Tensor | None:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from hsa.attention.arguments import check_inputs, check_positions, scale_or_default
-from hsa.attention.hierarchical.zeros import Zeros
-from hsa.attention.multiscale.gathered import Lists, chunk_weights, chunks
+from hsa.attention.hierarchical.entmax.zeros import Zeros
 from hsa.attention.multiscale.operator import per_head
-from hsa.attention.multiscale.partition import Opened
 from hsa.attention.multiscale.pyramid import pyramid
+from hsa.attention.multiscale.selection import Selection
+from hsa.attention.multiscale.torch_lists import Lists, chunk_weights, chunks
 from hsa.attention.normalizers import Entmax, resolve_entmax
 from hsa.attention.rounds import rooted, rounds
-from hsa.hierarchy import Hierarchy
+from hsa.tree.hierarchy import Hierarchy
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def zeros(
     k: Tensor,
     hierarchy: Hierarchy,
     *,
-    opened: Opened,
+    selection: Selection,
     normalizer: Entmax,
     positions: Tensor | None = None,
     pooled_bias: float | Tensor = 0.0,
@@ -35,9 +35,9 @@ def zeros(
     check_inputs({"q": q, "k": k}, hierarchy)
     entmax = resolve_entmax(normalizer, q)
     forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))
-    partition, plan, heads = opened.partition(hierarchy), rounds(forest), q.shape[1]
+    partition, plan, heads = selection.partition(hierarchy), rounds(forest), q.shape[1]
     keys = pyramid(k, plan)
-    lists = Lists(forest, partition, plan.slot_of_node, opened.limit, None, True, heads, k.shape[1], keys.dtype)
+    lists = Lists(forest, partition, plan.slot_of_node, selection.limit, None, True, heads, k.shape[1], keys.dtype)
     bias, scale = per_head(pooled_bias, q), scale_or_default(scale, q)
     heights = int(forest.structure.height.max(initial=0))
     found = torch.zeros(2, heights + 1, dtype=torch.int64, device=q.device)

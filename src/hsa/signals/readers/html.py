@@ -58,7 +58,7 @@ def read_html(
 
     Args:
         tokenizer, language: as in `read_text`.
-        folder: where pictures are looked for; nothing outside it is opened. Without it pictures are left out. Pictures
+        folder: where pictures are looked for; nothing outside it is selection. Without it pictures are left out. Pictures
             on other sites and in `data:` addresses are always left out.
         page: the path of this page in the folder, which addresses of pictures are relative to.
         image_reader: makes the signal of a picture, such as `functools.partial(read_image, patch=8)`.

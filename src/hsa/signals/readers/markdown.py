@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hsa.errors import MissingExtra
 from hsa.signals.readers.html import text_blocks
 from hsa.signals.readers.outline import grow
-from hsa.signals.readers.text import check_text, lines, one_line_end, sentences
+from hsa.signals.readers.text import check_text, lines, normalize_newlines, sentences
 from hsa.signals.signal import Signal
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
     except ImportError:
         raise MissingExtra("markdown-it-py", "readers", "reading Markdown") from None
 
-    body = _FRONT_MATTER.sub("", one_line_end(check_text(text, where)))
+    body = _FRONT_MATTER.sub("", normalize_newlines(check_text(text, where)))
     parser = MarkdownIt("commonmark", {"maxNesting": _DEEPEST}).enable(["table", "strikethrough"])
     return grow(_blocks(SyntaxTreeNode(parser.parse(body)).children, language), tokenizer, where=where)
 

@@ -122,7 +122,7 @@ def _name(given: Any) -> str:
 
 
 def _leaf_or_simple(given: Any, modality: str | None, path: Path) -> Signal | Leaf | None:
-    """The object as a leaf or as one stack of leaves; None when it must be opened."""
+    """The object as a leaf or as one stack of leaves; None when it must be selection."""
     if isinstance(given, (Signal, Leaf)):
         return given
     if isinstance(given, _SCALARS):

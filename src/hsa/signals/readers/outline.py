@@ -74,13 +74,13 @@ def _grow(outline: Any, families: Iterator[Signal | None]) -> Signal | Leaf | No
         return next(families)
     if isinstance(outline, (Signal, Leaf)):
         return outline
-    grown = [_grow(part, families) for part in _parts(outline)]
-    members = [member for member in grown if member is not None]
+    causal_tree = [_grow(part, families) for part in _parts(outline)]
+    members = [member for member in causal_tree if member is not None]
     if not members:
         return None
     domain: Domain
     if isinstance(outline, dict):
-        domain = Table([key for key, member in zip(outline, grown, strict=True) if member is not None])
+        domain = Table([key for key, member in zip(outline, causal_tree, strict=True) if member is not None])
     else:
         domain = (Set if isinstance(outline, Unordered) else Sequence)(len(members))
     return Signal(domain, members)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hsa.errors import InvalidInput
 from hsa.signals.readers.outline import grow
-from hsa.signals.readers.text import check_text, decode_text, load_bytes, one_line_end
+from hsa.signals.readers.text import check_text, decode_text, load_bytes, normalize_newlines
 from hsa.signals.signal import Signal
 
 _LAYOUT = frozenset(
@@ -41,7 +41,7 @@ def read_python(source: str, tokenizer: Any = None, *, where: str = "python") ->
     Raises:
         InvalidInput: no Python (naming the line); no statements; nested too deeply for Python's own parser.
     """
-    source = one_line_end(check_text(source, where))
+    source = normalize_newlines(check_text(source, where))
     module = _parse(source, where)
     units = _Units(source, whole=tokenizer is not None, where=where)
     outline = [_statement(statement, units) for statement in module.body]
@@ -57,7 +57,7 @@ def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Li
     Raises:
         InvalidInput: no Python, naming the line.
     """
-    source = one_line_end(check_text(source, where))
+    source = normalize_newlines(check_text(source, where))
     lines = source.split("\n")
     for node in _parse(source, where).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

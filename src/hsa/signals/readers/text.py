@@ -115,7 +115,7 @@ def paragraphs(text: str, language: str, *, where: str) -> list[list[str]]:
         InvalidInput: no string.
         MissingExtra: `sentencex` is not installed.
     """
-    parts = _BLANK_LINES.split(one_line_end(check_text(text, where)))
+    parts = _BLANK_LINES.split(normalize_newlines(check_text(text, where)))
     return [sentences(stripped, language) for part in parts if (stripped := part.strip())]
 
 
@@ -139,10 +139,10 @@ def lines(text: str) -> list[str]:
     >>> lines("if cat:\\n    feed(cat)  \\n")
     ['if cat:', '    feed(cat)', '']
     """
-    return [line.rstrip() for line in one_line_end(text).split("\n")]
+    return [line.rstrip() for line in normalize_newlines(text).split("\n")]
 
 
-def one_line_end(text: str) -> str:
+def normalize_newlines(text: str) -> str:
     """The text with one character at the end of each line, whatever system it was written on."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

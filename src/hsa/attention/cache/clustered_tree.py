@@ -1,0 +1,227 @@
+"""The trees of `ClusteredCache` as numbers: which nodes there are after so many tokens, and where they lie.
+
+Nothing here holds keys. All of it follows from lengths, so it is made once per length or chunk and shared by all layers.
+Pooled nodes lie in a heap: node i has the children i·factor + 1, …, and groups are its last level. It has room for the
+complete tree over the capacity; nodes that are not complete are never read. After them comes *none*, the node that stands
+where there is no node: it holds no keys, so its logit is −∞, and its children are none again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.arguments import check_count
+from hsa.attention.multiscale.select import default_width
+from hsa.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the trees, and of the search in them."""
+
+    group: int  # keys of a group
+    factor: int  # members of every node above
+    chunk: int  # keys that are ordered together: those of one node
+    top_k: int
+    width: int | None  # of the beam; None: every group is scored
+    sinks: int
+
+    @cached_property
+    def chunk_height(self) -> int:
+        """Of the node that is a chunk; groups have height 1."""
+        height, size = 1, self.group
+        while size < self.chunk:
+            height, size = height + 1, size * self.factor
+        if size != self.chunk:
+            raise InvalidInput(
+                "chunk",
+                given=f"{self.chunk} with branching {(self.group, self.factor)}",
+                expected="the keys of a whole node: branching[0] times a power of branching[1]",
+                fix=f"for example chunk={size}",
+            )
+        return height
+
+    def chunks(self, length: int) -> int:
+        """Complete ones among so many tokens."""
+        return max(0, length - self.sinks) // self.chunk
+
+    def starts(self, chunks: int) -> list[tuple[int, int]]:
+        """The largest complete nodes over so many chunks, from left to right: (height, number at that height)."""
+        found: list[list[tuple[int, int]]] = []
+        height, end = self.chunk_height, chunks
+        while end:
+            first = end - end % self.factor
+            found.append([(height, number) for number in range(first, end)])
+            height, end = height + 1, end // self.factor
+        return [node for nodes in reversed(found) for node in nodes]
+
+    def candidates(self, chunks: int) -> list[tuple[int, int]]:
+        """Where the search begins to leave nodes out: the starts, replaced by children as long as all of them are kept."""
+        nodes = self.starts(chunks)
+        if self.width is None:
+            return [(1, group) for group in range(chunks * (self.chunk // self.group))]
+        while len(nodes) <= self.width and any(height > 1 for height, _ in nodes):
+            below: list[tuple[int, int]] = []
+            for height, number in nodes:
+                children = range(number * self.factor, (number + 1) * self.factor)
+                below += [(height - 1, child) for child in children] if height > 1 else [(height, number)]
+            nodes = below
+        return nodes
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Where nodes are: heights from 1 (groups) to `levels` (the one root)."""
+
+    factor: int
+    levels: int
+
+    def first(self, height: int) -> int:
+        """The node of a height that comes first."""
+        return int((self.factor ** (self.levels - height) - 1) // (self.factor - 1))
+
+    @property
+    def groups(self) -> int:
+        return int(self.factor ** (self.levels - 1))
+
+    @property
+    def none(self) -> int:
+        """The node that stands where there is none, after all others."""
+        return self.first(1) + self.groups
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    children: Tensor  # [nodes, factor] of a group itself, then none
+    log_count: Tensor  # [nodes] of the keys below each
+
+
+@lru_cache(maxsize=32)
+def tables_of(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) -> Tables:
+    with torch.inference_mode(False):
+        node, first = torch.arange(heap.none + 1)[:, None], heap.first(1)
+        member = torch.arange(heap.factor)
+        itself = torch.where(member == 0, node, heap.none)
+        sizes = torch.tensor([heap.factor**level for level in range(heap.levels)])
+        counts = group * sizes.flip(0).repeat_interleave(sizes)
+        return Tables(
+            children=torch.where(node < first, node * heap.factor + 1 + member, itself).to(device),
+            log_count=torch.cat([counts, counts.new_zeros(1)]).double().log().to(dtype).to(device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What a token may read of complete chunks: follows from their numbers, so it is made once per chunk."""
+
+    candidates: Tensor  # [batch, most] nodes of the heap where the search begins
+    starts: Tensor  # [batch, most] the largest complete nodes
+    ends: Tensor  # [batch, most] the group after the last one of each
+    height: Tensor  # [batch, most + 1] of each; 0 where there is none
+    few: bool  # some sequence has fewer groups than may be opened
+    rounds: int  # how often the search goes down a level
+    tallest: int  # height of the tallest start; 0: no complete chunk
+    pooled: int  # no list has more pooled entries
+    levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest: height, groups of a node, first node
+
+
+@lru_cache(maxsize=64)
+def past_of(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.device) -> Past:
+    def table(rows: list[list[int]], fill: int) -> Tensor:
+        padded = np.full((len(rows), max(1, *map(len, rows))), fill)
+        for row, values in zip(padded, rows, strict=True):
+            row[: len(values)] = values
+        return torch.from_numpy(padded).to(device)
+
+    starts = [shape.starts(n) for n in chunks]
+    nodes = [shape.candidates(n) if shape.top_k else [] for n in chunks]
+    tallest = max((height for row in starts for height, _ in row), default=0)
+    most = max(chunks) * shape.chunk // shape.group  # groups
+    levels = [most // shape.factor ** (height - 1) for height in range(2, tallest + 1)]
+    pooled = (shape.factor - 1) * sum(min(shape.top_k, count) for count in levels) + max(map(len, starts))
+    below = range(1, tallest)
+    columns = (list(below), [shape.factor ** (height - 1) for height in below], [heap.first(h) for h in below])
+    with torch.inference_mode(False):
+        height, size, first = (torch.tensor(column, dtype=torch.int64, device=device)[:, None] for column in columns)
+        return Past(
+            candidates=table([[heap.first(height) + i for height, i in row] for row in nodes], heap.none),
+            starts=table([[heap.first(height) + i for height, i in row] for row in starts], heap.none),
+            ends=table([[(i + 1) * shape.factor ** (height - 1) for height, i in row] for row in starts], heap.groups),
+            height=torch.nn.functional.pad(table([[height for height, _ in row] for row in starts], 0), (0, 1)),
+            few=min(chunks) * shape.chunk // shape.group < shape.top_k,
+            rounds=max((height - 1 for row in nodes for height, _ in row), default=0),
+            tallest=tallest,
+            pooled=pooled,
+            levels=(height, size, first),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One more token in every sequence; the same for all layers."""
+
+    past: Past
+    written: Tensor  # [batch · kv_heads] rows of the leaves, all sequences and heads flattened, that the token goes to
+    exact: Tensor  # [batch, kv_heads, most] rows of the sinks and of the own chunk up to the token
+    hidden: Tensor | None  # [batch, 1, most] which of them there are not; None: all are
+    closing: tuple[int, ...]  # sequences whose chunk this token completes
+    closed: tuple[int, ...]  # and the numbers of those chunks
+
+
+@lru_cache(maxsize=64)
+def step_of(
+    shape: Shape, heap: Heap, lengths: tuple[int, ...], capacity: int, kv_heads: int, device: torch.device
+) -> Step:
+    """`lengths`: before the token."""
+    place = np.array(lengths)
+    chunks = np.maximum(place - shape.sinks, 0) // shape.chunk
+    own = shape.sinks + chunks * shape.chunk
+    most = int((np.minimum(place + 1, shape.sinks) + np.maximum(place + 1 - own, 0)).max())
+    entry = np.arange(most)
+    slots = np.where(entry < shape.sinks, entry, own[:, None] - shape.sinks + entry)
+    there = slots <= place[:, None]
+    first = np.arange(len(place) * kv_heads).reshape(len(place), kv_heads) * capacity
+    rows = first[..., None] + np.where(there, slots, 0)[:, None]
+    closing = np.flatnonzero((place >= shape.sinks) & ((place + 1 - shape.sinks) % shape.chunk == 0))
+    with torch.inference_mode(False):
+        return Step(
+            past=past_of(shape, heap, tuple(chunks.tolist()), device),
+            written=torch.from_numpy((first + place[:, None]).flatten()).to(device),
+            exact=torch.from_numpy(rows).to(device),
+            hidden=None if there.all() else torch.from_numpy(~there[:, None]).to(device),
+            closing=tuple(closing.tolist()),
+            closed=tuple(chunks[closing].tolist()),
+        )
+
+
+def shape_of(branching: Any, chunk: Any, top_k: Any, beam: Any, sinks: Any) -> Shape:
+    if not isinstance(branching, Sequence) or isinstance(branching, str) or len(branching) not in (1, 2):
+        raise InvalidInput("branching", given=repr(branching), expected="keys of a group and a factor, such as (8, 2)")
+    group, factor = (
+        check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate((*branching, branching[-1])[:2])
+    )
+    top_k = check_count("top_k", top_k, "0 or a positive number of groups")
+    if beam is None:
+        width: int | None = default_width(top_k)
+    elif isinstance(beam, str) and beam == "exact":
+        width = None
+    else:
+        least = max(top_k, 1)
+        width = check_count("beam", beam, f"'exact', None, or a width of at least {least} (top_k)", least)
+    shape = Shape(
+        group=group,
+        factor=factor,
+        chunk=check_count("chunk", chunk, "a positive number of tokens", 1),
+        top_k=top_k,
+        width=width,
+        sinks=check_count("sinks", sinks, "0 or a number of first tokens"),
+    )
+    _ = shape.chunk_height
+    return shape

@@ -1,0 +1,35 @@
+"""How many keys the inside of a node stands for, as one entry of entmax in the node's family."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hsa.tree.hierarchy import Hierarchy
+
+
+def keys_inside(hierarchy: Hierarchy, include_self: bool, causal: bool) -> np.ndarray:
+    """m(A) `[nodes]`: leaves of A that a leaf of A sees inside A, a geometric mean over the leaves of A.
+
+        log m(P) = Σ over children C:  leaf_count(C)/leaf_count(P) · log(m(C) + leaves of C's visible siblings)
+
+    from m(leaf) = 1 with `include_self`, else 0. That is leaf_count or leaf_count − 1, unless it is causal; by this
+    recursion, which is the softmax operator's `inner` of logits 0, entmax tends to that operator as α → 1.
+
+    >>> keys_inside(Hierarchy.from_nested([[3, 2]]), include_self=False, causal=False).tolist()
+    [4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    s = hierarchy.structure
+    inside = s.leaf_count.astype(np.float64) - (not include_self)
+    if not causal:
+        return inside
+    below = np.flatnonzero(s.parent >= 0)
+    height = s.height[s.parent[below]]
+    for h in range(1, int(s.height.max(initial=0)) + 1):  # members come before their parents
+        members = below[height == h]
+        parents = s.parent[members]
+        seen = inside[members] + s.first_leaf[members] - s.first_leaf[parents]
+        share = s.leaf_count[members] / s.leaf_count[parents]
+        mean = np.zeros(len(inside))
+        np.add.at(mean, parents, share * np.log(seen))
+        inside[parents] = np.exp(mean[parents])
+    return inside

@@ -1,0 +1,238 @@
+"""The plan of the sweeps: runs of families that one program works on, level by level.
+
+A run is one family, or a few small ones that fit 16 rows together. Runs are padded to one of a few sizes; those of one size
+and level are a *job*, one launch. The levels near the roots, where a tree has few rows left, are bundled: one program takes
+whole trees through all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.hierarchical.entmax.inside import keys_inside
+from hsa.attention.kernels.levels import Levels, families, levels
+from hsa.tree.hierarchy import Hierarchy
+
+SIZES = (16, 32, 64, 128)
+FAMILIES_PER_RUN = 16
+SMALL = 4
+"""Mean size up to which families share runs. Runs of one family are cheaper to pool."""
+WORTH_A_JOB = 1 / 16
+"""Share of a level's rows below which runs are padded to the next size rather than launched on their own."""
+TOP_ROWS = 64
+"""Rows of a tree that one program works through, level after level, sooner than more launches would."""
+BUNDLE = 128
+"""Rows of several small trees that one program takes together."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of one size: numbers `first` to `first + count − 1`."""
+
+    size: int
+    single: bool  # every run is one family
+    full: bool  # every run has `size` rows, run i begins at row i · size
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Level:
+    begin: int  # rows; those above the leaves are numbered from 0
+    end: int
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the host must know of a plan."""
+
+    leaves: int
+    above: int  # rows above the leaves
+    root: int  # the first row of the last level
+    runs: int
+    top_size: int
+    top_single: bool
+    top_levels: int
+    bundles: int
+    levels: tuple[Level, ...]  # below the top, leaves first
+
+    def integers(self) -> list[int]:
+        """All of it as a list, which a custom operator takes; `Layout.read` reads it."""
+        flat = [self.leaves, self.above, self.root, self.runs]
+        flat += [self.top_size, self.top_single, self.top_levels, self.bundles]
+        for level in self.levels:
+            flat += [level.begin, level.end, len(level.jobs)]
+            for job in level.jobs:
+                flat += [job.size, job.single, job.full, job.first, job.count]
+        return flat
+
+    @staticmethod
+    def read(flat: list[int]) -> Layout:
+        place, levels = 8, []
+        while place < len(flat):
+            begin, end, jobs = flat[place : place + 3]
+            place += 3
+            read = []
+            for _ in range(jobs):
+                size, single, full, first, count = flat[place : place + 5]
+                read.append(Job(size, bool(single), bool(full), first, count))
+                place += 5
+            levels.append(Level(begin, end, tuple(read)))
+        leaves, above, root, runs, size, single, top_levels, bundles = flat[:8]
+        return Layout(leaves, above, root, runs, size, bool(single), top_levels, bundles, tuple(levels))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    table: Tensor
+    """int32, one after another: the parent of every row, the leaves below it; where runs begin and end; `[levels of the top,
+    bundles + 1]` first run."""
+    node: Tensor  # [rows] the node that each row stands for
+    layout: list[int]
+
+
+def tiles(hierarchy: Hierarchy) -> Tiles:
+    """The plan of a rooted forest for which there are no `hierarchical_reasons`, built once."""
+    return hierarchy.cached("tiles", lambda: _build(hierarchy))
+
+
+def inside_weights(hierarchy: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
+    """`[rows above the leaves]` weights of the insides in entmax: their keys, or (not `weighted`) 1; 0 if there are none."""
+
+    def build() -> Tensor:
+        plan = levels(hierarchy)
+        assert plan is not None
+        inside = keys_inside(hierarchy, include_self, causal)[plan.node[plan.num_leaves :]]
+        inside = inside if weighted else inside > 0
+        return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
+
+    return hierarchy.cached(("inside", weighted, include_self, causal), build)
+
+
+def _build(hierarchy: Hierarchy) -> Tiles:
+    plan = levels(hierarchy)
+    assert plan is not None
+    num_leaves, top_level = plan.num_leaves, _first_level_of_top(plan, hierarchy.num_trees)
+    begins: list[np.ndarray] = []
+    ends: list[np.ndarray] = []
+    found, number = [], 0
+    for level in range(top_level):
+        row = plan.bounds[level] - (num_leaves if level else 0)
+        jobs = []
+        for size, single, begin, end in _jobs(families(plan, level)):
+            full = level == 0 and bool((begin == np.arange(len(begin)) * size).all() and (end - begin == size).all())
+            jobs.append(Job(size, single, full, number, len(begin)))
+            begins.append(row + begin)
+            ends.append(row + end)
+            number += len(begin)
+        found.append(Level(row, row + plan.bounds[level + 1] - plan.bounds[level], tuple(jobs)))
+    top_size, top_single, bundles = _top(plan, top_level, number, begins, ends)
+    begin, end = np.concatenate(begins), np.concatenate(ends)
+    layout = Layout(
+        leaves=num_leaves,
+        above=plan.num_rows - num_leaves,
+        root=plan.bounds[-2] - num_leaves,
+        runs=len(begin),
+        top_size=top_size,
+        top_single=top_single,
+        top_levels=len(bundles),
+        bundles=bundles.shape[1] - 1,
+        levels=tuple(found),
+    )
+    parent = np.where(plan.parent < 0, -1, plan.parent - num_leaves)
+    table = np.concatenate([parent, plan.leaf_count, begin, end, bundles.ravel()]).astype(np.int32)
+    device = plan.device
+    return Tiles(torch.from_numpy(table).to(device), torch.from_numpy(plan.node).to(device), layout.integers())
+
+
+def _first_level_of_top(plan: Levels, num_trees: int) -> int:
+    """The first level above the leaves at which every tree has few rows."""
+    for level in range(1, plan.num_levels):
+        if _rows_per_tree(plan, level, num_trees).max() <= TOP_ROWS:
+            return level
+    return plan.num_levels
+
+
+def _rows_per_tree(plan: Levels, level: int, num_trees: int) -> np.ndarray:
+    """[trees] rows of a level: their first leaves fall between those of the trees."""
+    roots = plan.first_leaf[plan.bounds[-2] :]
+    first = plan.first_leaf[plan.bounds[level] : plan.bounds[level + 1]]
+    return np.diff(np.searchsorted(first, np.append(roots, plan.num_leaves)))
+
+
+def _top(
+    plan: Levels, top_level: int, number: int, begins: list[np.ndarray], ends: list[np.ndarray]
+) -> tuple[int, bool, np.ndarray]:
+    """Size of the runs, whether all are single families, `[levels, bundles + 1]` first runs. Bundles are whole trees.
+
+    Adds the runs to `begins` and `ends`.
+    """
+    roots = plan.first_leaf[plan.bounds[-2] :]
+    if top_level == plan.num_levels:  # nothing is left: one row per tree
+        return SIZES[0], True, np.empty((0, 1), np.int64)
+    per_tree = _rows_per_tree(plan, top_level, len(roots))
+    trees = _pack(np.concatenate([[0], np.cumsum(per_tree)]), BUNDLE, len(roots))
+    leaf_bounds = np.append(roots, plan.num_leaves)[trees]
+    in_top = [families(plan, level) for level in range(top_level, plan.num_levels)]
+    size = next(size for size in SIZES if size >= max(int(np.diff(bounds).max()) for bounds in in_top))
+    most = _families_per_run(in_top[0])
+    bundles = []
+    for level, bounds in zip(range(top_level, plan.num_levels), in_top, strict=True):
+        of_parent = plan.first_leaf[plan.bounds[level + 1] : plan.bounds[level + 2]]
+        last = np.searchsorted(of_parent, leaf_bounds)  # families of each bundle
+        packed = _pack(bounds, size, most, last)
+        row = plan.bounds[level] - plan.num_leaves
+        begins.append(row + bounds[packed[:-1]])
+        ends.append(row + bounds[packed[1:]])
+        bundles.append(number + np.searchsorted(packed, last))
+        number += len(packed) - 1
+    return size, most == 1, np.array(bundles)
+
+
+def _families_per_run(bounds: np.ndarray) -> int:
+    """One, unless families are so small that their runs would be mostly padding."""
+    return 1 if bounds[-1] > SMALL * (len(bounds) - 1) else FAMILIES_PER_RUN
+
+
+def _jobs(bounds: np.ndarray) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
+    """Size, whether all runs are single families, begins and ends of the runs of each size."""
+    packed = _pack(bounds, SIZES[0], _families_per_run(bounds))
+    begin, end, number = bounds[packed[:-1]], bounds[packed[1:]], np.diff(packed)
+    sizes = np.array(SIZES)[np.searchsorted(SIZES, end - begin)]
+    rows = end - begin
+    for small, large in pairwise(np.unique(sizes)):
+        if rows[sizes == small].sum() < WORTH_A_JOB * rows.sum():
+            sizes[sizes == small] = large
+    return [
+        (int(size), bool((number[sizes == size] == 1).all()), begin[sizes == size], end[sizes == size])
+        for size in np.unique(sizes)
+    ]
+
+
+def _pack(bounds: np.ndarray, size: int, most: int, ends: np.ndarray | None = None) -> np.ndarray:
+    """Consecutive families into few runs of up to `size` rows and `most` families; a larger family is a run of its own.
+
+    No run goes beyond one of the `ends`.
+
+    >>> _pack(np.array([0, 5, 9, 20, 30]), 16, 16).tolist()  # families 0 and 1, then 2, then 3
+    [0, 2, 3, 4]
+    """
+    number = len(bounds) - 1
+    reach = np.searchsorted(bounds, bounds[:-1] + size, side="right") - 1
+    reach = np.clip(reach, np.arange(number) + 1, np.arange(number) + most)
+    if ends is not None:
+        reach = np.minimum(reach, ends[np.searchsorted(ends, np.arange(number), side="right")])
+    step = int(reach[0]) if number else 1
+    if ends is None and (reach == np.minimum(np.arange(number) + step, number)).all():  # all alike
+        return np.append(np.arange(0, number, step), number)
+    jump, runs, family = reach.tolist(), [], 0
+    while family < number:
+        runs.append(family)
+        family = jump[family]
+    return np.array([*runs, number])

@@ -1,0 +1,161 @@
+"""The forest as kernels want it: every leaf at the same depth, every family a run of rows.
+
+Level 0 holds the leaves, level 1 their parents, the last level one row per tree. A branch that is shorter than the others is
+lengthened by a chain of only children, which changes no result: an only child passes everything on. Then the rows of one
+level, in the order of the leaves, are the families of the level above, one after another, and a few integers per row are the
+whole plan.
+
+Rows are numbered level by level from the leaves up, so that row i < leaves is leaf i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.tree.hierarchy import Hierarchy, Structure
+
+T = TypeVar("T")
+
+MOST_ROWS = 4
+"""Rows per node beyond which chains are not worth it: a comb whose leaves hang at every depth."""
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """A forest with chains. One entry per row, in numpy; tensors on the hierarchy's device below."""
+
+    structure: Structure
+    bounds: tuple[int, ...]  # rows bounds[l] : bounds[l + 1] are level l
+    parent: np.ndarray  # row of the parent; −1 at the last level
+    num_children: np.ndarray  # 0 at leaves
+    node: np.ndarray  # the node that the row stands for: its own, or the one at the foot of its chain
+    row_of_node: np.ndarray  # [nodes] the lowest row that stands for it
+    device: torch.device
+    _cache: dict[Any, Any] = field(default_factory=dict)
+
+    def cached(self, key: Any, build: Callable[[], T]) -> T:
+        """What kernels make of the plan, built once."""
+        return self._cache[key] if key in self._cache else self._build(key, build)
+
+    @torch.compiler.disable
+    def _build(self, key: Any, build: Callable[[], T]) -> T:
+        with torch.inference_mode(False):  # later calls may need gradients
+            self._cache[key] = value = build()
+        return value
+
+    @cached_property
+    def first_child(self) -> np.ndarray:
+        """Row of the first member; 0 at leaves. Families are in the order of their parents."""
+        return np.where(self.num_children > 0, np.cumsum(self.num_children) - self.num_children, 0)
+
+    @cached_property
+    def leaf_count(self) -> np.ndarray:
+        return self.structure.leaf_count[self.node]
+
+    @cached_property
+    def first_leaf(self) -> np.ndarray:
+        return self.structure.first_leaf[self.node]
+
+    @cached_property
+    def stands_for_leaf(self) -> np.ndarray:
+        """Booleans: a leaf, or a chain above a leaf that has siblings further up."""
+        return self.structure.is_leaf[self.node]
+
+    @property
+    def num_leaves(self) -> int:
+        return self.bounds[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_levels(self) -> int:
+        """Levels above the leaves."""
+        return len(self.bounds) - 2
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The entries per row, int32, on the device, in one transfer."""
+        columns = {
+            "parent": self.parent,
+            "first_child": self.first_child,
+            "num_children": self.num_children,
+            "leaf_count": self.leaf_count,
+        }
+        table = torch.from_numpy(np.stack([x.astype(np.int32) for x in columns.values()])).to(self.device)
+        return dict(zip(columns, table, strict=True))
+
+
+def levels(hierarchy: Hierarchy) -> Levels | None:
+    """The rows of a rooted forest (`rounds.rooted`), built once; None if its branches are too unequal for chains.
+
+    >>> plan = levels(Hierarchy.from_nested([[3, 2], [4]]))
+    >>> plan.bounds  # nine tokens, three sentences, two documents
+    (0, 9, 12, 14)
+    >>> plan.num_children[9:].tolist()
+    [3, 2, 4, 2, 1]
+    """
+    return hierarchy.cached("levels", lambda: _build(hierarchy))
+
+
+def _build(hierarchy: Hierarchy) -> Levels | None:
+    s = hierarchy.structure
+    offsets = s.depth_offsets
+    if offsets[-1] - offsets[-2] == hierarchy.num_leaves:  # all leaves are equally deep: the depths are the levels
+        node = np.concatenate([np.arange(begin, end) for begin, end in pairwise(offsets)][::-1])
+        row_of_node = np.empty_like(node)
+        row_of_node[node] = np.arange(len(node))
+        above = s.parent[node]
+        parent = np.where(above < 0, -1, row_of_node[above])
+        bounds = np.concatenate([[0], np.cumsum(np.diff(offsets)[::-1])])
+    else:
+        chained = _with_chains(hierarchy)
+        if chained is None:
+            return None
+        node, row_of_node, parent, bounds = chained
+    num_children = np.bincount(parent[: bounds[-2]], minlength=len(node))
+    return Levels(s, tuple(bounds.tolist()), parent, num_children, node, row_of_node, hierarchy.device)
+
+
+def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """The node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
+    s, leaves = hierarchy.structure, hierarchy.num_leaves
+    top = int(s.height.max(initial=0))
+    lowest = np.maximum(s.height, 1)  # above the leaves' own level, which is in order as it is
+    span = np.where(s.parent < 0, top + 1, s.height[s.parent]) - lowest  # rows that stand for the node from there on
+    num_rows = int(span.sum())
+    if leaves + num_rows > MOST_ROWS * hierarchy.num_nodes:
+        return None
+    first = np.cumsum(span) - span  # of every node, among these rows node by node
+    node = np.repeat(np.arange(hierarchy.num_nodes), span)
+    level = lowest[node] + np.arange(num_rows) - first[node]
+    order = np.argsort(level * (leaves + 1) + s.first_leaf[node], kind="stable")
+    place = np.empty(num_rows + 1, np.int64)  # one more, for what comes after the last
+    place[order] = leaves + np.arange(num_rows)
+    # One step up: the next row of the same node, or the first row of its parent.
+    up = place[1:].copy()
+    up[(first + span - 1)[span > 0]] = np.where(s.parent < 0, -1, place[first[s.parent]])[span > 0]
+    of_leaf = np.where(span > 0, place[first], place[first[s.parent]])[s.leaf_nodes]
+    row_of_node = place[first]
+    row_of_node[s.leaf_nodes] = np.arange(leaves)
+    bounds = np.concatenate([[0], leaves + np.searchsorted(level[order], np.arange(1, top + 2))])
+    return np.concatenate([s.leaf_nodes, node[order]]), row_of_node, np.concatenate([of_leaf, up[order]]), bounds
+
+
+def families(plan: Levels, level: int) -> np.ndarray:
+    """[families + 1] the rows of `level` as families: bounds, counted from the level's first row.
+
+    >>> families(levels(Hierarchy.from_nested([[3, 2], [4]])), 0).tolist()
+    [0, 3, 5, 9]
+    """
+    begin, end = plan.bounds[level + 1], plan.bounds[level + 2]
+    return np.concatenate([[0], np.cumsum(plan.num_children[begin:end])])

@@ -1,0 +1,333 @@
+"""Backend "torch": pool keys and values into a pyramid, gather every group's list, and attend to it.
+
+Groups of like size and list length are worked on together, in chunks that bound the memory: padded where that costs less
+than one more chunk. For the gradient, each chunk is computed again (checkpointing) instead of kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hsa.attention.entmax import entmax, level
+from hsa.attention.mixing import HeadMixing
+from hsa.attention.multiscale.cluster import KeyClusters
+from hsa.attention.multiscale.position_logits import position_logits
+from hsa.attention.multiscale.pyramid import in_order, pyramid
+from hsa.attention.multiscale.selection import Partition
+from hsa.attention.normalizers import Entmax
+from hsa.attention.rounds import rounds
+from hsa.attention.softmax import exact
+from hsa.tree.hierarchy import Hierarchy
+
+CHUNK = {"cpu": 2**22, "cuda": 2**26}
+"""Numbers gathered at once."""
+WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**30}
+"""Products of padding that cost about as much as one more chunk."""
+
+
+def multiscale_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    partition: Partition,
+    limit: Tensor | None,
+    clusters: KeyClusters | None,
+    positions: Tensor | None,
+    include_self: bool,
+    pooled_bias: Tensor | None,
+    mixing: HeadMixing | None,
+    normalizer: Entmax | None,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """See `hsa.multiscale_attention`; the forest is rooted, the arguments are checked."""
+    if clusters is not None:
+        k, v = in_order(k, clusters.order), in_order(v, clusters.order)
+    plan = rounds(hierarchy)
+    keys, values = pyramid(k, plan), pyramid(v, plan)
+    lists = Lists(
+        hierarchy, partition, plan.slot_of_node, limit, clusters, include_self, q.shape[1], k.shape[1], keys.dtype
+    )
+    maps = () if mixing is None else (mixing.logits, mixing.weights)
+    alpha = normalizer.alpha if normalizer is not None and isinstance(normalizer.alpha, Tensor) else None
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, alpha, *maps)
+    )
+    out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
+    pieces: list[Tensor] = []
+    place = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
+    begin = 0
+    for groups, num_queries, longest_list in chunks(partition, q.shape[1] * q.shape[2]):
+        chunk = lists.chunk(groups, num_queries, longest_list)
+        attend = partial(
+            _attend,
+            hierarchy=hierarchy,
+            chunk=chunk,
+            mixing=mixing,
+            normalizer=normalizer,
+            dropout_p=dropout_p,
+            scale=scale,
+        )
+        arguments = q, keys, values, pooled_bias, positions
+        rows = chunk.rows.flatten()
+        if needs_grad:
+            pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
+            place[rows] = torch.arange(begin, begin + len(rows), device=q.device)
+            begin += len(rows)
+        else:
+            out.index_copy_(0, rows, attend(*arguments).to(q.dtype))
+    return torch.cat(pieces).index_select(0, place) if pieces else out
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Groups of like size with their lists, padded. Lists have one head where all heads share them."""
+
+    rows: Tensor  # [groups, queries] rows of q; padding repeats a group's last query, whose result comes out twice
+    leaf: Tensor | None  # [groups, queries] leaf nodes of the queries
+    parent: Tensor | None  # [groups] their parent
+    nodes: Tensor  # [groups, 1 or heads, entries]
+    key_rows: Tensor  # [groups, heads, entries] rows of the pyramid with slots and key/value heads flattened
+    pooled: Tensor  # [groups, 1 or heads, entries] not a leaf
+    log_count: Tensor  # [groups, 1 or heads, entries]
+    mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries]
+
+    def seen(self) -> Tensor:
+        """The mask, without queries that are there twice."""
+        repeated = torch.zeros_like(self.rows, dtype=torch.bool)
+        repeated[:, 1:] = self.rows[:, 1:] == self.rows[:, :-1]
+        once = ~repeated[:, None, :, None]
+        return once if self.mask is None else self.mask & once
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pooled_bias: Tensor | None,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: Chunk,
+    mixing: HeadMixing | None,
+    normalizer: Entmax | None,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """[groups · queries, heads, value_dim]"""
+    v = _gather(values, chunk)
+    if dropout_p == 0 and mixing is None and normalizer is None:
+        queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
+        bias = _sum(chunk.log_count[:, :, None], more, place)
+        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
+    else:
+        weights = chunk_weights(q, keys, pooled_bias, positions, hierarchy, chunk, mixing, normalizer, scale)
+        out = (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def chunk_weights(
+    q: Tensor,
+    keys: Tensor,
+    pooled_bias: Tensor | None,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: Chunk,
+    mixing: HeadMixing | None,
+    normalizer: Entmax | None,
+    scale: float,
+) -> Tensor:
+    """[groups, heads, queries, entries]"""
+    queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
+    logits = _sum(queries @ k.transpose(-1, -2) * scale, place)
+    logits = _sum(logits if mixing is None else mixing.mix_logits(logits), more)
+    weights = _softmax(logits, chunk) if normalizer is None else _entmax(logits, chunk, hierarchy, normalizer)
+    return weights if mixing is None else mixing.mix_weights(weights)
+
+
+def _compared(
+    q: Tensor,
+    keys: Tensor,
+    pooled_bias: Tensor | None,
+    positions: Tensor | None,
+    hierarchy: Hierarchy,
+    chunk: Chunk,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Queries and keys `[groups, heads, queries or entries, dim]`, the bias of pooled nodes, the logits of positions."""
+    queries = q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
+    more = place = None
+    if pooled_bias is not None:
+        per_head = pooled_bias.to(keys.dtype)[:, None]
+        more = torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))[:, :, None]
+    if positions is not None:
+        assert chunk.parent is not None
+        assert chunk.leaf is not None
+        place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
+    return queries.to(keys.dtype), _gather(keys, chunk), more, place
+
+
+def _gather(rows: Tensor, chunk: Chunk) -> Tensor:
+    """[groups, heads, entries, dim] of the pyramid's rows."""
+    return rows.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
+
+
+def _sum(x: Tensor, *others: Tensor | None) -> Tensor:
+    for other in others:
+        x = x if other is None else x + other
+    return x
+
+
+def _softmax(logits: Tensor, chunk: Chunk) -> Tensor:
+    hidden = logits == -math.inf  # by the bias of pooled nodes
+    hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
+    logits = (logits + chunk.log_count[:, :, None]).masked_fill(hidden, torch.finfo(logits.dtype).min)
+    return logits.softmax(-1).masked_fill(hidden, 0)
+
+
+@torch.compiler.disable  # the search for the normaliser asks values when to stop
+def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
+    if chunk.mask is not None:
+        logits = logits.masked_fill(~chunk.mask, -math.inf)
+    count = hierarchy.leaf_count[chunk.nodes][:, :, None].to(logits.dtype)
+    if normalizer.counts == "logits":
+        logits, count = logits + chunk.log_count[:, :, None], torch.ones_like(count[:1, :1])
+    if normalizer.levels == 1:
+        alpha = normalizer.at_height(1, logits.dtype)
+        return entmax(logits, count, alpha[:, None, None] if alpha.ndim else alpha)
+    alpha = _alpha_of_nodes(chunk.nodes, hierarchy, normalizer.by_height(normalizer.levels, logits))
+    return entmax(level(logits, alpha), count, alpha)
+
+
+def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tensor:
+    """`[groups, 1 or heads, 1, entries]`: by the height of the family that a node is a member of."""
+    heads = max(nodes.shape[1], alpha.shape[1])
+    row = hierarchy.tensor("height")[hierarchy.parent[nodes]].clamp(max=len(alpha)) - 1
+    head = torch.arange(alpha.shape[1], device=nodes.device).expand(heads)[:, None]
+    return alpha[row.expand(-1, heads, -1), head][:, :, None]
+
+
+class Lists:
+    """Makes chunks: node ids to rows of the pyramid, biases and masks."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        partition: Partition,
+        slot: Tensor,
+        limit: Tensor | None,
+        clusters: KeyClusters | None,
+        include_self: bool,
+        heads: int,
+        kv_heads: int,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.hierarchy, self.partition, self.slot, self.limit = hierarchy, partition, slot, limit
+        self.clusters, self.include_self = clusters, include_self
+        self.kv_heads = kv_heads
+        self.kv_head = torch.arange(kv_heads, device=slot.device).repeat_interleave(heads // kv_heads)
+        self.queries = partition.queries
+        self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
+
+    def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> Chunk:
+        h, partition, device = self.hierarchy, self.partition, self.slot.device
+        end = self.queries.offsets[groups + 1][:, None]
+        rows = (self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)).minimum(end - 1)
+
+        entry = torch.arange(longest_list, device=device)
+        row = groups[:, None] * partition.heads + torch.arange(partition.heads, device=device)
+        inside = entry < (partition.offsets[row + 1] - partition.offsets[row])[..., None]
+        index = partition.offsets[row][..., None] + entry
+        nodes = partition.nodes[torch.where(inside, index, 0)]  # [groups, 1 or heads, entries]
+        slots = self.slot[nodes]
+        pooled = h.num_children[nodes] > 0
+        mask = None if bool(inside.all()) else inside[:, :, None]
+
+        leaf = parent = None
+        if self.queries.leaves is not None:
+            leaf = h.tensor("leaf_nodes")[self.queries.leaves[rows]]
+            parent = h.parent[leaf[:, 0]]
+            if not self.include_self:
+                mask = _both(mask, nodes[:, :, None] != leaf[:, None, :, None])
+        if self.limit is not None:
+            last = h.tensor("end_leaf")[nodes] - 1  # the last key in a node, by leaf number
+            if self.clusters is not None:
+                held = self.clusters.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
+                last = torch.where(pooled, last, held)
+            mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
+        return Chunk(
+            rows=rows,
+            leaf=leaf,
+            parent=parent,
+            nodes=nodes,
+            key_rows=slots * self.kv_heads + self.kv_head[:, None],
+            pooled=pooled,
+            log_count=self.log_count[nodes],
+            mask=mask,
+        )
+
+
+def entries_seen(
+    partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, clusters: KeyClusters | None, heads: int
+) -> int:
+    """Entries of the lists that queries attend to, all heads together: what lies beyond their limit is not counted."""
+    kv_heads = 1 if clusters is None else len(clusters.order)
+    if limit is None:
+        sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
+        return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
+    slot = rounds(hierarchy).slot_of_node
+    lists = Lists(hierarchy, partition, slot, limit, clusters, True, heads, kv_heads)
+    total = 0
+    for groups, num_queries, longest_list in chunks(partition, heads):
+        chunk = lists.chunk(groups, num_queries, longest_list)
+        total += int(chunk.seen().expand(len(groups), heads, num_queries, longest_list).sum())
+    return total
+
+
+def _both(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Groups of like size and list length together: (groups, their size, their longest list)."""
+    sizes = np.diff(partition.queries.host_offsets)
+    lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
+    order = np.lexsort((lengths, sizes))[::-1]
+    order = order[sizes[order] > 0]
+    kind = "cpu" if partition.offsets.device.type == "cpu" else "cuda"
+    for begin, end in _alike(sizes[order], lengths[order], WORTH_A_CHUNK[kind] // numbers_per_entry):
+        size, longest = int(sizes[order[begin]]), int(lengths[order[begin:end]].max())
+        step = max(1, CHUNK[kind] // (numbers_per_entry * (longest + size)))
+        for first in range(begin, end, step):
+            groups = order[first : min(first + step, end)]
+            yield torch.as_tensor(groups.copy()).to(partition.offsets.device), size, int(lengths[groups].max())
+
+
+def _alike(sizes: np.ndarray, lengths: np.ndarray, worth: int) -> list[tuple[int, int]]:
+    """Cut groups, sorted by falling size, where padding them to a common shape would take more than `worth` entries.
+
+    >>> _alike(np.array([9, 9, 8, 2]), np.array([20, 10, 10, 10]), worth=200)
+    [(0, 3), (3, 4)]
+    """
+    if len(sizes) == 0:
+        return []
+    # Runs of one size and like lengths are looked at once each.
+    classes = np.flatnonzero(np.diff(sizes * 2**32 + lengths // 16, prepend=-1))
+    cuts, count, entries, size, longest = [0], 0, 0, int(sizes[0]), 0
+    for begin, end in zip(classes, [*classes[1:], len(sizes)], strict=True):
+        more, top = int((sizes[begin:end] * lengths[begin:end]).sum()), int(lengths[begin:end].max())
+        padded = (count + end - begin) * size * max(longest, top)
+        if count and padded - entries - more > worth:
+            cuts.append(int(begin))
+            count, entries, size, longest = 0, 0, int(sizes[begin]), 0
+        count, entries, longest = count + int(end - begin), entries + more, max(longest, top)
+    return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))

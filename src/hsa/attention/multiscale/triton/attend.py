@@ -1,0 +1,513 @@
+"""Multiscale attention over lists of rows: a flash-style pass per block of queries, 32 entries at a time, and its gradient.
+
+The gradient makes the lists once more. Gradients of keys and values add up by atomic additions in float32, in no fixed
+order: two runs may differ in the last bits. Everything else is reproducible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.levels import Levels
+from hsa.attention.kernels.triton.launch import Operator, last_stride_1
+from hsa.attention.multiscale.triton.lists import (
+    END_LEAF,
+    LOG_COUNT,
+    STANDS_FOR_LEAF,
+    Lists,
+    column,
+    kernel,
+    make_lists,
+    rows_of,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def attend_lists(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    open_rows: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    plan: Levels,
+    *,
+    limit: Tensor | None,
+    leaves: Tensor | None,
+    order: Tensor | None,
+    include_self: bool,
+    pooled_bias: Tensor | None,
+    scale: float,
+    most_queries: int,
+) -> Tensor:
+    """`[queries, heads, value_dim]`, see `hsa.multiscale_attention`. Rows that see nothing are 0.
+
+    Args:
+        q: `[queries, heads, dim]`.
+        keys, values: pyramids `[kv_heads, rows, dim]`.
+        open_rows: `[groups, heads or 1, width]` int32, −1: none.
+        group_offsets: `[groups + 1]` int64, the rows of q of every group; together all rows.
+        group_tree: `[groups]` int64, the tree whose keys the group reads.
+        limit: `[queries]` int64: seen are entries whose leaves all come before this one; None: all.
+        leaves: `[queries]` int64, the leaf that each query is; needed without `include_self`.
+        order: `[kv_heads, leaves]` int64, the leaf whose key sits at each leaf slot; needed with `limit` if keys were moved.
+        include_self: False hides each leaf from itself.
+        pooled_bias: `[1 or heads]`, added to the logits of rows that do not stand for a leaf.
+        most_queries: of a group.
+    """
+    rows = rows_of(plan)
+    out, _ = operator(
+        q,
+        keys,
+        values,
+        open_rows,
+        group_offsets,
+        group_tree,
+        rows.table,
+        rows.roots,
+        rows.level_ends,
+        limit,
+        None if include_self else leaves,
+        order if limit is not None or not include_self else None,
+        pooled_bias,
+        scale,
+        most_queries,
+        rows.most_entries(open_rows.shape[2]),
+        rows.widest,
+    )
+    return out
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    open_rows: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    table: Tensor,
+    roots: Tensor,
+    level_ends: Tensor,
+    limit: Tensor | None,
+    leaves: Tensor | None,
+    order: Tensor | None,
+    pooled_bias: Tensor | None,
+    scale: float,
+    most_queries: int,
+    most_entries: int,
+    widest: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The output, and log2 of the summed exponentials [heads, queries]: +∞ where nothing is seen."""
+    q = last_stride_1(q)
+    keys, values = keys.contiguous(), values.contiguous()
+    order = None if order is None else order.contiguous()
+    out, mass = _empty(q, keys, values)
+    if len(q) == 0:
+        return out, mass
+    tiles = _tiles(q, values, most_queries)
+    for lists in make_lists(
+        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+    ):
+        _forward_kernel[(lists.groups, q.shape[1], triton.cdiv(most_queries, tiles["BLOCK_Q"]))](
+            q,
+            keys,
+            values,
+            out,
+            mass,
+            lists.entries,
+            lists.counts,
+            group_offsets,
+            table,
+            limit,
+            leaves,
+            order,
+            pooled_bias,
+            *_numbers(q, keys, pooled_bias, order, lists),
+            scale,
+            **tiles,
+            num_stages=2,
+        )
+    return out, mass
+
+
+def _empty(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The output [queries, heads, value_dim], and a number per head and query."""
+    out = q.new_empty(len(q), q.shape[1], values.shape[2])
+    return out, q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+
+
+def _attend_backward(
+    d_out: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    open_rows: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    table: Tensor,
+    roots: Tensor,
+    level_ends: Tensor,
+    limit: Tensor | None,
+    leaves: Tensor | None,
+    order: Tensor | None,
+    pooled_bias: Tensor | None,
+    scale: float,
+    most_queries: int,
+    most_entries: int,
+    widest: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, keys, values and pooled_bias (empty without one)."""
+    q = last_stride_1(q)
+    keys, values, d_out = keys.contiguous(), values.contiguous(), d_out.contiguous()
+    order = None if order is None else order.contiguous()
+    d_q = q.new_empty(q.shape)
+    d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+    tiles = _tiles(q, values, most_queries)
+    blocks = triton.cdiv(max(most_queries, 1), tiles["BLOCK_Q"])
+    d_bias = None if pooled_bias is None else mass.new_zeros(len(group_tree), q.shape[1], blocks)
+    for lists in make_lists(
+        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+    ):
+        _backward_kernel[(lists.groups, q.shape[1], blocks)](
+            q,
+            keys,
+            values,
+            out,
+            mass,
+            d_out,
+            d_q,
+            d_keys,
+            d_values,
+            d_bias,
+            lists.entries,
+            lists.counts,
+            group_offsets,
+            table,
+            limit,
+            leaves,
+            order,
+            pooled_bias,
+            *_numbers(q, keys, pooled_bias, order, lists),
+            scale,
+            **tiles,
+            num_stages=1,
+        )
+    d_keys, d_values = d_keys.to(q.dtype), d_values.to(q.dtype)
+    if d_bias is None or pooled_bias is None:
+        return d_q, d_keys, d_values, mass.new_empty(0)
+    per_head = d_bias.sum((0, 2)) if len(pooled_bias) > 1 else d_bias.sum().view(1)
+    return d_q, d_keys, d_values, per_head.to(pooled_bias.dtype)
+
+
+def _empty_gradients(
+    d_out: Tensor, out: Tensor, mass: Tensor, q: Tensor, keys: Tensor, values: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pooled_bias = rest[9]
+    d_bias = mass.new_empty(0) if pooled_bias is None else pooled_bias.new_empty(pooled_bias.shape)
+    d_keys, d_values = (x.new_empty(x.shape, dtype=q.dtype) for x in (keys, values))
+    return q.new_empty(q.shape), d_keys, d_values, d_bias
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output, *inputs[:13])
+    ctx.options = inputs[13:]
+
+
+def _backward(ctx, d_out: Tensor, d_mass: Tensor):
+    out, mass, *inputs = ctx.saved_tensors
+    *d_inputs, d_bias = gradients(d_out, out, mass, *inputs, *ctx.options)
+    return *d_inputs, *(None,) * 9, None if inputs[12] is None else d_bias, None, None, None, None
+
+
+operator = Operator("attend_lists", _attend, _empty, _keep, _backward)
+gradients = Operator("attend_lists_backward", _attend_backward, _empty_gradients)
+
+
+def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
+    """Sizes of the pieces that a program of attention works on."""
+    dim, value_dim = (padded(x.shape[2]) for x in (q, values))
+    larger = max(dim, value_dim)
+    if most_queries == 1:
+        queries, warps = 1, max(1, larger // 64)
+    else:
+        most = max(16, 2**14 // (larger * q.element_size()))
+        queries = min(64, most, padded(most_queries))
+        per_warp = 2**8 if q.dtype == torch.float32 else 2**10  # without tensor cores, products take registers
+        warps = min(8, max(1, queries * larger // per_warp))
+    return {
+        "DIM": q.shape[2],
+        "VALUE_DIM": values.shape[2],
+        "BLOCK_Q": queries,
+        "BLOCK_D": dim,
+        "BLOCK_V": value_dim,
+        "ENTRIES": 32,
+        "num_warps": warps,
+    }
+
+
+def _numbers(
+    q: Tensor, keys: Tensor, pooled_bias: Tensor | None, order: Tensor | None, lists: Lists
+) -> tuple[int, ...]:
+    """Sizes and strides, as kernels take them."""
+    return (
+        q.stride(0),
+        q.stride(1),
+        len(q),
+        q.shape[1],
+        q.shape[1] // keys.shape[0],
+        keys.shape[1],
+        0 if order is None else order.shape[1],
+        lists.entries.shape[1],
+        lists.heads,
+        1 if lists.heads > 1 else 0,
+        lists.first_group,
+        1 if pooled_bias is not None and len(pooled_bias) > 1 else 0,
+    )
+
+
+@triton.jit
+def _product(a, b):
+    """[m, d] · [n, d] → [m, n] in float32; a single row without tensor cores."""
+    if a.shape[0] == 1:
+        product = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
+    else:
+        product = tl.dot(a, tl.trans(b), input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _average(weight, x):
+    """[m, n] · [n, d] → [m, d] in float32."""
+    if weight.shape[0] == 1:
+        product = tl.sum(tl.trans(weight) * x.to(tl.float32), 0)[None, :]
+    else:
+        product = tl.dot(weight.to(x.dtype), x, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _spread(weight, x):
+    """[m, n]ᵀ · [m, d] → [n, d] in float32."""
+    if weight.shape[0] == 1:
+        product = tl.trans(weight) * x.to(tl.float32)
+    else:
+        product = tl.dot(tl.trans(weight.to(x.dtype)), x, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _read(x, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK] of a matrix with DIM columns."""
+    d = tl.arange(0, BLOCK)
+    return tl.load(x + row.to(tl.int64)[:, None] * DIM + d, mask=exists[:, None] & (d < DIM), other=0.0)
+
+
+@triton.jit
+def _add(x, row, exists, value, DIM: tl.constexpr):
+    d = tl.arange(0, value.shape[1])
+    tl.atomic_add(x + row.to(tl.int64)[:, None] * DIM + d, value, exists[:, None] & (d < DIM), sem="relaxed")
+
+
+@triton.jit
+def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
+    """[queries, entries] to base 2, −∞ where an entry is not seen; and which entries are pooled."""
+    stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
+    extra = column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True) + tl.where(stands_for_leaf, 0.0, bias)
+    seen = inside[:, None] & exists[None, :]
+    if (limit is not None) or (own is not None):
+        end = column(table, row, END_LEAF, exists, 0)
+        leaf = tl.where(stands_for_leaf, end - 1, -1)
+        if order is not None:
+            held = tl.load(order + leaf, mask=exists & stands_for_leaf, other=-1).to(tl.int32)
+            end = tl.where(stands_for_leaf, held + 1, end)
+            leaf = held
+        if limit is not None:
+            seen = seen & (end[None, :] <= limit[:, None])
+        if own is not None:
+            seen = seen & (leaf[None, :] != own[:, None])
+    logit = tl.where(seen, _product(q, k) * (scale * LOG2E) + extra[None, :], -float("inf"))
+    return logit, stands_for_leaf == 0
+
+
+@kernel
+def _forward_kernel(
+    q_ptr,
+    keys,
+    values,
+    out_ptr,
+    mass_ptr,
+    entries,
+    counts,
+    group_offsets,
+    table,
+    limit_ptr,
+    leaves_ptr,
+    order,
+    pooled_bias,
+    q_stride,
+    q_head_stride,
+    num_queries,
+    heads,
+    heads_per_key,
+    num_rows,
+    num_leaves,
+    most_entries,
+    list_heads,
+    list_head_stride,
+    first_group,
+    bias_stride,
+    scale,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """One program: a block of queries of one group, one head."""
+    group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = query < tl.load(group_offsets + group + 1)
+    if tl.max(inside.to(tl.int32), 0) == 0:
+        return
+    kv_head = head // heads_per_key
+    keys += kv_head * num_rows * DIM
+    values += kv_head * num_rows * VALUE_DIM
+    item = (group - first_group) * list_heads + head * list_head_stride
+    entries += item * most_entries
+    count = tl.load(counts + item)
+    limit = None
+    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
+        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
+    own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
+    order = None if order is None else order + kv_head * num_leaves
+    bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
+    d = tl.arange(0, BLOCK_D)
+    source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
+    q = tl.load(source, mask=inside[:, None] & (d < DIM), other=0.0)
+    best = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    mass = tl.zeros([BLOCK_Q], tl.float32)
+    out = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    for begin in range(0, count, ENTRIES):
+        place = begin + tl.arange(0, ENTRIES)
+        exists = place < count
+        row = tl.load(entries + place, mask=exists, other=0)
+        k = _read(keys, row, exists, DIM, BLOCK_D)
+        v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
+        logit, _ = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        better = tl.maximum(best, tl.max(logit, 1))
+        finite = tl.where(better == -float("inf"), 0.0, better)
+        weight = tl.exp2(logit - finite[:, None])
+        fade = tl.exp2(best - finite)
+        mass = mass * fade + tl.sum(weight, 1)
+        out = out * fade[:, None] + _average(weight, v)
+        best = better
+
+    some = mass > 0
+    mass = tl.where(some, mass, 1.0)
+    e = tl.arange(0, BLOCK_V)
+    target = out_ptr + (query[:, None] * heads + head) * VALUE_DIM + e
+    tl.store(target, (out / mass[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < VALUE_DIM))
+    total = tl.where(some, best + tl.log2(mass), float("inf"))
+    tl.store(mass_ptr + head * num_queries + query, total, mask=inside)
+
+
+@kernel
+def _backward_kernel(
+    q_ptr,
+    keys,
+    values,
+    out_ptr,
+    mass_ptr,
+    d_out_ptr,
+    d_q_ptr,
+    d_keys,
+    d_values,
+    d_bias_ptr,
+    entries,
+    counts,
+    group_offsets,
+    table,
+    limit_ptr,
+    leaves_ptr,
+    order,
+    pooled_bias,
+    q_stride,
+    q_head_stride,
+    num_queries,
+    heads,
+    heads_per_key,
+    num_rows,
+    num_leaves,
+    most_entries,
+    list_heads,
+    list_head_stride,
+    first_group,
+    bias_stride,
+    scale,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """One program: a block of queries of one group, one head, over the same entries as in the forward pass."""
+    group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    inside = query < tl.load(group_offsets + group + 1)
+    if tl.max(inside.to(tl.int32), 0) == 0:
+        return
+    kv_head = head // heads_per_key
+    keys += kv_head * num_rows * DIM
+    values += kv_head * num_rows * VALUE_DIM
+    item = (group - first_group) * list_heads + head * list_head_stride
+    entries += item * most_entries
+    count = tl.load(counts + item)
+    limit = None
+    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
+        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
+    own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
+    order = None if order is None else order + kv_head * num_leaves
+    bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
+    d = tl.arange(0, BLOCK_D)
+    source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
+    q = tl.load(source, mask=inside[:, None] & (d < DIM), other=0.0)
+    d_keys += kv_head * num_rows * DIM
+    d_values += kv_head * num_rows * VALUE_DIM
+    out_row = query * heads + head
+    d_out = _read(d_out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
+    out = _read(out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
+    shared = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)  # what every logit of a query loses
+    mass = tl.load(mass_ptr + head * num_queries + query, mask=inside, other=float("inf"))
+    d_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    d_bias = tl.zeros([BLOCK_Q], tl.float32)
+    for begin in range(0, count, ENTRIES):
+        place = begin + tl.arange(0, ENTRIES)
+        exists = place < count
+        row = tl.load(entries + place, mask=exists, other=0)
+        k = _read(keys, row, exists, DIM, BLOCK_D)
+        logit, pooled = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
+        weight = tl.exp2(logit - mass[:, None])
+        _add(d_values, row, exists, _spread(weight, d_out), VALUE_DIM)
+        v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
+        d_logit = weight * (_product(d_out, v) - shared[:, None])
+        d_bias += tl.sum(tl.where(pooled[None, :], d_logit, 0.0), 1)
+        d_logit *= scale
+        d_q += _average(d_logit, k)
+        _add(d_keys, row, exists, _spread(d_logit, q), DIM)
+
+    target = d_q_ptr + out_row[:, None] * DIM + tl.arange(0, BLOCK_D)
+    tl.store(target, d_q.to(d_q_ptr.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, BLOCK_D) < DIM))
+    if d_bias_ptr is not None:
+        program = (group * heads + head) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(d_bias_ptr + program, tl.sum(d_bias, 0))

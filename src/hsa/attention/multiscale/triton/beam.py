@@ -1,0 +1,383 @@
+"""The beam search for the leaf families worth opening: `_Search.beam` in multiscale/choice.py, as a kernel.
+
+One program per group of queries and head descends from the pooled nodes of the group's list to leaf families; rows, scores
+and ranks stay in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.triton.launch import Operator, last_stride_1
+from hsa.attention.multiscale.triton.ranking import (
+    END_LEAF,
+    FIRST_CHILD,
+    FIRST_FAMILY,
+    FOOT,
+    LOG2_E,
+    NONE,
+    OWN_SLOT,
+    SLOTS,
+    SearchTables,
+    _add_mass,
+    _field,
+    _is_open,
+    _load_queries,
+    _log_count,
+    _log_mass,
+    _logits,
+    _merged,
+    _number,
+    _ordered_bits,
+    _rank,
+    empty_choice,
+    queries_at_once,
+)
+
+CANDIDATES = 512
+"""Candidates that a beam scores at once, unless the next two allow less; with more it takes several turns."""
+KEY_BYTES = 2**16
+"""Of the keys of candidates that a beam scores at once, for several queries."""
+LOGITS = 2**13
+"""Pairs of query and candidate that a beam scores at once."""
+
+
+def _parents(tables: SearchTables, width: int, near: bool) -> int:
+    """Nodes that are descended from at once: those kept, or the root and the paths to both ends of the open range."""
+    at_start = 1 + 2 * tables.paths.shape[1] if near else 1
+    return triton.next_power_of_2(max(width, at_start, 2))
+
+
+def search_beam(
+    q: Tensor,
+    keys: Tensor,
+    tables: SearchTables,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    open_low: Tensor | None,
+    open_high: Tensor | None,
+    *,
+    limit: Tensor | None,
+    scale: float,
+    top_k: int,
+    width: int,
+    most_queries: int,
+) -> tuple[Tensor, Tensor]:
+    """Top down: rows of the best leaf families, best first, −1 after them; and how many products each search took.
+
+    Args:
+        q: [queries, heads, dim].
+        keys: [kv_heads, rows, dim], the pyramid of the keys.
+        group_offsets, group_tree: [groups + 1], [groups], as in `Queries`.
+        open_low, open_high: [groups] the range of family numbers open from the start, (0, 0) for none; None: nowhere any.
+        limit: [queries] candidates end before this leaf number; None: anywhere.
+        top_k, width: families to choose; candidates to keep on the way, at least as many.
+        most_queries: of a group.
+
+    Returns:
+        [groups, heads, top_k] int32; [groups, heads] int32.
+    """
+    near = open_low is not None
+    return operator(
+        q,
+        keys,
+        tables.rows,
+        tables.paths if near else tables.paths[:, :0],
+        group_offsets,
+        group_tree,
+        open_low,
+        open_high,
+        limit,
+        scale,
+        top_k,
+        width,
+        most_queries,
+        _parents(tables, width, near),
+        tables.most_slots,
+        tables.first_root,
+    )
+
+
+def _search_beam(
+    q: Tensor,
+    keys: Tensor,
+    rows: Tensor,
+    paths: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    open_low: Tensor | None,
+    open_high: Tensor | None,
+    limit: Tensor | None,
+    scale: float,
+    top_k: int,
+    width: int,
+    most_queries: int,
+    parents: int,
+    most_slots: int,
+    first_root: int,
+) -> tuple[Tensor, Tensor]:
+    num_queries, heads, dim = q.shape
+    groups = len(group_tree)
+    chosen, scored = empty_choice(q, group_tree, top_k)
+    if groups == 0 or num_queries == 0:
+        return chosen.fill_(-1), scored.zero_()
+    q, keys, paths = last_stride_1(q), keys.contiguous(), paths.contiguous()
+    single = most_queries <= 1
+    block_m, block_d = queries_at_once(most_queries), padded(dim)
+    key_bytes = block_d * q.element_size()
+    most = CANDIDATES if single else min(CANDIDATES, KEY_BYTES // key_bytes, LOGITS // block_m)
+    members = min(triton.next_power_of_2(most_slots), max(1, most // parents))
+    members = max(members, 16 // parents)  # tensor cores want 16 candidates
+    candidates = parents * members
+    warps = candidates // 64 if single else max(candidates * key_bytes // 2**13, candidates * block_m // 2**11)
+    one_turn = most_slots <= members and most_queries <= block_m
+    mass = torch.empty(heads, 0 if single or one_turn else num_queries, dtype=torch.float32, device=q.device)
+    _beam_kernel[(groups, heads)](
+        q,
+        keys,
+        rows,
+        paths,
+        group_offsets,
+        group_tree,
+        open_low,
+        open_high,
+        limit,
+        mass,
+        chosen,
+        scored,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        paths.shape[1],
+        num_queries,
+        first_root,
+        heads // len(keys),
+        scale,
+        width,
+        top_k,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        PARENTS=parents,
+        MEMBERS=members,
+        SINGLE=single,
+        ONE_TURN=one_turn,
+        num_warps=max(1, min(8, warps)),
+    )
+    return chosen, scored
+
+
+def _fake(
+    q: Tensor, keys: Tensor, rows: Tensor, paths: Tensor, group_offsets: Tensor, group_tree: Tensor, low: Tensor | None,
+    high: Tensor | None, limit: Tensor | None, scale: float, top_k: int, *_: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return empty_choice(q, group_tree, top_k)
+
+
+operator = Operator("search_beam", _search_beam, _fake)
+
+
+@triton.jit
+def _logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[candidates] the same for one query, where tensor cores would be idle."""
+    STEP: tl.constexpr = min(BLOCK_D, 64)  # as much of the keys as registers hold
+    product = tl.zeros(row.shape, tl.float32)
+    for begin in tl.static_range(0, BLOCK_D, STEP):
+        d = begin + tl.arange(0, STEP)
+        query = tl.load(q + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        mask = exists[:, None] & (d < HEAD_DIM)
+        key = tl.load(keys + row.to(tl.int64)[:, None] * HEAD_DIM + d, mask=mask, other=0.0)
+        product += tl.sum(key.to(tl.float32) * query, 1)
+    return product * (scale * LOG2_E) + _log_count(rows, row, exists)
+
+
+@triton.jit
+def _allowed(rows, row, exists, limit, query, asked):
+    """[queries, candidates]"""
+    allowed = asked[:, None] & exists[None, :]
+    if limit is not None:
+        seen = tl.load(limit + query, mask=asked, other=0)
+        allowed = allowed & (_field(rows, row, END_LEAF, exists, 0)[None, :] <= seen[:, None])
+    return allowed
+
+
+@triton.jit
+def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS: tl.constexpr, MEMBERS: tl.constexpr):
+    """The rows in the next slots of every parent; which are candidates; which of them are descended no further."""
+    slot = past + tl.arange(0, MEMBERS)[None, :]
+    itself = slot == own[:, None]
+    exists = tl.reshape(slot < slots[:, None], [PARENTS * MEMBERS])
+    row = tl.reshape(tl.where(itself, parent[:, None], first[:, None] + slot), [PARENTS * MEMBERS])
+    below = _field(rows, row, SLOTS, exists, 0)
+    own_below = _field(rows, row, OWN_SLOT, exists, -1)
+    settled = tl.reshape(itself, [PARENTS * MEMBERS]) | ((below == 1) & (own_below == 0))
+    look = exists & at_start  # only members of the start's parents can be open
+    return row, exists & (below > 0) & ~(look & _is_open(rows, row, low, high, look)), settled
+
+
+@triton.jit(do_not_specialize=["path_length", "num_queries", "first_root"])  # they differ from batch to batch
+def _beam_kernel(
+    q,
+    keys,
+    rows,
+    paths,
+    group_offsets,
+    group_tree,
+    open_low,
+    open_high,
+    limit,
+    mass,
+    chosen,
+    scored,
+    q_row_stride,
+    q_head_stride,
+    keys_head_stride,
+    path_length,
+    num_queries,
+    first_root,
+    heads_per_key,
+    scale,
+    width,
+    top_k,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARENTS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SINGLE: tl.constexpr,  # one query per group
+    ONE_TURN: tl.constexpr,  # all candidates of a round at once, and all queries of a group
+):
+    """One program: the search of one group and head. A round that keeps all its candidates needs no scores."""
+    group, head = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(group_offsets + group), tl.load(group_offsets + group + 1)
+    q += head.to(tl.int64) * q_head_stride
+    keys += (head // heads_per_key).to(tl.int64) * keys_head_stride
+    mass += head.to(tl.int64) * num_queries
+
+    # The start: the root and what is expanded on the way to both ends of the open range, shared parts once.
+    place = tl.arange(0, PARENTS)
+    parent = tl.where(place == 0, first_root + tl.load(group_tree + group).to(tl.int32), -1)
+    low, high = 0, 0
+    if open_low is not None:
+        low, high = tl.load(open_low + group).to(tl.int32), tl.load(open_high + group).to(tl.int32)
+        to_the_right = place > path_length
+        step = place - 1 - tl.where(to_the_right, path_length, 0)
+        on_path = (place > 0) & (step < path_length) & (low < high)
+        family = tl.where(to_the_right, high - 1, low).to(tl.int64)
+        way = tl.load(paths + family * path_length + step, mask=on_path, other=-1)
+        shared = _field(rows, way, FIRST_FAMILY, (way >= 0) & to_the_right, 0) <= low
+        parent = tl.where(on_path & ~(to_the_right & shared), way, parent)
+    kept = parent >= 0
+    first = _field(rows, parent, FIRST_CHILD, kept, 0)
+    slots = _field(rows, parent, SLOTS, kept, 0)
+    own = tl.full([PARENTS], -1, tl.int32)  # none of them is a candidate itself
+
+    query = begin + tl.arange(0, BLOCK_M)
+    asked = query < end
+    if SINGLE:
+        q += begin * q_row_stride
+        seen = 0
+        if limit is not None:
+            seen = tl.load(limit + begin, mask=begin < end, other=0)
+    elif ONE_TURN:
+        queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+
+    best = tl.full([PARENTS], NONE, tl.int64)
+    pairs = 0
+    at_start = True
+    going = 1
+    while going > 0:
+        most = tl.max(slots)
+        if not (SINGLE or ONE_TURN):  # the mass of every query over the candidates of all turns
+            query = begin + tl.arange(0, BLOCK_M)
+            while tl.min(query) < end:
+                asked = query < end
+                queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+                top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                past = 0
+                while past < most:
+                    row, exists, settled = _members(
+                        rows, parent, first, slots, own, past, low, high, at_start, PARENTS, MEMBERS
+                    )
+                    allowed = _allowed(rows, row, exists, limit, query, asked)
+                    logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
+                    top, total = _add_mass(top, total, logits)
+                    past += MEMBERS
+                tl.store(mass + query, _log_mass(top, total), mask=asked)
+                query += BLOCK_M
+            tl.debug_barrier()
+
+        best = tl.full([PARENTS], NONE, tl.int64)
+        going = 0
+        past = 0
+        while past < most:
+            row, exists, settled = _members(
+                rows, parent, first, slots, own, past, low, high, at_start, PARENTS, MEMBERS
+            )
+            going = tl.maximum(going, tl.max((exists & ~settled).to(tl.int32)))
+            if SINGLE:
+                exists = exists & (begin < end)
+                if limit is not None:
+                    exists = exists & (_field(rows, row, END_LEAF, exists, 0) <= seen)
+                times = exists.to(tl.int32)
+                bits = tl.zeros([PARENTS * MEMBERS], tl.int32)
+                counts = (not ONE_TURN) | (tl.sum(times) > width) | (going == 0)
+                if counts:
+                    bits = _ordered_bits(_logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM, BLOCK_D))
+            elif ONE_TURN:
+                allowed = _allowed(rows, row, exists, limit, query, asked)
+                times = tl.sum(allowed.to(tl.int32), 0)
+                bits = tl.zeros([PARENTS * MEMBERS], tl.int32)
+                counts = (tl.sum((times > 0).to(tl.int32)) > width) | (going == 0)
+                if counts:
+                    logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
+                    top = tl.max(logits, 1)
+                    weights = tl.exp2(logits - tl.where(top > -float("inf"), top, 0.0)[:, None])
+                    total = tl.sum(weights, 1)
+                    each = 1 / tl.where(total > 0, total, 1.0)
+                    bits = tl.sum(weights * each[:, None], 0).to(tl.int32, bitcast=True)
+            else:
+                counts = True
+                score = tl.zeros([PARENTS * MEMBERS], tl.float32)
+                times = tl.zeros([PARENTS * MEMBERS], tl.int32)
+                query = begin + tl.arange(0, BLOCK_M)
+                while tl.min(query) < end:
+                    asked = query < end
+                    queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+                    allowed = _allowed(rows, row, exists, limit, query, asked)
+                    logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
+                    score += tl.sum(tl.exp2(logits - tl.load(mass + query, mask=asked, other=0.0)[:, None]), 0)
+                    times += tl.sum(allowed.to(tl.int32), 0)
+                    query += BLOCK_M
+                bits = score.to(tl.int32, bitcast=True)
+            pairs += tl.where(counts, tl.sum(times), 0)
+            number = row * 2 + settled.to(tl.int32)
+            rank = tl.where(times > 0, _rank(bits, number), NONE)
+            # Their order is free: a layout without the copies that sums over queries leave in every thread.
+            rank = tl.reshape(rank, [PARENTS * MEMBERS], can_reorder=True)
+            found = tl.topk(rank, PARENTS)
+            best = found if ONE_TURN else _merged(best, found)
+            past += MEMBERS
+        if not (SINGLE or ONE_TURN):
+            tl.debug_barrier()  # masses are read before the next round writes them
+
+        # Down: the best give their places to their members.
+        kept = (best > NONE) & (place < width)
+        parent = tl.where(kept, _number(best) >> 1, 0)
+        settled_parent = (_number(best) & 1) == 1
+        descends = kept & ~settled_parent
+        first = _field(rows, parent, FIRST_CHILD, descends, 0)
+        slots = tl.where(settled_parent & kept, 1, _field(rows, parent, SLOTS, descends, 0))
+        own = tl.where(settled_parent, 0, _field(rows, parent, OWN_SLOT, descends, -1))
+        at_start = False
+
+    taken = best > NONE
+    foot = _field(rows, tl.where(taken, _number(best) >> 1, 0), FOOT, taken, -1)
+    target = group.to(tl.int64) * tl.num_programs(1) + head
+    tl.store(chosen + target * top_k + place, foot, mask=place < top_k)
+    tl.store(scored + target, pairs)

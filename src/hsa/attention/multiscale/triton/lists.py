@@ -1,0 +1,296 @@
+"""The lists of multiscale attention, from open families: one program writes those of a few groups and heads.
+
+A group of queries and a head have open rows: parents of the leaf families they read leaf by leaf. Open rows, everything
+above them, and the root of the tree are *expanded*; the list of the group are the children of expanded rows that are not
+expanded themselves. A kernel climbs from the open rows to the root and writes the lists. They are short-lived: the groups
+are worked on in stretches whose lists fill at most `SCRATCH` numbers.
+
+Open rows are sorted first, by their leaves, parents before what is below them. (An open row can lie below another where a
+family has leaves and other members.) From then on the paths stay in order, paths that have met are neighbours, and the
+entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the last
+path of a family also the one behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.kernels.levels import Levels
+
+SCRATCH = 2**26
+"""Entries of lists in memory at once."""
+# Columns of the table of rows: together they are one 32-byte sector of memory.
+COLUMNS = tl.constexpr(8)
+PARENT = tl.constexpr(0)
+FIRST_CHILD = tl.constexpr(1)
+NUM_CHILDREN = tl.constexpr(2)
+LOG_COUNT = tl.constexpr(3)  # to base 2, the bits of a float32
+FIRST_LEAF = tl.constexpr(4)
+END_LEAF = tl.constexpr(5)
+STANDS_FOR_LEAF = tl.constexpr(6)
+NO_ROW = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    table: Tensor  # [rows, COLUMNS] int32
+    roots: Tensor  # [trees, 2] int32, the lowest row of every root, and its level
+    level_ends: Tensor  # [levels + 1] int32
+    widest: list[int]  # the largest family of leaves, and of other rows
+    families: list[np.ndarray]  # per level above the leaves, sizes of families, the largest first
+    _most: dict[int, int] = field(default_factory=dict)
+
+    def most_entries(self, width: int) -> int:
+        """Of a list with `width` open rows: at every level, no more than its largest families hold."""
+        if width not in self._most:
+            most = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
+            self._most[width] = triton.cdiv(most, 16) * 16  # lists begin where reads are wide
+        return self._most[width]
+
+
+def rows_of(plan: Levels) -> Rows:
+    return plan.cached("rows", lambda: _build(plan))
+
+
+def _build(plan: Levels) -> Rows:
+    table = np.zeros((plan.num_rows, COLUMNS.value), np.int32)
+    table[:, PARENT.value] = plan.parent
+    table[:, FIRST_CHILD.value] = plan.first_child
+    table[:, NUM_CHILDREN.value] = plan.num_children
+    table[:, LOG_COUNT.value] = np.log2(plan.leaf_count).astype(np.float32).view(np.int32)
+    table[:, FIRST_LEAF.value] = plan.first_leaf
+    table[:, END_LEAF.value] = plan.first_leaf + plan.leaf_count
+    table[:, STANDS_FOR_LEAF.value] = plan.stands_for_leaf
+    root = plan.row_of_node[: plan.bounds[-1] - plan.bounds[-2]]  # roots are the first nodes
+    roots_and_levels = np.stack([root, np.searchsorted(plan.bounds, root, side="right") - 1], 1)
+    parts = [table.ravel(), roots_and_levels.ravel(), np.array(plan.bounds[1:])]
+    everything = torch.from_numpy(np.concatenate([x.astype(np.int32) for x in parts])).to(plan.device)
+    flat, roots, level_ends = everything.split([len(x) for x in parts])
+    families = [-np.sort(-plan.num_children[begin:end]) for begin, end in pairwise(plan.bounds[1:])]
+    largest = [int(sizes.max(initial=1)) for sizes in families]
+    widest = [max(largest[:1], default=1), max(largest[1:], default=1)]
+    return Rows(flat.view(-1, COLUMNS.value), roots, level_ends, widest, families)
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Lists of a stretch of groups; one head where all heads share them."""
+
+    first_group: int
+    groups: int
+    entries: Tensor  # [groups · heads, most] int32, rows
+    counts: Tensor  # [groups · heads] int32
+    heads: int
+
+
+def make_lists(
+    q: Tensor,
+    keys: Tensor,
+    open_rows: Tensor,
+    group_offsets: Tensor,
+    group_tree: Tensor,
+    table: Tensor,
+    roots: Tensor,
+    level_ends: Tensor,
+    limit: Tensor | None,
+    order: Tensor | None,
+    most_entries: int,
+    widest: list[int],
+) -> Iterator[Lists]:
+    """The lists of all groups, stretch by stretch in the same memory, without entries that no query of a group sees."""
+    if len(q) == 0:
+        return
+    order = order if limit is not None else None
+    heads = open_rows.shape[1] if order is None else q.shape[1]  # leaves in another order are seen by head
+    open_rows = open_rows.contiguous()
+    groups = min(len(group_tree), max(1, SCRATCH // (heads * most_entries)))
+    entries = open_rows.new_empty(groups * heads, most_entries)
+    counts = open_rows.new_empty(groups * heads)
+    width = triton.next_power_of_2(max(open_rows.shape[2], 2))
+    leaf_children, children = (min(8, triton.next_power_of_2(max(x, 1))) for x in (widest[0], widest[1] - 1))
+    warps = 1 if width * leaf_children <= 512 else 4
+    block = max(1, 32 * warps // width)
+    for first_group in range(0, len(group_tree), groups):
+        here = min(groups, len(group_tree) - first_group)
+        _list_kernel[(triton.cdiv(here * heads, block),)](
+            open_rows,
+            group_offsets,
+            group_tree,
+            table,
+            roots,
+            level_ends,
+            limit,
+            order,
+            entries,
+            counts,
+            first_group,
+            here * heads,
+            heads,
+            q.shape[1] // keys.shape[0],
+            0 if order is None else order.shape[1],
+            open_rows.shape[2],
+            open_rows.shape[1] * open_rows.shape[2],
+            open_rows.shape[2] if open_rows.shape[1] > 1 else 0,
+            most_entries,
+            BLOCK=block,
+            WIDTH=width,
+            LEAF_CHILDREN=leaf_children,
+            CHILDREN=children,
+            num_warps=warps,
+            num_stages=1,
+        )
+        yield Lists(first_group, here, entries, counts, heads)
+
+
+@triton.jit
+def column(table, row, COLUMN: tl.constexpr, exists, other):
+    return tl.load(table + row.to(tl.int64) * COLUMNS + COLUMN, mask=exists, other=other)
+
+
+@triton.jit
+def _gaps(row, below, end, table):
+    """The entries of the level whose rows end at `end`, and the climb to the next level.
+
+    Args:
+        row: [items, paths] at this level or waiting above it.
+        below: the row that the path came through; −1: none, it starts here or above.
+
+    Returns:
+        Gaps: their first row, their number of entries, and the one row inside to leave out (NO_ROW: none). Then the next
+        `row` and `below`.
+    """
+    w = tl.arange(0, row.shape[1])[None, :]
+    before = tl.broadcast_to(tl.maximum(w - 1, 0), row.shape)
+    after = tl.broadcast_to(tl.minimum(w + 1, row.shape[1] - 1), row.shape)
+    here = (row >= 0) & (row < end)
+    first = column(table, row, FIRST_CHILD, here, 0)
+    number = column(table, row, NUM_CHILDREN, here, 0)
+    above = column(table, row, PARENT, here, 0)
+    through = tl.where(below >= 0, below, first - 1)
+    follows = (w > 0) & (tl.gather(row, before, 1) == row)
+    is_last = (w == after) | (tl.gather(row, after, 1) != row)
+    start = tl.where(follows, tl.gather(through, before, 1) + 1, first)
+    inside = through >= start
+    entries = tl.where(is_last, first + number - start - inside.to(tl.int32), through - start)
+    entries = tl.where(here, entries, 0)  # below 0 where the path before has come through the same row
+    hole = tl.where(inside, through, NO_ROW)
+    return start, entries, hole, tl.where(here, above, row), tl.where(here, row, below)
+
+
+@triton.jit
+def _write_gaps(
+    entries,
+    count,
+    start,
+    number,
+    hole,
+    table,
+    limit,
+    order,
+    CHILDREN: tl.constexpr,
+    LEAVES: tl.constexpr,
+):
+    """Append to every list [items] the entries of its gaps [items, paths]; its new length."""
+    SIZE: tl.constexpr = start.shape[1] * CHILDREN
+    for past in range(0, tl.max(tl.max(number, 1), 0), CHILDREN):
+        member = past + tl.arange(0, CHILDREN)[None, None, :]
+        row = start[:, :, None] + member
+        row += (row >= hole[:, :, None]).to(tl.int32)
+        row = tl.reshape(row, [start.shape[0], SIZE])
+        exists = tl.reshape(member < number[:, :, None], [start.shape[0], SIZE])
+        if limit is not None:
+            if LEAVES:
+                end = row + 1
+                leaf = row
+            else:
+                end = column(table, row, END_LEAF, exists, 0)
+                stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 0) != 0
+                leaf = tl.where(stands_for_leaf, end - 1, -1)
+            if order is not None:
+                held = tl.load(order + leaf, mask=exists & (leaf >= 0), other=0).to(tl.int32)
+                end = tl.where(leaf >= 0, held + 1, end)
+            exists = exists & (end <= limit[:, None])
+        place = count[:, None] + tl.cumsum(exists.to(tl.int32), 1) - 1
+        tl.store(entries + place, row, mask=exists)
+        count += tl.sum(exists.to(tl.int32), 1)
+    return count
+
+
+# Numbers that differ from batch to batch: to compile for their values would be to compile again and again.
+kernel = triton.jit(
+    do_not_specialize=[
+        *("first_group", "num_items", "num_open", "open_group_stride", "open_head_stride"),
+        *("num_queries", "num_leaves", "num_rows", "list_heads", "list_head_stride"),
+    ],
+    do_not_specialize_on_alignment=["roots", "level_ends"],
+)
+
+
+@kernel
+def _list_kernel(
+    open_rows,
+    group_offsets,
+    group_tree,
+    table,
+    roots,
+    level_ends,
+    limit_ptr,
+    order,
+    entries,
+    counts,
+    first_group,
+    num_items,
+    heads,
+    heads_per_key,
+    num_leaves,
+    num_open,
+    open_group_stride,
+    open_head_stride,
+    most_entries,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEAF_CHILDREN: tl.constexpr,
+    CHILDREN: tl.constexpr,
+):
+    """One program: the lists of a few items, an item being a group and a head."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = item < num_items
+    group, head = (first_group + item // heads).to(tl.int64), item % heads
+    tree = tl.load(group_tree + group, mask=exists, other=0)
+    root = tl.load(roots + 2 * tree, mask=exists, other=NO_ROW)
+    limit = None
+    if limit_ptr is not None:  # the largest of the group
+        query = tl.load(group_offsets + group, mask=exists, other=0)
+        size = tl.load(group_offsets + group + 1, mask=exists, other=0) - query
+        limit = tl.zeros([BLOCK], tl.int32)
+        for past in range(0, tl.max(size, 0), 16):
+            number = past + tl.arange(0, 16)[None, :]
+            some = tl.load(limit_ptr + query[:, None] + number, mask=number < size[:, None], other=0)
+            limit = tl.maximum(limit, tl.max(some, 1).to(tl.int32))
+    order = None if order is None else order + ((head // heads_per_key).to(tl.int64) * num_leaves)[:, None]
+    entries += item.to(tl.int64)[:, None] * most_entries
+
+    # Paths start at the open rows, by first leaf, the higher of two that begin alike first; without any, at the root.
+    w = tl.arange(0, WIDTH)[None, :]
+    place = group * open_group_stride + head * open_head_stride
+    row = tl.load(open_rows + place[:, None] + w, mask=exists[:, None] & (w < num_open), other=-1)
+    first = column(table, row, FIRST_LEAF, row >= 0, NO_ROW)
+    flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # the higher a row, the larger its number
+    row = tl.sort((first.to(tl.int64) << 32) | flipped.to(tl.int64)).to(tl.int32) ^ NO_ROW
+    row = tl.where((w == 0) & (row == NO_ROW), root[:, None], row)
+    below = row * 0 - 1
+    count = tl.zeros([BLOCK], tl.int32)
+    start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + 1), table)
+    count = _write_gaps(entries, count, start, number, hole, table, limit, order, LEAF_CHILDREN, True)
+    for level in range(2, tl.max(tl.load(roots + 2 * tree + 1), 0) + 1):
+        start, number, hole, row, below = _gaps(row, below, tl.load(level_ends + level), table)
+        count = _write_gaps(entries, count, start, number, hole, table, limit, order, CHILDREN, False)
+    tl.store(counts + item, count, mask=exists)

@@ -1,0 +1,196 @@
+"""What both searches for open families share: the table of rows they read, and how candidates are scored and ranked.
+
+Ranks are integers: the score's bits above, the candidate's number below, turned round, so that ties go to the lower number.
+A query alone ranks by its logit, which needs no softmax.
+
+In the numbering of leaf families by first leaf, those below one node are neighbours. So "contains a family of the open
+range" is a comparison, and the list at the start hangs on the paths from the root to the two ends of the range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hsa.attention.kernels.levels import Levels, levels
+from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.tree.hierarchy import Hierarchy
+
+QUERIES = 64
+"""Queries that are scored at once."""
+NONE: tl.constexpr = tl.constexpr(-(2**63))
+"""The rank of no candidate."""
+LAST: tl.constexpr = tl.constexpr(2**31 - 1)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+FIELDS: tl.constexpr = tl.constexpr(8)
+FIRST_CHILD: tl.constexpr = tl.constexpr(0)
+SLOTS: tl.constexpr = tl.constexpr(1)
+OWN_SLOT: tl.constexpr = tl.constexpr(2)
+LOG_COUNT: tl.constexpr = tl.constexpr(3)
+END_LEAF: tl.constexpr = tl.constexpr(4)
+FIRST_FAMILY: tl.constexpr = tl.constexpr(5)
+END_FAMILY: tl.constexpr = tl.constexpr(6)
+FOOT: tl.constexpr = tl.constexpr(7)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchTables:
+    """What the searches need to know of a forest.
+
+    rows: one line of fields per row of the plan. A row speaks for its node, wherever in the node's chain it stands:
+        first_child: the first member; rows of members are consecutive.
+        slots, own_slot: a node that is descended from gives its place to this many rows: its members, with itself in the
+            slot of its first leaf member, if it has any (−1: none). A family of leaves only stays: one slot, its own.
+            A leaf has no slot: it is no candidate.
+        log_count: of the leaves below it, to base 2; the bits of a float32.
+        end_leaf: where they end.
+        first_family, end_family: the numbers of the leaf families at and below it.
+        foot: the lowest row of its node.
+    paths: [families, depth] the rows between each family (itself included) and its root (left out), −1 after them.
+    """
+
+    rows: Tensor  # [rows, 8] int32
+    family_rows: Tensor  # [families] int32
+    family_start: Tensor  # [families] int64: its first leaf; rising
+    tree_families: Tensor  # [trees + 1] int64: the families of every tree
+    paths: Tensor  # [families, depth] int32
+    first_root: int  # roots are the last rows, tree by tree
+    most_slots: int
+
+
+def search_tables(hierarchy: Hierarchy) -> SearchTables | None:
+    """The tables of a rooted forest, built once; None where there are no `levels`."""
+    plan = levels(hierarchy)
+    return None if plan is None else hierarchy.cached("search tables", lambda: _build(hierarchy, plan))
+
+
+def _build(hierarchy: Hierarchy, plan: Levels) -> SearchTables:
+    s = hierarchy.structure
+    families = leaf_families(hierarchy)
+    nodes = families.nodes.cpu().numpy()
+    listed = np.flatnonzero(families.own >= 0)
+    start = np.full(len(nodes), hierarchy.num_leaves)
+    np.minimum.at(start, families.own[listed], listed)
+
+    leaf_parent = s.parent[s.leaf_nodes]
+    own_slot = np.full(len(s.parent), hierarchy.num_nodes)
+    np.minimum.at(own_slot, leaf_parent, s.leaf_nodes - s.first_child[leaf_parent])
+    own_slot = np.where(own_slot < hierarchy.num_nodes, own_slot, -1)
+    slots = np.where(s.height == 1, 1, s.num_children)
+    fields = [
+        plan.first_child[plan.row_of_node],
+        slots,
+        own_slot,
+        np.log2(s.leaf_count).astype(np.float32).view(np.int32),
+        s.end_leaf,
+        np.searchsorted(start, s.first_leaf),
+        np.searchsorted(start, s.end_leaf),
+        plan.row_of_node,
+    ]
+
+    def tensor(array: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(hierarchy.device)
+
+    return SearchTables(
+        rows=tensor(np.stack(fields, -1)[plan.node], np.int32),
+        family_rows=tensor(plan.row_of_node[nodes], np.int32),
+        family_start=tensor(start, np.int64),
+        tree_families=tensor(families.tree_offsets, np.int64),
+        paths=tensor(_paths(s.parent, plan.row_of_node, nodes), np.int32),
+        first_root=plan.bounds[-2],
+        most_slots=int(slots.max(initial=1)),
+    )
+
+
+def _paths(parent: np.ndarray, row_of_node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    columns = []
+    while (below_root := parent[nodes] >= 0).any():
+        columns.append(np.where(below_root, row_of_node[nodes], -1))
+        nodes = np.where(below_root, parent[nodes], nodes)
+    return np.stack(columns, -1) if columns else np.empty((len(nodes), 0), np.int64)
+
+
+def empty_choice(q: Tensor, group_tree: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    shape = (len(group_tree), q.shape[1])
+    return q.new_empty(*shape, top_k, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
+
+
+def queries_at_once(most_queries: int) -> int:
+    return min(QUERIES, max(16, triton.next_power_of_2(most_queries)))
+
+
+@triton.jit
+def _field(rows, row, FIELD: tl.constexpr, mask, other):
+    return tl.load(rows + row.to(tl.int64) * FIELDS + FIELD, mask=mask, other=other)
+
+
+@triton.jit
+def _log_count(rows, row, exists):
+    return _field(rows, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_open(rows, row, low, high, mask):
+    """Whether the families at and below a node meet the open range."""
+    return (_field(rows, row, FIRST_FAMILY, mask, 0) < high) & (_field(rows, row, END_FAMILY, mask, 0) > low)
+
+
+@triton.jit
+def _rank(bits, number):
+    """Ordered like `bits` (int32), then towards lower numbers."""
+    return (bits.to(tl.int64) << 32) | (number ^ LAST).to(tl.int64)
+
+
+@triton.jit
+def _number(rank):
+    return (rank & LAST).to(tl.int32) ^ LAST
+
+
+@triton.jit
+def _ordered_bits(x):
+    """Integers that are ordered like the float32 they are made of."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & LAST)
+
+
+@triton.jit
+def _merged(best, more):
+    """The best of two lists that are sorted downwards along the last dimension, as many as each has."""
+    both = tl.maximum(best, tl.flip(more, len(more.shape) - 1))
+    return tl.sort(both, descending=True)
+
+
+@triton.jit
+def _load_queries(q, query, asked, q_row_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    mask = asked[:, None] & (d < HEAD_DIM)
+    return tl.load(q + query.to(tl.int64)[:, None] * q_row_stride + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[queries, candidates] in base 2; −inf where not allowed."""
+    d = tl.arange(0, BLOCK_D)
+    mask = exists[:, None] & (d < HEAD_DIM)
+    key = tl.load(keys + row.to(tl.int64)[:, None] * HEAD_DIM + d, mask=mask, other=0.0)  # [candidates, dim]
+    product = tl.dot(queries, tl.trans(key), input_precision="ieee")
+    return tl.where(allowed, product * (scale * LOG2_E) + _log_count(rows, row, exists)[None, :], -float("inf"))
+
+
+@triton.jit
+def _add_mass(top, total, logits):
+    """Online: the largest logit and Σ exp2(logit − largest) of every query."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    finite = tl.where(higher > -float("inf"), higher, 0.0)
+    return higher, total * tl.exp2(top - finite) + tl.sum(tl.exp2(logits - finite[:, None]), 1)
+
+
+@triton.jit
+def _log_mass(top, total):
+    """Of a query without candidates +inf, so that all its weights are 0."""
+    return tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))

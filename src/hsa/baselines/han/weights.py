@@ -1,0 +1,116 @@
+"""Which sentences and words of a document its model pooled: a picture of the weights of `hsa.baselines.han.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hsa.analysis.page import CELL, CELLS, LINE, LINES, MARGIN, Page, lay_out, percent, runs
+from hsa.analysis.plots import COLORS, one_line, save_figure
+from hsa.baselines.han.model import HanEncoder
+from hsa.errors import InvalidInput
+from hsa.nn.inputs import Inputs
+from hsa.signals.batch import Batch
+
+_BAR, _NUMBER = 60.0, 36.0  # sizes in the picture, in points
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentWeights:
+    """What every leaf of a tree weighs in its vector, and how the leaves lie in it.
+
+    Attributes:
+        leaves: `[leaves]` products of the weights from the root down to the leaf; they sum to one.
+        rows: `[rows + 1]` offsets of runs of leaves in one family: sentences.
+        parts: `[parts + 1]` offsets of the members of the root: paragraphs, or whatever is on top. Members that are leaves
+            are one part with the leaves beside them.
+    """
+
+    leaves: np.ndarray
+    rows: np.ndarray
+    parts: np.ndarray
+
+    def of(self, offsets: np.ndarray) -> np.ndarray:
+        """The weights of runs of leaves: of rows, that of a family, as weights in a family sum to one."""
+        return np.add.reduceat(self.leaves, offsets[:-1])
+
+
+def document_weights(encoder: HanEncoder, example: Inputs) -> DocumentWeights:
+    """The weights of one document, from those of all levels.
+
+    Args:
+        example: a batch of one tree.
+
+    Raises:
+        InvalidInput: more than one tree, or none.
+
+    >>> from hsa import Signal, collate
+    >>> from hsa.baselines.han.model import HanConfig
+    >>> from hsa.nn.embedding import Modality
+    >>> from hsa.signals import Sequence
+    >>> document = Signal(Sequence(2), [Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
+    >>> found = document_weights(HanEncoder(HanConfig(width=16), {"text": Modality(tokens=10)}), collate([document]))
+    >>> found.rows.tolist(), round(float(found.leaves.sum()), 5)
+    ([0, 3, 5], 1.0)
+    """
+    hierarchy = example.hierarchy
+    if hierarchy.num_trees != 1:
+        raise InvalidInput("example", given=f"{hierarchy.num_trees} trees", expected="one document")
+    s = hierarchy.structure
+    share = np.ones(hierarchy.num_nodes)
+    for level in reversed(encoder.weights(example)):  # from the root down
+        weights = level.weights.double().cpu().numpy()
+        share[level.nodes.cpu().numpy()] = share[level.families.cpu().numpy()] * weights
+    part = np.zeros(hierarchy.num_leaves, np.int64)  # 0, the root, for leaves that are its members
+    for child in np.flatnonzero((s.parent == 0) & ~s.is_leaf):
+        part[s.first_leaf[child] : s.end_leaf[child]] = child
+    return DocumentWeights(share[s.leaf_nodes], runs(s.parent[s.leaf_nodes]), runs(part))
+
+
+def plot_document_weights(
+    path: Path, encoder: HanEncoder, example: Batch, labels: Sequence[str] | None, title: str
+) -> None:
+    """A line per sentence: how much of the document's vector it is, and its words, shaded by how much each is.
+
+    A document of more levels has bars for the members of its root too. Long sentences are wrapped, long documents cut.
+
+    Args:
+        example: a batch of one tree.
+        labels: of its leaves; one that begins a word begins with a space, so that pieces of a word stand together.
+
+    Raises:
+        InvalidInput: not one tree, or not one label per leaf.
+    """
+    found = document_weights(encoder, example)
+    words, places = lay_out(labels, found.rows)
+    shown = [place for place in places if place[0] < LINES]
+    has_parts = len(found.parts) > 2 and not np.array_equal(found.parts, found.rows)
+    left = MARGIN + (1 + has_parts) * (_BAR + _NUMBER)
+    top = 3.2 * LINE
+    bottom = top + (shown[-1][0] + 1) * LINE
+    page = Page(left + (CELLS + 1) * CELL + MARGIN, bottom + ((len(shown) < len(places)) + 2.4) * LINE)
+
+    page.write(MARGIN, 0.4 * LINE, one_line(title, CELLS), fontsize=10, color="black")
+    columns = [("top level", found.parts, COLORS[3])] if has_parts else []
+    for i, (name, offsets, color) in enumerate([*columns, ("sentence", found.rows, COLORS[1])]):
+        x, weights = MARGIN + i * (_BAR + _NUMBER) + _NUMBER, found.of(offsets)
+        page.write(x, top - 1.2 * LINE, name)
+        for first, end, weight in zip(offsets[:-1], offsets[1:], weights, strict=True):
+            if first < len(shown):
+                y, last = (top + shown[place][0] * LINE for place in (first, min(end, len(shown)) - 1))
+                page.write(x - 5, y, percent(weight), ha="right")
+                page.box(x, y + 3, (_BAR - 10) * weight / weights.max(), LINE - 6, color)
+                page.box(x, y + 3, 1.2, last - y + LINE - 6, color)  # how far down it reaches
+
+    page.write(left, top - 1.2 * LINE, "words")
+    strength = np.sqrt(found.leaves / found.leaves.max())  # they span orders of magnitude: a root shows small ones too
+    for (line, cell), word, strong in zip(shown, words, strength, strict=False):
+        page.word(left + cell * CELL, top + line * LINE, word, strong)
+    if len(shown) < len(places):
+        rest = percent(found.leaves[len(shown) :].sum())
+        page.write(left, bottom, f"… and {len(places) - len(shown):,} more, which weigh {rest} together")
+    page.legend(left, found.leaves.max(), "of the document's weight")
+    save_figure(page.figure, path)

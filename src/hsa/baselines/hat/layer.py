@@ -1,0 +1,96 @@
+"""The plain transformer layer, on packed rows: what BERT is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+
+from hsa.errors import InvalidInput
+from hsa.nn.attention import Flat
+from hsa.tree.hierarchy import Hierarchy
+
+Norm = Literal["pre", "post"]
+ActivationName = Literal["gelu", "gelu-tanh", "relu"]
+
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu-tanh": lambda: nn.GELU("tanh"),
+    "relu": nn.ReLU,
+}
+
+
+class TransformerLayer(nn.Module):
+    """Softmax attention inside every tree of a flat forest, and a feed-forward network, both with residuals.
+
+        post: x ← LayerNorm(x + W_o attention(x + p))             x ← LayerNorm(x + W_2 f(W_1 x))
+        pre:  x ← x + W_o attention(LayerNorm(x) + p)             x ← x + W_2 f(W_1 LayerNorm(x))
+
+    "post" is Vaswani et al., *Attention Is All You Need*, 2017, and BERT; "pre" is Xiong et al., *On Layer Normalization in
+    the Transformer Architecture*, 2020.
+
+    Args:
+        width: of the vectors.
+        heads: of attention; they divide the width.
+        feed_forward: inner width of the feed-forward network; 2·width by default.
+        dropout: on both residual branches.
+        norm: where it stands.
+        activation: f.
+        epsilon: of the norms.
+        identity: both residual branches start at zero, so that a layer with "pre" starts as the identity.
+
+    `forward` takes x `[leaves, width]`, the forest, and p `[leaves, width]`, what attention is told of places, if anything.
+
+    >>> import torch
+    >>> layer, x = TransformerLayer(8, 2, identity=True), torch.randn(5, 8)
+    >>> torch.equal(layer(x, Hierarchy.flat([3, 2])), x)
+    True
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        feed_forward: int | None = None,
+        dropout: float = 0.0,
+        norm: Norm = "pre",
+        activation: ActivationName = "gelu",
+        epsilon: float = 1e-5,
+        identity: bool = False,
+    ):
+        super().__init__()
+        if width % heads:
+            raise InvalidInput(
+                "heads", given=f"{heads} heads of a width of {width}", expected="heads that divide the width"
+            )
+        inner = feed_forward or 2 * width
+        self.heads, self.norm_first = heads, norm == "pre"
+        self.attention = Flat()
+        self.project = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.norm_attention = nn.LayerNorm(width, eps=epsilon)
+        self.inner = nn.Linear(width, inner)
+        self.activation = _ACTIVATIONS[activation]()
+        self.outer = nn.Linear(inner, width)
+        self.norm_feed_forward = nn.LayerNorm(width, eps=epsilon)
+        self.dropout = nn.Dropout(dropout)
+        if identity:
+            for layer in (self.output, self.outer):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, hierarchy: Hierarchy, places: Tensor | None = None) -> Tensor:
+        if self.norm_first:
+            x = x + self._attended(self.norm_attention(x), hierarchy, places)
+            return x + self._fed(self.norm_feed_forward(x))
+        x = self.norm_attention(x + self._attended(x, hierarchy, places))
+        return self.norm_feed_forward(x + self._fed(x))
+
+    def _attended(self, x: Tensor, hierarchy: Hierarchy, places: Tensor | None) -> Tensor:
+        q, k, v = self.project(x if places is None else x + places).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        return self.dropout(self.output(self.attention(q, k, v, hierarchy, None).flatten(1)))
+
+    def _fed(self, x: Tensor) -> Tensor:
+        return self.dropout(self.outer(self.activation(self.inner(x))))

@@ -1,1 +1,0 @@
-"""What a change of a model costs and saves: conversion and heads that go; data, answers before and after, time, reports."""

@@ -1,0 +1,220 @@
+"""What a model answers on a task, how good that is, and how far another's answers are from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hsa.errors import InvalidInput
+from hsa.huggingface.attend import Counted, counting
+from hsa.huggingface.fidelity.examples import Examples, Tokens, class_numbers, tokenize
+from hsa.training.metrics import confusion
+
+TASKS = ("classify", "embed", "perplexity")
+BATCH_TOKENS = 16384
+_MOST_LOGITS = 2**28  # 1 GiB, of which a few copies are held at once
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model said. Per example: probabilities of classes, or an embedding of each text, or a mean loss per token."""
+
+    task: str
+    values: np.ndarray
+    counted: Counted = field(default_factory=Counted, compare=False)
+
+
+class Judge:
+    """Examples and a task, on which any version of a model can be run.
+
+    Args:
+        task: "classify" (a label per text or pair), "embed" (mean-pooled embeddings; with pairs and labels also how well
+            their similarity follows the labels) or "perplexity" (of a causal language model).
+        longest: tokens per example; texts are cut there. For perplexity all texts are one stream in pieces of so many.
+        warm_up: for perplexity, the first tokens of each piece, whose loss is not counted.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        task: str,
+        model: Any,
+        tokenizer: Any,
+        *,
+        longest: int,
+        batch_tokens: int = BATCH_TOKENS,
+        warm_up: int = 0,
+    ):
+        if task not in TASKS:
+            raise InvalidInput("task", given=repr(task), expected=f"one of {', '.join(TASKS)}")
+        if not len(examples):
+            raise InvalidInput(examples.name, given="no texts", expected="at least one")
+        self.task = task
+        self.examples = examples
+        self.batch_tokens = max(batch_tokens, longest)
+        self.warm_up = warm_up
+        self.labels: np.ndarray | None = None
+        if task == "perplexity":
+            if longest - 1 <= warm_up:
+                raise InvalidInput(
+                    "length", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
+                )
+            self.tokens = _pieces(examples, tokenizer, longest)
+            self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
+            return
+        if task == "classify":
+            self.labels = class_numbers(examples, model.config.label2id, model.config.num_labels)
+            self.tokens = tokenize(examples, tokenizer, longest)
+            return
+        pairs = len(examples.texts[0]) == 2
+        apart = Examples(examples.name, [(text,) for texts in examples.texts for text in texts])
+        self.tokens = tokenize(apart, tokenizer, longest)
+        if pairs and examples.labels is not None:
+            self.labels = _numbers(examples)
+
+    def __len__(self) -> int:
+        return len(self.tokens.ids)
+
+    @torch.inference_mode()
+    def ask(self, model: Any, watch: Callable[[int], None] | None = None) -> Answers:
+        """Run a model over all examples, counting its operations. `watch` is told how many examples are done."""
+        device = next(model.parameters()).device
+        model.eval()
+        rows: list[np.ndarray] = []
+        order: list[np.ndarray] = []
+        with counting() as counted:
+            for chosen in self.tokens.batches(self.batch_tokens):
+                inputs = self.tokens.batch(chosen, device)
+                rows.append(self._answer(model, inputs))
+                order.append(chosen)
+                if watch is not None:
+                    watch(len(chosen))
+        values = np.concatenate(rows)[np.argsort(np.concatenate(order))]
+        return Answers(self.task, values, counted)
+
+    def _answer(self, model: Any, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+        if self.task == "classify":
+            return model(**inputs).logits.float().softmax(-1).cpu().numpy()
+        if self.task == "embed":
+            states = model(**inputs).last_hidden_state.float()
+            mask = inputs["attention_mask"][..., None]
+            return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu().numpy()
+        ids = inputs["input_ids"]
+        logits = model(**inputs).logits[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+        return loss[:, self.warm_up :].mean(1, keepdim=True).cpu().numpy()
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        """How good the answers are, by name; the first is the main one."""
+        if self.task == "perplexity":
+            return {"perplexity": float(np.exp(answers.values.mean()))}
+        if self.task == "embed":
+            if self.labels is None:
+                return {}
+            left, right = answers.values[0::2], answers.values[1::2]
+            return {"spearman": spearman((left * right).sum(1), self.labels)}
+        assert self.labels is not None
+        return classification_scores(answers.values.argmax(1), self.labels, answers.values.shape[1])
+
+    def compare(self, before: Answers, after: Answers) -> dict[str, float]:
+        """How near answers are to those of the original."""
+        if self.task == "perplexity":
+            change = float(np.exp(after.values.mean() - before.values.mean()) - 1)
+            return {"perplexity change": change}
+        if self.task == "embed":
+            cosine = (before.values * after.values).sum(1)
+            return {"cosine": float(cosine.mean()), "lowest cosine": float(cosine.min())}
+        same = int((before.values.argmax(1) == after.values.argmax(1)).sum())
+        low, high = wilson(same, len(before.values))
+        return {"kept": same / len(before.values), "kept low": low, "kept high": high}
+
+    def distance(self, before: Answers, after: Answers) -> float:
+        """One number to search by, smooth and 0 for equal answers: KL divergence, 1 − cosine, or the loss added."""
+        if self.task == "perplexity":
+            return float((after.values - before.values).mean())
+        if self.task == "embed":
+            return 1 - self.compare(before, after)["cosine"]
+        tiny = np.finfo(np.float32).tiny
+        p, q = before.values.astype(np.float64) + tiny, after.values.astype(np.float64) + tiny
+        return float((p * np.log(p / q)).sum(1).mean())
+
+
+def classification_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict[str, float]:
+    """Accuracy; precision, recall and F1, the mean over classes that occur; Matthews' correlation.
+
+    >>> {k: round(v, 3) for k, v in classification_scores(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2).items()}
+    {'accuracy': 0.75, 'precision': 0.833, 'recall': 0.75, 'f1': 0.733, 'matthews': 0.577}
+    """
+    table = confusion(predicted, true, classes).astype(np.float64)
+    right, given, there, total = np.diag(table), table.sum(0), table.sum(1), table.sum()
+    seen = (given + there) > 0
+    precision = right[seen] / np.maximum(given[seen], 1)
+    recall = right[seen] / np.maximum(there[seen], 1)
+    f1 = 2 * right[seen] / (given + there)[seen]
+    spread = (total**2 - (given**2).sum()) * (total**2 - (there**2).sum())
+    matthews = (right.sum() * total - given @ there) / math.sqrt(spread) if spread > 0 else 0.0
+    return {
+        "accuracy": float(right.sum() / total),
+        "precision": float(precision.mean()),
+        "recall": float(recall.mean()),
+        "f1": float(f1.mean()),
+        "matthews": float(matthews),
+    }
+
+
+def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson's score interval).
+
+    >>> [round(x, 3) for x in wilson(98, 100)]
+    [0.93, 0.994]
+    """
+    share = successes / total
+    centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of ranks; equal values share their mean rank. 0 if all values of a side are equal.
+
+    >>> round(spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 40.0, 20.0])), 3)
+    0.5
+    """
+    ranks = _ranks(a), _ranks(b)
+    return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else 0.0
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def _numbers(examples: Examples) -> np.ndarray:
+    assert examples.labels is not None
+    try:
+        return np.array([float(label) for label in examples.labels])
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{examples.name}: label", given=str(error), expected="how alike two texts are") from None
+
+
+def _pieces(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
+    """All texts as one stream of tokens, in pieces of equal length."""
+    text = "\n\n".join(part for texts in examples.texts for part in texts)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    step = longest - len(begin)
+    pieces = [begin + ids[i : i + step] for i in range(0, len(ids) - step + 1, step)]
+    if not pieces:
+        raise InvalidInput(
+            examples.name,
+            given=f"{len(ids)} tokens",
+            expected=f"at least {step}, one piece",
+            fix="pass a smaller --length",
+        )
+    return Tokens(pieces, None, 0)

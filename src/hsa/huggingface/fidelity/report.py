@@ -1,0 +1,254 @@
+"""The report of a conversion: what it kept, what it saves, as tables, JSON and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hsa.analysis.tables import markdown_table
+from hsa.files import write_json, write_text
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, Calibration
+from hsa.huggingface.fidelity.judge import Answers, Judge
+from hsa.huggingface.fidelity.plots import PARTS, plot_frontier, plot_operations, plot_sensitivity, plot_timing
+from hsa.huggingface.fidelity.timing import Timed
+from hsa.huggingface.settings import LayerSettings
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was measured."""
+
+    model: str
+    data: str
+    task: str
+    examples: int
+    mean_length: float
+    settings: dict[int, LayerSettings]
+    original: dict[str, float]
+    converted: dict[str, float]
+    comparison: dict[str, float]
+    layers: list[dict[str, float]]  # operations per example, by what they are for
+    timed: list[Timed] = field(default_factory=list)
+    calibration: Calibration | None = None
+    budget: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        judge: Judge,
+        settings: dict[int, LayerSettings],
+        before: Answers,
+        after: Answers,
+        **more: Any,
+    ) -> Report:
+        counted, n = after.counted, len(judge)
+        layers = [
+            {
+                "layer": number,
+                **{part: getattr(counted.layers[number], part) / n for part in PARTS},
+                "exact": counted.exact[number] / n,
+            }
+            for number in sorted(counted.layers)
+        ]
+        return cls(
+            model=model,
+            data=judge.examples.name,
+            task=judge.task,
+            examples=n,
+            mean_length=float(judge.tokens.lengths.mean()),
+            settings=settings,
+            original=judge.scores(before),
+            converted=judge.scores(after),
+            comparison=judge.compare(before, after),
+            layers=layers,
+            **more,
+        )
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer operations of attention, all layers, everything counted."""
+        taken = sum(layer[part] for layer in self.layers for part in PARTS)
+        return sum(layer["exact"] for layer in self.layers) / taken if taken else 1.0
+
+    @property
+    def summary(self) -> str:
+        converted = f"{len(self.settings)} of {len(self.layers)} layers" if self.settings else "no layer"
+        return (
+            f"{self.examples:,} texts of {self.mean_length:.0f} tokens on average; {converted} converted; "
+            f"{self.ratio:.2f} times fewer operations of attention, all counted"
+        )
+
+    def score_rows(self) -> list[list[str]]:
+        rows = [
+            [name, f"{value:.4f}", f"{self.converted[name]:.4f}", _change(name, value, self.converted[name])]
+            for name, value in self.original.items()
+        ]
+        if "kept" in self.comparison:
+            interval = f"{100 * self.comparison['kept low']:.1f} to {100 * self.comparison['kept high']:.1f}"
+            rows.append(["answers kept", "", f"{100 * self.comparison['kept']:.2f}%", f"95% interval {interval}"])
+        if "cosine" in self.comparison:
+            lowest = f"lowest {self.comparison['lowest cosine']:.4f}"
+            rows.append(["cosine with the original", "", f"{self.comparison['cosine']:.4f}", lowest])
+        return rows
+
+    def layer_rows(self) -> list[list[str]]:
+        if not self.layers:  # nothing is converted, so nothing was counted
+            return []
+        rows = []
+        for layer in self.layers:
+            number = int(layer["layer"])
+            total = sum(layer[part] for part in PARTS)
+            rows.append(
+                [
+                    str(number),
+                    describe(self.settings[number]) if number in self.settings else "exact",
+                    _mega(layer["exact"]),
+                    *(_mega(layer[part]) for part in PARTS),
+                    f"{layer['exact'] / total:.2f}",
+                ]
+            )
+        exact = sum(layer["exact"] for layer in self.layers)
+        sums = [_mega(sum(layer[part] for layer in self.layers)) for part in PARTS]
+        return [*rows, ["all", "", _mega(exact), *sums, f"{self.ratio:.2f}"]]
+
+    def time_rows(self) -> list[list[str]]:
+        return [
+            [
+                f"{row.length:,}",
+                f"{row.before_ms:.1f}",
+                f"{row.after_ms:.1f}",
+                f"{row.times_faster:.2f}",
+                *("?" if mib is None else f"{mib:.0f}" for mib in (row.before_mib, row.after_mib)),
+            ]
+            for row in self.timed
+        ]
+
+    def frontier_rows(self) -> list[list[str]]:
+        if self.calibration is None:
+            return []
+        names = frontier_metrics(self.calibration.frontier)
+        return [
+            [
+                f"{point['ops']:.2f}",
+                str(point["converted"]),
+                *(f"{point[name]:.4f}" for name in names),
+                "chosen" if point["chosen"] else "",
+            ]
+            for point in self.calibration.frontier
+        ]
+
+    def remarks(self) -> list[str]:
+        """What a reader should not miss."""
+        found = []
+        if self.settings and self.ratio < 1.05:
+            found.append(
+                f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay on long ones. "
+                "Convert for longer inputs, or leave the model as it is."
+            )
+        slower = [row for row in self.timed if row.times_faster < 1]
+        if slower:
+            found.append(
+                f"Fewer operations are not always less time: up to {max(row.length for row in slower):,} tokens the "
+                "converted model is slower here."
+            )
+        if self.calibration is not None and not self.calibration.holds:
+            found.append(f"No setting that was tried keeps to the budget {self.budget!r}; the nearest was taken.")
+        return found
+
+
+HEADERS = {
+    "scores": ["", "original", "converted", "change"],
+    "layers": ["layer", "", "exact", "attend", "choose", "find", "pool", "× fewer"],
+    "times": ["tokens", "exact ms", "converted ms", "× faster", "exact MiB", "converted MiB"],
+}
+
+
+def frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for name in ("accuracy", "kept", "cosine", "spearman", "perplexity", "distance") if name in points[0]]
+
+
+def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    return ["× fewer", "layers", *frontier_metrics(points), ""]
+
+
+def describe(settings: LayerSettings) -> str:
+    """Settings in a few words.
+
+    >>> describe(LayerSettings(top_k=6)), describe(LayerSettings(hierarchy="windows", branching=(16, 2), near=1, top_k=0))
+    ('keys (8, 2), top_k 6', 'windows (16, 2), near 1')
+    """
+    name = settings.hierarchy if isinstance(settings.hierarchy, str) else "given trees"
+    words = [f"{name} {settings.branching}"]
+    if settings.operator == "hierarchical":
+        return f"hierarchical, {words[0]}"
+    words += [f"near {settings.near}"] if settings.near else []
+    words += [f"top_k {settings.top_k}"] if settings.top_k else []
+    biased = any(settings.pooled_bias) if isinstance(settings.pooled_bias, tuple) else settings.pooled_bias
+    return ", ".join([*words, "biased"] if biased else words)
+
+
+def write_report(folder: Path, report: Report) -> list[Path]:
+    """`report.md`, `report.json` and pictures; returns the pictures."""
+    pictures = []
+    if report.layers:
+        pictures.append(folder / "operations.png")
+        plot_operations(pictures[0], report.layers, f"{report.model}: attention in each layer")
+    if report.timed:
+        pictures.append(folder / "timing.png")
+        plot_timing(pictures[-1], report.timed, report.model)
+    found = report.calibration
+    if found is not None:
+        metric = next(name for name in frontier_metrics(found.frontier) if name != "distance")
+        pictures.append(folder / "frontier.png")
+        plot_frontier(pictures[-1], found.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
+        ways = [candidate.to_json() for candidate in CANDIDATES]
+        if all(row["settings"] in ways for row in found.sensitivities):
+            pictures.append(folder / "sensitivity.png")
+            rows = [{**row, "way": ways.index(row["settings"])} for row in found.sensitivities]
+            plot_sensitivity(pictures[-1], rows, [describe(c) for c in CANDIDATES], "One layer converted at a time")
+    write_json(folder / "report.json", _as_json(report))
+    write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
+    return pictures
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    values = {name: value for name, value in vars(report).items() if name not in ("settings", "timed", "calibration")}
+    values["settings"] = {str(number): layer.to_json() for number, layer in report.settings.items()}
+    values["timed"] = [asdict(row) for row in report.timed]
+    values["times_fewer_operations"] = report.ratio
+    if report.calibration is not None:
+        values["holds"] = report.calibration.holds
+        values["frontier"] = report.calibration.frontier
+        values["sensitivities"] = report.calibration.sensitivities
+    return values
+
+
+def _markdown(report: Report) -> list[str]:
+    lines = [
+        f"# {report.model} on {report.data}",
+        "",
+        f"{report.summary}.",
+        "",
+    ]
+    tables = {"scores": report.score_rows(), "layers": report.layer_rows(), "times": report.time_rows()}
+    for name, rows in tables.items():
+        if rows:
+            lines += [*markdown_table(HEADERS[name], rows), ""]
+    if report.calibration is not None:
+        lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
+    lines += ["Layers: million operations per text. Choose: which families are exact. Find: trees from keys.", ""]
+    return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]
+
+
+def _mega(operations: float) -> str:
+    millions = operations / 1e6
+    return f"{millions:.0f}" if millions >= 100 else f"{millions:.2f}"
+
+
+def _change(name: str, before: float, after: float) -> str:
+    if name == "perplexity":
+        return f"{100 * (after / before - 1):+.2f}%"
+    return f"{100 * (after - before):+.2f} points"

@@ -1,0 +1,216 @@
+"""Recipes of experiments with conversions: some tasks × some variants, in a YAML file:
+
+    title: what it shows
+    tasks:
+      rte: {train: glue_rte.parquet, epochs: 5}        # the options of a `Task`
+    variants:
+      paper: {operator: hierarchical, hierarchy: windows, branching: [2, 4, 8, 16], layers: late}
+
+A task with `uses: rte` takes the options and the fine-tuned model of that one, and changes what it names itself.
+
+A variant holds settings of `convert`, and `layers`: numbers, "all", "late" (every other one from the last, a quarter of
+all), or "each start" (one variant per start layer, every other layer from there). `finetune: {epochs: 1}` trains after
+converting, `fresh: true` trains from new weights; a variant of `exact: true` converts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hsa.errors import InvalidInput, inside
+from hsa.huggingface.fidelity.options import FinetuneOptions
+from hsa.huggingface.settings import LayerSettings
+from hsa.training.recipe import load_yaml
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set and how to fine-tune on it.
+
+    Args:
+        train, test: files in the data folder; one file for both if it has a column "split".
+        text, test_text, join, label, split: as for `load_examples`.
+        length: longest input in tokens.
+        shortest: only test texts of at least so many tokens.
+        limit: at most so many test texts, drawn at random.
+        hub: the checkpoint that the paper used.
+        hub_layers: the layers that the paper converted in it.
+    """
+
+    train: str | None = None
+    test: str | None = None
+    text: tuple[str, ...] = ()
+    test_text: tuple[str, ...] = ()
+    join: bool = False
+    label: str | None = None
+    split: str | None = None
+    length: int = 256
+    shortest: int = 0
+    limit: int | None = None
+    epochs: int = 3
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    hub: str | None = None
+    hub_layers: tuple[int, ...] | None = None
+    uses: str | None = None
+
+    @property
+    def finetuning(self) -> FinetuneOptions:
+        return FinetuneOptions(
+            epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate, length=self.length
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to convert."""
+
+    name: str
+    layers: str | tuple[int, ...] = "all"
+    exact: bool = False
+    fresh: bool = False
+    seed: int = 0
+    finetune: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepRecipe:
+    title: str
+    tasks: dict[str, Task]
+    variants: list[Variant]
+
+
+def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
+    """A recipe, or only some of its tasks. Raises InvalidInput, naming the file and what in it does not fit."""
+    given = load_yaml(path)
+    unknown = sorted(map(str, set(given) - {"title", "tasks", "variants"}))
+    if unknown or not given.get("tasks") or not given.get("variants"):
+        raise InvalidInput(str(path), given=unknown or sorted(given), expected="title, tasks and variants")
+    tasks: dict[str, Task] = {}
+    for name, values in _named(f"{path}: tasks", given["tasks"]).items():
+        tasks[str(name)] = _task(f"{path}: tasks.{name}", values, tasks)
+    variants = [
+        _variant(f"{path}: variants.{name}", name, values)
+        for name, values in _named(f"{path}: variants", given["variants"]).items()
+    ]
+    missing = sorted(set(only) - set(tasks))
+    if missing:
+        raise InvalidInput("tasks", given=missing[0], expected=f"some of {', '.join(tasks)}")
+    chosen = {name: task for name, task in tasks.items() if not only or name in only}
+    return SweepRecipe(str(given.get("title", path.stem)), chosen, variants)
+
+
+def _named(where: str, given: Any) -> dict[Any, dict[str, Any]]:
+    """Names, each with options by name; nothing is no options."""
+    if not isinstance(given, dict):
+        raise InvalidInput(where, given=f"a {type(given).__name__}", expected="names, each with its options")
+    for name, values in given.items():
+        if not isinstance(values, (dict, type(None))):
+            raise InvalidInput(f"{where}.{name}", given=repr(values), expected="options, such as {epochs: 3}")
+    return {name: values or {} for name, values in given.items()}
+
+
+def _task(where: str, values: dict[str, Any], earlier: Mapping[str, Task]) -> Task:
+    if "uses" in values and values["uses"] not in earlier:
+        raise InvalidInput(f"{where}.uses", given=values["uses"], expected=f"a task before it: {sorted(earlier)}")
+    own = _values(where, Task, values)
+    task = replace(earlier.get(values.get("uses", ""), Task()), **own)
+    if "uses" in values:  # the one that has the model
+        task = replace(task, uses=earlier[values["uses"]].uses or values["uses"])
+    with inside(where):
+        _ = task.finetuning
+    return task
+
+
+def _values(where: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, as their types want them."""
+    types = get_type_hints(kind)
+    unknown = sorted(map(str, set(values) - set(types)))
+    if unknown:
+        raise InvalidInput(where, given=unknown, expected=f"some of {sorted(types)}")
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        wanted = [kind for kind in (get_args(types[name]) or (types[name],)) if kind is not ...]
+        if value is None and type(None) in wanted:
+            found[name] = None
+        elif get_origin(types[name]) is tuple or any(get_origin(kind) is tuple for kind in wanted):
+            inner = int if "int" in str(types[name]) else str
+            items = value if isinstance(value, list) else [value]
+            found[name] = tuple(_single(f"{where}.{name}", item, [inner]) for item in items)
+        else:
+            found[name] = _single(f"{where}.{name}", value, wanted)
+    return found
+
+
+def _single(where: str, value: Any, wanted: Collection[type]) -> Any:
+    if type(value) in wanted:
+        return value
+    if float in wanted and not isinstance(value, bool):
+        with suppress(TypeError, ValueError):
+            return float(value)  # YAML takes 1e-4 for a string
+    names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in wanted)
+    raise InvalidInput(where, given=repr(value), expected=f"a value of type {names}")
+
+
+def _variant(where: str, name: str, values: dict[str, Any]) -> Variant:
+    own = {f.name for f in fields(Variant)} - {"name", "settings"}
+    known = own | set(LayerSettings.__dataclass_fields__)
+    if not set(values) <= known:
+        raise InvalidInput(where, given=sorted(set(values) - known), expected=f"some of {sorted(known)}")
+    options = {key: value for key, value in values.items() if key in own}
+    if "layers" in options:
+        options["layers"] = _layers(f"{where}.layers", options["layers"])
+    for key, kind in (("exact", bool), ("fresh", bool), ("seed", int)):
+        if key in options:
+            _single(f"{where}.{key}", options[key], [kind])
+    if "finetune" in options:
+        further = _named(where, {"finetune": options["finetune"]})["finetune"]
+        options["finetune"] = _values(f"{where}.finetune", FinetuneOptions, further)
+        with inside(f"{where}.finetune"):
+            FinetuneOptions(**options["finetune"])
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in own}
+    with inside(where):
+        LayerSettings(**settings)
+    return Variant(name=str(name), settings=settings, **options)
+
+
+def _layers(where: str, given: Any) -> str | tuple[int, ...]:
+    if given in ("all", "late", "each start"):
+        return given
+    if isinstance(given, list) and given and all(type(number) is int for number in given):
+        return tuple(given)
+    raise InvalidInput(where, given=repr(given), expected="numbers, all, late or each start")
+
+
+def late_layers(count: int) -> list[int]:
+    """Every other layer from the last, a quarter of them.
+
+    >>> late_layers(12), late_layers(6)
+    ([7, 9, 11], [3, 5])
+    """
+    return list(range(count - 1, -1, -2))[: max(1, math.ceil(count / 4))][::-1]
+
+
+def expanded(variants: list[Variant], count: int, sliding: Collection[int] = ()) -> Iterator[tuple[Variant, list[int]]]:
+    """Variants with their layers as numbers, for a model of so many layers; "all" are those that do not slide."""
+    for variant in variants:
+        layers = variant.layers
+        if layers == "each start":
+            for start in range(count):
+                yield replace(variant, name=f"{variant.name} from {start}"), list(range(start, count, 2))
+        elif layers == "late":
+            yield variant, late_layers(count)
+        elif layers == "all":
+            yield variant, [number for number in range(count) if number not in sliding]
+        else:
+            wrong = next((n for n in layers if not isinstance(n, int) or not -count <= n < count), None)
+            if wrong is not None:
+                expected = f"0 to {count - 1}: the model has {count} layers"
+                raise InvalidInput(f"variants.{variant.name}.layers", given=wrong, expected=expected)
+            yield variant, sorted({int(number) % count for number in layers})

@@ -1,0 +1,113 @@
+"""Where a token stands in a growing tree: its index in its leaf family, that family's index in its parent, and so on.
+
+All of it is known when the token is: how many members came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hsa.nn.positions import FourierFeatures
+from hsa.tree.causal_tree import cap, levels
+
+
+def token_positions(
+    lengths: Sequence[int], branching: Sequence[int], closes: np.ndarray | None, sinks: int, height: int
+) -> np.ndarray:
+    """`[tokens, height]` the index of a token in its family, of that in its parent, … in the tree of `hsa.tree.causal_tree.causal_tree`.
+
+    >>> token_positions([7], (3, 2), None, 0, 3).T.tolist()
+    [[0, 1, 2, 0, 1, 2, 0], [0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+    """
+    found = levels(lengths, branching, closes, sinks, height)
+    node = np.arange(len(found[0].tree))
+    indices = []
+    for above in found[1:]:
+        sizes = np.diff(above.offsets)
+        parent = np.repeat(np.arange(len(sizes)), sizes)[node]
+        indices.append(node - above.offsets[parent])
+        node = parent
+    return np.stack(indices, -1)
+
+
+class PlaceCounters:
+    """The places of the next token of every sequence, kept up as they grow.
+
+    >>> counters = PlaceCounters(1, (3, 2), sinks=0, height=3)
+    >>> for _ in range(4):
+    ...     counters.append([0])
+    >>> counters.places.tolist()  # of the fifth token
+    [[1, 1, 0]]
+    """
+
+    def __init__(self, batch: int, branching: Sequence[int], sinks: int, height: int):
+        self.branching, self.sinks, self.height = tuple(branching), sinks, height
+        self.places = np.zeros((batch, height), np.int64)
+        self.lengths = [0] * batch
+        self.closes: list[list[int]] | None = None  # by token; None: none closed anything so far
+
+    def set(self, lengths: Sequence[int], closes: Sequence[Sequence[int]] | None = None) -> None:
+        """Sequences of so many tokens, as if they had grown to it."""
+        self.lengths = list(lengths)
+        self.closes = None if closes is None else [list(heights) for heights in closes]
+        known = None if closes is None else np.array([h for heights in closes for h in (*heights, 0)], np.int64)
+        with_next = [length + 1 for length in lengths]
+        found = token_positions(with_next, self.branching, known, self.sinks, self.height)
+        self.places = found[np.cumsum(with_next) - 1]
+
+    def append(self, closes: Sequence[int] | None) -> None:
+        """A token more in every sequence, with the height up to which it closes families."""
+        if closes is not None:
+            if self.closes is None:
+                self.closes = [[0] * length for length in self.lengths]
+            for heights, new in zip(self.closes, closes, strict=True):
+                heights.append(int(new))
+        self.lengths = [length + 1 for length in self.lengths]
+        height = np.zeros(len(self.lengths), np.int64) if closes is None else np.asarray(closes, np.int64)
+        height = np.where(np.array(self.lengths) == self.sinks, self.height, height)
+        grows = np.ones(len(height), bool)  # the level below has a member more
+        for level in range(1, self.height + 1):
+            index = self.places[:, level - 1]
+            index += grows
+            grows = grows & ((index == cap(self.branching, level)) | (height >= level))
+            index[grows] = 0
+
+    def reorder(self, index: Sequence[int]) -> None:
+        closes = None if self.closes is None else [self.closes[i] for i in index]
+        self.set([self.lengths[i] for i in index], closes)
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        closes = None if self.closes is None else [h[:n] for h, n in zip(self.closes, lengths, strict=True)]
+        self.set(lengths, closes)
+
+
+class PlaceEmbedding(nn.Module):
+    """What a token's places add to its vector: learned Fourier features of every index, and a linear map per level.
+
+    Args:
+        width: of the token vectors.
+        branching: members per family from the leaves up.
+        height: how many levels.
+        features: Fourier features of an index.
+    """
+
+    def __init__(self, width: int, branching: Sequence[int], height: int, features: int = 32):
+        super().__init__()
+        self.members = [cap(branching, level) for level in range(1, height + 1)]
+        self.fourier = nn.ModuleList(FourierFeatures(1, features) for _ in range(height))
+        self.maps = nn.ModuleList(nn.Linear(features, width, bias=False) for _ in range(height))
+        for layer in self.maps:
+            nn.init.normal_(layer.weight, std=0.02 * (2 / features) ** 0.5)  # type: ignore[arg-type]
+
+    def forward(self, places: Tensor) -> Tensor:
+        """`[tokens, height]` → `[tokens, width]`. Few indices are distinct: each is mapped once, then looked up."""
+        total: Tensor | float = 0.0
+        for level, (fourier, project) in enumerate(zip(self.fourier, self.maps, strict=True)):
+            index = torch.arange(self.members[level], device=places.device)[:, None]
+            total = total + nn.functional.embedding(places[:, level], project(fourier(index)))
+        assert isinstance(total, Tensor)
+        return total

@@ -1,0 +1,219 @@
+"""Query and key projections of trained heads, shared by all of them (Cordonnier, Loukas & Jaggi 2020, arXiv:2006.16362)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.research.decomposition import CP, decompose, relative_error
+
+_CONSTANT = 1e-6  # of what is the same for all keys, against what differs between them: softmax drops it
+_LEAST_SPREAD = 1e-3  # of inputs in a direction, relative to the mean one: what data never showed is not free
+
+
+@dataclass(frozen=True, eq=False)
+class SharedProjections:
+    """One query and one key projection for all heads. Head h compares scale · Σ_r mixing[h, r] · query_r · key_r.
+
+    Attributes:
+        query_weight, key_weight: `[shared_dim, width]`, as `nn.Linear` has them; query_bias, key_bias: `[shared_dim]`.
+        mixing: `[heads, shared_dim]`.
+        error: ‖T − T̂‖ / ‖T‖ of all heads' bilinear forms, biases included.
+        logit_error: of the logits between inputs with the moment that was given, as they differ from key to key: root mean
+            square, relative to the logits; None without a moment.
+        parameters_before, parameters_after: of both projections, their biases and the mixing.
+    """
+
+    query_weight: Tensor
+    query_bias: Tensor
+    key_weight: Tensor
+    key_bias: Tensor
+    mixing: Tensor
+    error: float
+    logit_error: float | None
+    parameters_before: int
+    parameters_after: int
+
+    @property
+    def shared_dim(self) -> int:
+        return self.mixing.shape[1]
+
+
+def share_projections(
+    query_weight: Tensor,
+    query_bias: Tensor | None,
+    key_weight: Tensor,
+    key_bias: Tensor | None,
+    heads: int,
+    shared_dim: int,
+    *,
+    moment: Tensor | None = None,
+    iterations: int = 100,
+) -> SharedProjections:
+    """Re-parametrise a trained layer that concatenates heads as one whose heads share their projections.
+
+        T_h = [W_Q^h b_Q^h]ᵀ [W_K^h b_K^h] ≈ Σ_r mixing[h, r] · query_r ⊗ key_r        [width + 1, width + 1] each
+
+    The layer itself is such a sum, of heads · head_dim components of which each belongs to one head; `decompose` finds
+    one with fewer, which heads share. At shared_dim = heads · head_dim the layer stays as it is and the error is 0.
+
+    Args:
+        query_weight, key_weight: `[heads · head_dim, width]`, the heads one after another.
+        query_bias, key_bias: `[heads · head_dim]`, or None.
+        shared_dim: channels of the shared projections, 1..heads · head_dim.
+        moment: `[width + 1, width + 1]`, the mean of x xᵀ over inputs x of the layer with a one appended. The error that is
+            made small is then that of logits on such inputs, not that of weights. What a query adds to the logits of all
+            keys alike hardly counts, because softmax drops it.
+        iterations: of alternating least squares, at most.
+
+    Raises:
+        InvalidInput: shapes that do not fit each other or the heads, a shared_dim outside its bound.
+
+    >>> layer = torch.nn.Linear(6, 8), torch.nn.Linear(6, 8)
+    >>> shared = share_projections(*layer[0].parameters(), *layer[1].parameters(), heads=4, shared_dim=5)
+    >>> shared.query_weight.shape, shared.mixing.shape, 0 < shared.error < 1
+    (torch.Size([5, 6]), torch.Size([4, 5]), True)
+    """
+    layer = concatenated_heads(query_weight, query_bias, key_weight, key_bias, heads)
+    if isinstance(shared_dim, bool) or not isinstance(shared_dim, int) or not 1 <= shared_dim <= layer.rank:
+        raise InvalidInput(
+            "shared_dim",
+            given=shared_dim,
+            expected=f"1..{layer.rank}: with heads · head_dim = {layer.rank} channels the layer is exact already",
+        )
+    seen = None if moment is None else Inputs(moment, layer)
+    if shared_dim == layer.rank:
+        found = layer
+    elif seen is None:
+        found = _with_fewer(layer, shared_dim, iterations)
+    else:
+        found = seen.without(_with_fewer(seen.within(layer), shared_dim, iterations))
+    mixing, queries, keys = (factor.to(query_weight.dtype) for factor in _balanced(found))
+    found = CP(mixing.double(), queries.double(), keys.double())
+    return SharedProjections(
+        queries[:, :-1].contiguous(),
+        queries[:, -1].contiguous(),
+        keys[:, :-1].contiguous(),
+        keys[:, -1].contiguous(),
+        mixing.T.contiguous(),
+        relative_error(layer, found),
+        None if seen is None else relative_error(seen.within(layer), seen.within(found)),
+        sum(x.numel() for x in (query_weight, query_bias, key_weight, key_bias) if x is not None),
+        sum(factor.numel() for factor in (mixing, queries, keys)),
+    )
+
+
+def _with_fewer(layer: CP, channels: int, iterations: int) -> CP:
+    """Forms near those of a layer. A small width needs fewer channels than were asked for: the others are 0 then."""
+    heads, size = layer.a.shape[1], layer.b.shape[1]
+    rank = min(channels, size * min(heads, size))
+    found = decompose(by_strength(layer), rank, iterations=iterations).cp
+    return CP(*(F.pad(factor, (0, 0, 0, channels - rank)) for factor in (found.a, found.b, found.c)))
+
+
+def _balanced(cp: CP) -> tuple[Tensor, Tensor, Tensor]:
+    """The same components: the largest mixing of each is 1, as where heads are concatenated; query and key equally long."""
+    mixing = cp.a.abs().amax(1, keepdim=True)
+    lengths = [factor.norm(dim=1, keepdim=True) for factor in (cp.b, cp.c)]
+    length = (mixing * lengths[0] * lengths[1]).sqrt()
+    queries, keys = (
+        factor * (length / own.clamp_min(1e-300)) for factor, own in zip((cp.b, cp.c), lengths, strict=True)
+    )
+    return cp.a / mixing.clamp_min(1e-300), queries, keys
+
+
+def concatenated_heads(
+    query_weight: Tensor, query_bias: Tensor | None, key_weight: Tensor, key_bias: Tensor | None, heads: int
+) -> CP:
+    """The bilinear forms of all heads, exactly, in float64: factors `[heads · head_dim, heads or width + 1]`.
+
+    Raises:
+        InvalidInput: shapes that do not fit each other or the heads.
+    """
+    if query_weight.ndim != 2 or query_weight.shape != key_weight.shape:
+        given = f"query_weight {list(query_weight.shape)}, key_weight {list(key_weight.shape)}"
+        raise InvalidInput("weights", given=given, expected="both [heads · head_dim, width]")
+    channels = len(query_weight)
+    if heads < 1 or channels % heads or not channels:
+        raise InvalidInput("heads", given=heads, expected=f"a divisor of the {channels} channels of query_weight")
+    for name, bias in (("query_bias", query_bias), ("key_bias", key_bias)):
+        if bias is not None and bias.shape != (channels,):
+            raise InvalidInput(name, given=f"shape {list(bias.shape)}", expected=f"[{channels}], or None")
+    queries, keys = _with_bias(query_weight, query_bias), _with_bias(key_weight, key_bias)
+    return CP(_one_hot(heads, channels, queries), queries, keys)
+
+
+def by_strength(layer: CP) -> CP:
+    """The same forms, each head's as the sum of its singular components, the strongest first."""
+    heads = layer.a.shape[1]
+    queries, keys = (
+        factor.unflatten(0, (heads, -1)).mT for factor in (layer.b, layer.c)
+    )  # [heads, width + 1, head_dim]
+    (query_basis, query_rest), (key_basis, key_rest) = torch.linalg.qr(queries), torch.linalg.qr(keys)
+    left, strength, right = torch.linalg.svd(query_rest @ key_rest.mT)
+    root = strength.sqrt()[:, None]
+    queries = (query_basis @ left * root).mT.flatten(0, 1)
+    keys = (key_basis @ right.mT * root).mT.flatten(0, 1)
+    return CP(_one_hot(heads, len(queries), queries), queries, keys)
+
+
+class Inputs:
+    """Coordinates in which a distance between forms is the root mean square of that between their logits.
+
+        Σ_h E ‖x_iᵀ (T_h − T̂_h) (x_j − E x)‖² = ‖within(T) − within(T̂)‖²         x_i, x_j: independent inputs of the layer
+
+    up to a small weight on what a query adds to all logits alike, without which that would be undetermined.
+
+    Args:
+        moment: `[width + 1, width + 1]`, as for `share_projections`.
+    """
+
+    def __init__(self, moment: Tensor, layer: CP):
+        size = layer.b.shape[1]
+        if moment.shape != (size, size) or not bool(moment.isfinite().all()):
+            expected = f"finite values, [{size}, {size}]: the width and one more for the bias"
+            raise InvalidInput("moment", given=f"shape {list(moment.shape)}", expected=expected)
+        if not torch.isclose(moment[-1, -1].double(), torch.ones((), dtype=torch.float64, device=moment.device)):
+            fix = "append a one to every input, and divide by their number"
+            raise InvalidInput("moment[-1, -1]", given=float(moment[-1, -1]), expected="1", fix=fix)
+        moment = moment.to(layer.b)
+        mean = moment[:-1, -1]
+        spread = moment[:-1, :-1] - mean[:, None] * mean
+        least = _LEAST_SPREAD * float(spread.diagonal().mean().clamp_min(1e-30))
+        spread.diagonal().add_(least)
+        self._roots = [_root(spread, mean, constant) for constant in (1.0, _CONSTANT)]
+
+    def within(self, cp: CP) -> CP:
+        return CP(cp.a, cp.b @ self._roots[0], cp.c @ self._roots[1])
+
+    def without(self, cp: CP) -> CP:
+        """The inverse of `within`."""
+        b, c = (
+            torch.linalg.solve(root, factor, left=False) for root, factor in zip(self._roots, (cp.b, cp.c), strict=True)
+        )
+        return CP(cp.a, b, c)
+
+
+def _root(spread: Tensor, mean: Tensor, constant: float) -> Tensor:
+    """L of L Lᵀ = E x xᵀ for x = (y, 1), the constant in its last channel weighted."""
+    size = len(mean) + 1
+    root = spread.new_zeros(size, size)
+    root[:-1, :-1] = torch.linalg.cholesky(spread)
+    root[:-1, -1] = constant * mean
+    root[-1, -1] = constant
+    return root
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    weight = weight.detach().double()
+    column = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
+    return torch.cat([weight, column[:, None]], 1)
+
+
+def _one_hot(heads: int, channels: int, like: Tensor) -> Tensor:
+    """`[channels, heads]`: which head a channel belongs to."""
+    return torch.eye(heads, dtype=like.dtype, device=like.device).repeat_interleave(channels // heads, 0)

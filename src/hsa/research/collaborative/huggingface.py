@@ -1,0 +1,343 @@
+"""Collaborative heads in pre-trained encoders: query and key projections that all heads of a layer share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hsa.errors import InvalidInput, Unsupported
+from hsa.huggingface.attend import attend_exactly
+from hsa.huggingface.interface import NAME
+from hsa.huggingface.layers import attention_layers, is_causal
+from hsa.huggingface.loading import transformers_library
+from hsa.research.collaborative.heads import SharedProjections, share_projections
+
+_CONFIG = "hsa_shared_dim"  # what a config says of a model with collaborative heads
+_KNOWN = {"self", "hidden_states", "attention_mask", "past_key_values", "past_key_value", "head_mask"} | {
+    "encoder_hidden_states",  # None in encoders
+    "encoder_attention_mask",
+    "output_attentions",
+    "cache_position",
+    "kwargs",
+}
+_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
+
+
+@dataclass(frozen=True)
+class CollaborativeLayer:
+    """What sharing did to one layer; the errors are those of `SharedProjections`."""
+
+    number: int
+    parameters_before: int
+    parameters_after: int
+    error: float
+    logit_error: float | None
+
+
+@dataclass(frozen=True)
+class CollaborationReport:
+    """What `collaborate` did. `parameters_…` of a layer are those of its query and key projections and the mixing."""
+
+    shared_dim: int
+    channels: int
+    layers: tuple[CollaborativeLayer, ...]
+    model_parameters_before: int
+    model_parameters_after: int
+
+    @property
+    def saved(self) -> int:
+        """Parameters fewer than before; negative where the mixing outweighs what sharing saves."""
+        return self.model_parameters_before - self.model_parameters_after
+
+    def __str__(self) -> str:
+        rows = [["layer", "q/k before", "q/k after", "error", "logit error"]]
+        for layer in self.layers:
+            rows.append([str(layer.number), *_row(layer.parameters_before, layer.parameters_after, layer.error)])
+            rows[-1].append("–" if layer.logit_error is None else f"{layer.logit_error:.2e}")
+        before, after = (
+            sum(getattr(layer, name) for layer in self.layers) for name in ("parameters_before", "parameters_after")
+        )
+        rows.append(["all", *_row(before, after), "", ""])
+        rows.append(["model", *_row(self.model_parameters_before, self.model_parameters_after), "", ""])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        share = self.saved / self.model_parameters_before
+        return "\n".join(
+            [
+                f"{self.shared_dim} shared channels in place of {self.channels}",
+                *lines,
+                f"saved: {self.saved:,} ({share:.1%})",
+            ]
+        )
+
+
+def collaborate(
+    model: Any,
+    shared_dim: int | float,
+    *,
+    inputs: Iterable[Mapping[str, Tensor]] | None = None,
+    iterations: int = 100,
+) -> CollaborationReport:
+    """Give the self-attention layers of an encoder shared query and key projections, in place.
+
+    Each head then compares scale · Σ_r mixing[h, r] · query_r · key_r over all shared channels; values and output projection
+    stay. This saves parameters, not time: a head compares shared_dim channels instead of head_dim. With shared_dim of all
+    channels the model computes what it did before. It runs forward and backward as before, with the same attention
+    implementation and masks, and can be fine-tuned to make up for what sharing cost.
+
+    `save_pretrained` writes the new parameters (`query`, `key`, `mixing`) and notes shared_dim in the config. To load them:
+
+        model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+        prepare_collaborative(model)
+        model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+
+    Args:
+        model: an encoder of BERT's kind (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …) or a model around one: layers
+            with `query`, `key` and `value` and nothing between projection and comparison.
+        shared_dim: channels that the heads of a layer share, or, as a float, their share of heads · head_dim.
+        inputs: arguments of forward passes, such as `{"input_ids": …, "attention_mask": …}`, a few thousand tokens in all.
+            Projections are then chosen for small errors of the logits on them, not of the weights.
+        iterations: of alternating least squares per layer, at most.
+
+    Raises:
+        Unsupported: a family whose queries and keys are rotated or normalised before they are compared, or that has other
+            projections; the message says which.
+        InvalidInput: a shared_dim outside its bound, a model that has been converted.
+    """
+    layers = _layers(model)
+    channels = layers[0].query.out_features
+    shared = _shared_dim(shared_dim, channels)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    moments = [None] * len(layers) if inputs is None else _moments(model, layers, inputs)
+    found = [
+        share_projections(
+            *(layer.query.weight, layer.query.bias, layer.key.weight, layer.key.bias),
+            layer.num_attention_heads,
+            shared,
+            moment=moment,
+            iterations=iterations,
+        )
+        for layer, moment in zip(layers, moments, strict=True)
+    ]
+    for layer, projections in zip(layers, found, strict=True):
+        replace_projections(layer, projections)
+    setattr(model.config, _CONFIG, shared)
+    after = sum(parameter.numel() for parameter in model.parameters())
+    done = (
+        CollaborativeLayer(i, x.parameters_before, x.parameters_after, x.error, x.logit_error)
+        for i, x in enumerate(found)
+    )
+    return CollaborationReport(shared, channels, tuple(done), before, after)
+
+
+def prepare_collaborative(model: Any, shared_dim: int | float | None = None) -> None:
+    """Give an encoder the form that `collaborate` does, with projections that are yet to be loaded or trained.
+
+    Args:
+        shared_dim: as for `collaborate`; that of the model's config, unless given.
+    """
+    layers = _layers(model)
+    if shared_dim is None:
+        shared_dim = getattr(model.config, _CONFIG, None)
+    if shared_dim is None:
+        raise InvalidInput("shared_dim", given="None, and none in the config", expected="that of the saved model")
+    shared = _shared_dim(shared_dim, layers[0].query.out_features)
+    for layer in layers:
+        heads, width = layer.num_attention_heads, layer.query.in_features
+        weights = [layer.query.weight.new_empty(shared, width).normal_(std=width**-0.5) for _ in range(2)]
+        zeros = layer.query.weight.new_zeros(shared)
+        mixing = layer.query.weight.new_ones(heads, shared)
+        replace_projections(layer, SharedProjections(weights[0], zeros, weights[1], zeros, mixing, 1.0, None, 0, 0))
+    setattr(model.config, _CONFIG, shared)
+
+
+def replace_projections(layer: Any, shared: SharedProjections) -> None:
+    """Turn a self-attention layer into one with shared projections: the same module, with hooks and all it holds."""
+    layer.query = _linear(layer.query, shared.query_weight, shared.query_bias)
+    layer.key = _linear(layer.key, shared.key_weight, shared.key_bias)
+    needs_grad = layer.query.weight.requires_grad
+    layer.mixing = nn.Parameter(shared.mixing.detach().to(layer.query.weight).clone(), requires_grad=needs_grad)
+    layer.__class__ = _collaborative(type(layer))
+
+
+class CollaborativeSelfAttention(nn.Module):
+    """Self-attention whose heads share queries and keys; mixed into the class of the layer that it replaces."""
+
+    mixing: Tensor  # [heads, shared_dim]
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    config: Any
+    dropout: nn.Dropout
+    scaling: float
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        heads = len(self.mixing)
+        query = self.query(hidden_states)[:, None] * self.mixing[:, None]  # [batch, heads, tokens, shared_dim]
+        key = self.key(hidden_states)[:, None].expand(-1, heads, -1, -1)
+        value = self.value(hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _attend_eagerly)
+        dropout = self.dropout.p if self.training else 0.0
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return out.flatten(2), weights
+
+    def __reduce__(self) -> Any:
+        """The class is made on demand, so pickle needs to know from what."""
+        return _empty, (type(self).__mro__[2],), self.__dict__
+
+
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _collaborative(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass, so that transformers goes on to see its own kind of layer, whose weights it can be asked for."""
+    if kind not in _MADE:
+        name, bases = f"Collaborative{kind.__name__}", (CollaborativeSelfAttention, kind)
+        _MADE[kind] = type(name, bases, {"__module__": __name__})
+    return _MADE[kind]
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    made = _collaborative(kind)
+    return made.__new__(made)
+
+
+def _attend_eagerly(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    return attend_exactly(query, key, value, attention_mask, causal=False, scale=scaling, dropout_p=dropout)
+
+
+def _layers(model: Any) -> list[Any]:
+    """The layers to be changed, or why they cannot be."""
+    library = transformers_library("collaborative heads in pre-trained models")
+    if not isinstance(model, library.PreTrainedModel):
+        raise Unsupported(f"{type(model).__name__} is no transformers model; collaborate takes a PreTrainedModel")
+    if model.config._attn_implementation == NAME:
+        raise InvalidInput(
+            "model",
+            given="a converted one",
+            expected="one with exact attention",
+            fix="revert(model), collaborate, then convert again",
+        )
+    layers = attention_layers(model)
+    for number, layer in enumerate(layers):
+        reason = _reason_against(layer)
+        if reason is not None:
+            raise Unsupported(f"{type(model).__name__}, layer {number}: {type(layer).__name__} {reason}")
+    return layers
+
+
+def _reason_against(layer: Any) -> str | None:
+    one_form = "so a head's logits are no one bilinear form of its inputs that could be shared"
+    if isinstance(layer, CollaborativeSelfAttention):
+        return "has collaborative heads already; load the original model to choose another shared_dim"
+    arguments = set(inspect.signature(type(layer).forward).parameters)
+    if "position_embeddings" in arguments or "rotary" in inspect.getsource(type(layer).forward):
+        return f"rotates queries and keys by their positions between projection and comparison, {one_form}"
+    if any(getattr(layer, name, None) is not None for name in _NORMS):
+        return f"normalises queries and keys between projection and comparison, {one_form}"
+    projections = [getattr(layer, name, None) for name in ("query", "key", "value")]
+    if not all(isinstance(projection, nn.Linear) for projection in projections):
+        held = ", ".join(name for name, _ in layer.named_children()) or "none"
+        return f"has the parts {held} instead of linear layers named query, key and value"
+    if is_causal(layer) or getattr(layer, "is_decoder", False):
+        return "belongs to a decoder, whose cache holds keys per head; only encoders can have collaborative heads"
+    if not arguments <= _KNOWN:
+        return f"attends with {', '.join(sorted(arguments - _KNOWN))}, beyond hidden states and a mask"
+    if not hasattr(layer, "num_attention_heads") or not isinstance(getattr(layer, "dropout", None), nn.Dropout):
+        return "keeps its number of heads or its dropout otherwise than BERT does"
+    return None if _is_plain(layer) else f"does more than to compare its projections, {one_form}"
+
+
+@torch.no_grad()
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer gives softmax attention of its own projections and nothing else, tried on random inputs."""
+    weight = layer.query.weight
+    x = torch.randn(1, 5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    parts = (layer.query, layer.key, layer.value)
+    q, k, v = (part(x).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2) for part in parts)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=layer.scaling).transpose(1, 2).flatten(2)
+    training = layer.training
+    layer.eval()
+    try:
+        given = layer(x)[0]
+    finally:
+        layer.train(training)
+    tolerance = 100 * torch.finfo(weight.dtype).eps * float(expected.abs().max())
+    return given.shape == expected.shape and bool((given - expected).abs().max() <= tolerance)
+
+
+def _shared_dim(given: int | float, channels: int) -> int:
+    found = given
+    if isinstance(given, float) and 0 < given <= 1:
+        found = max(1, round(given * channels))
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= channels:
+        raise InvalidInput(
+            "shared_dim",
+            given=repr(given),
+            expected=f"1..{channels} channels (heads · head_dim), or a share of them as a float above 0, at most 1.0",
+        )
+    return found
+
+
+@torch.no_grad()
+def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
+    """`[width + 1, width + 1]` for each layer: the mean of x xᵀ over its inputs with a one appended, padding left out."""
+    sums: list[Any] = [0] * len(layers)
+    mask: Tensor | None = None
+
+    def add(number: int, states: Tensor) -> None:
+        rows = states.flatten(0, 1) if mask is None else states[mask.bool()]
+        rows = F.pad(rows.double(), (0, 1), value=1.0)
+        sums[number] = sums[number] + rows.T @ rows
+
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, given, options, number=number: add(number, given[0] if given else options["hidden_states"]),
+            with_kwargs=True,
+        )
+        for number, layer in enumerate(layers)
+    ]
+    training = model.training
+    model.eval()
+    try:
+        for batch in inputs:
+            mask = batch.get("attention_mask")
+            model(**batch)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not isinstance(sums[0], Tensor):
+        raise InvalidInput("inputs", given="nothing", expected="at least one batch", fix="or leave inputs out")
+    return [total / total[-1, -1] for total in sums]
+
+
+def _linear(like: nn.Linear, weight: Tensor, bias: Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], len(weight), device=like.weight.device, dtype=like.weight.dtype)
+    with torch.no_grad():
+        made.weight.copy_(weight)
+        made.bias.copy_(bias)
+    return made.requires_grad_(like.weight.requires_grad).train(like.training)
+
+
+def _row(before: int, after: int, *errors: float) -> list[str]:
+    return [f"{before:,}", f"{after:,}", *(f"{error:.2e}" for error in errors)]

@@ -1,0 +1,382 @@
+"""Multiple kernel learning: sums of kernels with weights that are learned, global or conditional on the input.
+
+Both kinds of weights are those that align the sum best with a target kernel (`target_kernel`); `compare_sums` says what
+that is worth on examples that were not learned from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.research.head_kernels.gram import centred, centred_alignment, input_conditional, linear_grams
+
+_GATING = 8  # principal components that weights may depend on
+_RIDGES = 10.0 ** torch.arange(-4, 3, dtype=torch.float64)  # times the mean eigenvalue
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What is to be told of each example: `[n, 1]` numbers, or `[n, classes]` ones and zeros."""
+
+    values: Tensor
+    classes: bool
+
+    @staticmethod
+    def of_classes(labels: Sequence[object] | np.ndarray) -> Targets:
+        """Raises InvalidInput unless there are two different labels."""
+        names, numbers = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
+        if len(names) < 2:
+            given = f"nothing but {str(names[0])!r}" if len(names) else "no labels"
+            raise InvalidInput("label", given=given, expected="at least 2 classes")
+        return Targets(torch.nn.functional.one_hot(torch.from_numpy(numbers)).double(), True)
+
+    @staticmethod
+    def of_numbers(numbers: Sequence[float] | np.ndarray) -> Targets:
+        """Raises InvalidInput unless there are two different numbers, all finite."""
+        values = torch.from_numpy(np.asarray(numbers, np.float64))
+        if not bool(torch.isfinite(values).all()) or len(values.unique()) < 2:
+            raise InvalidInput("label", given="numbers that are all equal, or not finite", expected="different numbers")
+        return Targets(values[:, None], False)
+
+    def part(self, rows: Tensor) -> Targets:
+        return Targets(self.values[rows], self.classes)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def target_kernel(targets: Targets) -> Tensor:
+    """`[n, n]` the kernel that knows the answers: 1 for examples of one class, else 0; products of numbers less their mean.
+
+    >>> target_kernel(Targets.of_classes("aba")).tolist()
+    [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
+    """
+    values = targets.values if targets.classes else targets.values - targets.values.mean()
+    return values @ values.T
+
+
+@dataclass(frozen=True, eq=False)
+class FlatMKL:
+    """Global weights of kernels.
+
+    Attributes:
+        weights: `[kernels]`, not negative, of sum 1.
+        slack: `[kernels]` how much the objective would gain with the weight: 0 where there is one, else 0 or less.
+        alignment: of the weighted sum with the target.
+    """
+
+    weights: Tensor
+    slack: Tensor
+    alignment: float
+
+
+def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
+    """The weights μ ≥ 0, Σ μ = 1, with which Σ_m μ_m K^(m) aligns best with a target kernel.
+
+        maximise A(Σ_m μ_m K^(m), T)   ⟺   minimise vᵀ M v − 2 aᵀ v,  v ≥ 0,   μ = v / Σ v
+        M_kl = ⟨K_c^(k), K_c^(l)⟩,  a_k = ⟨K_c^(k), T_c⟩
+
+    ("alignf" of Cortes, Mohri & Rostamizadeh 2012, proposition 9.) The quadratic programme is solved exactly, by the active
+    set method of Lawson & Hanson (1974). Of several equal kernels one may get all the weight. Where no kernel aligns
+    positively the best is a single one; where all are constant, weights are equal.
+
+    Args:
+        grams: `[kernels, n, n]`.
+        target: `[n, n]`.
+
+    >>> one, other = torch.diag(torch.tensor([1.0, 0, 0])), torch.diag(torch.tensor([0.0, 1, 0]))
+    >>> flat_mkl(torch.stack([one, other]), one + 3 * other).weights
+    tensor([0.2500, 0.7500], dtype=torch.float64)
+    """
+    flat, wanted = centred(grams).flatten(1), centred(target).flatten()
+    sizes = flat.norm(dim=1)
+    alive = sizes > 1e-12 * grams.double().flatten(1).norm(dim=1)
+    length = float(wanted.norm())
+    if length == 0:
+        raise InvalidInput("target", given="a kernel that is constant", expected="one that tells examples apart")
+    if not bool(alive.any()):
+        equal = torch.full((len(grams),), 1 / len(grams), dtype=torch.float64)
+        return FlatMKL(equal, torch.zeros_like(equal), 0.0)
+    # Kernels of length 1: the same solution, and what is small then is small for all of them.
+    unit = torch.where(alive[:, None], flat / sizes.where(alive, torch.ones_like(sizes))[:, None], 0.0)
+    products, towards = unit @ unit.T, unit @ (wanted / length)
+    found = _non_negative(products, towards)
+    if float(found.sum()) == 0:
+        # A linear function below 0 over a norm has its maximum over a simplex at a corner.
+        found[int(towards.where(alive, torch.full_like(towards, -2.0)).argmax())] = 1.0
+    slack = towards - products @ found
+    weights = torch.where(alive, found / sizes.where(alive, torch.ones_like(sizes)), 0.0)
+    weights = weights / weights.sum()
+    return FlatMKL(weights, slack, centred_alignment((weights[:, None, None] * grams).sum(0), target))
+
+
+def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
+    """v ≥ 0 that minimises vᵀ products v − 2 towardsᵀ v; `products` has ones on its diagonal, zeros for what is left out."""
+    tolerance = 1e-12
+    v = torch.zeros_like(towards)
+    free = torch.zeros(len(v), dtype=torch.bool)
+    for _ in range(10 * len(v) + 10):
+        rise = (towards - products @ v).masked_fill(free, -torch.inf)
+        best = int(rise.argmax())
+        if rise[best] <= tolerance:
+            return v
+        free[best] = True
+        while True:
+            chosen = free.nonzero()[:, 0]
+            solved = torch.linalg.lstsq(products[chosen][:, chosen], towards[chosen, None], driver="gelsd").solution[
+                :, 0
+            ]
+            if bool((solved > 0).all()):
+                v = torch.zeros_like(v)
+                v[chosen] = solved
+                break
+            # As far towards the solution as all stay at 0 or above; who arrives there is fixed.
+            here, down = v[chosen], solved <= 0
+            step = (here[down] / (here[down] - solved[down]).clamp(min=1e-300)).min()
+            v[chosen] = (here + step * (solved - here)).clamp(min=0)
+            free[chosen[(v[chosen] <= tolerance) & down]] = False
+            v[~free] = 0
+            if not bool(free.any()):
+                break
+    return v
+
+
+@dataclass(frozen=True, eq=False)
+class Gating:
+    """β_i = softmax(W z_i + b): weights of kernels that depend on the example.
+
+    Attributes:
+        linear: W, `[kernels, channels]`.
+        bias: b, `[kernels]`.
+        steps: how many steps of the search were taken.
+    """
+
+    linear: Tensor
+    bias: Tensor
+    steps: int
+
+    def weights(self, z: Tensor) -> Tensor:
+        """`[n, kernels]` of examples with features `[n, channels]`."""
+        return (z @ self.linear.T + self.bias).softmax(-1)
+
+
+def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps: int = 100, seed: int = 0) -> Gating:
+    """Localised multiple kernel learning: weights β that depend on the input, fitted to a target kernel.
+
+        maximise A(Σ_m β_im β_jm K^(m)_ij, T),   β_i = softmax(W z_i + b)
+
+    The gating is that of Gönen & Alpaydın (2008, "Localized multiple kernel learning", ICML), found here by gradients of the
+    alignment on two thirds of the examples; the step that is best on the last third is kept. It begins at global weights, so
+    that with no step it is as good as those.
+
+    Args:
+        grams: `[kernels, n, n]`.
+        target: `[n, n]`.
+        z: `[n, channels]` what weights may depend on.
+        start: `[kernels]` global weights, of sum 1.
+    """
+    n = len(z)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
+    fit, held = order[: n - n // 3], order[n - n // 3 :]
+    if len(held) < 3:
+        raise InvalidInput("z", given=f"{n} examples", expected="at least 9, of which a third is held out")
+    parts = [
+        (grams[:, rows][:, :, rows].double(), target[rows][:, rows].double(), z[rows].double()) for rows in (fit, held)
+    ]
+    # β is squared in the kernel of a pair; weights of 0 could never grow.
+    bias = (0.5 * (start.double() + 0.01 / len(start)).log()).requires_grad_()
+    linear = torch.zeros(len(start), z.shape[1], dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.AdamW([linear, bias], lr=0.05, weight_decay=0.01)
+
+    def alignment(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        kernels, wanted, features = part
+        beta = (features @ linear.T + bias).softmax(-1).T
+        gram = centred((kernels * beta[:, :, None] * beta[:, None, :]).sum(0))
+        goal = centred(wanted)
+        return (gram * goal).sum() / (gram.norm() * goal.norm()).clamp(min=1e-300)
+
+    best, kept = -np.inf, Gating(linear.detach().clone(), bias.detach().clone(), 0)
+    for step in range(steps + 1):
+        with torch.no_grad():
+            found = float(alignment(parts[1]))
+        if found > best + 1e-9:
+            best, kept = found, Gating(linear.detach().clone(), bias.detach().clone(), step)
+        if step == steps or step > kept.steps + 20:
+            break
+        optimiser.zero_grad()
+        (-alignment(parts[0])).backward()
+        optimiser.step()
+    return kept
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How good a sum of kernels is, on the examples its weights were learned from and on others, a number per split."""
+
+    name: str
+    learned: list[float]  # alignment
+    held: list[float]  # alignment
+    score: list[float]  # of ridge regression with this kernel on the others: accuracy, or R²
+
+
+UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN = (
+    "equal weights",
+    "best single head",
+    "flat MKL",
+    "input-conditional",
+    "the model's own weighting",
+)
+
+
+def compare_sums(
+    features: Sequence[Tensor],
+    targets: Targets,
+    *,
+    own: Tensor | None = None,
+    splits: int = 3,
+    seed: int = 0,
+    watch: Callable[[int], None] | None = None,
+) -> list[Sum]:
+    """Sums of the linear kernels of heads, by how their weights are found; learned on one half, tested on the other.
+
+    Features of every head are shifted and scaled so that on the first half their mean is 0 and their mean square 1. What
+    conditional weights depend on are the first principal components of all of them.
+
+    Args:
+        features: `[n, channels]` per head.
+        targets: of the n examples.
+        own: `[n, heads]` weights that the model itself gives its heads on each example, if it does.
+        splits: random halves, all with all classes.
+        watch: told after each split.
+
+    Raises:
+        InvalidInput: too few examples, or too few of a class, to divide.
+    """
+    found: dict[str, Sum] = {}
+    for split in range(splits):
+        learn, hold = halves(targets, seed + split)
+        rows = [scaled(head, learn) for head in features]
+        grams, wanted = linear_grams(rows), target_kernel(targets)
+        known = grams[:, learn][:, :, learn], wanted[learn][:, learn]
+        flat = flat_mkl(*known)
+        alone = torch.stack([torch.tensor(centred_alignment(gram, known[1])) for gram in known[0]])
+        z = _components(torch.cat(rows, 1), learn)
+        gating = fit_gating(*known, z[learn], flat.weights, seed=seed + split)
+        ways = {
+            UNIFORM: torch.full((len(grams),), 1 / len(grams), dtype=torch.float64).sqrt().expand(len(targets), -1),
+            SINGLE: torch.nn.functional.one_hot(alone.argmax(), len(grams)).double().expand(len(targets), -1),
+            FLAT: flat.weights.sqrt().expand(len(targets), -1),
+            CONDITIONAL: gating.weights(z),
+        }
+        if own is not None:
+            ways[OWN] = own.double()
+        for name, beta in ways.items():
+            gram = input_conditional(grams, beta)
+            entry = found.setdefault(name, Sum(name, [], [], []))
+            entry.learned.append(centred_alignment(gram[learn][:, learn], known[1]))
+            entry.held.append(centred_alignment(gram[hold][:, hold], wanted[hold][:, hold]))
+            entry.score.append(ridge_score(gram, targets, learn, hold))
+        if watch is not None:
+            watch(1)
+    return list(found.values())
+
+
+def halves(targets: Targets, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows of two random halves, of every class as many in each as can be.
+
+    Raises:
+        InvalidInput: fewer than 18 examples, or no two classes with two of them.
+    """
+    if not can_halve(targets):
+        given = f"{len(targets)} examples" if len(targets) < 18 else "all examples of one class, but for a few"
+        expected = "at least 18, and at least 2 of each of two classes, to hold half of them out"
+        raise InvalidInput("label", given=given, expected=expected)
+    generator = np.random.default_rng(seed)
+    groups = _groups(targets)
+    both: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for i, group in enumerate(groups.unique()):
+        members = (groups == group).nonzero()[:, 0]
+        members = members[torch.from_numpy(generator.permutation(len(members)))]
+        middle = (len(members) + i % 2) // 2
+        both[0].append(members[:middle])
+        both[1].append(members[middle:])
+    learn, hold = (torch.cat(part).sort().values for part in both)
+    return learn, hold
+
+
+def can_halve(targets: Targets) -> bool:
+    """Whether both halves have enough examples, of two classes."""
+    sizes = torch.bincount(_groups(targets))
+    return len(targets) >= 18 and (not targets.classes or int((sizes >= 2).sum()) >= 2)
+
+
+def _groups(targets: Targets) -> Tensor:
+    return targets.values.argmax(1) if targets.classes else torch.zeros(len(targets), dtype=torch.int64)
+
+
+def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> float:
+    """Kernel ridge regression on some rows, tested on others: accuracy of classes, R² of numbers.
+
+    The ridge is the one with the least leave-one-out error on the first.
+
+    Args:
+        gram: `[n, n]` of all rows, positive semi-definite.
+    """
+    inside, across = gram[learn][:, learn], gram[hold][:, learn]
+    across = (
+        across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()
+    )  # by what is known of the first alone
+    y = targets.values[learn]
+    mean = y.mean(0)
+    values, vectors = torch.linalg.eigh(centred(inside))
+    values = values.clamp(min=0)
+    size = float(values.mean())
+    predicted = mean.expand(len(hold), -1)
+    if size > 0:
+        ridges = (_RIDGES * size).tolist()
+        best = min(ridges, key=lambda ridge: float(leave_one_out(values, vectors, y, ridge).square().sum()))
+        predicted = mean + across @ (vectors @ (vectors.T @ (y - mean) / (values + best)[:, None]))
+    true = targets.values[hold]
+    if targets.classes:
+        return float((predicted.argmax(1) == true.argmax(1)).double().mean())
+    return float(1 - (predicted - true).square().sum() / (true - true.mean(0)).square().sum())
+
+
+def leave_one_out(values: Tensor, vectors: Tensor, y: Tensor, ridge: float) -> Tensor:
+    """`[n, outputs]` by how much ridge regression with an intercept misses each row when it has learned from all others.
+
+        (y_i − f(x_i)) / (1 − H_ii),   H = 1/n + K_c (K_c + λI)⁻¹
+
+    Args:
+        values, vectors: the eigenvalues and eigenvectors of the centred kernel K_c.
+        ridge: λ.
+    """
+    left = ridge / (values + ridge)
+    residual = vectors @ (left[:, None] * (vectors.T @ (y - y.mean(0))))
+    # The intercept takes the constant direction, which has the eigenvalue 0: nothing of it is left.
+    return residual / (vectors.square() @ left - 1 / len(y)).clamp(min=1e-12)[:, None]
+
+
+def scaled(features: Tensor, known: Tensor) -> Tensor:
+    """Of mean 0 and mean square 1 on the rows that are known, so that weights of heads can be compared.
+
+    A head that always says the same is left at 0.
+    """
+    features = features.double()
+    shifted = features - features[known].mean(0)
+    size = shifted[known].square().sum(1).mean().sqrt()
+    return shifted / size if size > 1e-9 * (1 + features.abs().max()) else torch.zeros_like(shifted)
+
+
+def _components(features: Tensor, known: Tensor) -> Tensor:
+    """`[n, components]` along which what is known differs most, of mean square 1."""
+    _, sizes, directions = torch.linalg.svd(features[known], full_matrices=False)
+    count = min(_GATING, int((sizes > 1e-9 * sizes[0]).sum())) if len(sizes) else 0
+    z = features @ directions[:count].T
+    return z / z[known].square().mean(0).sqrt().clamp(min=1e-12)

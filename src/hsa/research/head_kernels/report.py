@@ -1,0 +1,190 @@
+"""The report of heads as kernels: tables, JSON, pictures, and what they say in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hsa.analysis.tables import markdown_table
+from hsa.files import write_json, write_text
+from hsa.research.head_kernels.heads import Head
+from hsa.research.head_kernels.learning import CONDITIONAL, FLAT, OWN, UNIFORM, Sum
+from hsa.research.head_kernels.plots import plot_alignment, plot_pruning, plot_weights
+from hsa.research.head_kernels.pruning import Curve
+
+POINT = 0.01
+"""The loss of a score that counts as small."""
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The heads of one layer."""
+
+    layer: int
+    heads: int
+    effective: float  # different kernels
+    redundancy: float  # mean over its heads of the alignment with the head of the model most like it
+    asymmetric: float | None  # mean share of similarity that symmetrising drops
+    weight: float | None  # sum of its heads' weights
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """Everything that was measured. Lists over heads are in the order of `heads`."""
+
+    model: str
+    data: str
+    examples: int
+    mean_length: float
+    kernel: str  # "outputs" or "similarity"
+    rows: int  # of a Gram matrix: examples or tokens
+    heads: list[Head]
+    alignment: list[list[float]]
+    redundancy: list[float]
+    effective: float
+    layers: list[LayerKernels]
+    weights: list[float] | None
+    sums: list[Sum]
+    sum_score: str  # what ridge regression with a sum is measured by
+    score: str  # what a pruned model is measured by
+    pruned_on: int
+    curves: list[Curve]
+    seed: int
+
+    @property
+    def summary(self) -> str:
+        of = "mean outputs of examples" if self.kernel == "outputs" else "similarities of tokens"
+        return (
+            f"{len(self.heads)} heads in {len(self.layers)} layer{'s' * (len(self.layers) > 1)} as kernels of {of}; "
+            f"{self.examples:,} examples of {self.mean_length:.0f} tokens on average"
+        )
+
+    def layer_rows(self) -> list[list[str]]:
+        return [
+            [
+                str(layer.layer),
+                str(layer.heads),
+                f"{layer.effective:.1f}",
+                f"{layer.redundancy:.2f}",
+                *([] if layer.asymmetric is None else [f"{100 * layer.asymmetric:.0f}%"]),
+                *([] if layer.weight is None else [f"{layer.weight:.2f}"]),
+            ]
+            for layer in self.layers
+        ]
+
+    def layer_header(self) -> list[str]:
+        first = self.layers[0]
+        more = ["asymmetric"] * (first.asymmetric is not None) + ["MKL weight"] * (first.weight is not None)
+        return ["layer", "heads", "worth", "redundancy", *more]
+
+    def sum_header(self) -> list[str]:
+        return ["sum of kernels", "alignment", "held out", f"{self.sum_score} held out"]
+
+    def sum_rows(self) -> list[list[str]]:
+        return [[s.name, *(_spread(v) for v in (s.learned, s.held, s.score))] for s in self.sums]
+
+    def curve_header(self) -> list[str]:
+        return ["heads gone", *(curve.name for curve in self.curves)]
+
+    def curve_rows(self) -> list[list[str]]:
+        if not self.curves:
+            return []
+        return [
+            [str(count), *(f"{curve.mean[i]:.3f}" for curve in self.curves)]
+            for i, count in enumerate(self.curves[0].removed)
+        ]
+
+    def words(self) -> list[str]:
+        """What it all says, in two or three sentences."""
+        alike = _mean(self.redundancy)
+        found = [
+            f"The {len(self.heads)} heads are worth {self.effective:.1f} different kernels; on average, a head is "
+            f"{alike:.2f} like the one most like it."
+        ]
+        if self.curves:
+            parts = [f"{curve.can_go(POINT) or 'none'} by {curve.name}" for curve in self.curves]
+            loss = f"{POINT} of {self.score}" if self.score == "cosine" else f"a point of {self.score}"
+            found.append(f"Without retraining, heads that can go before {loss} is lost: {_and(parts)}.")
+        base = next((s for s in self.sums if s.name == UNIFORM), None)
+        if base is not None:
+            others = [s for s in self.sums if s.name in (FLAT, CONDITIONAL, OWN)]
+            parts = [
+                f"{s.name} aligns {_verdict(s.held, base.held)} with the labels ({_mean(s.held):.3f}) and predicts them "
+                f"{_verdict(s.score, base.score)} ({_mean(s.score):.3f})"
+                for s in others
+            ]
+            told = f"({_mean(base.held):.3f} and {_mean(base.score):.3f})"
+            found.append(f"On held-out examples, compared with equal weights {told}: {'; '.join(parts)}.")
+        return found
+
+    def remarks(self) -> list[str]:
+        """What a reader should not miss."""
+        found = []
+        if self.curves and self.score == "accuracy":
+            share = self.curves[0].mean[0]
+            error = (share * (1 - share) / self.pruned_on) ** 0.5
+            if error > POINT / 2:
+                found.append(
+                    f"Accuracies without heads are of {self.pruned_on} examples, with a standard error of "
+                    f"{100 * error:.1f} points; a larger --prune-on makes it smaller."
+                )
+        if self.weights is not None and not self.sums:
+            found.append("Weights were not tested: that takes at least 18 examples, and 2 of each of two classes.")
+        if self.weights is None:
+            found.append("There are no labels, so no weights were learned; pass --label COLUMN.")
+        return found
+
+
+def write_report(folder: Path, report: KernelReport) -> list[Path]:
+    """`report.md`, `kernels.json` and pictures; returns the pictures."""
+    pictures = [folder / "alignment.png"]
+    plot_alignment(pictures[0], report.alignment, report.heads, f"{report.model}: how alike heads are")
+    if report.weights is not None:
+        pictures.append(folder / "weights.png")
+        plot_weights(pictures[-1], report.weights, report.heads, f"{report.model}: flat MKL")
+    if report.curves:
+        pictures.append(folder / "pruning.png")
+        plot_pruning(pictures[-1], report.curves, report.score, f"{report.model} without heads")
+    write_json(folder / "kernels.json", _as_json(report))
+    write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
+    return pictures
+
+
+def _as_json(report: KernelReport) -> dict[str, Any]:
+    return {
+        **asdict(report),
+        "alignment": [[round(value, 6) for value in row] for row in report.alignment],
+        "can_go": {curve.name: curve.can_go(POINT) for curve in report.curves},
+        "words": report.words(),
+    }
+
+
+def _markdown(report: KernelReport) -> list[str]:
+    lines = [f"# {report.model} on {report.data}", "", f"{report.summary}.", "", *report.words(), ""]
+    lines += [*markdown_table(report.layer_header(), report.layer_rows()), ""]
+    for header, rows in ((report.sum_header(), report.sum_rows()), (report.curve_header(), report.curve_rows())):
+        if rows:
+            lines += [*markdown_table(header, rows), ""]
+    return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]
+
+
+def _spread(values: list[float]) -> str:
+    """The mean, and how far splits are from it."""
+    mean = _mean(values)
+    return f"{mean:.3f} ± {(sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5:.3f}"
+
+
+def _verdict(values: list[float], base: list[float]) -> str:
+    """Better or worse only where that is so in every split."""
+    if all(a > b for a, b in zip(values, base, strict=True)):
+        return "better"
+    return "worse" if all(a < b for a, b in zip(values, base, strict=True)) else "about as well"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _and(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,136 @@
+"""The heads of a model as kernels: how many different ones, what weights labels give them, which can go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.huggingface.fidelity.options import HeadViewOptions, PruningOptions
+from hsa.research.head_kernels.gram import alignment_matrix, effective_kernels, linear_grams, redundancy
+from hsa.research.head_kernels.heads import collect
+from hsa.research.head_kernels.learning import Targets, can_halve, compare_sums, flat_mkl, scaled, target_kernel
+from hsa.research.head_kernels.pruning import (
+    at_random,
+    lowest_weight_first,
+    most_redundant_first,
+    pruning_curves,
+    steps,
+)
+from hsa.research.head_kernels.report import KernelReport, LayerKernels
+from hsa.research.head_kernels.subjects import Subject
+
+Counter = Callable[[str, int], Callable[[int], None]]
+"""Told what begins and how much of it there is; gives what is told how much more is done."""
+_MOST_BYTES = 4 * 2**30  # of Gram matrices
+
+
+def heads_as_kernels(
+    subject: Subject, view: HeadViewOptions, pruning: PruningOptions, counter: Counter
+) -> KernelReport:
+    """How alike heads are, what weights labels give them, what is left without them. `counter` is told of progress."""
+    kernel, tokens, splits, seed = view.kernel, view.tokens, view.splits, view.seed
+    count, targets = len(subject.lengths), subject.targets
+    total = sum(subject.heads.counts)
+    if total * max(count, tokens * (kernel == "similarity")) ** 2 * 8 > _MOST_BYTES:
+        most = int((_MOST_BYTES / 8 / total) ** 0.5)
+        raise InvalidInput(
+            "limit", given=f"{count} examples, {tokens} tokens, {total} heads", expected=f"at most {most:,}"
+        )
+    everything = subject.batches(np.arange(count))
+    drawn = tokens if kernel == "similarity" else 0
+    seen = counter("heads of all examples", count)
+    features = collect(subject.heads, subject.answer, everything, tokens=drawn, seed=seed, watch=seen)
+    shares: list[float] | None = None
+    if kernel == "similarity":
+        grams, shares = features.similarity_grams()
+    else:
+        grams = features.output_grams()
+    alignment = alignment_matrix(grams)
+    redundant = redundancy(alignment)
+    order = np.random.default_rng((seed, 1)).permutation(count)
+    tried = np.sort(order[: min(pruning.prune_on, count // 2)])
+    weights, sums, flat = None, [], None
+    if targets is not None:
+        rest = torch.from_numpy(np.setdiff1d(np.arange(count), tried))  # weights do not know what they are tried on
+        _check_classes(targets, rest)
+        outputs = linear_grams([scaled(head[rest], torch.arange(len(rest))) for head in features.outputs])
+        flat = flat_mkl(outputs, target_kernel(targets.part(rest)))
+        weights = flat.weights
+        if can_halve(targets):
+            done = counter("weights of kernels", splits)
+            own = features.weights
+            sums = compare_sums(features.outputs, targets, own=own, splits=splits, seed=seed, watch=done)
+    name, curves = _prune(subject, features, alignment, flat, tried, seed, pruning, counter)
+    layer_of = torch.tensor([layer for layer, _ in features.heads])
+    layers = []
+    for layer, heads in enumerate(subject.heads.counts):
+        inside = (layer_of == layer).nonzero()[:, 0]
+        layers.append(
+            LayerKernels(
+                layer,
+                heads,
+                effective_kernels(alignment[inside][:, inside]),
+                float(redundant[inside].mean()),
+                None if shares is None else float(np.mean([shares[i] for i in inside.tolist()])),
+                None if weights is None else float(weights[inside].sum()),
+            )
+        )
+    return KernelReport(
+        model=subject.model,
+        data=subject.data,
+        examples=count,
+        mean_length=float(subject.lengths.mean()),
+        kernel=kernel,
+        rows=grams.shape[-1],
+        heads=features.heads,
+        alignment=alignment.tolist(),
+        redundancy=redundant.tolist(),
+        effective=effective_kernels(alignment),
+        layers=layers,
+        weights=None if weights is None else weights.tolist(),
+        sums=sums,
+        sum_score="accuracy" if targets is None or targets.classes else "R²",
+        score=name,
+        pruned_on=len(tried),
+        curves=curves,
+        seed=seed,
+    )
+
+
+def _prune(
+    subject: Subject,
+    features: Any,
+    alignment: Tensor,
+    flat: Any,
+    tried: np.ndarray,
+    seed: int,
+    pruning: PruningOptions,
+    counter: Counter,
+) -> tuple[str, list[Any]]:
+    """What pruned models are measured by, and a curve per order."""
+    if not len(tried):
+        return "", []
+    total = len(features.heads)
+    orders = {"redundancy": [most_redundant_first(alignment)]}
+    if flat is not None:
+        orders["MKL weight"] = [lowest_weight_first(flat.weights, flat.slack)]
+    orders["chance"] = [at_random(total, seed + draw) for draw in range(pruning.draws)]
+    batches = subject.batches(tried)
+    name, score = subject.score(np.concatenate(batches), features.answers)
+    points = len(steps(total, pruning.points)) * sum(map(len, orders.values()))
+    done = counter("without heads", points)
+    return name, pruning_curves(
+        subject.heads, features.heads, subject.answer, batches, orders, score, points=pruning.points, watch=done
+    )
+
+
+def _check_classes(targets: Targets, rows: Tensor) -> None:
+    if len(targets.values[rows].unique(dim=0)) < 2:
+        raise InvalidInput(
+            "label", given="examples of one class, but for a few", expected="more of another", fix="raise --limit"
+        )

@@ -1,0 +1,148 @@
+"""Models whose heads are looked at, with examples to look at them with: ours, and encoders of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hsa.errors import InvalidInput, inside
+from hsa.files import read_json
+from hsa.huggingface.encoders import alike
+from hsa.huggingface.fidelity.examples import class_numbers, load_examples, tokenize
+from hsa.huggingface.fidelity.options import HeadDataOptions
+from hsa.huggingface.loading import most_tokens
+from hsa.models.saved import CONFIG
+from hsa.research.head_kernels.heads import Answer, EncoderHeads, Heads
+from hsa.research.head_kernels.huggingface import TransformerHeads, load_encoder
+from hsa.research.head_kernels.learning import Targets
+from hsa.research.head_kernels.pruning import Score, accuracy, cosine, r_squared
+from hsa.training.data.data_set import batches_by_tokens
+from hsa.training.inference import Saved
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model and examples to look at it with."""
+
+    model: str
+    data: str
+    heads: Heads
+    answer: Answer
+    lengths: np.ndarray  # tokens of every example
+    batches: Callable[[np.ndarray], list[np.ndarray]]  # of the examples of these numbers
+    targets: Targets | None
+    score: Callable[[np.ndarray, Tensor], tuple[str, Score]]  # of these examples, given the answers of the whole model
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether `hsa train` wrote it."""
+    if not folder.is_dir():
+        return False
+    if not (folder / CONFIG).exists():  # a run of hsa train has a folder per model
+        return any(is_ours(path) for path in sorted(folder.iterdir()) if path.is_dir())
+    about = read_json(folder / CONFIG, "the configuration of a model")
+    return isinstance(about, dict) and str(about.get("model", "")).startswith("hierarchical ")
+
+
+def our_model(
+    folder: Path,
+    data: Path,
+    read: HeadDataOptions,
+    *,
+    seed: int,
+    device: str,
+    on_bad: Callable[[InvalidInput], None],
+    say: Callable[[str], None],
+) -> Subject:
+    """A model that `hsa train` saved, on data that are read as it was trained to. `on_bad`: what to do with a bad row."""
+    say(f"loading {folder}")
+    saved = Saved.load(folder, device)
+    config = saved.model.config
+    if config.task == "tokens":
+        raise InvalidInput(
+            str(folder), given="a model of a class per leaf", expected="one of a class or number per example"
+        )
+    heads = EncoderHeads(saved.model.encoder)
+    say(f"reading {data}")
+    examples = saved.data_set(data, on_bad)
+    drawn = np.random.default_rng(seed).permutation(len(examples))[: read.limit]
+    examples = examples.select(np.sort(drawn))
+    _check_count(str(data), len(examples))
+    numbers = examples.targets.numpy()
+    targets = Targets.of_classes(numbers) if saved.classes else Targets.of_numbers(numbers)
+    transform = saved.reading.transform
+    lengths = examples.lengths
+
+    @torch.no_grad()
+    def answer(chosen: np.ndarray) -> Tensor:
+        batch = examples.select(chosen).batch.to(device)
+        out = saved.model(batch if transform is None else transform(batch)).float()
+        return out if out.ndim == 2 else out[:, None]
+
+    def batches(chosen: np.ndarray) -> list[np.ndarray]:
+        order = np.asarray(chosen)[np.argsort(-lengths[chosen], kind="stable")]
+        return batches_by_tokens(lengths, 2**13, 256, order)
+
+    def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
+        return ("accuracy", accuracy(numbers[chosen])) if saved.classes else ("R²", r_squared(numbers[chosen]))
+
+    return Subject(str(folder), data.name, heads, answer, lengths, batches, targets, score)
+
+
+def pretrained_encoder(
+    name: str, data: Path, read: HeadDataOptions, *, seed: int, device: str, say: Callable[[str], None]
+) -> Subject:
+    """An encoder or classifier of transformers: a folder or a hub name."""
+    found = load_examples(data, text=read.text, label=read.label, split=read.split)
+    if read.label is not None and found.labels is None:
+        raise InvalidInput(f"{found.name}: {read.label}", given="a column without labels", expected="some")
+    examples = found.sample(read.limit, seed)
+    _check_count(str(data), len(examples))
+    targets = None if examples.labels is None else _targets(examples.name, examples.labels)
+    say(f"loading {name}")
+    classes = targets is not None and targets.classes
+    model, tokenizer, task = load_encoder(name, labelled=classes, device=device)
+    heads = TransformerHeads(model)
+    numbers = class_numbers(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
+    known = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
+    lengths = known.lengths
+
+    @torch.no_grad()
+    def answer(chosen: np.ndarray) -> Tensor:
+        inputs = known.batch(chosen, device)
+        if numbers is not None:
+            return model(**inputs).logits.float()
+        states, mask = model(**inputs).last_hidden_state.float(), inputs["attention_mask"][..., None]
+        return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def batches(chosen: np.ndarray) -> list[np.ndarray]:
+        return [chosen[some] for some in alike(lengths[chosen], max(2**12, int(lengths.max())))]
+
+    def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
+        return ("cosine", cosine(full[chosen])) if numbers is None else ("accuracy", accuracy(numbers[chosen]))
+
+    short = Path(name).resolve().name if Path(name).is_dir() else name
+    return Subject(short, data.name, heads, answer, lengths, batches, targets, score)
+
+
+def _check_count(where: str, count: int) -> None:
+    if count < 3:
+        raise InvalidInput(where, given=f"{count} examples", expected="at least 3, to tell kernels apart")
+
+
+def _targets(name: str, labels: list[Any]) -> Targets:
+    """Classes; but numbers where labels have fractions, or there are more than 20 different ones."""
+    try:
+        numbers = [float(label) for label in labels]  # tables of text have numbers as text
+    except (TypeError, ValueError):
+        numbers = []
+    numeric = any(not number.is_integer() for number in numbers) or len(set(numbers)) > 20
+    with inside(name):
+        return Targets.of_numbers(numbers) if numeric else Targets.of_classes(labels)

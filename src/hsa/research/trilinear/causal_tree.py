@@ -1,0 +1,115 @@
+"""Hierarchical three-way attention where nothing later is used: every leaf has its own row.
+
+At each of its ancestors (and as a leaf) i sees the pairs of siblings that lie wholly before it, and as a leaf itself too;
+one softmax runs over the pairs of all levels:
+
+    logit(i; B, C) = scale · T(q_i, mean(k1, B), mean(k2, C)) + log leaf_count(B) + log leaf_count(C)
+
+The leaves below a parent are cut into blocks of about as many queries as it has children, so that a level takes as many
+rows of keys as of queries. Each block is attended to on its own; a leaf's blocks are joined by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.pyramid import pyramid
+from hsa.attention.rounds import WORTH_A_BUCKET, padded_sizes, rooted, rounds
+from hsa.research.trilinear.blocks import Blocks
+from hsa.research.trilinear.streaming import attend_pairs
+from hsa.tree.hierarchy import Hierarchy, ranges
+
+
+def own_rows(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v1: Tensor,
+    v2: Tensor,
+    hierarchy: Hierarchy,
+    *,
+    tensor: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See `hsa.hierarchical_trilinear_attention`; q, k1 and k2 are in core form unless there is a full `tensor`."""
+    forest, _ = rooted(hierarchy)
+    plan = forest.cached("siblings before", lambda: _build(forest))
+    k1, k2, v1, v2, dtype = *(pyramid(x, rounds(forest)) for x in (k1, k2, v1, v2)), v1.dtype
+    blocks = [level.blocks(torch.promote_types(q.dtype, torch.float32)) for level in plan.levels]
+    out, lse = attend_pairs(q, k1, k2, v1, v2, tensor, blocks, scale)
+    return _joined(out.index_select(0, plan.real), lse.index_select(0, plan.real), plan.leaf, len(q)).to(dtype)
+
+
+def _joined(out: Tensor, lse: Tensor, leaf: Tensor, leaves: int) -> Tensor:
+    """One softmax over all that an entry of each leaf saw: `[leaves, heads, value_dim]`."""
+    # Every leaf sees at least itself, so that the largest of its log-sum-exps is finite; others may be −∞.
+    top = lse.new_full((leaves, lse.shape[1]), -torch.inf)
+    top = top.scatter_reduce(0, leaf[:, None].expand_as(lse), lse.detach(), "amax")
+    weights = (lse - top.index_select(0, leaf)).exp()
+    mass = torch.zeros_like(top).index_add(0, leaf, weights)
+    shares = weights / mass.index_select(0, leaf)
+    return out.new_zeros(leaves, *out.shape[1:]).index_add(0, leaf, out * shares[..., None].to(out.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """Families of like size, with the leaves below them in blocks: `[blocks, size]` each."""
+
+    leaves: Tensor  # padding repeats a block's last leaf
+    members: Tensor  # slots of the parent's children; padding repeats the last, which lies before none of these leaves
+    end: Tensor  # the leaf after each member
+    own: Tensor  # the leaf that a member is; −1 for other members and padding
+    log_count: Tensor
+
+    def blocks(self, dtype: torch.dtype) -> Blocks:
+        asking = self.leaves[:, :, None]
+        seen = (self.end[:, None] <= asking) | (self.own[:, None] == asking)
+        bias = torch.where(seen, self.log_count[:, None].to(dtype), -torch.inf)
+        return Blocks(self.leaves, self.members, self.members, bias, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    levels: tuple[_Level, ...]
+    real: Tensor  # [entries] among the queries of all blocks: those that are no padding
+    leaf: Tensor  # [entries] the leaf of each
+
+
+def _build(forest: Hierarchy) -> _Plan:
+    s, device = forest.structure, forest.device
+    slot_of_node = rounds(forest).slot_of_node.cpu().numpy()
+    worth = WORTH_A_BUCKET.get(device.type, WORTH_A_BUCKET["cuda"])
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(array)).to(device)
+
+    parents = np.flatnonzero(s.num_children > 0)
+    padded = padded_sizes(s.num_children[parents], worth)
+    levels, real, leaf, begin = [], [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+    for size in np.unique(padded):
+        chosen = parents[padded == size]
+        count = -(-s.leaf_count[chosen] // size)
+        parent = np.repeat(chosen, count)[:, None]
+        slots = np.arange(size)
+        leaves = s.first_leaf[parent] + ranges(np.zeros_like(count), count)[:, None] * size + slots
+        inside = leaves < s.end_leaf[parent]
+        leaves = np.minimum(leaves, s.end_leaf[parent] - 1)
+        present = slots < s.num_children[parent]
+        nodes = s.first_child[parent] + np.minimum(slots, s.num_children[parent] - 1)
+        levels.append(
+            _Level(
+                leaves=tensor(leaves),
+                members=tensor(slot_of_node[nodes]),
+                end=tensor(s.end_leaf[nodes]),
+                own=tensor(np.where(present & s.is_leaf[nodes], s.first_leaf[nodes], -1)),
+                log_count=tensor(np.log(s.leaf_count[nodes])),
+            )
+        )
+        real.append(begin + np.flatnonzero(inside))
+        leaf.append(leaves[inside])
+        begin += leaves.size
+    return _Plan(tuple(levels), tensor(np.concatenate(real)), tensor(np.concatenate(leaf)))

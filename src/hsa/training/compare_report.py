@@ -1,0 +1,317 @@
+"""The report of `hsa compare`: one table, what it means, pictures, and all of it as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hsa.analysis.cost_plots import Cost, cost_table, plot_costs
+from hsa.analysis.frontier import on_frontier
+from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.files import write_json, write_text
+from hsa.training.compare import Compared, Plan
+from hsa.training.data.prepare import PreparedData
+from hsa.training.experiment import Result
+from hsa.training.failures import SMALLER
+from hsa.training.recipe import Recipe
+from hsa.training.report import fewer_operations
+from hsa.training.significance import margin
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+JSON = "comparison.json"
+CAPTION = (
+    "±: spread over seeds; operations: of attention, per test example, all layers; train s: of one run; "
+    "test ms: per example; MiB: peak of training; on the frontier: for which cost no other model beats it"
+)
+_SAME_SIZE = 0.02
+"""Models whose numbers of parameters differ by a smaller share are as large as each other."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was found.
+
+    Attributes:
+        compared: what came of every model.
+        costs: by length; none where they were not measured.
+        device: what it ran on, in words.
+    """
+
+    plan: Plan
+    recipe: Recipe
+    prepared: PreparedData
+    compared: Sequence[Compared]
+    costs: Sequence[Cost] = ()
+    device: str = "this CPU"
+
+    @property
+    def score(self) -> str:
+        return "accuracy" if self.prepared.test.classes else "R²"
+
+    @property
+    def finished(self) -> list[Compared]:
+        """Those with a result."""
+        return [model for model in self.compared if model.results]
+
+    def milliseconds(self, model: Compared) -> float:
+        """Per test example."""
+        return 1e3 * model.test_seconds / len(self.prepared.test)
+
+    @property
+    def cost_of(self) -> dict[str, Callable[[Compared], float]]:
+        training: dict[str, Callable[[Compared], float]] = {"training": lambda model: model.training_seconds}
+        others = {"test": self.milliseconds, "operations": lambda model: model.operations}
+        return others if self.recipe.training.minutes else training | others  # all train for as many minutes
+
+    def frontiers(self) -> dict[str, list[str]]:
+        """For every model the costs for which no other model beats it."""
+        found: dict[str, list[str]] = {model.model: [] for model in self.compared}
+        for name, cost in self.cost_of.items():
+            points = [(cost(model), statistics.fmean(model.scores)) for model in self.finished]
+            for model, best in zip(self.finished, on_frontier(points), strict=True):
+                if best:
+                    found[model.model].append(name)
+        return found
+
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """The header and rows of the table."""
+        second = "F1" if self.prepared.test.classes else "error"
+        header = ["model", "parameters", "rate", self.score, second, "operations", "train s", "test ms", "MiB"]
+        frontiers = self.frontiers()
+        rows = []
+        for model in self.compared:
+            if not model.results:
+                endings = ", ".join(dict.fromkeys(run.state for run in model.failed))
+                rows.append([model.model, *["–"] * 2, endings, *["–"] * 6])
+                continue
+            peak = model.peak_memory
+            rows.append(
+                [
+                    model.model,
+                    f"{model.results[0].parameters:,}",
+                    f"{model.rate:g}",
+                    _with_spread(model.scores),
+                    f"{model.mean(self._second):.4f}",
+                    f"{model.operations / 1e6:.2f} M" if model.operations else "0",
+                    f"{model.training_seconds:.1f}",
+                    f"{self.milliseconds(model):.2f}",
+                    "–" if peak is None else f"{peak:,.0f}",
+                    ", ".join(frontiers[model.model]) or "–",
+                ]
+            )
+        return [*header, "on the frontier"], rows
+
+    def _second(self, result: Result) -> float:
+        scores = result.scores
+        found = scores.f1 if self.prepared.test.classes else scores.mean_absolute_error
+        return float(found or 0.0)
+
+    def table(self) -> Table:
+        """For the terminal."""
+        return terminal_table(*self.columns(), CAPTION)
+
+    def findings(self) -> list[str]:
+        """What the first model gained or lost against each of the others and how sure that is; what to look at again."""
+        lines = []
+        if self.finished:
+            first, *others = self.finished
+            lines += [self._against(first, other) for other in others]
+            cost = next(iter(self.cost_of))
+            best = [name for name, costs in self.frontiers().items() if cost in costs]
+            lines.append(f"on the frontier of {self.score} against {cost} time: {', '.join(best)}")
+        return lines + self._remarks()
+
+    def _against(self, first: Compared, other: Compared) -> str:
+        classes, n = bool(self.prepared.test.classes), len(self.prepared.test)
+        better = statistics.fmean(first.scores) - statistics.fmean(other.scores)
+        by_chance = margin(first.scores, other.scores, n if classes else None)
+        unit = 100 if classes else 1
+        gained = f"{unit * better:+.1f} points" if classes else f"R² {better:+.3f}"
+        seeds = min(len(first.scores), len(other.scores))
+        basis = f"{seeds} seeds" if seeds > 1 else "one seed"
+        basis = f"{n:,} test examples and {basis}" if classes else f"{basis}, whatever the test examples"
+        if by_chance is None:
+            sure = "one seed does not tell whether by chance"
+        else:
+            word = "more than chance" if abs(better) > by_chance else "within chance"
+            shown = f"{unit * by_chance:.1f}" if classes else f"{by_chance:.3f}"
+            sure = f"{word}: ± {shown} for {basis}"
+        ratio = first.training_seconds / other.training_seconds
+        slower = f", trains {ratio:.1f} × as long" if ratio > 1.05 else f", trains {1 / ratio:.1f} × faster"
+        time = slower if abs(ratio - 1) > 0.05 else ", trains as long"
+        operations = fewer_operations(first.operations, other.operations)
+        return f"{first.model} against {other.model}: {gained} ({sure}){operations}{time}"
+
+    def _remarks(self) -> list[str]:
+        """What makes the comparison less fair than it could be."""
+        lines, rates = [], sorted(self.plan.rates)
+        for rate, which, other in ((rates[-1], "highest", "higher"), (rates[0], "lowest", "lower")):
+            ended = [model.model for model in self.finished if model.rate == rate]
+            if ended and len(rates) > 1:
+                lines.append(
+                    f"the {which} rate, {rate:g}, was the best for {', '.join(ended)}; {other} ones may be better still"
+                )
+        for model in self.compared:
+            lines += self._failures(model)
+        if any(run.state == "no room" for model in self.compared for run in model.failed):
+            lines.append(
+                f"where there was no room: --resume tries again, for when there is more; else compare into another folder "
+                f"with {SMALLER}"
+            )
+        minutes = self.recipe.training.minutes
+        early = [model.model for model in self.finished if model.training_seconds < 0.95 * 60 * minutes]
+        if early:
+            lines.append(
+                f"{', '.join(early)} trained for less than {minutes:g} minutes: epochs or patience ended first"
+            )
+        sizes = {model.model: model.results[0].parameters for model in self.finished}
+        meant = next(iter(sizes.values()), 0)
+        for name, size in sizes.items():
+            if abs(size - meant) > _SAME_SIZE * meant:
+                more = "more" if size > meant else "fewer"
+                why = "no size of it fits"
+                if name == "hat" and self.recipe.documents.warm_start is not None:
+                    why = "it keeps the size of the encoder that it starts from"
+                lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: {why}")
+        return lines
+
+    @staticmethod
+    def _failures(model: Compared) -> list[str]:
+        if not model.results and len({run.state for run in model.failed}) == 1:
+            all_same = {"diverged": "diverged at every rate; try lower ones", "no room": "had no room at any rate"}
+            return [f"{model.model} {all_same[model.failed[0].state]}"]
+        words = {"diverged": "diverged", "no room": "had no room"}
+        return [f"{model.model} {words[run.state]} at rate {run.rate:g}, seed {run.seed}" for run in model.failed]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for scripts."""
+        prepared, recipe = self.prepared, self.recipe
+        sizes = {name: len(getattr(prepared, name)) for name in ("train", "validation", "test")}
+        parts = (recipe.read, recipe.model, recipe.documents, recipe.training)
+        options = {name: _plain(value) for part in parts for name, value in asdict(part).items()}
+        return {
+            "data": prepared.name,
+            "task": prepared.task,
+            "examples": sizes,
+            "device": self.device,
+            "rates": list(self.plan.rates),
+            "seeds": list(self.plan.seeds),
+            "models": [self._model_json(model) for model in self.compared],
+            "findings": self.findings(),
+            "costs": [
+                {"model": c.kind, "length": c.length, "operations": c.operations, "seconds": c.seconds}
+                for c in self.costs
+            ],
+            "options": {name: value for name, value in options.items() if name not in ("learning_rate", "seed")},
+        }
+
+    def _model_json(self, model: Compared) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "model": model.model,
+            "rate": model.rate,
+            "validation": {f"{run.rate:g}": None if run.result is None else run.validation[0] for run in model.tried},
+            **{
+                name: [{"rate": run.rate, "seed": run.seed} for run in model.failed if run.state == state]
+                for name, state in (("diverged", "diverged"), ("no_room", "no room"))
+            },
+            "on_frontier": self.frontiers()[model.model],
+        }
+        if not model.results:
+            return found
+        score = "accuracy" if self.prepared.test.classes else "r2"
+        second = "f1" if self.prepared.test.classes else "mean_absolute_error"
+        return found | {
+            "folder": str(model.runs[0].folder(Path())),
+            "parameters": model.results[0].parameters,
+            score: statistics.fmean(model.scores),
+            f"{score}_std": _spread(model.scores),
+            second: model.mean(self._second),
+            "operations": model.operations,
+            "training_seconds": model.training_seconds,
+            "test_milliseconds": self.milliseconds(model),
+            "peak_memory_mib": model.peak_memory,
+            "runs": [
+                {
+                    "seed": run.seed,
+                    score: run.result.scores.main,
+                    second: self._second(run.result),
+                    "training_seconds": run.result.training_seconds,
+                    "test_seconds": run.result.test_seconds,
+                    "peak_memory_mib": run.result.peak_memory,
+                    "epochs": run.result.epochs,
+                }
+                for run in model.runs
+                if run.result is not None
+            ],
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """`comparison.json`, `report.md` and its pictures; returns the pictures."""
+        pictures = self._pictures(folder)
+        found = self.to_json()
+        write_json(folder / JSON, found)
+        lines = [f"# {self.prepared.name}: {', '.join(self.plan.models)}", "", *markdown_table(*self.columns())]
+        lines += ["", f"{CAPTION[0].upper()}{CAPTION[1:]}.", "", *(f"- {line}" for line in found["findings"]), ""]
+        lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+        lines += ["", f"## Validation {self.score} by learning rate, seed {self.plan.seeds[0]}", ""]
+        lines += markdown_table(["model", *(f"{rate:g}" for rate in self.plan.rates)], self._rate_rows())
+        if self.costs:
+            lines += ["", f"## One document of so many leaves: attention operations, forward pass ({self.device})", ""]
+            lines += markdown_table(*cost_table(self.costs))
+        lines += ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in found["options"].items())]
+        write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+        return pictures
+
+    def _rate_rows(self) -> list[list[str]]:
+        return [
+            [model.model, *(run.state if run.result is None else f"{run.validation[0]:.4f}" for run in model.tried)]
+            for model in self.compared
+        ]
+
+    def _pictures(self, folder: Path) -> list[Path]:
+        from hsa.analysis.plots import plot_curves
+        from hsa.training.compare_plots import Point, plot_frontiers
+
+        pictures = []
+        if self.finished:
+            names = {
+                "training": "training of one run, s",
+                "test": "test, ms per example",
+                "operations": "attention operations per example",
+            }
+            panels = {
+                names[name]: [
+                    Point(m.model, cost(m), statistics.fmean(m.scores), _spread(m.scores)) for m in self.finished
+                ]
+                for name, cost in self.cost_of.items()
+            }
+            pictures += [folder / "frontier.png", folder / "curves.png"]
+            plot_frontiers(pictures[0], panels, f"test {self.score}", self.prepared.name)
+            plot_curves(pictures[1], {m.model: m.results[0].history for m in self.finished}, self.score)
+        if self.costs:
+            pictures.append(folder / "costs.png")
+            plot_costs(pictures[-1], self.costs, self.device)
+        return pictures
+
+
+def _spread(scores: Sequence[float]) -> float | None:
+    return statistics.stdev(scores) if len(scores) > 1 else None
+
+
+def _with_spread(scores: Sequence[float]) -> str:
+    """
+    >>> _with_spread([0.5, 0.75]), _with_spread([0.5])
+    ('0.6250 ± 0.1768', '0.5000')
+    """
+    spread = _spread(scores)
+    return f"{statistics.fmean(scores):.4f}" + ("" if spread is None else f" ± {spread:.4f}")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return str(value) if isinstance(value, Path) else value

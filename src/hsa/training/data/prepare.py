@@ -1,0 +1,436 @@
+"""From a source to data a model can train on: a tokenizer, three data sets, and what a model must know about them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.files import write_then_rename
+from hsa.models.classifier import Task
+from hsa.nn.embedding import Modality
+from hsa.signals import Leaf, Signal
+from hsa.signals.batch import Batch
+from hsa.signals.domains import Graph, Grid, Sequence, Table
+from hsa.signals.readers.image import read_image
+from hsa.signals.readers.tokens import load_tokenizer
+from hsa.signals.windows import in_windows
+from hsa.training.data.data_set import DataSet, Example, build, split_at_random
+from hsa.training.data.sources import (
+    Columns,
+    Folders,
+    ImageReader,
+    News,
+    Rows,
+    Source,
+    StandardLibrary,
+    digest,
+    or_skip,
+    stamp,
+)
+from hsa.training.options import DataOptions
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
+ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
+
+
+@dataclass(frozen=True, eq=False)
+class InputSpec:
+    """How signals were made of the data, kept with a model so that it can read more of them.
+
+    Attributes:
+        kind: "rows", "folders", "python", "news", or "match3" for made-up numbers.
+        columns: of rows.
+        max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
+        tokenizer: made the ids of text; None where there is none.
+        encoder, image_encoder: frozen ones whose vectors are the leaves, a folder or a name.
+        transform: the text encoder as a map of batches: ids to vectors.
+    """
+
+    kind: Literal["rows", "folders", "python", "news", "match3"]
+    columns: Columns
+    max_tokens: int
+    max_family: int
+    tokenizer: Any = None
+    encoder: str | None = None
+    image_encoder: str | None = None
+    transform: Callable[[Batch], Batch] | None = None
+
+    def source(self, path: Path, *, labelled: bool) -> Source:
+        """New data of the same kind."""
+        if self.kind not in ("rows", "folders"):
+            raise InvalidInput(
+                str(path), given=f"data for a model of {self.kind}", expected="rows, or a folder per class"
+            )
+        columns = self.columns if labelled else replace(self.columns, label=None)
+        return open_source(path, columns, self.image_reader())
+
+    def image_reader(self) -> ImageReader:
+        return _image_reader(self.image_encoder, lambda message: None)
+
+    def examples(self, source: Source, on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
+        for example in source.examples(self.tokenizer, on_bad):
+            signal: Signal | Leaf | None = example.signal
+            if self.max_tokens and isinstance(signal, Signal) and signal.num_leaves > self.max_tokens:
+                signal = signal.first(self.max_tokens)
+            if signal is None:
+                on_bad(InvalidInput(example.where, given="a grid larger than max_tokens", expected="room for it"))
+                continue
+            yield replace(example, signal=in_windows(signal, self.max_family) if self.max_family else signal)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedData:
+    """All that training needs."""
+
+    train: DataSet
+    validation: DataSet
+    test: DataSet
+    reading: InputSpec
+    modalities: Mapping[str, Modality]
+    kinds: tuple[str, ...]
+    keys: tuple[str, ...]
+    task: Task
+    vectors: Tensor | None = None  # for the token table, where word vectors were given
+    skipped: tuple[str, ...] = ()  # one message per row or file left out
+    name: str = "data"
+
+
+def _sources(
+    data: Path | None, options: DataOptions, small: bool, encoder: Any, image_reader: ImageReader
+) -> dict[str, Source]:
+    """For "train", and for "validation" and "test" where these have data of their own."""
+    if data is None:
+        return {"train": StandardLibrary(most=60, packages=6) if small else StandardLibrary()}
+    if data.is_dir() and News.is_at(data):
+        bad: Any = "skip" if options.skip_bad else "raise"
+        splits: tuple[tuple[str, Any], ...] = (("train", "train"), ("validation", "dev"), ("test", "test"))
+        return {name: News(data, split, encoder, image_reader, bad) for name, split in splits}
+    paths = {"train": data, "validation": options.validation, "test": options.test}
+    columns = columns_of(options)
+    return {name: open_source(path, columns, image_reader) for name, path in paths.items() if path is not None}
+
+
+def columns_of(options: DataOptions) -> Columns:
+    """What the columns of a row mean."""
+    numeric = options.task == "regression"
+    return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
+
+
+def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> Source:
+    """A file of rows, or a folder per class."""
+    if data.is_dir():
+        return Folders(data, columns.language, image_reader)
+    if not data.exists():
+        raise InvalidInput(str(data), given="no such file or folder", expected="rows, or a folder per class")
+    if data.suffix.lower() in ROW_SUFFIXES:
+        return Rows(data, columns, image_reader)
+    raise InvalidInput(
+        str(data),
+        given=f"a {data.suffix or 'nameless'} file",
+        expected=f"one of {', '.join(ROW_SUFFIXES)}, a recipe (.yaml), or a folder per class",
+    )
+
+
+def prepare(
+    data: Path | None,
+    options: DataOptions,
+    *,
+    seed: int = 0,
+    small: bool = False,
+    warm_start: str | None = None,
+    say: Callable[[str], None] = lambda message: None,
+) -> PreparedData:
+    """Read the data, train a tokenizer on its texts, and split. What was read once is kept in the cache.
+
+    Args:
+        data: a file of rows, a folder per class, or None for the Python standard library.
+        small: a fraction of the standard library, for a quick look.
+        warm_start: a pre-trained encoder that a model starts from: its tokenizer is taken in place of a new one.
+        say: is told what is going on.
+    """
+    if options.task != "classification" and options.task != "regression":
+        fix = {"lm": "see prepare_text", "seq2seq": "see prepare_pairs", "match3": "see prepare_match3"}[options.task]
+        raise InvalidInput("task", given=options.task, expected="classification or regression", fix=fix)
+    _check_warm_start(warm_start, options)
+    skipped: list[str] = []
+
+    def on_bad(error: InvalidInput) -> None:
+        if not options.skip_bad:
+            raise or_skip(error)
+        skipped.append(str(error))
+
+    encoder = _text_encoder(options.encoder, say)
+    image_reader = _image_reader(options.image_encoder, say)
+    others = _sources(data, options, small, encoder, image_reader)
+    source = others.pop("train")
+    _check_task(data, source, options)
+    kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
+    if warm_start is None:
+        tokenizer, vectors = _tokenizer(source, options, encoder, say)
+    else:
+        tokenizer, vectors = _pretrained_tokenizer(warm_start, say), None
+    reading = InputSpec(
+        kind,
+        columns_of(options),
+        options.max_tokens,
+        options.max_family,
+        tokenizer,
+        options.encoder,
+        options.image_encoder,
+        None if encoder is None else encoder.token_vectors,
+    )
+    key = json.dumps(
+        [
+            version("hsa"),  # another one may read otherwise
+            source.fingerprint(),
+            *(s.fingerprint() for s in others.values()),
+            None if options.word_vectors is None else stamp(options.word_vectors),
+            {name: value for name, value in asdict(options).items() if name != "skip_bad"},
+            seed,
+            None if warm_start is None else tokenizer.to_str(),
+        ],
+        default=str,
+    )
+    folder = cache_folder() / digest([key])
+    sets = {} if skipped or options.skip_bad else _load_cached(folder)
+    if not sets:
+        say("reading")
+        whole = build(reading.examples(source, on_bad), options.task)
+        for name, other in others.items():
+            sets[name] = build(reading.examples(other, on_bad), options.task, whole.classes or None)
+        missing = [name for name in ("validation", "test") if name not in sets]
+        parts = split_at_random(whole, (1 - 0.1 * len(missing), *(0.1 for _ in missing)), seed)
+        sets = dict(zip(["train", *missing], parts, strict=True)) | sets
+        if not skipped:
+            for name, part in sets.items():
+                part.save(folder / f"{name}.safetensors")
+    _check(sets, options)
+    if warm_start is not None and "text" not in sets["train"].batch.values:
+        raise InvalidInput("warm_start", given="data without text", expected="texts", fix="leave out --warm-start")
+    kinds, keys = _domains(sets.values())
+    return PreparedData(
+        train=sets["train"],
+        validation=sets["validation"],
+        test=sets["test"],
+        reading=reading,
+        modalities=_modalities(sets["train"], tokenizer, vectors, encoder),
+        kinds=kinds,
+        keys=keys,
+        task=options.task,
+        vectors=vectors,
+        skipped=tuple(skipped),
+        name="Python standard library" if data is None else data.name,
+    )
+
+
+def _check_warm_start(warm_start: str | None, options: DataOptions) -> None:
+    for name in ("encoder", "word_vectors"):
+        if warm_start is not None and getattr(options, name) is not None:
+            raise InvalidInput(
+                "warm_start",
+                given=f"{name} too",
+                expected="one of them: both say what tokens and their vectors are",
+                fix=f"leave out --warm-start or --{name.replace('_', '-')}",
+            )
+
+
+def _check_task(data: Path | None, source: Source, options: DataOptions) -> None:
+    """What to predict is known: a column of rows, else the class of a folder or package."""
+    if isinstance(source, Rows):
+        if options.label is None:
+            raise InvalidInput(
+                str(data),
+                given="no column to predict",
+                expected=f"one of {', '.join(map(repr, source.rows.columns))}",
+                fix="name it with --label",
+            )
+    elif options.task == "regression":
+        raise InvalidInput(
+            "task", given="regression on data without a column of numbers", expected="rows, with --label naming one"
+        )
+
+
+def cache_folder() -> Path:
+    """Where data sets are kept: $HSA_CACHE, or hsa in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
+
+
+def _load_cached(folder: Path) -> dict[str, DataSet]:
+    files = {name: folder / f"{name}.safetensors" for name in ("train", "validation", "test")}
+    if not all(file.is_file() for file in files.values()):
+        return {}
+    try:
+        return {name: DataSet.load(file) for name, file in files.items()}
+    except InvalidInput:  # damaged or of another version: read the data again
+        return {}
+
+
+def _text_encoder(path: str | None, say: Callable[[str], None]) -> Any:
+    if path is None:
+        return None
+    from hsa.huggingface.encoders import TextEncoder
+
+    say(f"loading {path}")
+    return TextEncoder(path)
+
+
+def _image_reader(path: str | None, say: Callable[[str], None]) -> ImageReader:
+    if path is None:
+        return read_image
+    from hsa.huggingface.encoders import ImageEncoder
+
+    say(f"loading {path}")
+    return ImageEncoder(path).read_image
+
+
+def _tokenizer(
+    source: Source, options: DataOptions, encoder: Any, say: Callable[[str], None]
+) -> tuple[Any, Tensor | None]:
+    """What makes tokens of text, and the vectors of its tokens where they are given."""
+    if encoder is not None:
+        return encoder.tokenizer, None
+    if options.word_vectors is not None:
+        from hsa.training.data.word_vectors import load_word_vectors, vectors_for, word_tokenizer
+
+        say(f"loading {options.word_vectors}")
+        found = load_word_vectors(options.word_vectors, words=_words(source.texts()))
+        tokenizer = word_tokenizer(found.words)
+        return tokenizer, vectors_for(tokenizer, found)
+    from hsa.signals.readers.text import train_tokenizer
+
+    texts = list(source.texts())
+    if not texts:
+        return None, None
+    say("training a tokenizer")
+    return train_tokenizer(texts, options.vocabulary), None
+
+
+def _pretrained_tokenizer(name: str, say: Callable[[str], None]) -> Tokenizer:
+    from hsa.baselines.hat.warm_start import pretrained_tokenizer
+
+    say(f"loading the tokenizer of {name}")
+    return pretrained_tokenizer(name)
+
+
+def _words(texts: Iterable[str]) -> set[str]:
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+
+    split = BertPreTokenizer().pre_tokenize_str
+    return {word for text in texts for word, _ in split(text.lower())}
+
+
+def _modalities(
+    train: DataSet, tokenizer: Tokenizer | None, vectors: Tensor | None, encoder: Any
+) -> dict[str, Modality]:
+    found: dict[str, Modality] = {}
+    for name, values in train.batch.values.items():
+        if not isinstance(values, Tensor):
+            raise InvalidInput(
+                f"modality {name!r}", given="leaves of several shapes or kinds", expected="one shape for all of them"
+            )
+        if name == "text" and encoder is not None:
+            found[name] = Modality(numbers=encoder.width)
+        elif name == "text" and vectors is not None:
+            found[name] = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
+        elif name == "text" and tokenizer is not None:
+            found[name] = Modality(tokens=tokenizer.get_vocab_size())
+        else:
+            wide = values.to(torch.float32)
+            spread = float(wide.std()) if wide.numel() > 1 else 1.0
+            found[name] = Modality(numbers=max(1, values[0].numel()), center=float(wide.mean()), scale=spread or 1.0)
+    return found
+
+
+def _domains(sets: Iterable[DataSet]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kinds of domains that occur, and the keys of tables."""
+    kinds: dict[str, None] = {}
+    keys: dict[str, None] = {}
+    for part in sets:
+        for domain in part.batch.distinct_domains:
+            if type(domain) in _KINDS:
+                kinds[_KINDS[type(domain)]] = None
+            if isinstance(domain, Table):
+                keys.update(dict.fromkeys(domain.keys))
+    return tuple(kinds), tuple(keys)
+
+
+def _check(sets: dict[str, DataSet], options: DataOptions) -> None:
+    train = sets["train"]
+    if options.task == "classification" and len(train):
+        _check_classes(train, options)
+    for name, part in sets.items():
+        if len(part) == 0:
+            raise InvalidInput(
+                "data", given=f"no examples for {name}", expected="at least one", fix="give more data, or a file for it"
+            )
+        unknown = [modality for modality in part.batch.values if modality not in train.batch.values]
+        if unknown:
+            raise InvalidInput(
+                f"data for {name}",
+                given=f"leaves of modality {unknown[0]!r}",
+                expected=f"what the training data have: {', '.join(train.batch.values)}",
+                fix="give more examples with such leaves, or leave them out",
+            )
+
+
+def _check_classes(train: DataSet, options: DataOptions) -> None:
+    present = train.targets.unique().tolist()
+    if len(present) < 2:
+        raise InvalidInput(
+            "classes" if options.label is None else f"column {options.label!r}",
+            given=f"one class in the training data, {train.classes[present[0]]!r}",
+            expected="two or more",
+            fix="is --label the right column?" if options.label else "put the files of each class into a folder",
+        )
+    if len(train.classes) > max(20, len(train) // 2):
+        raise InvalidInput(
+            "classes" if options.label is None else f"column {options.label!r}",
+            given=f"{len(train.classes)} classes for {len(train)} examples",
+            expected="several examples of each",
+            fix="to predict a number, pass --task regression; else choose another --label",
+        )
+
+
+def save_input_spec(folder: Path, reading: InputSpec) -> None:
+    """`reading.json`, and `tokenizer.json` where there is one."""
+    from hsa.files import write_json
+
+    about = {name: getattr(reading, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
+    write_json(folder / "reading.json", {**about, "columns": asdict(reading.columns)})
+    if reading.encoder is None and reading.tokenizer is not None:
+        write_then_rename(folder / "tokenizer.json", lambda beside: reading.tokenizer.save(str(beside)))
+
+
+def load_input_spec(folder: Path) -> InputSpec:
+    from hsa.files import read_json
+
+    path = folder / "reading.json"
+    about = read_json(path, "how a model reads data, as hsa train writes it")
+    names = {f.name for f in fields(InputSpec)} - {"tokenizer", "transform"}
+    if not isinstance(about, dict) or set(about) != names or not isinstance(about["columns"], dict):
+        raise InvalidInput(
+            str(path),
+            given="other content",
+            expected="how a model reads data, as this version of hsa train writes it",
+            fix="train the model again, or use the version of hsa that wrote it",
+        )
+    columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
+    tokenizer = transform = None
+    if (encoder := _text_encoder(about["encoder"], lambda message: None)) is not None:
+        tokenizer, transform = encoder.tokenizer, encoder.token_vectors
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+    return InputSpec(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer, transform=transform)

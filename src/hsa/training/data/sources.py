@@ -1,0 +1,324 @@
+"""Where examples come from: rows of a file, a folder per class, or the Python installation itself.
+
+A source yields its examples twice: as texts, from which a tokenizer is trained, and as signals read with that tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hsa.errors import InvalidInput
+from hsa.signals.batch import collate
+from hsa.signals.readers.files import SUFFIXES, read_file, text_of
+from hsa.signals.readers.image import read_image
+from hsa.signals.readers.python_source import definitions, read_python
+from hsa.signals.readers.rows import load_rows, read_row
+from hsa.signals.readers.text import load_text
+from hsa.signals.signal import Leaf, Signal
+from hsa.training.data.data_set import Example
+from hsa.training.data.n24news import read_n24news
+
+ImageReader = Callable[..., Signal | Leaf]
+OnBad = Callable[[InvalidInput], None]
+"""What to do with a row or file that cannot be read: raise, or count it and go on."""
+
+
+def or_skip(error: InvalidInput) -> InvalidInput:
+    """The same error, and the way around it."""
+    hint = "pass --skip-bad to leave out what cannot be read"
+    fix = hint if error.fix is None else f"{error.fix}, or {hint}"
+    return InvalidInput(error.where, given=error.given, expected=error.expected, fix=fix)
+
+
+class Source(Protocol):
+    """Examples that can be read again and again."""
+
+    def texts(self) -> Iterator[str]:
+        """What a tokenizer learns from."""
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]: ...
+
+    def fingerprint(self) -> str:
+        """Changes when the data change: the name of the cached data set."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a row mean what; several of them make a table signal.
+
+    Args:
+        text, number, image: columns to read.
+        label: the column to predict; None when there is nothing to compare with.
+        numeric: the label is a number.
+        folder: where image paths start; the file's own folder by default.
+        language: of the text.
+    """
+
+    text: tuple[str, ...] = ()
+    number: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    label: str | None = None
+    numeric: bool = False
+    language: str = "en"
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        return (*self.text, *self.number, *self.image)
+
+
+class Rows:
+    """Rows of a CSV, TSV, JSON, JSON-lines or Parquet file."""
+
+    def __init__(self, path: Path, columns: Columns, image_reader: ImageReader = read_image):
+        self.path, self.columns, self.image_reader = path, columns, image_reader
+        self.rows = load_rows(path)
+        for name in (*columns.read, *((columns.label,) if columns.label else ())):
+            self.rows.column(name)  # raises, naming the columns there are
+        if not columns.read:
+            raise InvalidInput(
+                str(path),
+                given="no column to read",
+                expected=f"some of {', '.join(map(repr, self.rows.columns))}",
+                fix="name them with --text, --number or --image",
+            )
+        if columns.label in columns.read:
+            raise InvalidInput(
+                f"{path}: column {columns.label!r}",
+                given="a column that is both read and predicted",
+                expected="one or the other",
+                fix="name another --label, or leave it out of --text, --number and --image",
+            )
+
+    def texts(self) -> Iterator[str]:
+        for name in self.columns.text:
+            yield from (str(value) for value in self.rows.column(name) if value is not None)
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        columns = self.columns
+        first: tuple[str, int] | None = None  # what the labels are, and the row that says so
+        for i in range(len(self.rows)):
+            try:
+                row, where = self.rows.row(i), self.rows.where(i)
+                target: str | float = ""
+                if columns.label:
+                    place = f"{where}, column {columns.label!r}"
+                    target = _target(row[columns.label], columns.numeric, place)
+                    first = first or (_kind(row[columns.label]), i)
+                    if not columns.numeric:
+                        _check_kind(row[columns.label], first, place)
+                signal = read_row(
+                    row,
+                    text=columns.text,
+                    number=columns.number,
+                    image=columns.image,
+                    tokenizer=tokenizer,
+                    language=columns.language,
+                    folder=self.path.parent,
+                    image_reader=self.image_reader,
+                    where=where,
+                )
+            except InvalidInput as error:
+                on_bad(error)
+                continue
+            yield Example(signal, target, where)
+
+    def fingerprint(self) -> str:
+        pictures = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
+        files = (self.path.parent / picture for picture in pictures)
+        return digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
+
+
+def _kind(label: Any) -> str:
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return kinds.get(type(label), type(label).__name__)
+
+
+def _check_kind(label: Any, first: tuple[str, int], where: str) -> None:
+    """Labels of one kind: 1 and "1", or 1 and "pos", in one column are two ways to write it, or two columns mixed up."""
+    kind, row = first
+    if _kind(label) != kind:
+        raise InvalidInput(
+            where,
+            given=f"the label {label!r}, {_kind(label)}",
+            expected=f"{kind}, as in row {row + 1}",
+            fix="write all labels of the column in one way",
+        )
+
+
+def _target(value: Any, numeric: bool, where: str) -> str | float:
+    """A class name or a number. Numbers that name classes lose a trailing .0, which files add and drop."""
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        raise InvalidInput(where, given="no label", expected="one")
+    if numeric:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise InvalidInput(where, given=f"the label {value!r}", expected="a number") from None
+        if number - number != 0:
+            raise InvalidInput(where, given=f"the label {value!r}", expected="a finite number")
+        return number
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, (dict, list)):
+        raise InvalidInput(where, given=f"a label of type {type(value).__name__}", expected="a name or a number")
+    return str(value).strip()
+
+
+class Files:
+    """Files, each an example, and the class of each."""
+
+    def __init__(self, files: list[tuple[str, Path]], language: str = "en", image_reader: ImageReader = read_image):
+        self.files, self.language, self.image_reader = files, language, image_reader
+
+    def texts(self) -> Iterator[str]:
+        for _, file in self.files:
+            try:
+                text = text_of(file)
+            except InvalidInput:
+                continue  # `examples` meets the same file and says so
+            if text:
+                yield text
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        for name, file in self.files:
+            try:
+                signal = read_file(file, tokenizer, self.language, image_reader=self.image_reader)
+            except InvalidInput as error:
+                on_bad(error)
+                continue
+            yield Example(signal, name, str(file))
+
+    def fingerprint(self) -> str:
+        return digest([self.language, *(stamp(file) for _, file in self.files)])
+
+
+class Folders(Files):
+    """A folder per class; every file in it, at any depth, is an example."""
+
+    def __init__(self, path: Path, language: str = "en", image_reader: ImageReader = read_image):
+        classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        files = [
+            (folder.name, file)
+            for folder in classes
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and file.suffix.lower() in SUFFIXES
+        ]
+        if not files:
+            raise InvalidInput(
+                str(path),
+                given="no files in folders that name a class",
+                expected=f"{path}/CLASS/FILE, with files of the kinds {', '.join(sorted(SUFFIXES))}",
+            )
+        super().__init__(files, language, image_reader)
+
+
+class News:
+    """One split of N24News in its published layout: headline, abstract, caption, body and image of an article."""
+
+    def __init__(
+        self,
+        path: Path,
+        split: Literal["train", "dev", "test"],
+        encoder: Any = None,
+        image_reader: ImageReader = read_image,
+        on_bad_image: Literal["raise", "skip"] = "raise",
+    ):
+        self.path, self.split, self.encoder = path, split, encoder
+        self.image_reader, self.on_bad_image = image_reader, on_bad_image
+
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        return (path / "news").is_dir()
+
+    def texts(self) -> Iterator[str]:
+        for example in read_n24news(self.path, self.split, image_reader=None):
+            yield " ".join(map(str, collate([example.signal]).values.get("text", ())))
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        yield from read_n24news(
+            self.path,
+            self.split,
+            tokenizer=tokenizer,
+            paragraph_encoder=self.encoder,
+            image_reader=self.image_reader,
+            on_bad=self.on_bad_image,
+        )
+
+    def fingerprint(self) -> str:
+        return digest([self.split, *(stamp(file) for file in sorted((self.path / "news").glob("*.json")))])
+
+
+class StandardLibrary:
+    """Classes and functions of the Python installation: which package do they come from?
+
+    The source files lie on every machine that runs Python, so this needs no download. Packages with few definitions are
+    left out; of those with many, `most` are taken, spread evenly.
+    """
+
+    FEWEST = 60
+
+    def __init__(self, most: int = 200, packages: int | None = 12):
+        self.most = most
+        self.folder = Path(sysconfig.get_path("stdlib"))
+        found: dict[str, list[tuple[str, str]]] = {}
+        for folder in sorted(p for p in self.folder.iterdir() if (p / "__init__.py").is_file()):
+            if folder.name in ("test", "idlelib", "turtledemo", "lib2to3", "site-packages", "ensurepip", "pydoc_data"):
+                continue
+            found[folder.name] = [
+                (f"{file.relative_to(self.folder)}: {name}", source)
+                for file in sorted(folder.rglob("*.py"))
+                if not {"test", "tests"} & set(file.relative_to(self.folder).parts)
+                for name, source in _definitions(file)
+            ]
+        large = [name for name in found if len(found[name]) >= self.FEWEST]
+        chosen = sorted(sorted(large, key=lambda name: -len(found[name]))[:packages])
+        self.definitions = [
+            (package, name, source)
+            for package in chosen
+            for name, source in found[package][:: max(1, len(found[package]) // most)][:most]
+        ]
+        if len(chosen) < 2:
+            raise InvalidInput(
+                str(self.folder),
+                given="no source files of the standard library",
+                expected="a Python installation with its .py files",
+                fix="pass DATA of your own",
+            )
+
+    def texts(self) -> Iterator[str]:
+        return (source for _, _, source in self.definitions)
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        for package, where, source in self.definitions:
+            try:
+                yield Example(read_python(source, tokenizer, where=where), package, where)
+            except InvalidInput as error:
+                on_bad(error)
+
+    def fingerprint(self) -> str:
+        return digest([sys.version, str(self.folder), str(self.most), str(len(self.definitions))])
+
+
+def _definitions(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        source = load_text(file)
+        for name, _, text in definitions(source, where=str(file)):
+            if len(text) > 80:  # a stub says little about where it comes from
+                yield name, text
+    except InvalidInput:  # files of other encodings, or broken on purpose
+        return
+
+
+def digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def stamp(path: Path) -> str:
+    about = path.stat()
+    return f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"

@@ -1,0 +1,259 @@
+"""Texts → token ids for a language model: documents, a tokenizer, three arrays on the disk.
+
+Three tokens stand for structure: a blank line ends a paragraph, two a chapter, and `<|end|>` a document. Text is given
+back as it was, but for line ends and runs of more than two blank lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsa.errors import InvalidInput
+from hsa.files import write_then_rename
+from hsa.signals.readers.python_source import load_python
+from hsa.signals.readers.rows import load_rows
+from hsa.signals.readers.text import load_text, normalize_newlines, train_tokenizer
+from hsa.signals.readers.tokens import encodable, load_tokenizer
+from hsa.training.data.prepare import ROW_SUFFIXES, cache_folder
+from hsa.training.data.sources import digest, stamp
+
+END, PARAGRAPH, CHAPTER = "<|end|>", "\n\n", "\n\n\n"
+HEIGHTS = {PARAGRAPH: 3, CHAPTER: 4, END: 5}
+"""Up to which height structure closes families, where the text's own structure is used; a sentence closes 2."""
+SPLITS = ("train", "validation", "test")
+TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".text")
+_SHARES = (0.9, 0.05, 0.05)
+_BLANK = re.compile(r"\n[^\S\n]*(?:\n[^\S\n]*)+")
+_SENTENCE_END = re.compile(r"""[.!?…][)\]"'”’*]*$""")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and which split it belongs to where the data say so."""
+
+    text: str
+    split: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LmData:
+    """All that training needs.
+
+    train, validation, test: token ids, one after another, on the disk.
+    tokenizer: made them.
+    closes: token id → the height up to which it closes families, of the text's own structure.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    tokenizer: Any
+    closes: dict[int, int]
+    name: str
+    characters: int
+
+
+def prepare_text(
+    data: Path | None,
+    *,
+    text: tuple[str, ...] = (),
+    vocabulary: int = 8192,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda message: None,
+) -> LmData:
+    """Read texts, train a tokenizer on the training part, encode. What was made once is kept in the cache.
+
+    Args:
+        data: a text file, a folder of them, a table, or None for what the Python standard library says about itself.
+        text: columns of a table that hold text.
+        vocabulary: tokens, at most.
+        say: is told what is going on.
+    """
+    name = "Python standard library" if data is None else data.name
+    key = json.dumps([version("hsa"), "lm 1", _fingerprint(data), text, vocabulary, seed], default=str)
+    folder = cache_folder() / digest([key])
+    if not (folder / "about.json").is_file():
+        say("reading")
+        parts = _split(list(_documents(data, text)), seed)
+        characters = sum(len(d) for part in parts.values() for d in part)
+        say(f"training a tokenizer on {sum(map(len, parts['train'])) / 1e6:,.1f} M characters")
+        tokenizer = train_tokenizer(parts["train"], vocabulary, special_tokens=(END, PARAGRAPH, CHAPTER))
+        say("encoding")
+        for part, documents in parts.items():
+            _write(folder / f"{part}.npy", encode_documents(documents, tokenizer))
+        write_then_rename(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
+        write_then_rename(folder / "about.json", lambda beside: beside.write_text(json.dumps(characters)))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    train, validation, test = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in SPLITS)
+    characters = json.loads((folder / "about.json").read_text())
+    return LmData(train, validation, test, tokenizer, closing_tokens(tokenizer), name, characters)
+
+
+def held_out_texts(data: Path, columns: tuple[str, ...] = ()) -> list[str]:
+    """The texts of `data`; of a table that says which rows are for the test, these."""
+    documents = [document for document in _documents(data, columns) if document.text]
+    chosen = [document.text for document in documents if document.split == "test"]
+    if not documents:
+        raise InvalidInput(str(data), given="no text", expected="some")
+    return chosen or [document.text for document in documents]
+
+
+def encode_documents(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
+    """The ids of all documents, each ended by `<|end|>`, in the narrowest type that holds them."""
+    kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+    end = tokenizer.token_to_id(END)
+    found: list[np.ndarray] = []
+    pieces = (piece for document in documents for piece in (*_pieces(document), None))
+    while some := list(islice(pieces, 512)):
+        encoded = iter(tokenizer.encode_batch_fast([p for p in some if p is not None], add_special_tokens=False))
+        found += [np.array([end] if p is None else next(encoded).ids, kind) for p in some]
+    return np.concatenate(found) if found else np.empty(0, kind)
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Chapters: long texts go to the tokenizer in parts, and a part may start after any token of structure."""
+    for i, chapter in enumerate(document.split(CHAPTER)):
+        yield CHAPTER + chapter if i else chapter
+
+
+def closing_tokens(tokenizer: Any) -> dict[int, int]:
+    """Token id → height: 2 for a token that ends a sentence, 3 a paragraph, 4 a chapter, 5 a document."""
+    closes = {}
+    for token, number in tokenizer.get_vocab().items():
+        if token in HEIGHTS:
+            closes[number] = HEIGHTS[token]
+        elif _SENTENCE_END.search(tokenizer.decode([number])):
+            closes[number] = 2
+    return dict(sorted(closes.items()))
+
+
+def clean(text: str) -> str:
+    """One kind of line end; one blank line between paragraphs, two between chapters."""
+    text = encodable(normalize_newlines(text)).strip()
+    return _BLANK.sub(lambda found: PARAGRAPH if found[0].count("\n") == 2 else CHAPTER, text)
+
+
+def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document]:
+    if data is None:
+        yield from _docstrings(Path(sysconfig.get_path("stdlib")))
+    elif data.is_dir():
+        files = sorted(f for f in data.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
+        if not files:
+            raise InvalidInput(str(data), given="a folder without texts", expected=f"files {', '.join(TEXT_SUFFIXES)}")
+        yield from (Document(clean(load_text(file))) for file in files)
+    elif not data.exists():
+        raise InvalidInput(str(data), given="no such file or folder", expected="a text, a folder of texts, or a table")
+    elif data.suffix.lower() in ROW_SUFFIXES:
+        yield from _rows(data, columns)
+    else:
+        yield Document(clean(load_text(data)))
+
+
+def _docstrings(library: Path) -> Iterator[Document]:
+    """What the modules of the Python installation say about themselves, a document each: these lie on every machine."""
+    for file in sorted(library.rglob("*.py")):
+        if {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"} & set(
+            file.relative_to(library).parts
+        ):
+            continue
+        try:
+            module = load_python(file)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in strings
+                nodes = list(ast.walk(ast.parse(module)))
+        except (InvalidInput, SyntaxError, RecursionError):  # files of other encodings, or broken on purpose
+            continue
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [clean(text) for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+        if sum(map(len, found)) > 500:
+            yield Document(PARAGRAPH.join(text.replace(CHAPTER, PARAGRAPH) for text in found if text))
+
+
+def _rows(data: Path, columns: tuple[str, ...]) -> Iterator[Document]:
+    """A document per row: of the named columns, or of headings and paragraphs, as books have them."""
+    rows = load_rows(data)
+    book = {"headings", "paragraphs"} <= set(rows.columns)
+    if not columns and not book:
+        raise InvalidInput(
+            str(data),
+            given="no column to read",
+            expected=f"some of {', '.join(map(repr, rows.columns))}",
+            fix="name those that hold text with --text",
+        )
+    for name in columns:
+        rows.column(name)  # raises, naming the columns there are
+    for i in range(len(rows)):
+        row = rows.row(i)
+        split = row.get("split")
+        split = split if split in SPLITS else None
+        read = [clean(str(row[name])) for name in columns if row[name] is not None]
+        yield Document(PARAGRAPH.join(read) if columns else _book(row), split)
+
+
+def _book(row: dict[str, Any]) -> str:
+    chapters = []
+    for heading, paragraphs in zip(row["headings"], row["paragraphs"], strict=True):
+        parts = [clean(part).replace(CHAPTER, PARAGRAPH) for part in (heading, *paragraphs) if part]
+        chapters.append(PARAGRAPH.join(part for part in parts if part))
+    return CHAPTER.join(chapter for chapter in chapters if chapter)
+
+
+def _split(documents: list[Document], seed: int) -> dict[str, list[str]]:
+    """By document: as the data say, else at random; a few long texts are cut instead."""
+    documents = [d for d in documents if d.text]
+    if not documents:
+        raise InvalidInput("data", given="no text", expected="some")
+    named = {d.split for d in documents}
+    if named >= set(SPLITS):
+        return {split: [d.text for d in documents if d.split == split] for split in SPLITS}
+    if len(documents) >= 20:
+        order = np.random.default_rng(seed).permutation(len(documents))
+        first, second = int(_SHARES[0] * len(order)), int((_SHARES[0] + _SHARES[1]) * len(order))
+        groups = (order[:first], order[first:second], order[second:])
+        return {split: [documents[i].text for i in sorted(g)] for split, g in zip(SPLITS, groups, strict=True)}
+    found: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for document in documents:
+        begin = 0
+        for split, share in zip(SPLITS, np.cumsum(_SHARES), strict=True):
+            end = len(document.text) if split == SPLITS[-1] else _cut(document.text, int(share * len(document.text)))
+            found[split].append(document.text[begin:end].strip())
+            begin = end
+    return {split: [text for text in texts if text] for split, texts in found.items()}
+
+
+def _cut(text: str, near: int) -> int:
+    """The end of a paragraph at or after a place, else of a word."""
+    for mark in (PARAGRAPH, "\n", " "):
+        found = text.find(mark, near)
+        if 0 <= found < near + len(text) // 50:
+            return found
+    return near
+
+
+def _fingerprint(data: Path | None) -> Any:
+    if data is None:
+        return [sys.version, sysconfig.get_path("stdlib")]
+    if data.is_dir():
+        return [stamp(f) for f in sorted(data.rglob("*")) if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES]
+    return stamp(data) if data.exists() else str(data)
+
+
+def _write(path: Path, array: np.ndarray) -> None:
+    def write(beside: Path) -> None:
+        with beside.open("wb") as file:
+            np.save(file, array)
+
+    write_then_rename(path, write)

@@ -1,0 +1,228 @@
+"""Language models on the same text, with as many parameters and tokens seen: which predicts better, at which cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig
+from hsa.errors import InvalidInput
+from hsa.files import write_json
+from hsa.models.classifier import closest_size, count_parameters
+from hsa.models.language_model import LanguageModelConfig
+from hsa.models.language_models import AnyLanguageConfig, build_language_model
+from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
+from hsa.signals.readers.tokens import load_tokenizer
+from hsa.training.document_models import transformer_xl_sizes
+from hsa.training.experiment import RESULT, unknown_model
+from hsa.training.failures import OnFailure, catch_oom, results_of
+from hsa.training.language_model.data import LmData
+from hsa.training.language_model.loop import (
+    LmRecord,
+    LmWatcher,
+    bits_per_character,
+    evaluate_language_model,
+    reader_of,
+    train_language_model,
+)
+from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
+
+LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "clustered": "clustered"}
+"""The attention of all layers of each model of ours."""
+TRANSFORMER_XL = "transformer-xl"
+
+
+@dataclass(frozen=True)
+class LmResult:
+    """What came of one model. Losses in nats per token."""
+
+    model: str
+    parameters: int
+    loss: float  # on the test text
+    bits_per_character: float
+    by_position: tuple[tuple[float, float], ...]  # place in the block, mean loss there
+    operations: float  # of attention per token of the test text, all layers
+    tokens: int  # seen in training
+    training_seconds: float
+    test_tokens: int
+    context: int  # tokens of a block
+    history: tuple[LmRecord, ...]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.training_seconds, 1e-9)
+
+
+def check_lm_models(names: Iterable[str]) -> None:
+    known = (*LM_MODELS, TRANSFORMER_XL)
+    for name in names:
+        if name not in known:
+            raise unknown_model(name, known, "lm")
+
+
+def language_model_config(
+    data: LmData,
+    model: ModelOptions,
+    language: LanguageOptions,
+    name: str,
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+) -> AnyLanguageConfig:
+    """The configuration of a model by its name. Ours differ in a bias per head and layer, and in nothing else.
+
+    Transformer-XL reads segments of `context` tokens; its feed-forward networks make up for what it has more.
+    """
+    if model.head_dim is not None and model.head_dim * model.heads != model.width:
+        raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
+    if name == TRANSFORMER_XL:
+        sizes = TransformerXLLanguageConfig(
+            vocabulary=data.tokenizer.get_vocab_size(),
+            **transformer_xl_sizes(model, documents, language.context),
+            max_length=language.max_length,
+        )
+        return as_large_as(language_model_config(data, model, language, "hsa"), sizes)
+    return LanguageModelConfig(
+        vocabulary=data.tokenizer.get_vocab_size(),
+        layers=model.layers,
+        attention=LM_MODELS[name],
+        **decoder_sizes(model, language),
+        top_k=model.top_k or LanguageModelConfig.top_k,
+        chunk=language.chunk,
+        group=language.group,
+        closes=data.closes if language.structure == "text" else {},
+        max_length=language.max_length,
+    )
+
+
+def as_large_as(reference: AnyLanguageConfig, sizes: TransformerXLLanguageConfig) -> TransformerXLLanguageConfig:
+    """Feed-forward networks as wide as it takes to have as many parameters as the reference."""
+
+    def count(config: AnyLanguageConfig) -> int:
+        with torch.device("meta"):
+            return count_parameters(build_language_model(config))
+
+    inner = closest_size(lambda inner: count(replace(sizes, feed_forward=inner)), count(reference))
+    return replace(sizes, feed_forward=inner)
+
+
+@catch_oom
+def train_one(
+    name: str,
+    config: AnyLanguageConfig,
+    data: LmData,
+    options: TrainingOptions,
+    language: LanguageOptions,
+    folder: Path,
+    *,
+    start: dict[str, torch.Tensor] | None = None,
+    resume: bool = False,
+    device: torch.device | str | None = None,
+    watcher: LmWatcher | None = None,
+) -> LmResult:
+    """Train, test and save one model. With `resume`, an unfinished one goes on, and a finished one is tested again."""
+    found = train_language_model(
+        config,
+        data.train,
+        data.validation,
+        options,
+        language,
+        start=start,
+        folder=folder,
+        resume=resume,
+        watcher=watcher,
+        device=device,
+    )
+    tested = evaluate_language_model(
+        found.model,
+        data.test,
+        language.context,
+        batch_tokens=options.batch_tokens,
+        mixed_precision=options.mixed_precision,
+    )
+    result = LmResult(
+        model=name,
+        parameters=count_parameters(found.model),
+        loss=tested.loss,
+        bits_per_character=bits_per_character(tested, data.test, data.tokenizer),
+        by_position=binned(tested.by_position),
+        operations=reader_of(found.model, language.context).operations(data.test),
+        tokens=found.tokens,
+        training_seconds=found.seconds,
+        test_tokens=tested.tokens,
+        context=language.context,
+        history=found.history,
+    )
+    save_language_model(folder, found.model, data.tokenizer)
+    write_json(folder / RESULT, asdict(result))
+    return result
+
+
+def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
+    """Of the model of that name in a run, or of the folder of a model; learned on the same tokens."""
+    folder = run / name if (run / name).is_dir() else run
+    if not (folder / CONFIG).is_file():
+        raise InvalidInput(
+            "start", given=f"{run}, which has no model {name!r}", expected="a run with one, or its folder"
+        )
+    model = load_language_model(folder)
+    if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
+        raise InvalidInput(
+            "start",
+            given=f"{folder}, which was trained with another tokenizer",
+            expected="a run on the same text, with the same vocabulary",
+        )
+    return model.state_dict()
+
+
+def compare_language_models(
+    names: Sequence[str],
+    model: ModelOptions,
+    data: LmData,
+    options: TrainingOptions,
+    language: LanguageOptions,
+    folder: Path,
+    *,
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    resume: bool = False,
+    device: torch.device | str | None = None,
+    watch: Callable[[str], LmWatcher] | None = None,
+    on_failure: OnFailure | None = None,
+) -> list[LmResult]:
+    """Every model in a folder of its own; the results in `results.json`.
+
+    Args:
+        on_failure: is told of models without a result, and the others go on; by default that is an error.
+    """
+    configs = {name: language_model_config(data, model, language, name, documents) for name in names}
+    starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
+
+    def train(name: str) -> LmResult:
+        own: Any = {"start": starts.get(name), "watcher": watch(name) if watch else None}
+        config, its_folder = configs[name], folder / name
+        return train_one(name, config, data, options, language, its_folder, resume=resume, device=device, **own)
+
+    results = results_of(configs, train, on_failure)
+    write_json(folder / "results.json", [asdict(result) for result in results])
+    return results
+
+
+def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, float], ...]:
+    """(place, mean) of the loss in bins that widen with the place: the first tokens differ most.
+
+    >>> binned(np.array([4.0, 3.0, 2.0, 2.0, 2.0]), per_octave=1)
+    ((1.0, 4.0), (2.5, 2.5), (4.5, 2.0))
+    """
+    size = len(by_position)
+    edges = np.unique(np.ceil(2 ** (np.arange(int(np.log2(size) + 1) * per_octave + 1) / per_octave)).astype(int))
+    bounds = [0, *(int(e) - 1 for e in edges if 1 < e < size), size]  # a last bin of one token would be noise
+    return tuple(((a + 1 + b) / 2, float(by_position[a:b].mean())) for a, b in pairwise(bounds))

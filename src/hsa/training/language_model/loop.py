@@ -1,0 +1,355 @@
+"""Training of a language model on an array of token ids, in blocks of equal length."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
+from hsa.errors import InvalidInput
+from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel, build_language_model
+from hsa.models.saved import check_fits
+from hsa.nn.penalties import collecting_penalties
+from hsa.training import checkpoint
+from hsa.training.data.loading import prefetched
+from hsa.training.failures import Diverged
+from hsa.training.language_model.blocks import BlockReader
+from hsa.training.language_model.input_spec import Reader, blocks_of
+from hsa.training.language_model.streams import StreamReader
+from hsa.training.loop import (
+    CHECKPOINT,
+    Interrupted,
+    defer_sigint,
+    learning_rate,
+    leaves_of,
+    parameter_groups,
+)
+from hsa.training.options import LanguageOptions, TrainingOptions
+
+_LOOK_EVERY = 20  # steps between looks at the loss: each look waits for the device
+_VALIDATION_TOKENS = 2**18
+"""So much of the validation text is looked at during training."""
+
+
+class LmWatcher(Protocol):
+    """Who is told how it goes."""
+
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
+
+    def evaluated(self, record: LmRecord) -> None: ...
+
+    def done(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LmRecord:
+    """One point of the curves."""
+
+    step: int
+    tokens: int  # seen so far
+    loss: float  # mean since the last record
+    validation_loss: float
+    learning_rate: float
+    seconds: float  # of training so far, without validation
+
+
+@dataclass(frozen=True, eq=False)
+class LmEvaluation:
+    """How well a text is predicted."""
+
+    loss: float  # mean of −log p, in nats
+    by_position: np.ndarray  # [context] the same by place in the block
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass
+class _Progress:
+    """Where a run is; plain, for the checkpoint."""
+
+    step: int = 0
+    loss_sum: float = 0.0  # since the last record
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedLanguageModel:
+    """What came of a run."""
+
+    model: AnyLanguageModel
+    history: tuple[LmRecord, ...]
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+def train_language_model(
+    config: AnyLanguageConfig,
+    train: np.ndarray,
+    validation: np.ndarray,
+    options: TrainingOptions | None = None,
+    language: LanguageOptions | None = None,
+    *,
+    start: Mapping[str, Tensor] | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    watcher: LmWatcher | None = None,
+    device: torch.device | str | None = None,
+) -> TrainedLanguageModel:
+    """Train a language model from the start, or from its checkpoint.
+
+    Args:
+        config: of the model; its class says which.
+        train, validation: token ids, one after another.
+        options: how; of these `epochs` only where the language options name no steps.
+        language: `context`, `steps`, `evaluate_every`; the rest is in the config.
+        start: weights to begin with, such as those learned on shorter blocks; new ones by default.
+        folder: for the checkpoint; None for none.
+        resume: go on from the checkpoint in the folder, if there is one.
+        device: the GPU where there is one, by default.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+        Diverged: the loss is not a number.
+
+    >>> from hsa.models.language_model import LanguageModelConfig
+    >>> text = np.tile(np.arange(7), 40)
+    >>> sizes = LanguageModelConfig(7, width=8, heads=2, layers=1, branching=(4, 2))
+    >>> found = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
+    >>> len(found.history), found.tokens
+    (3, 3072)
+    """
+    options, language = options or TrainingOptions(), language or LanguageOptions()
+    run = _Run(config, train, validation, options, language, folder, watcher, _device(device))
+    if start is not None:
+        check_fits("start", dict(start), run.model.state_dict())
+        run.model.load_state_dict(start)
+    return run.run(resume)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: AnyLanguageConfig,
+        train: np.ndarray,
+        validation: np.ndarray,
+        options: TrainingOptions,
+        language: LanguageOptions,
+        folder: Path | None,
+        watcher: LmWatcher | None,
+        device: torch.device,
+    ):
+        if options.mixed_precision == "fp16":
+            raise InvalidInput("mixed_precision", given="fp16", expected="no or bf16, for language models")
+        self.options, self.language, self.device, self.watcher = options, language, device, watcher
+        self.train, self.validation = train, validation
+        self.path = None if folder is None else folder / CHECKPOINT
+        self.batch = sequences_per_step(options, language.context)
+        each = max(1, blocks_of(train, language.context) // self.batch)
+        self.total = language.steps or options.epochs * each
+        self.every = language.evaluate_every or max(1, self.total // 10)
+        torch.manual_seed(options.seed)
+        self.model = build_language_model(config).to(device)
+        self.course = reader_of(self.model, language.context).course(train, self.batch, options.seed)
+        groups, fused = parameter_groups(self.model, options), device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
+        self.progress = _Progress()
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
+
+    def run(self, resume: bool) -> TrainedLanguageModel:
+        if resume and self.path is not None and self.path.is_file():
+            self._restore(self.path)
+        state = self.progress
+        try:
+            with defer_sigint() as stop:
+                self._steps(stop)
+        finally:
+            if self.watcher is not None:
+                self.watcher.done()
+        history = tuple(LmRecord(**record) for record in state.history)
+        tokens = self.total * self.batch * self.language.context
+        return TrainedLanguageModel(self.model.eval(), history, state.seconds, tokens)
+
+    def _steps(self, stop: Callable[[], bool]) -> None:
+        state, longest = self.progress, 60 * self.options.checkpoint_minutes
+        self.model.train()
+        running: list[Tensor] = []
+        began = saved = time.monotonic()
+        with closing(prefetched(self.course.load, range(state.step, self.total))) as loaded:
+            for batch in loaded:
+                running.append(self._step(batch))
+                state.step += 1
+                stopping, due = stop(), time.monotonic() - saved > longest
+                ends = state.step % self.every == 0 or state.step == self.total
+                mean = None
+                if len(running) == _LOOK_EVERY or ends or stopping or due:
+                    mean = self._look(running)
+                    state.seconds += time.monotonic() - began
+                    began = time.monotonic()
+                if self.watcher is not None:
+                    self.watcher.step(state.step, self.total, mean, self._rate())
+                if ends:
+                    self._record()
+                if ends or stopping or due:
+                    self._save()
+                    began = saved = time.monotonic()
+                if stopping and state.step < self.total:
+                    raise Interrupted(self._how_to_resume())
+
+    def _step(self, batch: Any) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
+            loss = self.course.loss(batch)
+        (loss + sum(penalties)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._bad |= ~norm.isfinite()
+        return loss.detach()
+
+    def _look(self, running: list[Tensor]) -> float:
+        *losses, bad = torch.stack([*running, self._bad.to(running[0].dtype)]).tolist()
+        mean = sum(losses) / len(losses)
+        if not math.isfinite(mean) or bad:
+            raise Diverged(
+                f"the loss is no longer a number (step {self.progress.step:,}, learning rate {self._rate():.2g}); "
+                "try a lower learning rate or a longer warm-up"
+            )
+        for loss in losses:  # one by one: the sum must not depend on when it was looked at
+            self.progress.loss_sum += loss
+        running.clear()
+        return mean
+
+    def _record(self) -> None:
+        state = self.progress
+        steps = state.step - (state.history[-1]["step"] if state.history else 0)
+        found = evaluate_language_model(
+            self.model,
+            self.validation[: _VALIDATION_TOKENS + 1],
+            self.language.context,
+            batch_tokens=self.options.batch_tokens,
+            mixed_precision=self.options.mixed_precision,
+        )
+        record = LmRecord(
+            step=state.step,
+            tokens=state.step * self.batch * self.language.context,
+            loss=state.loss_sum / steps,
+            validation_loss=found.loss,
+            learning_rate=self._rate(),
+            seconds=state.seconds,
+        )
+        state.history.append(asdict(record))
+        state.loss_sum = 0.0
+        self.model.train()
+        if self.watcher is not None:
+            self.watcher.evaluated(record)
+
+    def _rate(self) -> float:
+        return learning_rate(self.options, self.progress.step, self.total)
+
+    def _how_to_resume(self) -> str:
+        where = "" if self.path is None else f"; the checkpoint is {self.path}, go on with --resume"
+        return f"stopped after {self.progress.step:,} of {self.total:,} steps{where}"
+
+    def _save(self) -> None:
+        if self.path is not None:
+            carried = self.course.state()
+            progress = {"state": asdict(self.progress), "training": self._fingerprint(), "carried": carried}
+            checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
+
+    def _restore(self, path: Path) -> None:
+        content = checkpoint.load(path)
+        checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
+        progress = checkpoint.restore(path, content, self.model, self.optimizer)
+        self.progress = _Progress(**progress["state"])
+        self.course.restore(progress.get("carried"))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        options = asdict(self.options)
+        del options["checkpoint_minutes"]
+        config = dict(leaves_of(self.model.config.to_dict()))
+        ends = [int(x) for x in (*self.train[:8], *self.train[-8:])]
+        return {
+            **config,
+            **options,
+            "context": self.language.context,
+            "steps": self.total,
+            "data": [len(self.train), ends],
+        }
+
+
+def reader_of(model: AnyLanguageModel, context: int) -> Reader:
+    """How a model reads: as a stream where it remembers what was before a block, else block by block."""
+    if isinstance(model, TransformerXLLanguageModel):
+        return StreamReader(model, context)
+    return BlockReader(model, context)
+
+
+@torch.no_grad()
+def evaluate_language_model(
+    model: AnyLanguageModel,
+    tokens: np.ndarray,
+    context: int,
+    *,
+    batch_tokens: int = 16_384,
+    mixed_precision: str = "no",
+) -> LmEvaluation:
+    """The loss on a text in blocks of `context` tokens, one after another; a shorter rest is left out.
+
+    A text shorter than a block is a block of its own. A model with a memory takes it from block to block.
+    """
+    if len(tokens) < 2:
+        raise InvalidInput("tokens", given=f"{len(tokens)} tokens", expected="2 or more: one to predict the next from")
+    context = min(context, len(tokens) - 1)
+    number = (len(tokens) - 1) // context
+    sums = torch.zeros(context, dtype=torch.float64, device=model.device)
+    model.eval()
+    began = time.monotonic()
+    with precision(model.device, mixed_precision):
+        for losses in reader_of(model, context).losses(tokens, max(1, batch_tokens // context)):
+            sums += losses.double().sum(0)
+    by_position = (sums / number).cpu().numpy()
+    return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
+
+
+def bits_per_character(found: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
+    """Of the text that these tokens begin, as far as it was predicted."""
+    characters = len(tokenizer.decode(tokens[: found.tokens].tolist(), skip_special_tokens=False))
+    return found.loss / math.log(2) * found.tokens / max(1, characters)
+
+
+def sequences_per_step(options: TrainingOptions, context: int) -> int:
+    return max(1, min(options.batch_size, options.batch_tokens // context))
+
+
+@contextlib.contextmanager
+def precision(device: torch.device, mixed: str) -> Iterator[None]:
+    with torch.autocast(device.type, torch.bfloat16, enabled=mixed == "bf16"):
+        yield
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")

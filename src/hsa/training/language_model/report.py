@@ -1,0 +1,82 @@
+"""The report of a comparison of language models: a table, what it means, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.files import write_text
+from hsa.training.failures import NoResult, lines_of, rows_without_results
+from hsa.training.language_model.data import LmData
+from hsa.training.language_model.experiment import TRANSFORMER_XL, LmResult
+from hsa.training.recipe import Recipe
+from hsa.training.report import fewer_operations
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_CAPTION = "operations: of attention, per token of a test block, all layers; bits: per character"
+
+
+def lm_columns(results: list[LmResult], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
+    """The header and rows of the table."""
+    header = ["model", "parameters", "perplexity", "loss", "bits", "operations", "tokens seen", "tokens/s", "train s"]
+    rows = [
+        [
+            r.model,
+            f"{r.parameters:,}",
+            f"{r.perplexity:.2f}",
+            f"{r.loss:.4f}",
+            f"{r.bits_per_character:.3f}",
+            f"{r.operations / 1e6:.2f} M",
+            f"{r.tokens / 1e6:,.1f} M",
+            f"{r.tokens_per_second:,.0f}",
+            f"{r.training_seconds:.1f}",
+        ]
+        for r in results
+    ]
+    return header, rows + rows_without_results(failed, len(header))
+
+
+def lm_table(results: list[LmResult], failed: Mapping[str, NoResult]) -> Table:
+    """For the terminal."""
+    return terminal_table(*lm_columns(results, failed), _CAPTION)
+
+
+def lm_lines(results: list[LmResult]) -> list[str]:
+    """What the first model gained or lost against each of the others."""
+    first = results[0]
+    lines = []
+    for other in results[1:]:
+        change = 100 * (first.perplexity / other.perplexity - 1)
+        lines.append(
+            f"{first.model} against {other.model}: perplexity {change:+.1f}% on {first.test_tokens:,} test tokens "
+            f"(one seed){fewer_operations(first.operations, other.operations)}"
+        )
+    if any(result.model == TRANSFORMER_XL for result in results):
+        lines.append(f"{TRANSFORMER_XL} reads the test text as one stream with a memory; others begin every block anew")
+    return lines
+
+
+def write_lm_report(
+    folder: Path, recipe: Recipe, data: LmData, results: list[LmResult], failed: Mapping[str, NoResult]
+) -> list[Path]:
+    """`report.md` and its pictures; returns the pictures."""
+    from hsa.training.language_model.plots import plot_by_position, plot_losses
+
+    pictures = [folder / "losses.png", folder / "positions.png"]
+    plot_losses(pictures[0], {r.model: r.history for r in results})
+    plot_by_position(pictures[1], {r.model: r.by_position for r in results})
+    lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results, failed)), "", f"{_CAPTION}."]
+    lines += ["", *(f"- {line}" for line in [*lm_lines(results), *lines_of(failed)]), ""]
+    lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
+    lines += ["", "## Options", "", "```"]
+    for part in (recipe.model, recipe.language, recipe.training):
+        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    if TRANSFORMER_XL in recipe.models:
+        lines += [f"{name}: {getattr(recipe.documents, name)}" for name in ("memory", "test_memory")]
+    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    return pictures

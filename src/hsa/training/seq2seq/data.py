@@ -1,0 +1,186 @@
+"""Prompts and answers: two text columns of a table, or documents made up of which one sentence is to be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.nn.embedding import Modality
+from hsa.signals.batch import Batch, collate
+from hsa.signals.readers.text import read_text, train_tokenizer
+from hsa.training.data.data_set import Example
+from hsa.training.data.prepare import InputSpec, columns_of
+from hsa.training.data.sources import Columns, OnBad, Rows, Source, digest, or_skip
+from hsa.training.options import DataOptions
+from hsa.tree.hierarchy import ranges
+
+SHARES = (0.8, 0.1, 0.1)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Prompts as one large batch, and the tokens of every answer, one after another, without start and end."""
+
+    prompts: Batch
+    answers: np.ndarray
+    offsets: np.ndarray  # [examples + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Leaves and tokens of every example."""
+        return np.diff(self.prompts.hierarchy.structure.leaf_offsets) + np.diff(self.offsets)
+
+    def select(self, examples: np.ndarray) -> Pairs:
+        lengths = np.diff(self.offsets)[examples]
+        answers = self.answers[ranges(self.offsets[:-1][examples], lengths)]
+        return Pairs(self.prompts.select(examples), answers, np.concatenate([[0], np.cumsum(lengths)]))
+
+    def answer(self, example: int) -> list[int]:
+        return self.answers[self.offsets[example] : self.offsets[example + 1]].tolist()
+
+    def shifted(self, start: int, end: int) -> tuple[Tensor, Tensor, list[int]]:
+        """What the decoder reads, what it is to say, and the length of both: start + answer, answer + end."""
+        first, after = self.offsets[:-1], self.offsets[1:]
+        read, said = np.insert(self.answers, first, start), np.insert(self.answers, after, end)
+        return torch.from_numpy(read), torch.from_numpy(said), (np.diff(self.offsets) + 1).tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPairs:
+    """All that training needs. The decoder's vocabulary is the tokenizer's, and start and end after it."""
+
+    train: Pairs
+    validation: Pairs
+    test: Pairs
+    reading: InputSpec
+    name: str
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.reading.tokenizer.get_vocab_size()
+
+    @property
+    def modalities(self) -> dict[str, Modality]:
+        return {"text": Modality(tokens=self.tokens)}
+
+
+class MarkedSentences:
+    """Documents of made-up words, paragraph by paragraph. One sentence begins with "Repeat": it is the answer.
+
+    Args:
+        number: of documents.
+    """
+
+    SYLLABLES = ("ba", "de", "fi", "go")
+
+    def __init__(self, number: int, seed: int = 0):
+        self.number, self.seed = number, seed
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        draw = np.random.default_rng(self.seed)
+        words = [a + b for a in self.SYLLABLES for b in self.SYLLABLES]
+        for _ in range(self.number):
+            paragraphs = draw.integers(2, 4, size=2)
+            sentences = [
+                [words[i] for i in draw.integers(len(words), size=draw.integers(3, 7))] for _ in range(paragraphs.sum())
+            ]
+            marked = int(draw.integers(len(sentences)))
+            said = [
+                f"Repeat {' '.join(s)}." if i == marked else f"{' '.join(s).capitalize()}."
+                for i, s in enumerate(sentences)
+            ]
+            parts = np.split(np.array(said, dtype=object), np.cumsum(paragraphs)[:-1])
+            yield "\n\n".join(" ".join(part) for part in parts), said[marked]
+
+    def texts(self) -> Iterator[str]:
+        for text, answer in self.documents():
+            yield from (text, answer)
+
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        for i, (text, answer) in enumerate(self.documents()):
+            yield Example(read_text(text, tokenizer), answer, f"document {i}")
+
+    def fingerprint(self) -> str:
+        return digest(["marked sentences", str(self.number), str(self.seed)])
+
+
+def prepare_pairs(
+    data: Path | None,
+    options: DataOptions,
+    *,
+    seed: int = 0,
+    small: bool = False,
+    max_answer: int = 256,
+    say: Callable[[str], None] = lambda message: None,
+) -> PreparedPairs:
+    """Read prompts and answers, train a tokenizer on both, and split.
+
+    Args:
+        data: a table with the columns `options.text` (the prompt) and `options.label` (the answer); None for made-up
+            documents of which one sentence is to be repeated.
+        small: few made-up documents.
+        max_answer: tokens of an answer that are read; the rest is cut off.
+    """
+    sources = {"train": _source(data, options, seed, small)}
+    for name, path in (("validation", options.validation), ("test", options.test)):
+        if path is not None:
+            sources[name] = _source(path, options, seed, small)
+    skipped: list[str] = []
+
+    def on_bad(error: InvalidInput) -> None:
+        if not options.skip_bad:
+            raise or_skip(error)
+        skipped.append(str(error))
+
+    say("training a tokenizer")
+    source = sources["train"]
+    answers = (str(x) for x in source.rows.column(options.label or "")) if isinstance(source, Rows) else ()
+    tokenizer = train_tokenizer([*source.texts(), *answers], options.vocabulary)
+    columns = columns_of(options) if data is not None else Columns(text=("text",), label="answer")
+    reading = InputSpec("rows", columns, options.max_tokens, options.max_family, tokenizer)
+    say("reading")
+    sets = {name: _pairs(reading.examples(part, on_bad), tokenizer, max_answer) for name, part in sources.items()}
+    missing = [name for name in ("validation", "test") if name not in sets]
+    order = np.random.default_rng(seed).permutation(len(sets["train"]))
+    held = max(1, round(SHARES[1] * len(order)))
+    cuts = np.split(order, [len(order) - held * k for k in range(len(missing), 0, -1)])
+    if min(map(len, cuts)) < 1:
+        raise InvalidInput("data", given=f"{len(order)} examples", expected="enough to train, to validate and to test")
+    whole = sets["train"]
+    sets |= {name: whole.select(cut) for name, cut in zip(["train", *missing], cuts, strict=True)}
+    name = "marked sentences" if data is None else data.name
+    return PreparedPairs(sets["train"], sets["validation"], sets["test"], reading, name, tuple(skipped))
+
+
+def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> Source:
+    if data is None:
+        return MarkedSentences(1_000 if small else 10_000, seed)
+    if len(options.text) != 1 or options.label is None or options.number or options.image:
+        raise InvalidInput(
+            str(data),
+            given=f"--text {' '.join(options.text) or 'nothing'}, --label {options.label or 'nothing'}",
+            expected="a column of prompts and a column of answers",
+            fix="name them: --task seq2seq --text PROMPT --label ANSWER",
+        )
+    return Rows(data, columns_of(options))
+
+
+def _pairs(examples: Iterator[Example], tokenizer: Any, max_answer: int) -> Pairs:
+    found = list(examples)
+    if not found:
+        raise InvalidInput("data", given="no examples", expected="at least one")
+    encoded = tokenizer.encode_batch([str(example.target) for example in found], add_special_tokens=False)
+    answers = [e.ids[:max_answer] for e in encoded]
+    offsets = np.concatenate([[0], np.cumsum([len(a) for a in answers])])
+    return Pairs(collate([e.signal for e in found]), np.array([i for a in answers for i in a], np.int64), offsets)

@@ -1,0 +1,335 @@
+"""Training of encoder–decoders on prompts and answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.errors import InvalidInput
+from hsa.models.classifier import count_parameters
+from hsa.models.language_model import LanguageModelConfig
+from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
+from hsa.nn.penalties import collecting_penalties
+from hsa.signals.batch import Batch
+from hsa.training import checkpoint
+from hsa.training.data.data_set import batches_by_tokens
+from hsa.training.data.loading import prefetched
+from hsa.training.experiment import unknown_model
+from hsa.training.failures import Diverged
+from hsa.training.language_model.loop import precision
+from hsa.training.loop import (
+    CHECKPOINT,
+    EpochRecord,
+    Interrupted,
+    Silent,
+    Watcher,
+    defer_sigint,
+    learning_rate,
+    leaves_of,
+    parameter_groups,
+)
+from hsa.training.options import LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions, decoder_sizes
+from hsa.training.seq2seq.data import Pairs, PreparedPairs
+
+MODELS = {"hsa": "hierarchical", "multiscale": "multiscale", "clustered": "clustered", "flat": "flat"}
+"""The attention of the encoder."""
+
+
+@dataclass(frozen=True)
+class Seq2SeqScores:
+    """How good the answers are.
+
+    Attributes:
+        loss: mean of −log p over the tokens of the true answers.
+        tokens: share of these tokens that are the most likely ones after the true tokens before.
+        exact: share of prompts whose generated answer is the true one, to the last token.
+    """
+
+    loss: float
+    tokens: float
+    exact: float
+
+
+@dataclass(frozen=True)
+class Seq2SeqResult:
+    """What came of one model."""
+
+    model: str
+    decoder: str
+    parameters: int
+    scores: Seq2SeqScores
+    training_seconds: float
+    answers_per_second: float  # generated from caches, in batches
+    epochs: int
+    history: tuple[EpochRecord, ...]
+    examples: tuple[tuple[str, str, str], ...]  # prompt, true answer, given answer
+
+
+@dataclass
+class _Progress:
+    epoch: int = 0
+    best: float = -math.inf
+    best_epoch: int = -1
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def check_seq2seq_models(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in MODELS:
+            raise unknown_model(name, list(MODELS), "seq2seq")
+
+
+def seq2seq_config(
+    prepared: PreparedPairs, name: str, model: ModelOptions, language: LanguageOptions, options: Seq2SeqOptions
+) -> Seq2SeqConfig:
+    """The configuration of one of `MODELS`. Leaves of the prompt know their places: nothing else tells the decoder."""
+    check_seq2seq_models([name])
+    sizes = {**asdict(model), "operator": MODELS[name], "position_input": True}
+    if MODELS[name] not in WITH_ENTMAX:
+        sizes["entmax"] = None
+    del sizes["pooling"]
+    decoder = LanguageModelConfig(
+        prepared.tokens + 2,
+        layers=options.decoder_layers or model.layers,
+        attention=options.decoder,
+        **decoder_sizes(model, language),
+    )
+    return Seq2SeqConfig(EncoderConfig(**sizes), decoder, prepared.modalities, top_k=options.cross_top_k)
+
+
+def train_seq2seq(
+    config: Seq2SeqConfig,
+    prepared: PreparedPairs,
+    options: TrainingOptions,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Seq2Seq, tuple[EpochRecord, ...]]:
+    """The model with the best token accuracy on the validation data, and the history.
+
+    Args:
+        folder: for a checkpoint after every epoch; None for none.
+        resume: go on from the checkpoint in the folder, if there is one.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed; the last whole epoch is in the checkpoint.
+        Diverged: the loss is not a number.
+    """
+    run = _Run(config, prepared, options, folder, watcher or Silent(), torch.device(device))
+    return run.run(resume)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: Seq2SeqConfig,
+        prepared: PreparedPairs,
+        options: TrainingOptions,
+        folder: Path | None,
+        watcher: Watcher,
+        device: torch.device,
+    ):
+        if options.mixed_precision == "fp16":
+            raise InvalidInput("mixed_precision", given="fp16", expected="no or bf16, for the task seq2seq")
+        self.config, self.data, self.options, self.watcher, self.device = config, prepared, options, watcher, device
+        self.path = None if folder is None else folder / CHECKPOINT
+        torch.manual_seed(options.seed)
+        self.model = Seq2Seq(config).to(device)
+        groups = parameter_groups(self.model, options)
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98))
+        self.progress = _Progress()
+        self.best_weights: dict[str, Tensor] | None = None
+        self.steps = [len(self._batches(epoch)) for epoch in range(options.epochs)]
+
+    def run(self, resume: bool) -> tuple[Seq2Seq, tuple[EpochRecord, ...]]:
+        if resume and self.path is not None and self.path.is_file():
+            self._restore(self.path)
+        state, options = self.progress, self.options
+        try:
+            with defer_sigint() as stop:
+                while state.epoch < options.epochs and not self._has_stopped():
+                    self._epoch(stop)
+                    self._save()
+        finally:
+            self.watcher.done()
+        if self.best_weights is not None:
+            self.model.load_state_dict(self.best_weights)
+        return self.model.eval(), tuple(EpochRecord(**record) for record in state.history)
+
+    def _has_stopped(self) -> bool:
+        return (
+            bool(self.options.patience) and self.progress.epoch - 1 - self.progress.best_epoch >= self.options.patience
+        )
+
+    def _epoch(self, stop: Callable[[], bool]) -> None:
+        state, total, began = self.progress, sum(self.steps), time.monotonic()
+        done = sum(self.steps[: state.epoch])
+        self.model.train()
+        losses = []
+        batches = self._batches(state.epoch)
+        with closing(prefetched(self._load, batches)) as loaded:
+            for prompts, read, said, lengths in loaded:
+                rate = learning_rate(self.options, done, total)
+                losses.append(self._step(prompts, read, said, lengths, rate))
+                done += 1
+                if not math.isfinite(losses[-1]):
+                    raise Diverged(
+                        f"the loss is no longer a number (step {done:,}, learning rate {rate:.2g}); try a lower one"
+                    )
+                self.watcher.step(done, total, losses[-1], rate)
+                if stop():
+                    kept = "" if self.path is None else "; the last whole epoch is kept, go on with --resume"
+                    raise Interrupted(f"stopped after {done:,} of {total:,} steps{kept}")
+        seconds = time.monotonic() - began
+        loss, right = self._validate()
+        record = EpochRecord(
+            state.epoch + 1, float(np.mean(losses)), loss, right, learning_rate(self.options, done, total), seconds
+        )
+        state.history.append(asdict(record))
+        if right > state.best:
+            state.best, state.best_epoch = right, state.epoch
+            self.best_weights = {name: x.detach().cpu().clone() for name, x in self.model.state_dict().items()}
+        state.epoch += 1
+        self.watcher.epoch(record)
+
+    def _step(self, prompts: Batch, read: Tensor, said: Tensor, lengths: list[int], rate: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
+            loss = self.model.loss(prompts, read, said, lengths)
+        (loss + sum(penalties)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def _validate(self) -> tuple[float, float]:
+        scored = forced_scores(self.model, self.data.validation, self.options)
+        self.model.train()
+        return scored
+
+    def _batches(self, epoch: int) -> list[np.ndarray]:
+        train, options = self.data.train, self.options
+        order = np.random.default_rng((options.seed, epoch)).permutation(len(train))
+        return batches_by_tokens(train.sizes, options.batch_tokens, options.batch_size, order)
+
+    def _load(self, chosen: np.ndarray) -> tuple[Batch, Tensor, Tensor, list[int]]:
+        loaded = _on(self.data.train.select(chosen), self.config, self.device)
+        self.model.encoder.prepare(loaded[0])
+        return loaded
+
+    def _save(self) -> None:
+        if self.path is not None:
+            progress = {
+                "state": asdict(self.progress),
+                "training": self._fingerprint(),
+                "best_weights": self.best_weights,
+            }
+            checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
+
+    def _restore(self, path: Path) -> None:
+        content = checkpoint.load(path)
+        checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
+        progress = checkpoint.restore(path, content, self.model, self.optimizer)
+        self.progress, self.best_weights = _Progress(**progress["state"]), progress["best_weights"]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        options = asdict(self.options)
+        del options["checkpoint_minutes"]
+        train = self.data.train
+        return {
+            **dict(leaves_of(self.config.to_dict())),
+            **options,
+            "data": [len(train), train.prompts.hierarchy.digest, int(train.answers.sum())],
+        }
+
+
+def _on(pairs: Pairs, config: Seq2SeqConfig, device: torch.device) -> tuple[Batch, Tensor, Tensor, list[int]]:
+    read, said, lengths = pairs.shifted(config.start, config.end)
+    return pairs.prompts.to(device), read.to(device), said.to(device), lengths
+
+
+def _in_batches(pairs: Pairs, options: TrainingOptions) -> list[np.ndarray]:
+    order = np.argsort(-pairs.sizes, kind="stable")
+    return batches_by_tokens(pairs.sizes, options.batch_tokens, options.batch_size, order)
+
+
+@torch.no_grad()
+def forced_scores(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) -> tuple[float, float]:
+    """Loss and token accuracy, each token predicted from the true ones before it."""
+    model.eval()
+    loss, right, number = 0.0, 0, 0
+    for chosen in _in_batches(pairs, options):
+        prompts, read, said, lengths = _on(pairs.select(chosen), model.config, model.device)
+        logits = model(prompts, read, lengths).float()
+        loss += float(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
+        right += int((logits.argmax(-1) == said).sum())
+        number += len(said)
+    return loss / number, right / number
+
+
+@torch.no_grad()
+def generated_answers(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) -> list[list[int]]:
+    """The model's own answers, token by token from its caches."""
+    model.eval()
+    answers: list[list[int]] = [[] for _ in range(len(pairs))]
+    for chosen in _in_batches(pairs, options):
+        part = pairs.select(chosen)
+        found = model.generate(part.prompts.to(model.device), max_tokens=int(np.diff(part.offsets).max()) + 1)
+        for i, answer in zip(chosen.tolist(), found, strict=True):
+            answers[i] = answer
+    return answers
+
+
+def evaluate_seq2seq(
+    model: Seq2Seq, pairs: Pairs, options: TrainingOptions
+) -> tuple[Seq2SeqScores, list[list[int]], float]:
+    """Scores, the generated answers, and the seconds these took."""
+    loss, right = forced_scores(model, pairs, options)
+    began = time.monotonic()
+    answers = generated_answers(model, pairs, options)
+    seconds = time.monotonic() - began
+    exact = sum(answer == pairs.answer(i) for i, answer in enumerate(answers)) / len(pairs)
+    return Seq2SeqScores(loss, right, exact), answers, seconds
+
+
+def seq2seq_result(
+    name: str,
+    model: Seq2Seq,
+    history: tuple[EpochRecord, ...],
+    prepared: PreparedPairs,
+    options: TrainingOptions,
+    shown: int = 3,
+) -> Seq2SeqResult:
+    """The model on the test data, with some of its answers in words."""
+    test, tokenizer = prepared.test, prepared.reading.tokenizer
+    scores, answers, seconds = evaluate_seq2seq(model, test, options)
+    offsets, values = test.prompts.hierarchy.structure.leaf_offsets, test.prompts.values["text"]
+    examples = []
+    for i in range(min(shown, len(test))):
+        prompt = tokenizer.decode([int(x) for x in values[offsets[i] : offsets[i + 1]]])
+        known = [token for token in answers[i] if token < prepared.tokens]
+        examples.append((prompt, tokenizer.decode(test.answer(i)), tokenizer.decode(known)))
+    return Seq2SeqResult(
+        model=name,
+        decoder=" ".join(dict.fromkeys(model.config.decoder.kinds)),
+        parameters=count_parameters(model),
+        scores=scores,
+        training_seconds=sum(record.seconds for record in history),
+        answers_per_second=len(test) / max(seconds, 1e-9),
+        epochs=len(history),
+        history=history,
+        examples=tuple(examples),
+    )

@@ -1,0 +1,121 @@
+"""Encoder–decoders on the same prompts: each in a folder of its own, and a report of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hsa.analysis.tables import markdown_table, terminal_table
+from hsa.files import write_json, write_text
+from hsa.models.saved import save_seq2seq
+from hsa.training.data.prepare import save_input_spec
+from hsa.training.experiment import RESULT
+from hsa.training.failures import NoResult, OnFailure, catch_oom, lines_of, results_of, rows_without_results
+from hsa.training.loop import Watcher
+from hsa.training.recipe import Recipe
+from hsa.training.seq2seq.data import PreparedPairs
+from hsa.training.seq2seq.loop import Seq2SeqResult, seq2seq_config, seq2seq_result, train_seq2seq
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_CAPTION = "tokens: right after the true ones before; exact: whole answers, written token by token"
+
+
+def compare_seq2seq(
+    recipe: Recipe,
+    prepared: PreparedPairs,
+    folder: Path,
+    *,
+    resume: bool = False,
+    device: torch.device | str = "cpu",
+    watch: Callable[[str], Watcher] | None = None,
+    on_failure: OnFailure | None = None,
+) -> list[Seq2SeqResult]:
+    """Train, test and save every model of the recipe. With `resume`, unfinished ones go on, finished are tested again.
+
+    Args:
+        on_failure: is told of models without a result, and the others go on; by default that is an error.
+    """
+    options = recipe.training
+    configs = {n: seq2seq_config(prepared, n, recipe.model, recipe.language, recipe.seq2seq) for n in recipe.models}
+
+    @catch_oom
+    def train(name: str) -> Seq2SeqResult:
+        own = folder / name
+        watcher = watch(name) if watch else None
+        model, history = train_seq2seq(
+            configs[name], prepared, options, folder=own, resume=resume, watcher=watcher, device=device
+        )
+        result = seq2seq_result(name, model, history, prepared, options)
+        save_seq2seq(own, model)
+        save_input_spec(own, prepared.reading)
+        write_json(own / RESULT, asdict(result))
+        return result
+
+    results = results_of(configs, train, on_failure)
+    write_json(folder / "results.json", [asdict(result) for result in results])
+    return results
+
+
+def seq2seq_columns(
+    results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]
+) -> tuple[list[str], list[list[str]]]:
+    """The header and rows of the table."""
+    header = ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train s"]
+    rows = [
+        [
+            r.model,
+            r.decoder,
+            f"{r.parameters:,}",
+            f"{r.scores.loss:.4f}",
+            f"{100 * r.scores.tokens:.2f}%",
+            f"{100 * r.scores.exact:.2f}%",
+            f"{r.answers_per_second:,.0f}",
+            f"{r.training_seconds:.1f}",
+        ]
+        for r in results
+    ]
+    return header, rows + rows_without_results(failed, len(header))
+
+
+def seq2seq_table(results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]) -> Table:
+    """For the terminal."""
+    return terminal_table(*seq2seq_columns(results, failed), _CAPTION)
+
+
+def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
+    """Some prompts, cut short, with the true and the given answer."""
+    lines = []
+    for prompt, true, given in result.examples:
+        shown = prompt if len(prompt) <= width else f"{prompt[: width - 1]}…"
+        lines += [f"prompt  {shown}", f"true    {true}", f"answer  {given}", ""]
+    return lines[:-1]
+
+
+def write_seq2seq_report(
+    folder: Path,
+    recipe: Recipe,
+    prepared: PreparedPairs,
+    results: Sequence[Seq2SeqResult],
+    failed: Mapping[str, NoResult],
+) -> None:
+    """`report.md`."""
+    lines = [
+        f"# Encoder–decoders on {prepared.name}",
+        "",
+        *markdown_table(*seq2seq_columns(results, failed)),
+        "",
+        f"{_CAPTION}.",
+        *(f"\n- {line}" for line in lines_of(failed)),
+    ]
+    for result in results:
+        lines += ["", f"## Answers of {result.model}", "", "```", *example_lines(result), "```"]
+    lines += ["", "## Options", "", "```"]
+    for part in (recipe.model, recipe.language, recipe.seq2seq, recipe.training):
+        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
+    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))

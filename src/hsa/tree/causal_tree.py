@@ -1,0 +1,146 @@
+"""The tree of a sequence that grows token by token, as it stands after its last token.
+
+A node of level l (leaves are level 0) takes at most `branching[l − 1]` members; the last factor repeats, so that depth grows
+with the logarithm of the length. It closes when it is full, or when a token says so: `closes` is the height up to which a
+token ends the families it stands in, known from the tokens so far (a full stop ends a sentence, a blank line a paragraph).
+The first `sinks` tokens hang directly under the root.
+
+Every node but the last of each level is closed. Nothing about a closed node changes any more: what a token sees of the past
+is the same in the full pass as when it was the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from hsa.errors import InvalidInput
+from hsa.tree.hierarchy import Hierarchy, integers
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """The nodes of one level, tree by tree."""
+
+    tree: np.ndarray  # [nodes]
+    end: np.ndarray  # [nodes] tokens of the tree up to the node's last
+    leaves: np.ndarray  # [nodes] tokens in it
+    offsets: np.ndarray  # [nodes + 1] its members among the nodes of the level below
+    closed: np.ndarray  # [nodes]
+
+
+def cap(branching: Sequence[int], level: int) -> int:
+    """Members that a node of a level takes."""
+    return branching[min(level, len(branching)) - 1]
+
+
+def check_branching(branching: Any) -> tuple[int, ...]:
+    valid = isinstance(branching, (tuple, list)) and branching
+    if not valid or not all(isinstance(b, int) and not isinstance(b, bool) and b >= 2 for b in branching):
+        raise InvalidInput(
+            "branching",
+            given=repr(branching),
+            expected="members per family from the leaves up, 2 or more each, such as (16, 16)",
+        )
+    return tuple(branching)
+
+
+def levels(
+    lengths: Sequence[int], branching: Sequence[int], closes: np.ndarray | None, sinks: int, height: int | None = None
+) -> list[Level]:
+    """Level 0 (the tokens) and those above it, up to `height`, or until every tree has come down to one node.
+
+    Sinks are no members of anything else: those of a tree are in nodes of their own, at every level.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    tokens = int(sizes.sum())
+    tree = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.arange(tokens) - (np.cumsum(sizes) - sizes)[tree]
+    ends_at = np.zeros(tokens, np.int64) if closes is None else closes
+    last_sink = place == np.minimum(sinks, sizes)[tree] - 1
+    found = [Level(tree, place + 1, np.ones(tokens, np.int64), np.arange(tokens + 1), np.ones(tokens, bool))]
+    last = np.arange(tokens)  # the last token of every node
+    for level in count(1):
+        growing = tree[found[-1].end > sinks]
+        if level > height if height is not None else len(np.unique(growing)) == len(growing):
+            return found
+        members = cap(branching, level)
+        stops = (ends_at[last] >= level) | last_sink[last]
+        stops[:-1] |= tree[1:] != tree[:-1]
+        begins = np.concatenate([[True], stops[:-1]])
+        run = np.cumsum(begins) - 1
+        index = np.arange(len(last)) - np.flatnonzero(begins)[run]
+        first = np.flatnonzero(index % members == 0)
+        offsets = np.append(first, len(last))
+        last, tree = last[offsets[1:] - 1], tree[first]
+        below = found[-1]
+        full_or_told = (np.diff(offsets) == members) | (ends_at[last] >= level) | last_sink[last]
+        found.append(
+            Level(
+                tree,
+                below.end[offsets[1:] - 1],
+                np.add.reduceat(below.leaves, first),
+                offsets,
+                full_or_told & below.closed[offsets[1:] - 1],
+            )
+        )
+    raise AssertionError  # the levels above come down to one node
+
+
+def causal_tree(lengths: Any, branching: Sequence[int], closes: Any = None, sinks: int = 0) -> Hierarchy:
+    """The forest of sequences that have grown to these lengths.
+
+    Args:
+        lengths: tokens per sequence.
+        branching: members per family, from the leaves up, at most; the last factor repeats.
+        closes: `[tokens]` the height up to which each token closes families; 0 for none. Without it, fixed windows.
+        sinks: first tokens of every sequence that hang directly under the root.
+
+    >>> print(causal_tree([9], (3, 2), closes=[0, 1, 0, 0, 2, 0, 0, 0, 0]).show())
+    tree 0 · 9 leaves
+    ├─ 2 members · 5 leaves
+    │  ├─ 2 leaves
+    │  └─ 3 leaves
+    └─ 2 members · 4 leaves
+       ├─ 3 leaves
+       └─ 1 leaf
+    """
+    branching = check_branching(branching)
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise InvalidInput("sinks", given=repr(sinks), expected="0 or a positive number of first tokens")
+    sizes = tuple(integers("lengths", lengths).tolist())
+    if closes is None:
+        return _windows(sizes, branching, sinks)
+    if min(sizes, default=1) < 1:
+        raise InvalidInput(
+            "lengths", given=list(sizes), expected="a token or more per sequence", fix="leave empty sequences out"
+        )
+    heights = check_closes(closes, sum(sizes))
+    found = levels(sizes, branching, heights, sinks)
+    offsets = [level.offsets for level in found[1:]]
+    top = np.bincount(found[-1].tree, minlength=len(sizes))
+    if (top > 1).any() or len(offsets) == 0:
+        offsets.append(np.concatenate([[0], np.cumsum(top)]))
+    return Hierarchy.from_offsets(*offsets, sinks=sinks or None)
+
+
+@lru_cache(maxsize=32)
+def _windows(lengths: tuple[int, ...], branching: tuple[int, ...], sinks: int) -> Hierarchy:
+    """Kept, because the plans of operators hang on a hierarchy, and fixed windows come again and again."""
+    return Hierarchy.regular(list(lengths), branching, repeat_last=True, sinks=sinks or None)
+
+
+def check_closes(closes: Any, number: int) -> np.ndarray:
+    array = integers("closes", closes)
+    if array.shape != (number,) or (array < 0).any():
+        raise InvalidInput(
+            "closes",
+            given=f"shape {array.shape}, values {array.min(initial=0)}..{array.max(initial=0)}",
+            expected=f"({number},), a height of 0 or more per token",
+        )
+    return array

@@ -1,0 +1,117 @@
+"""`NodePositions`: where every node of a forest lies in its family, as tensors.
+
+Few places are distinct (the seventh word of a sentence is the seventh word of every sentence), so a position embedding is
+worked out once for each distinct place and looked up for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.tree.hierarchy import Hierarchy
+
+KINDS = ("sequence", "grid", "graph", "table")
+"""Domains whose members can be told apart by their place. Members of a set cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """The places of one domain: a row of numbers for each member, or a key for each; neither for a set."""
+
+    kind: str | None
+    numbers: np.ndarray | None = None  # [members, width]
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class NodePositions:
+    """Distinct places per kind, and the place of every node.
+
+    Attributes:
+        row: `[nodes]` 0 for nowhere (roots, members of sets), else 1 + the row among the distinct places of all kinds, one
+            kind after another in the order of `KINDS`.
+        numbers: kind → `[places, width]`, for "sequence" (the index), "grid" (an index per axis), "graph" (features).
+        keys: the distinct keys of tables.
+    """
+
+    row: Tensor
+    numbers: dict[str, Tensor]
+    keys: tuple[str, ...]
+
+    def to(self, device: torch.device | str) -> NodePositions:
+        return NodePositions(
+            self.row.to(device), {kind: numbers.to(device) for kind, numbers in self.numbers.items()}, self.keys
+        )
+
+    def keep(self, nodes: Tensor) -> NodePositions:
+        """The places of some nodes, when others leave the forest."""
+        return replace(self, row=self.row[nodes])
+
+    @staticmethod
+    def of_sequences(hierarchy: Hierarchy) -> NodePositions:
+        """Every family a sequence: where no domains are known.
+
+        >>> NodePositions.of_sequences(Hierarchy.flat([3, 2])).row.tolist()
+        [0, 0, 1, 2, 3, 1, 2]
+        """
+
+        def build() -> NodePositions:
+            s = hierarchy.structure
+            above = s.parent[hierarchy.num_trees :]
+            member = np.arange(hierarchy.num_trees, hierarchy.num_nodes) - s.first_child[above]
+            row = np.concatenate([np.zeros(hierarchy.num_trees, np.int64), member + 1])
+            index = np.arange(row.max(initial=0), dtype=np.float32)[:, None]
+            return NodePositions(torch.from_numpy(row), {"sequence": torch.from_numpy(index)}, ()).to(hierarchy.device)
+
+        return hierarchy.cached("sequence places", build)
+
+    @staticmethod
+    def merge(
+        domains: Sequence[Coordinates], domain: np.ndarray, member: np.ndarray, hierarchy: Hierarchy
+    ) -> NodePositions:
+        """The places of a forest, from those of its domains.
+
+        Args:
+            domains: the distinct ones.
+            domain, member: for every node that is no root, its family's domain, and which member of it the node is.
+        """
+        distinct: dict[str, list[np.ndarray]] = {}
+        keys: dict[str, int] = {}
+        local: list[np.ndarray] = []  # per domain: rows among the distinct places of its kind
+        longest = 0
+        for places in domains:
+            if places.kind is None:
+                local.append(np.empty(0, np.int64))
+            elif places.kind == "table":
+                local.append(np.array([keys.setdefault(key, len(keys)) for key in places.keys], np.int64))
+            elif places.numbers is not None and places.kind == "sequence":
+                longest = max(longest, len(places.numbers))
+                local.append(np.arange(len(places.numbers)))
+            elif places.numbers is not None:
+                listed = distinct.setdefault(places.kind, [])
+                local.append(sum(map(len, listed)) + np.arange(len(places.numbers)))
+                listed.append(places.numbers)
+        if longest:
+            distinct["sequence"] = [np.arange(longest)[:, None]]
+        numbers = {kind: np.concatenate(distinct[kind]).astype(np.float32) for kind in KINDS if kind in distinct}
+        first, total = {}, 1
+        for kind in KINDS:
+            first[kind] = total
+            total += len(keys) if kind == "table" else len(numbers.get(kind, ()))
+        rows = [
+            np.zeros(1, np.int64) if places.kind is None else first[places.kind] + row
+            for places, row in zip(domains, local, strict=True)
+        ]
+        begin = np.cumsum([0, *map(len, rows)])[:-1]
+        is_set = np.array([places.kind is None for places in domains], bool)
+        table = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        below = table[begin[domain] + np.where(is_set[domain], 0, member)] if len(domain) else member
+        row = np.concatenate([np.zeros(hierarchy.num_trees, np.int64), below])
+        return NodePositions(
+            torch.from_numpy(row), {kind: torch.from_numpy(array) for kind, array in numbers.items()}, tuple(keys)
+        ).to(hierarchy.device)

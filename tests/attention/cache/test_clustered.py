@@ -1,0 +1,303 @@
+"""Found trees, token by token: the same numbers as the full pass, whatever happened to the cache before."""
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, cluster_keys, multiscale_attention, select
+from hsa.attention.cache.clustered import ClusteredCache
+from hsa.attention.cache.clustered_search import Counted
+from hsa.attention.flops import flops
+from hsa.errors import InvalidInput
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
+BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0, 0.1, -0.2])
+WAYS = {
+    "binary": {"branching": (4, 2), "chunk": 32, "top_k": 2, "beam": 5},
+    "sink": {"branching": (4, 2), "chunk": 32, "top_k": 2, "beam": 5, "sinks": 1},
+    "narrow": {"branching": (4, 2), "chunk": 16, "top_k": 3, "beam": 3, "sinks": 2},
+    "default beam": {"branching": (2, 2), "chunk": 8, "top_k": 3},
+    "exact": {"branching": (4, 2), "chunk": 16, "top_k": 2, "beam": "exact", "sinks": 1},
+    "three members": {"branching": (4, 3), "chunk": 12, "top_k": 2, "beam": 4, "sinks": 1},
+    "one factor": {"branching": (3,), "chunk": 9, "top_k": 2, "beam": 2},
+    "chunks of a group": {"branching": (4, 2), "chunk": 4, "top_k": 2, "beam": 5},
+    "nothing opened": {"branching": (4, 2), "chunk": 16, "top_k": 0, "sinks": 1},
+    "all opened": {"branching": (4, 2), "chunk": 16, "top_k": 80},
+}
+
+
+def tokens(lengths, seed=0, dtype=torch.float32):
+    """Packed queries, keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    return [torch.randn(sum(lengths), *size, generator=generator).to(dtype) for size in sizes]
+
+
+def full(q, k, v, lengths, *, branching, chunk, top_k, beam=None, sinks=0):
+    """The full pass: outputs, the order of the keys, the choice and the trees."""
+    tree = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
+    order = cluster_keys(k, tree, chunk=chunk)
+    selection = select(q, k, tree, top_k=top_k, beam=beam, clusters=order, causal=True)
+    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True, pooled_bias=BIAS)
+    return out, order, selection, tree
+
+
+def cache_of(batch, way, layers=1, **others):
+    return ClusteredCache(layers, batch, KV_HEADS, DIM, value_dim=VALUE_DIM, **WAYS[way], **others)
+
+
+class Sequences:
+    """A batch of sequences of unequal lengths that are longer than what a cache has seen of them."""
+
+    def __init__(self, lengths, way, seed=0):
+        self.lengths, self.way = lengths, way
+        self.q, self.k, self.v = tokens(lengths, seed)
+        self.out, self.order, self.selection, self.tree = full(self.q, self.k, self.v, lengths, **WAYS[way])
+        self.first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+
+    def prompts(self, lengths):
+        """Packed keys and values of the first tokens."""
+        rows = torch.cat([first + torch.arange(n) for first, n in zip(self.first, lengths, strict=True)])
+        return self.k[rows], self.v[rows]
+
+    def begin(self, cache, lengths, layer=0):
+        cache.begin(lengths)
+        cache.fill(layer, *self.prompts(lengths))
+
+    def step(self, cache, which=None, counted=None):
+        """One more token in every sequence; the largest error. `which`: the sequences in the cache."""
+        which = torch.arange(len(self.lengths)) if which is None else torch.tensor(which)
+        rows = self.first[which] + torch.tensor(cache.lengths)
+        cache.append()
+        out = cache.attend(0, self.q[rows], self.k[rows], self.v[rows], pooled_bias=BIAS, counted=counted)
+        return (out - self.out[rows]).abs().max().item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_token_by_token_is_the_full_pass(way):
+    text = Sequences([300, 300], way)
+    cache = cache_of(2, way)
+    errors = [text.step(cache) for _ in range(300)]
+    assert max(errors) < 1e-5, f"first at token {next(i for i, e in enumerate(errors) if e >= 1e-5)}"
+
+
+def test_at_every_length_it_is_the_full_pass_of_that_length():
+    """The tree over a longer text is another one, but not for the tokens that were there before."""
+    text = Sequences([150], "sink")
+    for length in (1, 2, 31, 32, 33, 34, 64, 65, 66, 97, 98, 129, 149):
+        part = [x[:length] for x in (text.q, text.k, text.v)]
+        out = full(*part, [length], **WAYS["sink"])[0]
+        torch.testing.assert_close(out[-1], text.out[length - 1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("products", [2**24, 2**12])
+def test_prompts_that_attend_inside_the_cache_are_the_full_pass(monkeypatch, way, products):
+    monkeypatch.setattr("hsa.attention.cache.clustered.PRODUCTS", products)
+    lengths = [150, 90, 33, 1, 32, 65]
+    text = Sequences([n + 5 for n in lengths], way)
+    rows = torch.cat([first + torch.arange(n) for first, n in zip(text.first, lengths, strict=True)])
+    cache = cache_of(len(lengths), way)
+    cache.begin(lengths)
+    out = cache.attend_prompts(0, text.q[rows], *text.prompts(lengths), pooled_bias=BIAS)
+    torch.testing.assert_close(out, text.out[rows], rtol=0, atol=1e-5)
+    assert max(text.step(cache) for _ in range(5)) < 1e-5
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(sorted(WAYS)),
+    st.lists(st.integers(1, 110), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_prompts_of_unequal_lengths_and_then_token_by_token(way, prompts, given_order, seed):
+    text = Sequences([n + 40 for n in prompts], way, seed)
+    cache = cache_of(len(prompts), way)
+    tree = cache.begin(prompts)
+    k, v = text.prompts(prompts)
+    cache.fill(0, k, v, clusters=cluster_keys(k, tree, chunk=WAYS[way]["chunk"]) if given_order else None)
+    assert max(text.step(cache) for _ in range(40)) < 1e-5
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(sorted(WAYS)),
+    st.lists(st.tuples(st.integers(1, 130), st.integers(0, 130)), min_size=1, max_size=3),
+    st.integers(0, 99),
+)
+def test_after_a_crop_it_is_as_if_the_tokens_had_never_been(way, prompts, seed):
+    lengths, shorter = [n for n, _ in prompts], [min(n, m) for n, m in prompts]
+    text = Sequences([n + 20 for n in lengths], way, seed)
+    cache = cache_of(len(lengths), way)
+    text.begin(cache, lengths)
+    cache.crop(shorter)
+    assert cache.lengths == shorter
+    if max(shorter):
+        for kept, wanted in zip(cache.leaves(0), text.prompts(shorter), strict=True):
+            assert torch.equal(kept, wanted)
+    assert max(text.step(cache) for _ in range(20)) < 1e-5
+
+
+def test_crops_back_and_forth_across_chunks():
+    text = Sequences([200, 190], "binary")
+    cache = cache_of(2, "binary")
+    for back, forth in ((0, 70), (9, 20), (40, 71), (64, 64), (1, 1)):
+        cache.crop([n - back for n in cache.lengths])
+        assert max(text.step(cache) for _ in range(forth)) < 1e-5
+
+
+def test_reordered_sequences():
+    text = Sequences([100, 120, 140], "sink")
+    cache = cache_of(3, "sink")
+    text.begin(cache, [30, 50, 70])
+    which = [0, 1, 2]
+    for index in ([2, 0, 1], [1, 1, 0, 2, 0], [4], [0, 0]):
+        cache.reorder(torch.tensor(index))
+        which = [which[i] for i in index]
+        assert cache.batch == len(which)
+        assert max(text.step(cache, which) for _ in range(10)) < 1e-5
+
+
+def test_saved_and_restored():
+    text = Sequences([170, 190], "binary")
+    cache = cache_of(2, "binary")
+    text.begin(cache, [90, 110])
+    file = io.BytesIO()
+    torch.save(cache.state_dict(), file)
+    file.seek(0)
+    other = cache_of(5, "binary")
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(60):
+        assert text.step(cache) < 1e-5
+        assert text.step(other) < 1e-5
+    with pytest.raises(InvalidInput, match="state: given"):
+        cache_of(2, "sink").load_state_dict(cache.state_dict())
+
+
+def test_layers_are_kept_apart():
+    texts = [Sequences([90], "binary", seed) for seed in (1, 2)]
+    cache = cache_of(1, "binary", layers=2)
+    cache.begin([60])
+    for layer, text in enumerate(texts):
+        cache.fill(layer, *text.prompts([60]))
+    for t in range(60, 90):
+        cache.append()
+        for layer, text in enumerate(texts):
+            row = slice(t, t + 1)
+            out = cache.attend(layer, text.q[row], text.k[row], text.v[row], pooled_bias=BIAS)
+            torch.testing.assert_close(out, text.out[row], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype):
+    way = WAYS["sink"]
+    q, k, v = tokens([130], dtype=dtype)
+    out = full(q, k, v, [130], **way)[0]
+    cache = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, dtype=dtype, **way)
+    atol = 1e-12 if dtype == torch.float64 else 0.02
+    for t in range(130):
+        cache.append()
+        row = slice(t, t + 1)
+        found = cache.attend(0, q[row], k[row], v[row], pooled_bias=BIAS)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, out[row], rtol=0, atol=atol)
+
+
+def test_pooled_nodes_can_be_dropped_and_scaled():
+    q, k, v = tokens([130])
+    way = WAYS["sink"]
+    _, order, selection, tree = full(q, k, v, [130], **way)
+    options = {"pooled_bias": -torch.inf, "scale": 0.5}
+    selection = select(q, k, tree, top_k=2, beam=5, clusters=order, causal=True, scale=0.5)
+    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True, **options)
+    cache = cache_of(1, "sink")
+    for t in range(130):
+        cache.append()
+        row = slice(t, t + 1)
+        torch.testing.assert_close(cache.attend(0, q[row], k[row], v[row], **options), out[row], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["binary", "three members", "exact"])
+def test_counts_are_those_of_the_full_pass(way):
+    text = Sequences([210], way)
+    cache, counted = cache_of(1, way), Counted()
+    for _ in range(210):
+        text.step(cache, counted=counted)
+    by_pass = flops(text.selection, HEADS * DIM, HEADS, hierarchy=text.tree)
+    entry = 4 * HEADS * DIM + HEADS
+    assert abs(counted.entries - by_pass.attention / entry * HEADS) < HEADS
+    assert counted.scored == text.selection.scored
+
+
+def test_work_grows_with_the_logarithm_of_the_length():
+    def entries(length):
+        q, k, v = tokens([length])
+        cache, counted = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, **WAYS["binary"]), Counted()
+        cache.begin([length - 1])
+        cache.fill(0, k[:-1], v[:-1])
+        cache.append()
+        cache.attend(0, q[-1:], k[-1:], v[-1:], counted=counted)
+        return counted.entries + counted.scored
+
+    first, second, third = (entries(32 * 2**n) for n in (2, 5, 8))
+    assert 0 < third - second < 1.3 * (second - first)
+
+
+def test_memory_says_that_leaves_are_kept():
+    cache = cache_of(2, "binary", layers=3)
+    memory = cache.memory()
+    assert memory.leaves_kept
+    assert memory.flat_bytes == 0
+    text = Sequences([60, 70], "binary")
+    cache.begin([60, 70])
+    for layer in range(3):
+        cache.fill(layer, *text.prompts([60, 70]))
+    assert cache.memory().flat_bytes == 3 * 130 * KV_HEADS * (DIM + VALUE_DIM) * 4
+    assert cache.memory().bytes > cache.memory().flat_bytes
+    assert "every key and value is kept" in str(cache.memory())
+
+
+def test_what_is_refused():
+    cache = cache_of(2, "binary", max_length=65)
+    q, k, v = (x[:2] for x in tokens([2, 2]))
+    with pytest.raises(InvalidInput, match="append before attend"):
+        cache.attend(0, q, k, v)
+    with pytest.raises(InvalidInput, match=r"closes: given levels to close.*None"):
+        cache.append(closes=[1, 0])
+    with pytest.raises(InvalidInput, match="max_length"):
+        cache.begin([66, 3])
+    cache = cache_of(2, "binary", max_length=65)
+    tree = cache.begin([64, 65])
+    prompts = tokens([64, 65])[1:]
+    with pytest.raises(InvalidInput, match=r"clusters: given .* in chunks of 16.*chunk=32"):
+        cache.fill(0, *prompts, clusters=cluster_keys(prompts[0], tree, chunk=16))
+    cache = cache_of(2, "binary", max_length=65)
+    cache.begin([64, 65])
+    cache.fill(0, *prompts)
+    with pytest.raises(InvalidInput, match="65"):
+        cache.append()
+    with pytest.raises(InvalidInput, match=r"chunk: given 24 with branching \(4, 2\).*chunk=32"):
+        ClusteredCache(1, 1, 1, 8, branching=(4, 2), chunk=24)
+    with pytest.raises(InvalidInput, match=r"branching: given \(8, 4, 2\)"):
+        ClusteredCache(1, 1, 1, 8, branching=(8, 4, 2))
+    with pytest.raises(InvalidInput, match=r"beam: given 3.*at least 4"):
+        ClusteredCache(1, 1, 1, 8, top_k=4, beam=3)
+
+
+def test_what_is_refused_leaves_the_cache_as_it_was():
+    cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)
+    q, k, v = torch.randn(3, 40, 2, 8).unbind(0)
+    cache.begin([39])
+    with pytest.raises(InvalidInput, match="q: given"):
+        cache.attend_prompts(0, q[:7], k[:39], v[:39])
+    with pytest.raises(InvalidInput, match="pooled_bias"):
+        cache.attend_prompts(0, q[:39], k[:39], v[:39], pooled_bias=torch.zeros(3))
+    assert cache.attend_prompts(0, q[:39], k[:39], v[:39]).shape == (39, 2, 8)
+    cache.append()
+    with pytest.raises(InvalidInput, match="pooled_bias"):
+        cache.attend(0, q[39:], k[39:], v[39:], pooled_bias=torch.zeros(3))
+    assert cache.attend(0, q[39:], k[39:], v[39:]).shape == (1, 2, 8)

@@ -1,0 +1,323 @@
+"""Kernels of hierarchical attention: the same numbers and gradients as the torch backend in float64."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import inspect
+
+import numpy as np
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, hierarchical_attention
+from hsa.attention.hierarchical import torch_sweeps as levelwise
+from hsa.attention.hierarchical.entmax import sweeps as sparse
+from hsa.attention.hierarchical.operator import HIERARCHICAL
+from hsa.attention.hierarchical.triton import operator as kernels
+from hsa.attention.hierarchical.triton import sweeps
+from hsa.attention.hierarchical.triton.plan import Layout, tiles
+from hsa.attention.kernels.levels import levels
+from hsa.attention.kernels.reasons import hierarchical_reasons
+from hsa.attention.kernels.triton.launch import compiled_for
+from hsa.attention.rounds import rooted
+from hsa.errors import Unsupported
+from tests.forests import forests
+from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
+
+few = settings(max_examples=15)
+HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+TOLERANCE = HIERARCHICAL[0].tolerance
+
+
+def inputs(tree, heads=2, dim=5, value_dim=7, kv_heads=None, seed=0, spread=1.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(spread).to(DEVICE)
+
+    n, kv_heads = tree.num_leaves, kv_heads or heads
+    return draw(n, heads, dim), draw(n, kv_heads, dim), draw(n, kv_heads, value_dim), draw(n, heads, value_dim)
+
+
+def run(tree, tensors, d_out, dtype, backend, positions=None, **options):
+    """Output and all gradients."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    if positions is not None:
+        leaves.append(positions.detach().to(dtype).requires_grad_())
+        options["positions"] = leaves[-1]
+    out = hierarchical_attention(*leaves[:3], tree, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
+
+
+def check(tree, dtype=torch.float32, positions=None, spread=1.0, seed=0, options=None, **sizes):
+    tree, options = tree.to(DEVICE), options or {}
+    *tensors, d_out = inputs(tree, seed=seed, spread=spread, **sizes)
+    tensors = [x.to(dtype).double() for x in tensors]
+    places = None
+    if positions is not None:
+        places = torch.randn(tree.num_nodes, *positions, generator=torch.Generator().manual_seed(seed)).double()
+        places = places.to(DEVICE).to(dtype).double()
+    expected = run(tree, tensors, d_out, torch.float64, "torch", places, **options)
+    for name, x, y in zip(
+        ["out", "q", "k", "v", "positions"],
+        run(tree, tensors, d_out, dtype, "triton", places, **options),
+        expected,
+        strict=False,
+    ):
+        assert torch.isfinite(x).all(), name
+        scale = max(float(y.abs().max()), 1e-3)
+        torch.testing.assert_close(
+            x.double() / scale, y / scale, atol=TOLERANCE[dtype], rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@few
+@given(
+    forests(),
+    st.integers(0, 10**6),
+    st.sampled_from([{}, {"include_self": True}, {"include_self": True, "causal": True}]),
+)
+def test_random_forests(forest, seed, options):
+    assume(not hierarchical_reasons(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    check(forest, seed=seed, options=options)
+
+
+@settings(max_examples=8)
+@given(forests(), st.integers(0, 10**6), st.sampled_from([(3,), (2, 4)]))
+def test_positions(forest, seed, shape):
+    assume(not hierarchical_reasons(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    check(forest, seed=seed, positions=shape, options={"include_self": seed % 2 == 0})
+
+
+REGULAR = [
+    ((64, 33), (16, 2)),  # full runs, then a short one
+    ((130,), (17, 3)),  # runs of 32
+    ((140,), (40, 2)),  # of 64
+    ((260,), (100,)),  # of 128
+    ((90,), (2, 2, 2)),  # many small families in a run
+    ((300, 5), (3, 3)),  # several levels below the top, small trees beside
+]
+
+
+@pytest.mark.parametrize(("lengths", "branching"), REGULAR)
+def test_sizes_of_families(lengths, branching):
+    check(Hierarchy.regular(lengths, branching), dim=16, value_dim=16)
+
+
+def test_sizes_mixed_in_one_level():
+    check(
+        Hierarchy.from_nested([[3, 40, 17, 1, 16, 90], [2, 30]]), dim=16, value_dim=16, options={"include_self": True}
+    )
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 256])
+def test_head_dims(dim):
+    check(Hierarchy.regular([40], (6, 3)), heads=1, dim=dim, value_dim=dim)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision(dtype):
+    check(Hierarchy.regular([150], (16, 4)), dtype, dim=32, value_dim=32)
+    check(Hierarchy.from_nested([[20, 7, 3], [5]]), dtype, dim=16, value_dim=32, options={"include_self": True})
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_large_logits(dtype):
+    check(Hierarchy.regular([60], (8, 4)), dtype, dim=16, value_dim=16, spread=60.0)
+
+
+def test_grouped_heads():
+    check(Hierarchy.regular([50], (6, 3)), heads=6, kv_heads=2)
+
+
+def test_rows_need_not_be_contiguous():
+    tree = Hierarchy.regular([50], (6, 3)).to(DEVICE)
+    packed = torch.randn(50, 3, 2, 16, device=DEVICE)
+    q, k, v = packed.unbind(1)
+    expected = hierarchical_attention(q.double(), k.double(), v.double(), tree)
+    torch.testing.assert_close(
+        hierarchical_attention(q, k, v, tree, backend="triton").double(), expected, atol=2e-5, rtol=0
+    )
+    columns = torch.randn(16, 2, 50, device=DEVICE).permute(2, 1, 0)  # the last stride is not 1
+    expected = hierarchical_attention(columns.double(), columns.double(), columns.double(), tree)
+    out = hierarchical_attention(columns, columns, columns, tree, backend="triton")
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
+
+
+def test_a_tree_does_not_depend_on_others():
+    one, other = Hierarchy.from_nested([[5, 3]]), Hierarchy.regular([70], (16, 2))
+    q, k, v, _ = inputs(Hierarchy.collate([one, other]).to(DEVICE))
+    both = hierarchical_attention(
+        *(x.float() for x in (q, k, v)), Hierarchy.collate([one, other]).to(DEVICE), backend="triton"
+    )
+    alone = hierarchical_attention(*(x[:8].float() for x in (q, k, v)), one.to(DEVICE), backend="triton")
+    torch.testing.assert_close(both[:8], alone, atol=1e-6, rtol=0)
+
+
+def test_the_same_twice():
+    """Outputs and gradients are deterministic, to the last bit."""
+    tree = Hierarchy.from_nested([[20, 7, 3, 40], [5]]).to(DEVICE)
+    *tensors, d_out = inputs(tree)
+    for a, b in zip(
+        run(tree, tensors, d_out, torch.float32, "triton"),
+        run(tree, tensors, d_out, torch.float32, "triton"),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_custom_operators():
+    tree = Hierarchy.regular([40], (6, 3)).to(DEVICE)
+    plan = tiles(tree)
+    q, k, v, d_out = (x.float() for x in inputs(tree, heads=1))
+    for places in (None, torch.randn(len(plan.node), 1, 3, device=DEVICE)):
+        leaves = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, places)]
+        arguments = (*leaves, None, plan.table, plan.layout, True, False, 0.5, True)
+        torch.library.opcheck(kernels.forward.traced, arguments)
+        _, *kept = kernels.forward.traced(*(None if x is None else x.detach() for x in leaves), *arguments[4:])
+        torch.library.opcheck(
+            kernels.backward.traced, (d_out, q, k, v, places, None, plan.table, plan.layout, True, False, 0.5, kept)
+        )
+
+
+def test_compiles_without_graph_breaks():
+    tree = Hierarchy.regular([40], (6, 3)).to(DEVICE)
+    q, k, v, _ = (x.float().requires_grad_() for x in inputs(tree, heads=1))
+
+    def attend(q, k, v):
+        return hierarchical_attention(q * 2, k, v, tree, backend="triton").sin()
+
+    expected = attend(q, k, v)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_derivatives_are_refused():
+    tree = Hierarchy.flat([5]).to(DEVICE)
+    q = torch.randn(5, 1, 8, device=DEVICE, requires_grad=True)
+    (d_q,) = torch.autograd.grad(
+        hierarchical_attention(q, q, q, tree, backend="triton").square().sum(), q, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_q.sum().backward()
+
+
+def test_equal_keys_of_launches_mean_equal_kernels(monkeypatch):
+    """What Triton compiles for follows from the key; a kernel compiled for other strides would read out of place."""
+    names, seen = (
+        {
+            getattr(sweeps, name): sweeps.__dict__[name].arg_names
+            for name in ("up", "down", "top", "d_up", "d_down", "d_top")
+        },
+        {},
+    )
+
+    def record(self, key, programs, arguments, constants):
+        special = []
+        for name, x in zip(names[self.kernel], arguments, strict=False):
+            if name in sweeps.VARYING or isinstance(x, float):
+                continue
+            dtype, aligned = compiled_for(x)[0] if isinstance(x, torch.Tensor) else (None, compiled_for(x)[0])
+            special.append((name, dtype, None if name in sweeps.UNALIGNED else aligned))
+        known = seen.setdefault((self.kernel, key, *constants.values()), special)
+        assert known == special
+
+    monkeypatch.setattr(kernels.Launcher, "__call__", record)
+    for heads in (1, 2, 3, 16):
+        for dim in (5, 8, 16):
+            for lengths in ([30], [64, 7], [257]):
+                tree = Hierarchy.regular(lengths, (4, 3)).to(DEVICE)
+                big = torch.randn(tree.num_leaves, 16, dim, dtype=torch.float16, device=DEVICE)
+                wide = torch.randn(tree.num_leaves, 16, 2 * dim, dtype=torch.float16, device=DEVICE)
+                for x in (big[:, :heads], big[:, :heads].contiguous(), wide[:, :heads, :dim]):
+                    x = x.detach().requires_grad_()
+                    out = hierarchical_attention(x, x, x, tree, backend="triton")
+                    for d_out in (torch.ones_like(out), big[:, :heads]):
+                        torch.autograd.grad(out, x, d_out, retain_graph=True)
+    assert len(seen) > 20
+
+
+def test_signature():
+    ours = inspect.signature(kernels.hierarchical_attention).parameters
+    for theirs in (levelwise.hierarchical_attention, sparse.hierarchical_attention):
+        assert set(inspect.signature(theirs).parameters) <= set(ours)
+
+
+def test_inference_mode_first():
+    tree = Hierarchy.regular([40], (6, 3)).to(DEVICE)
+    *tensors, d_out = inputs(tree, heads=1)
+    with torch.inference_mode():
+        hierarchical_attention(*(x.float() for x in tensors), tree, backend="triton")
+    run(tree, tensors, d_out, torch.float32, "triton")
+
+
+@few
+@given(forests())
+def test_runs_hold_every_family_once(forest):
+    forest, _ = rooted(forest)
+    assume(not hierarchical_reasons(forest, torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    plan, chained = tiles(forest), levels(forest)
+    layout = Layout.read(plan.layout)
+    assert layout.integers() == plan.layout
+    rows, parts = layout.leaves + layout.above, plan.table.numpy()
+    begin, end = parts[2 * rows :][: layout.runs], parts[2 * rows + layout.runs :][: layout.runs]
+    parent = parts[:rows]
+    for number, level in enumerate(layout.levels):
+        offset = layout.leaves if number else 0
+        covered = np.zeros(level.end - level.begin, int)
+        for job in level.jobs:
+            for i in range(job.first, job.first + job.count):
+                assert 0 < end[i] - begin[i] <= job.size
+                covered[begin[i] - level.begin : end[i] - level.begin] += 1
+                above = parent[offset + begin[i] : offset + end[i]]
+                assert not job.single or len(set(above)) == 1
+                if begin[i] > level.begin:
+                    assert parent[offset + begin[i] - 1] != above[0]  # no family is cut
+        assert (covered == 1).all()
+    assert chained.num_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "no torch.float64"),
+        ({"dim": 257}, "head dims must be 1 to 256"),
+        ({"tree": Hierarchy.flat([129])}, "129 members"),
+        ({"tree": Hierarchy.flat([100]), "dim": 200}, "at most"),
+        ({"family_attention": "linear"}, "'exact'"),
+        ({"positions": torch.zeros(6, 2000, device=DEVICE)}, "at most 0"),
+    ],
+)
+def test_refusals(change, reason):
+    tree = change.pop("tree", Hierarchy.flat([5])).to(DEVICE)
+    dim, dtype = change.pop("dim", 8), change.pop("dtype", torch.float32)
+    q = torch.randn(tree.num_leaves, 1, dim, dtype=dtype, device=DEVICE)
+    with pytest.raises(Unsupported, match=reason):
+        hierarchical_attention(q, q, q, tree, backend="triton", **change)
+    assert hierarchical_attention(q, q, q, tree, **change).shape == q.shape  # another backend runs it
+
+
+def test_a_comb_is_refused():
+    parent = [-1] + [i for node in range(60) for i in (2 * node, 2 * node)]
+    comb = Hierarchy.from_parents(parent).to(DEVICE)
+    q = torch.randn(comb.num_leaves, 1, 8, device=DEVICE)
+    with pytest.raises(Unsupported, match="very different depths"):
+        hierarchical_attention(q, q, q, comb, backend="triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the CPU")
+def test_auto_never_interprets():
+    q = torch.randn(5, 1, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "forward", None)  # would fail
+        hierarchical_attention(q, q, q, Hierarchy.flat([5]))
+        patch.setenv("TRITON_INTERPRET", "0")
+        with pytest.raises(Unsupported, match="kernels run on CUDA, the tensors are on cpu"):
+            hierarchical_attention(q, q, q, Hierarchy.flat([5]), backend="triton")

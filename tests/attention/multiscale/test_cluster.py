@@ -1,0 +1,95 @@
+"""Found key orders: permutations inside trees and chunks, deterministic, and they group what belongs together."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, cluster_keys
+from hsa.attention.multiscale.cluster import chunk_of_leaf
+from tests.forests import forests, random_inputs, windows
+
+seeds = st.integers(0, 10**6)
+
+
+@given(forests(), seeds)
+def test_a_permutation_inside_each_tree_with_sinks_fixed(forest, seed):
+    _, k, _ = random_inputs(forest, seed)
+    order = cluster_keys(k, forest).order
+    assert order.shape == (2, forest.num_leaves)
+    s = forest.structure
+    for begin, end in zip(s.leaf_offsets, s.leaf_offsets[1:], strict=False):
+        assert (order[:, begin:end].sort(-1).values == torch.arange(begin, end)).all()
+    for leaf, node in enumerate(s.leaf_nodes):
+        if s.depth[node] <= 1:
+            assert (order[:, leaf] == leaf).all()
+
+
+@given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
+def test_chunks_that_are_not_complete_stay_as_they_are(forest, seed, chunk):
+    _, k, _ = random_inputs(forest, seed)
+    order = cluster_keys(k, forest, chunk=chunk).order
+    number, complete = chunk_of_leaf(forest, chunk)
+    assert (number[order.numpy()] == number).all()  # nobody leaves their chunk
+    open_end = ~torch.tensor(complete[number])
+    assert (order[:, open_end] == torch.arange(forest.num_leaves)[open_end]).all()
+
+
+def principal_split(keys):
+    """Indices sorted along the first principal direction, in float64 by an eigendecomposition."""
+    centred = keys - keys.mean(0)
+    direction = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
+    place = centred @ direction
+    place = place * place[place.abs().argmax()].sign()
+    return place.argsort(stable=True)
+
+
+@given(st.integers(0, 200), st.sampled_from([(16, 5), (64, 5), (32, 3)]))
+def test_a_binary_level_splits_at_the_median_of_the_first_principal_direction(seed, shape):
+    number, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.tensor([3.0, *[0.5] * (dim - 1)], dtype=torch.float64)  # one direction stands out
+    rotation = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
+    k = (torch.randn(number, dim, generator=generator, dtype=torch.float64) * spread) @ rotation + 7
+    tree = Hierarchy.regular([number], (number // 2,))
+    order = cluster_keys(k[:, None], tree).order[0]
+    expected = principal_split(k)
+    assert set(order[: number // 2].tolist()) == set(expected[: number // 2].tolist())
+
+
+def test_clusters_come_together():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 16, generator=generator) * 5
+    label = torch.randperm(128, generator=generator) % 8
+    k = (centres[label] + 0.1 * torch.randn(128, 16, generator=generator))[:, None]
+    tree = Hierarchy.regular([128], (16, 2), repeat_last=True)
+    order = cluster_keys(k, tree).order[0]
+    groups = label[order].view(8, 16)
+    assert (groups == groups[:, :1]).all()
+
+
+def test_deterministic_and_per_head():
+    forest = Hierarchy.regular([100], (4, 2), repeat_last=True)
+    k = torch.randn(100, 3, 8)
+    first, second = cluster_keys(k, forest).order, cluster_keys(k, forest).order
+    assert torch.equal(first, second)
+    alone = cluster_keys(k[:, 1:2], forest).order
+    assert torch.equal(alone[0], first[1])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_equal_keys_keep_their_order():
+    forest = Hierarchy.regular([40], (4, 2), repeat_last=True)
+    assert torch.equal(cluster_keys(torch.ones(40, 2, 8), forest).order, torch.arange(40).expand(2, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_dtype(dtype):
+    forest = Hierarchy.regular([40], (4, 2), repeat_last=True)
+    order = cluster_keys(torch.randn(40, 2, 8).to(dtype), forest).order
+    assert (order.sort(-1).values == torch.arange(40)).all()
+
+
+def test_counts_its_operations():
+    small, large = (cluster_keys(torch.randn(n, 2, 8), Hierarchy.regular([n], (4, 2))) for n in (32, 64))
+    assert 0 < small.operations < large.operations

@@ -1,0 +1,482 @@
+"""Multiscale attention: oracles, causality, and every path against the reference."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import (
+    Hierarchy,
+    HsaError,
+    Queries,
+    Selection,
+    cluster_keys,
+    dense_weights,
+    hierarchical_attention,
+    multiscale_attention,
+    select,
+)
+from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.attention.multiscale.operator import MULTISCALE
+from hsa.attention.rounds import rooted
+from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl, windows
+
+seeds = st.integers(0, 10**6)
+ON_THE_CPU = [backend for backend in MULTISCALE if backend.name != "triton"]  # test_triton_multiscale.py has that one
+BACKENDS = [backend.name for backend in ON_THE_CPU]
+
+
+def both_backends(q, k, v, forest, positions=None, pooled_bias=0.0, **options):
+    options = {"positions": positions, "pooled_bias": pooled_bias, **options}
+    fast, slow = (multiscale_attention(q, k, v, forest, backend=b, **options) for b in ("torch", "reference"))
+    torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+    inputs = [q, k, v, positions, pooled_bias if isinstance(pooled_bias, torch.Tensor) else None]
+    for a, b in zip(gradients(fast, inputs), gradients(slow, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        again = multiscale_attention(q, k, v, forest, **options)
+    torch.testing.assert_close(again, slow, rtol=1e-10, atol=1e-10)
+    assert fast.isfinite().all()
+    return fast
+
+
+def open_all(forest, queries=None):
+    """Every leaf family open for every group."""
+    forest, _ = rooted(forest)
+    queries = queries or Queries.families(forest)
+    listed = leaf_families(forest)
+    rows = [listed.nodes[listed.tree == tree] for tree in queries.tree]
+    width = max((len(row) for row in rows), default=0)
+    table = torch.stack([F.pad(row, (0, width - len(row)), value=-1) for row in rows])
+    return Selection(table[:, None], queries)
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(0, 3), st.sampled_from([None, "exact", 5]), st.data())
+def test_torch_equals_reference(forest, seed, near, top_k, beam, data):
+    q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
+    positions = random_positions(forest, seed, heads=4, requires_grad=True) if data.draw(st.booleans()) else None
+    causal, include_self = data.draw(st.booleans()), data.draw(st.booleans())
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    selection = select(q, k, forest, near=near, top_k=top_k, beam=beam, positions=positions, causal=causal)
+    both_backends(q, k, v, forest, positions, bias, selection=selection, causal=causal, include_self=include_self)
+
+
+@given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
+def test_torch_equals_reference_with_found_trees(forest, seed, top_k, size):
+    q, k, v = random_inputs(forest, seed, heads=4, value_dim=3, requires_grad=True)
+    order = cluster_keys(k, forest)
+    selection = select(q, k, forest, queries=Queries.windows(forest, size), top_k=top_k, clusters=order)
+    both_backends(q, k, v, forest, selection=selection, clusters=order)
+
+
+@given(windows(), seeds, st.integers(0, 3), st.sampled_from([None, 6]), st.sampled_from([3, 4, 8, 12]))
+def test_torch_equals_reference_with_found_causal_trees(forest, seed, top_k, beam, chunk):
+    q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
+    order = cluster_keys(k, forest, chunk=chunk)
+    selection = select(q, k, forest, top_k=top_k, beam=beam, clusters=order, causal=True)
+    both_backends(q, k, v, forest, selection=selection, clusters=order, causal=True)
+
+
+@given(windows(), seeds, st.integers(1, 3), st.data())
+def test_torch_equals_reference_for_other_queries(forest, seed, top_k, data):
+    sizes = [data.draw(st.integers(0, 4)) for _ in range(forest.num_trees + 1)]
+    tree = [*range(forest.num_trees), 0]
+    visible = [data.draw(st.integers(0, forest.lengths[t])) for t, n in zip(tree, sizes, strict=True) for _ in range(n)]
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    for seen, r in ((None, top_k), (torch.tensor(visible, dtype=torch.long), 0)):
+        queries = Queries(offsets, torch.tensor(tree), visible=seen)
+        q, k, v = random_inputs(forest, seed, heads=4, queries=sum(sizes), requires_grad=True)
+        selection = select(q, k, forest, queries=queries, top_k=r, causal=seen is not None)
+        both_backends(q, k, v, forest, selection=selection, causal=seen is not None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(forest=forests(), seed=seeds, include_self=st.booleans())
+def test_all_open_is_softmax_attention(backend, forest, seed, include_self):
+    q, k, _ = random_inputs(forest, seed)
+    options = {"selection": open_all(forest), "include_self": include_self, "backend": backend}
+    weights = dense_weights(multiscale_attention, q, k, forest, **options)
+    flat = softmax_weights(q, k, forest, include_self=include_self)
+    torch.testing.assert_close(weights, flat, rtol=1e-10, atol=1e-10)
+
+
+@given(windows(), seeds)
+def test_all_open_is_causal_softmax_attention(forest, seed):
+    q, k, v = random_inputs(forest, seed, kv_heads=6)
+    order = cluster_keys(k, forest, chunk=4)
+    everything = open_all(forest, Queries.windows(forest, 1))
+    for clusters in (None, order):
+        out = multiscale_attention(q, k, v, forest, selection=everything, clusters=clusters, causal=True)
+        begin = 0
+        for length in forest.lengths:
+            rows = slice(begin, begin + length)
+            flat = F.scaled_dot_product_attention(*(x[rows].transpose(0, 1) for x in (q, k, v)), is_causal=True)
+            torch.testing.assert_close(out[rows].transpose(0, 1), flat, rtol=1e-10, atol=1e-10)
+            begin += length
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(0, 2))
+def test_every_key_is_in_one_block(forest, seed, near, top_k):
+    q, k, _ = random_inputs(forest, seed)
+    selection = select(q, k, forest, near=near, top_k=top_k)
+    partition = selection.partition(forest)
+    counts = rooted(forest)[0].leaf_count[partition.nodes]
+    row = torch.arange(len(partition.offsets) - 1).repeat_interleave(partition.offsets.diff())
+    leaves = torch.zeros(len(partition.offsets) - 1, dtype=torch.long).index_add_(0, row, counts)
+    expected = torch.tensor(forest.lengths)[selection.queries.tree].repeat_interleave(partition.heads)
+    assert leaves.tolist() == expected.tolist()
+    weights = dense_weights(multiscale_attention, q, k, forest, selection=selection)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=1e-10, atol=1e-10)
+
+
+@given(forests(), seeds)
+def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_open(forest, seed):
+    q, k, _ = random_inputs(forest, seed)
+    flat = softmax_weights(q, k, forest)
+    tied = total_kl(dense_weights(hierarchical_attention, q, k, forest, include_self=True), flat)
+    own = total_kl(dense_weights(multiscale_attention, q, k, forest), flat)
+    assert own <= tied + 1e-9
+    last = own
+    for near in (1, 2, 3):
+        selection = select(q, k, forest, near=near)
+        now = total_kl(dense_weights(multiscale_attention, q, k, forest, selection=selection), flat)
+        assert now <= last + 1e-9
+        last = now
+    refined = select(q, k, forest, top_k=1), select(q, k, forest, top_k=2)
+    more = [total_kl(dense_weights(multiscale_attention, q, k, forest, selection=o), flat) for o in refined]
+    assert more[1] <= more[0] + 1e-9 <= own + 2e-9
+
+
+def causal_options(forest, k, kind):
+    if kind == "windows":
+        return {}, {"near": 1, "top_k": 2}
+    order = cluster_keys(k, forest, chunk=8)
+    return {"clusters": order}, {"clusters": order, "top_k": 2, "beam": 4 if kind == "beam" else "exact"}
+
+
+@pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
+def test_causal_jacobian_is_exactly_zero(kind):
+    """Change everything after i: outputs up to i stay bit for bit, choice and found order included."""
+    forest = Hierarchy.regular([41], (4, 2), repeat_last=True, sinks=1)
+    q, k, v = random_inputs(forest, 11)
+
+    def run(q, k, v):
+        options, choice = causal_options(forest, k, kind)
+        selection = select(q, k, forest, causal=True, **choice)
+        return multiscale_attention(q, k, v, forest, selection=selection, causal=True, **options)
+
+    out = run(q, k, v)
+    for i in range(40):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[i + 1 :] = torch.randn_like(x[i + 1 :]) * 3
+        later = run(*changed)
+        torch.testing.assert_close(later[: i + 1], out[: i + 1], rtol=0, atol=1e-13)
+        assert (later[i + 1 :] != out[i + 1 :]).any()
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = run(*leaves)
+    for i in (0, 7, 8, 23, 39):
+        for grad in torch.autograd.grad(out[i].sum(), leaves, retain_graph=True):
+            assert grad[i + 1 :].abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
+def test_step_by_step_equals_the_full_pass(kind):
+    """Token by token over the tree of what has come so far: the same numbers as all at once over the whole tree."""
+    length, branching = 48, (4, 2)
+    full = Hierarchy.regular([length], branching, repeat_last=True)
+    q, k, v = random_inputs(full, 13)
+
+    def run(q, k, v, tree, queries=None):
+        options, choice = causal_options(tree, k, kind)
+        selection = select(q, k, tree, queries=queries, causal=True, **choice)
+        return multiscale_attention(q, k, v, tree, selection=selection, causal=True, **options)
+
+    out = run(q, k, v, full)
+    for i in range(length):
+        so_far = Hierarchy.regular([i + 1], branching, repeat_last=True)
+        step = Queries(torch.tensor([0, 1]), torch.tensor([0]), leaves=torch.tensor([i]))
+        alone = run(q[i : i + 1], k[: i + 1], v[: i + 1], so_far, step)
+        torch.testing.assert_close(alone[0], out[i], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_dim", [2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal, value_dim):
+    forest = Hierarchy.collate([Hierarchy.from_nested([[3, [2, 1], 2]], sinks=(0,)), Hierarchy.from_parents([-1])])
+    q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=value_dim, requires_grad=True)
+    positions = random_positions(forest, 1, heads=2, requires_grad=True)
+    bias = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    selection = select(q, k, forest, near=1, top_k=1, positions=positions, causal=causal)
+
+    def run(q, k, v, positions, bias):
+        options = {"selection": selection, "positions": positions, "pooled_bias": bias, "causal": causal}
+        return multiscale_attention(q, k, v, forest, **options)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, positions, bias))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck_with_a_key_order(causal):
+    forest = Hierarchy.regular([11], (2, 2), repeat_last=True)
+    q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=2, requires_grad=True)
+    order = cluster_keys(k, forest, chunk=4 if causal else None)
+    selection = select(q, k, forest, top_k=1, clusters=order, causal=causal)
+    bias = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, bias):
+        return multiscale_attention(
+            q, k, v, forest, selection=selection, clusters=order, causal=causal, pooled_bias=bias
+        )
+
+    assert torch.autograd.gradcheck(run, (q, k, v, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ON_THE_CPU, ids=BACKENDS)
+def test_declared_tolerances(backend, dtype):
+    forest = Hierarchy.collate([Hierarchy.regular([61], (5, 3)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
+    for seed in range(2):
+        q, k, v = random_inputs(forest, seed, dim=16, value_dim=16, dtype=dtype)
+        selection = select(q, k, forest, near=1, top_k=1)
+        precise = (x.double() for x in (q, k, v))
+        exact = multiscale_attention(*precise, forest, selection=selection, backend="reference")
+        out = multiscale_attention(q, k, v, forest, selection=selection, backend=backend.name)
+        assert out.dtype == dtype
+        assert (out.double() - exact).abs().max() / exact.abs().max() < backend.tolerance[dtype]
+
+
+def test_half_precision_survives_huge_logits():
+    forest = Hierarchy.regular([40], (4, 4))
+    q, k, v = random_inputs(forest, 2, dim=16, value_dim=16, dtype=torch.float16)
+    q, k = q * 60, k * 60
+    selection = select(q, k, forest, near=1, top_k=1)
+    exact = multiscale_attention(*(x.double() for x in (q, k, v)), forest, selection=selection, backend="reference")
+    out = multiscale_attention(q, k, v, forest, selection=selection)
+    assert out.isfinite().all()
+    assert (out.double() - exact).abs().max() < 4e-3 * exact.abs().max()
+
+
+def test_pooled_bias():
+    forest = Hierarchy.regular([27], (3, 3))
+    q, k, v = random_inputs(forest, 1)
+    parent = forest.structure.parent[forest.structure.leaf_nodes]
+    own = torch.tensor(parent[:, None] == parent)
+    flat = softmax_weights(q, k, forest) * own
+    weights = dense_weights(multiscale_attention, q, k, forest, pooled_bias=-torch.inf)
+    torch.testing.assert_close(weights, flat / flat.sum(-1, keepdim=True), rtol=1e-10, atol=1e-10)
+    per_head = torch.tensor([0.0, 0, 0, -1, -1, -1], dtype=torch.float64)
+    mixed = multiscale_attention(q, k, v, forest, pooled_bias=per_head)
+    torch.testing.assert_close(mixed[:, :3], multiscale_attention(q, k, v, forest)[:, :3])
+    torch.testing.assert_close(mixed[:, 3:], multiscale_attention(q, k, v, forest, pooled_bias=-1)[:, 3:])
+
+
+def test_dropout_keeps_the_mean():
+    forest = Hierarchy.regular([27], (3, 3))
+    q, k, v = random_inputs(forest, 1, requires_grad=True)
+    exact = multiscale_attention(q, k, v, forest)
+    runs = torch.stack([multiscale_attention(q, k, v, forest, dropout_p=0.3) for _ in range(300)])
+    assert (runs[0] - runs[1]).abs().max() > 1e-3
+    assert (runs.mean(0) - exact).abs().max() < 6 * (runs.std(0) / 300**0.5).max()
+    torch.manual_seed(3)
+    first = multiscale_attention(q, k, v, forest, dropout_p=0.3)
+    (grad,) = torch.autograd.grad(first.sum(), v)  # recomputed with the same mask
+    torch.testing.assert_close((grad * v).sum(), first.sum(), rtol=1e-10, atol=1e-10)  # linear in v
+
+
+@given(st.lists(forests(), min_size=2, max_size=3), seeds)
+def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
+    batch = Hierarchy.collate(parts)
+    q, k, v = random_inputs(batch, seed)
+
+    def run(q, k, v, forest):
+        return multiscale_attention(q, k, v, forest, selection=select(q, k, forest, near=1, top_k=1))
+
+    out = run(q, k, v, batch)
+    begin = 0
+    for part in parts:
+        rows = slice(begin, begin + part.num_leaves)
+        torch.testing.assert_close(out[rows], run(q[rows], k[rows], v[rows], part), rtol=1e-10, atol=1e-10)
+        begin += part.num_leaves
+
+
+@pytest.mark.parametrize("options", [{"causal": True, "include_self": False}, {"pooled_bias": -torch.inf}])
+def test_dropout_in_rows_that_see_nothing(options):
+    forest = Hierarchy.regular([8], (2, 2))
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
+    nothing_open = Selection(torch.empty(4, 1, 0, dtype=torch.long), Queries.families(forest))
+    if "pooled_bias" in options:
+        options = {**options, "selection": nothing_open}
+    for dropout_p in (0.0, 0.3):
+        out = multiscale_attention(q, k, v, forest, dropout_p=dropout_p, **options)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in gradients(out, [q, k, v]))
+        assert out[0].abs().max() == 0
+
+
+def test_empty_groups_change_nothing_for_the_others():
+    forest = Hierarchy.regular([32], (4, 4))
+    q, k, v = random_inputs(forest, 0, queries=5)
+    leaves = torch.arange(5)
+    plain = Queries(torch.tensor([0, 5]), torch.tensor([0]), leaves=leaves)
+    padded = Queries(torch.tensor([0, 0, 5, 5]), torch.tensor([0, 0, 0]), leaves=leaves)
+    outs = []
+    for queries in (plain, padded):
+        selection = select(q, k, forest, queries=queries, top_k=1)
+        outs.append(multiscale_attention(q, k, v, forest, selection=selection))
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_built_in_inference_mode_serves_training():
+    forest = Hierarchy.from_nested([[3, [2, 4]]])
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
+    with torch.inference_mode():
+        hierarchical_attention(q, k, v, forest)
+        selection = select(q, k, forest, near=1)
+        multiscale_attention(q, k, v, forest, selection=selection)
+        multiscale_attention(q, k, v, forest)
+    hierarchical_attention(q, k, v, forest).sum().backward()
+    multiscale_attention(q, k, v, forest).sum().backward()
+    multiscale_attention(q, k, v, forest, selection=select(q, k, forest, near=1)).sum().backward()
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    forest = Hierarchy.from_nested([[[3, 5, 1], [2, [4, 4]]], [7, 2]], sinks=(0,))
+    q, k, v = random_inputs(forest, 1, requires_grad=True)
+    selection = select(q, k, forest, near=1, top_k=2)
+    whole = multiscale_attention(q, k, v, forest, selection=selection)
+    monkeypatch.setattr("hsa.attention.multiscale.torch_lists.CHUNK", {"cpu": 1})
+    monkeypatch.setattr("hsa.attention.multiscale.torch_lists.WORTH_A_CHUNK", {"cpu": 0})
+    monkeypatch.setattr("hsa.attention.multiscale.selection.ROWS_AT_ONCE", 1)
+    monkeypatch.setattr("hsa.attention.softmax.CHUNK", 1)
+    again = Selection(selection.families, selection.queries)
+    pieces = multiscale_attention(q, k, v, forest, selection=again)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+    for a, b in zip(gradients(pieces, [q, k, v]), gradients(whole, [q, k, v]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_one_leaf_and_empty_batches():
+    for forest in (Hierarchy.flat([1]), Hierarchy.from_parents([-1]), Hierarchy.from_nested([[[1]]])):
+        q, k, v = random_inputs(forest, 0, heads=2)
+        torch.testing.assert_close(multiscale_attention(q, k, v, forest), v)
+        assert multiscale_attention(q, k, v, forest, include_self=False).abs().max() == 0
+    forest = Hierarchy.flat([])
+    q, k, v = random_inputs(forest, 0)
+    assert multiscale_attention(q, k, v, forest).shape == (0, 6, 5)
+    selection = select(q, k, forest, near=1, top_k=2)
+    assert multiscale_attention(q, k, v, forest, selection=selection).shape == (0, 6, 5)
+    assert cluster_keys(k, forest).order.shape == (2, 0)
+
+
+def test_backends_of_the_operator_have_one_signature():
+    slow = inspect.signature(ON_THE_CPU[1].run).parameters
+    from hsa.attention.multiscale import torch_lists as gathered
+
+    fast = inspect.signature(gathered.multiscale_attention).parameters
+    assert [n if n != "partition" else "selection" for n in fast] == list(slow)
+    public = set(inspect.signature(multiscale_attention).parameters)
+    assert set(slow) - {"limit"} <= public
+
+
+def bad_calls():
+    forest = Hierarchy.regular([12], (2, 2))
+    q, k, v = random_inputs(forest, 0)
+    order = cluster_keys(k, forest)
+    positions = random_positions(forest, 0)
+    elsewhere = Queries(torch.tensor([0, 12]), torch.tensor([0]))
+
+    def attend(**options):
+        return lambda: multiscale_attention(q, k, v, forest, **options)
+
+    def choose(**options):
+        return lambda: select(q, k, forest, **options)
+
+    def ask(offsets=(0, 12), tree=(0,), **others):
+        others = {name: torch.tensor(x) for name, x in others.items()}
+        return choose(queries=Queries(torch.tensor(offsets), torch.tensor(tree), **others))
+
+    found = select(q, k, forest, top_k=1, clusters=order)
+    plain = select(q, k, forest, top_k=1)
+    chunked = cluster_keys(k, forest, chunk=4)
+
+    # options that have no meaning under a key order
+    yield choose(near=1, clusters=order), r"near: given a value together with clusters, expected near=0"
+    yield choose(positions=positions, clusters=order), r"positions: given a value together with clusters"
+    yield attend(include_self=False, clusters=order, selection=found), r"include_self: .*clusters"
+    yield attend(positions=positions, clusters=order, selection=found), r"positions: .*clusters"
+    yield attend(clusters=order), r"selection: given None with a key order.*select"
+    # causality
+    yield choose(top_k=1, clusters=order, causal=True), r"clusters: given an order of whole trees.*chunk=256"
+    yield attend(selection=found, clusters=order, causal=True), r"clusters: given an order of whole trees"
+    yield attend(selection=plain, causal=True), r"selection: given a choice made with causal=False"
+    yield (
+        attend(selection=select(q, k, forest, top_k=1, clusters=chunked), clusters=chunked, causal=True),
+        r"selection: given a choice made with causal=False",
+    )
+    yield choose(top_k=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
+    yield choose(causal=True, queries=elsewhere), r"queries.visible or queries.leaves"
+    # choices and orders for something else
+    other = Hierarchy.from_nested([[6, [4, 2]]])
+    yield attend(selection=select(q, k, other, top_k=1)), r"selection: given a choice made for another hierarchy"
+    yield attend(selection=found), r"selection: given a choice made with another clusters"
+    yield attend(selection=select(q[:, :2], k, forest, top_k=1)), r"selection: given a choice for 2 heads"
+    yield attend(selection=found, clusters=cluster_keys(k, other)), r"clusters: given an order found for another hier"
+    shorter = Hierarchy.regular([9], (2, 2))
+    yield (
+        attend(clusters=cluster_keys(k[:9], shorter), selection=found),
+        r"clusters: given shape \(2, 9\), expected \[2 key/value heads, 12 leaves\]",
+    )
+    # queries
+    yield attend(queries=elsewhere), r"selection: given None.*queries that are no leaves"
+    yield attend(queries=Queries.windows(forest, 3), selection=plain), r"queries: given other queries"
+    yield ask((0, 12, 13)), r"queries.offsets"
+    yield ask(tree=(1,)), r"queries.tree: given 1..1"
+    yield ask(visible=[1, 1, 1]), r"queries.visible: given shape \(3,\)"
+    yield ask(visible=[13] * 12), r"queries.visible\[0\]: given 13, expected 0..12, in tree 0"
+    yield ask(visible=[1.0] * 12), r"queries.visible: given torch.float32"
+    yield ask(leaves=[*range(11), 12]), r"queries.leaves\[11\]: given 12, expected 0..11"
+    yield ask(leaves=[*range(12)], visible=[1] * 12), r"queries: given visible and leaves, expected one of them"
+    yield choose(queries=Queries([0, 12], [0])), r"queries.offsets: given list"
+    yield choose(queries=torch.arange(3)), r"queries: given Tensor, expected an hsa.Queries"
+    windows_of_three = Queries.windows(forest, 3)
+    yield choose(positions=positions, queries=windows_of_three), r"groups that span several leaf families"
+    shared = select(q, k, forest, queries=windows_of_three)
+    yield attend(positions=positions, selection=shared), r"groups that span several leaf families"
+    from_outside = select(q, k, forest, queries=elsewhere, top_k=1)
+    yield attend(selection=from_outside, include_self=False), r"include_self: .*no self"
+    yield attend(selection=from_outside, positions=positions), r"positions: .*no position in it"
+    # numbers
+    yield choose(near=-1), r"near: given -1"
+    yield choose(near=True), r"near: given True"
+    yield choose(top_k=1.5), r"top_k: given 1.5"
+    yield choose(top_k=4, beam=3), r"beam: given 3.*at least 4"
+    yield choose(top_k=1, beam=2.5), r"beam: given 2.5"
+    yield choose(top_k=4, beam="wide"), r"beam: given 'wide'"
+    yield attend(dropout_p=1.0), r"dropout_p: given 1.0"
+    yield attend(dropout_p=None), r"dropout_p: given None"
+    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"
+    yield attend(pooled_bias=float("nan")), r"pooled_bias: given nan"
+    yield attend(pooled_bias=float("inf")), r"pooled_bias: given inf"
+    yield attend(pooled_bias=None), r"pooled_bias: given None"
+    yield attend(scale=float("nan")), r"scale: given nan, expected a finite number"
+    yield attend(scale=torch.tensor(1.0)), r"scale: given tensor.*multiply q"
+    yield lambda: cluster_keys(k, forest, chunk=0), r"chunk: given 0"
+    yield lambda: Queries.windows(forest, 0), r"size: given 0"
+    # the rest
+    yield attend(normalizer="entmax"), "normalizer: given 'entmax', expected 'softmax' or an hsa.Entmax"
+    yield attend(selection=torch.zeros(3)), r"selection: given Tensor, expected an hsa.Selection"
+    yield attend(clusters=order.order), r"clusters: given Tensor, expected an hsa.KeyClusters"
+    yield lambda: multiscale_attention(q[:5], k, v, forest), r"q: given 5 rows, expected 12"
+    yield lambda: cluster_keys(k[:5], forest), r"k: given 5 rows, expected 12"
+    yield lambda: multiscale_attention(q, k, v, [12]), r"hierarchy: given list, expected an hsa.Hierarchy"
+
+
+@pytest.mark.parametrize(("call", "message"), list(bad_calls()))
+def test_bad_input(call, message):
+    with pytest.raises(HsaError, match=message):
+        call()

@@ -1,0 +1,162 @@
+"""The choice of open families: the definition, ties, tiles, the beam."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa import Hierarchy, Queries, Selection, cluster_keys, select
+from hsa.attention.multiscale import reference
+from hsa.attention.multiscale.visibility import key_limit
+from hsa.attention.rounds import rooted
+from tests.forests import forests, random_inputs, random_positions, windows
+
+seeds = st.integers(0, 10**6)
+
+
+def chosen(selection, top_k, heads):
+    """The refined families as lists, without the padding."""
+    if selection.families.shape[1] != heads:
+        return [[[]] * heads for _ in selection.families]
+    return [[[n for n in row if n >= 0] for row in group] for group in selection.families[:, :, -top_k:].tolist()]
+
+
+def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None, positions=None, near=0):
+    start = select(
+        q, k, forest, queries=selection.queries, near=near, clusters=clusters, positions=positions, causal=causal
+    )
+    forest, positions = rooted(forest, positions)
+    return reference.select(
+        q,
+        k,
+        forest,
+        start,
+        top_k=top_k,
+        limit=key_limit(selection.queries, forest, causal),
+        clusters=clusters,
+        positions=positions,
+        scale=q.shape[-1] ** -0.5,
+    )
+
+
+@given(forests(), seeds, st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
+def test_exact_choice_is_the_definition(forest, seed, near, top_k, causal, with_positions):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    positions = random_positions(forest, seed, heads=4) if with_positions else None
+    options = {"positions": positions, "causal": causal, "near": near}
+    selection = select(q, k, forest, top_k=top_k, beam="exact", **options)
+    assert chosen(selection, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
+
+
+@given(windows(), seeds, st.integers(1, 4), st.booleans())
+def test_exact_choice_among_found_families_is_the_definition(forest, seed, top_k, causal):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    order = cluster_keys(k, forest, chunk=6 if causal else None)
+    selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order, causal=causal)
+    expected = by_definition(q, k, forest, selection, top_k, clusters=order, causal=causal)
+    assert chosen(selection, top_k, 4) == expected
+
+
+@given(forests(), seeds, st.integers(1, 3), st.booleans())
+def test_a_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
+    q, k, _ = random_inputs(forest, seed, heads=4)
+    exact = select(q, k, forest, top_k=top_k, beam="exact", causal=causal)
+    wide = select(q, k, forest, top_k=top_k, beam=64, causal=causal)
+
+    def as_sets(selection):
+        return [[set(row) for row in group] for group in chosen(selection, top_k, 4)]
+
+    assert as_sets(wide) == as_sets(exact)
+
+
+def test_a_narrow_beam_follows_the_best_branch():
+    tree = Hierarchy.regular([64], (2, 2), repeat_last=True)
+    k = torch.zeros(64, 1, 3, dtype=torch.float64)
+    k[37, 0, 0] = 20.0
+    q = torch.zeros(64, 1, 3, dtype=torch.float64)
+    q[:, 0, 0] = 20.0
+    selection = select(q, k, tree, top_k=1, beam=1)
+    best = tree.structure.parent[tree.structure.leaf_nodes[37]]
+    refined = selection.families[:, 0, -1]
+    own = selection.families[:, 0, 0]
+    assert ((refined == best) | (own == best)).all()
+    exact = select(q, k, tree, top_k=1, beam="exact")
+    assert selection.scored < exact.scored
+
+
+def test_ties_go_to_the_lower_number():
+    tree = Hierarchy.regular([32], (2, 4))
+    q = k = torch.zeros(32, 3, 5)
+    for beam in ("exact", 8):
+        selection = select(q, k, tree, top_k=3, beam=beam)
+        first = selection.families[-1, :, -3:].tolist()
+        assert first == [sorted(row) for row in first]
+    exact = select(q, k, tree, top_k=3, beam="exact").families
+    families = [n for n in range(tree.num_nodes) if tree.structure.height[n] == 1]
+    assert exact[-1, 0, -3:].tolist() == families[:3]
+    assert exact[0, 0, -3:].tolist() == families[1:4]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_do_not_change_the_choice(monkeypatch, causal):
+    forest = Hierarchy.collate([Hierarchy.regular([57], (3, 2)), Hierarchy.from_nested([[3, 2, [1, 4]], [2, 2]])])
+    q, k, _ = random_inputs(forest, 3)
+    whole = [select(q, k, forest, near=1, top_k=2, beam=b, causal=causal).families for b in ("exact", 4)]
+    monkeypatch.setattr("hsa.attention.multiscale.select.TILE", 1)
+    pieces = [select(q, k, forest, near=1, top_k=2, beam=b, causal=causal).families for b in ("exact", 4)]
+    for a, b in zip(whole, pieces, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_near_counts_families_inside_one_tree():
+    forest = Hierarchy.regular([6, 8], (2, 8))
+    q, k, _ = random_inputs(forest, 0)
+    selection = select(q, k, forest, near=1).families[:, 0]
+    first_leaf = forest.structure.first_leaf
+    starts = [[int(first_leaf[n]) for n in row if n >= 0] for row in selection.tolist()]
+    assert starts == [[0, 2], [0, 2, 4], [2, 4], [6, 8], [6, 8, 10], [8, 10, 12], [10, 12]]
+
+
+def test_near_skips_sinks():
+    forest = Hierarchy.regular([7], (2, 4), sinks=(0, -1))
+    q, k, _ = random_inputs(forest, 0)
+    selection = select(q, k, forest, near=1)
+    starts = [[int(forest.structure.first_leaf[n]) for n in row if n >= 0] for row in selection.families[:, 0].tolist()]
+    # Groups: the first sink, windows 1–2, 3–4, 5, the last sink. Sinks are exact for everyone and count as no family.
+    assert starts == [[1], [1, 3], [1, 3, 5], [3, 5], [5]]
+
+
+def test_opened_is_never_differentiated():
+    forest = Hierarchy.regular([12], (2, 2))
+    q, k, _ = random_inputs(forest, 0, requires_grad=True)
+    selection = select(q, k, forest, top_k=2)
+    assert isinstance(selection, Selection)
+    assert not selection.families.requires_grad
+
+
+def test_windows_of_queries_share_a_choice():
+    forest = Hierarchy.regular([30], (3, 2), repeat_last=True)
+    q, k, _ = random_inputs(forest, 0)
+    order = cluster_keys(k, forest)
+    selection = select(q, k, forest, queries=Queries.windows(forest, 7), top_k=2, clusters=order)
+    assert selection.families.shape == (5, 6, 2)
+
+
+def test_what_a_causal_query_opens_does_not_depend_on_the_length_of_its_tree(monkeypatch):
+    """Without a limit short trees are searched whole; with one, always by a beam."""
+    monkeypatch.setattr("hsa.attention.multiscale.select.EXACT_FAMILIES", 100)
+    tree, part = (Hierarchy.regular([n], (2, 2), repeat_last=True) for n in (251, 170))
+    q, k, _ = random_inputs(tree, 5, heads=4)
+    long = select(q, k, tree, top_k=3, causal=True)
+    short = select(q[:170], k[:170], part, top_k=3, causal=True)
+
+    def first_leaves(selection, forest):
+        return [forest.structure.first_leaf[n] if n >= 0 else -1 for n in selection.families[:170].flatten()]
+
+    assert first_leaves(long, tree) == first_leaves(short, part)
+    assert torch.equal(long.families, select(q, k, tree, top_k=3, beam=32, causal=True).families)
+    assert not torch.equal(long.families, select(q, k, tree, top_k=3, beam="exact", causal=True).families)
+    assert torch.equal(
+        select(q[:170], k[:170], part, top_k=3).families,
+        select(q[:170], k[:170], part, top_k=3, beam="exact").families,
+    )

@@ -1,0 +1,170 @@
+"""Key orders by the kernels: permutations inside nodes, and the families found without kernels where keys form groups."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from hsa import Hierarchy
+from hsa import cluster_keys as without_kernels
+from hsa.attention.multiscale.cluster import chunk_of_leaf
+from hsa.attention.multiscale.triton import cluster as find_keys
+from hsa.attention.multiscale.triton.cluster import cluster_keys
+from hsa.errors import Unsupported
+from tests.forests import forests, random_inputs, windows
+
+seeds = st.integers(0, 10**6)
+
+
+def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
+    """[keys, heads, dim] nested groups, group sizes from the leaves up, in random order: gaps shrink threefold per level."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.full((1, heads, dim), 2.0)
+    for level, size in enumerate(reversed(sizes)):
+        direction = torch.randn(len(keys), 1, heads, dim, generator=generator)
+        direction = direction / direction.norm(dim=-1, keepdim=True) * 4 * 3.0**-level
+        if level == len(sizes) - 1:  # inside the last groups: no order
+            place = torch.randn(len(keys), size, heads, 1, generator=generator) * 0.3
+        else:
+            place = torch.arange(size)[:, None, None] + 0.1 * torch.randn(
+                len(keys), size, heads, 1, generator=generator
+            )
+        keys = (keys[:, None] + place * direction).flatten(0, 1)
+    shuffle = torch.stack([torch.randperm(len(keys), generator=generator) for _ in range(heads)], 1)
+    return keys.gather(0, shuffle[..., None].expand_as(keys)).to(dtype)
+
+
+def small_programs(monkeypatch):
+    """So that a small tree takes the ways of a large one."""
+    constants = {"SMALL": 32, "NODE": 64, "BLOCK": 48, "ROWS": 32, "SPLIT": 32, "LONGEST_SPLIT": 32, "LONG_SPLIT": 64}
+    for name, value in constants.items():
+        monkeypatch.setattr(find_keys, name, value)
+
+
+def assert_permutation_inside_trees(order, forest):
+    s = forest.structure
+    for begin, end in zip(s.leaf_offsets, s.leaf_offsets[1:], strict=False):
+        assert (order[:, begin:end].sort(-1).values == torch.arange(begin, end)).all()
+
+
+@given(forests(), seeds)
+def test_a_permutation_inside_each_tree_with_sinks_fixed_and_families_sorted(forest, seed):
+    _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
+    order = cluster_keys(k, forest, None)
+    assert order.dtype == torch.int64
+    assert_permutation_inside_trees(order, forest)
+    s = forest.structure
+    sinks = torch.from_numpy(s.depth[s.leaf_nodes] <= 1)
+    assert (order[:, sinks] == torch.arange(forest.num_leaves)[sinks]).all()
+    family = torch.from_numpy(s.parent[s.leaf_nodes])
+    for members in (family == f for f in family.unique()):
+        assert (order[:, members].diff(dim=-1) > 0).all()
+
+
+@given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
+def test_chunks_that_are_not_complete_stay_as_they_are(forest, seed, chunk):
+    _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
+    order = cluster_keys(k, forest, chunk)
+    number, complete = chunk_of_leaf(forest, chunk)
+    assert (number[order.numpy()] == number).all()
+    open_end = ~torch.tensor(complete[number])
+    assert (order[:, open_end] == torch.arange(forest.num_leaves)[open_end]).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "dtype"),
+    [
+        ((8, 2, 2, 2), 64, torch.float32),
+        ((8, 2, 2, 2, 2, 2), 64, torch.float16),
+        ((8, 2, 2, 2, 2), 16, torch.float16),
+        ((10, 2, 2, 2), 80, torch.float32),
+        ((5, 3, 3, 2), 64, torch.float32),
+        ((20, 5), 16, torch.float32),
+    ],
+)
+def test_the_same_families_as_without_kernels(sizes, dim, dtype):
+    k = grouped_keys(sizes, dim, dtype=dtype, seed=1)  # one whose smallest gaps are well above the rounding of float16
+    tree = Hierarchy.regular([len(k)], sizes)
+    assert torch.equal(cluster_keys(k, tree, None), without_kernels(k, tree).order)
+
+
+def test_the_same_families_in_chunks_beside_sinks():
+    k = torch.cat([grouped_keys((8, 2, 2), 16, seed=seed) for seed in range(5)])
+    k = torch.cat([torch.zeros(1, 2, 16), k, torch.zeros(1, 2, 16)])
+    tree = Hierarchy.regular([len(k)], (8, 2), repeat_last=True, sinks=(0, -1))
+    order = cluster_keys(k, tree, 32)
+    assert torch.equal(order, without_kernels(k, tree, chunk=32).order)
+    assert (order[:, 1:-1] != torch.arange(1, len(k) - 1)).any()
+
+
+@pytest.mark.parametrize("sizes", [(8, 2, 2, 2, 2), (10, 4, 5)])
+def test_large_nodes_are_measured_and_split_piece_by_piece(sizes, monkeypatch):
+    k = grouped_keys(sizes, 16, heads=1)
+    expected = without_kernels(k, Hierarchy.regular([len(k)], sizes)).order
+    small_programs(monkeypatch)
+    tree = Hierarchy.regular([len(k)], sizes)
+    assert torch.equal(cluster_keys(k, tree, None), expected)
+    steps = tree.cached(("key steps", None), lambda: None).steps[::5]
+    assert {find_keys.MEASURE_BLOCKS, find_keys.SPLIT_NODES} <= set(steps)
+
+
+def test_as_good_as_without_kernels_where_nothing_stands_out():
+    k = torch.randn(192, 2, 16) * torch.arange(1, 17) ** -0.5
+    tree = Hierarchy.regular([192], (8, 2), repeat_last=True)
+
+    def spread_inside_families(order):
+        members = torch.stack([k[order[head], head] for head in range(2)]).view(2, -1, 8, 16)
+        return (members - members.mean(2, keepdim=True)).square().sum()
+
+    found, expected = cluster_keys(k, tree, None), without_kernels(k, tree).order
+    assert spread_inside_families(found) < 1.05 * spread_inside_families(expected)
+    assert spread_inside_families(found) < 0.8 * spread_inside_families(torch.arange(192).expand(2, -1))
+
+
+def test_a_tree_is_the_same_in_any_batch():
+    lengths = [9, 100, 24, 70]
+    k = torch.randn(sum(lengths), 2, 16)
+    together = cluster_keys(k, Hierarchy.regular(lengths, (4, 2), repeat_last=True), None)
+    begin = 0
+    for length in lengths:
+        alone = cluster_keys(k[begin : begin + length], Hierarchy.regular([length], (4, 2), repeat_last=True), None)
+        assert torch.equal(together[:, begin : begin + length], alone + begin)
+        begin += length
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's own, on NaN
+@pytest.mark.parametrize("value", [1.7, torch.nan])
+@pytest.mark.parametrize("large", [False, True])
+def test_equal_keys_keep_their_order_and_nan_loses_none(value, large, monkeypatch):
+    if large:
+        small_programs(monkeypatch)
+    forest = Hierarchy.regular([150], (4, 3), repeat_last=True)
+    order = cluster_keys(torch.full((150, 1, 16), value), forest, None)
+    assert_permutation_inside_trees(order, forest)
+    if value == value:
+        assert torch.equal(order, torch.arange(150)[None])
+
+
+def test_strides_do_not_matter():
+    forest = Hierarchy.regular([80], (4, 2), repeat_last=True)
+    k = torch.randn(80, 2, 16)
+    expected = cluster_keys(k, forest, None)
+    assert torch.equal(cluster_keys(k.transpose(0, 1).contiguous().transpose(0, 1), forest, None), expected)
+    assert torch.equal(cluster_keys(k.mT.contiguous().mT, forest, None), expected)
+
+
+def test_the_registered_operator():
+    forest = Hierarchy.regular([40], (4, 2), repeat_last=True, sinks=1)
+    plan = find_keys._build(forest, None)
+    arguments = (torch.randn(40, 2, 16), plan.start, plan.slots, plan.table, plan.steps, 4)
+    torch.library.opcheck(torch.ops.hsa.cluster_keys, arguments)
+
+
+@pytest.mark.parametrize(("dim", "dtype", "reason"), [(256, torch.float32, "1 to 128"), (16, torch.float64, "float64")])
+def test_what_is_refused(dim, dtype, reason):
+    k, tree = torch.zeros(2, 1, dim, dtype=dtype), Hierarchy.flat([2])
+    with pytest.raises(Unsupported, match=reason):
+        without_kernels(k, tree, backend="triton")
+    assert without_kernels(k, tree).order.tolist() == [[0, 1]]  # torch finds it

@@ -1,0 +1,329 @@
+"""`hsa kernels`, from the command line."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsa.analysis.plots import pyplot
+from hsa.cli.main import run
+from hsa.huggingface.loading import load_for_task
+from hsa.models.classifier import Classifier
+from hsa.models.saved import load_model, save_model
+from tests.huggingface.fidelity.small import classifier, language_model, rows, save
+from tests.tables import reviews, write_rows
+
+FEW = ("--cpu", "--prune-on", "5", "--points", "3", "--draws", "2", "--splits", "2")
+DRAWN = "test_encoders[classify-similarity]"
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_pictures(request, monkeypatch):
+    """Drawing takes longer than all else; one test looks at what is drawn."""
+    from hsa.research.head_kernels import plots as kernel_plots
+
+    def save(figure, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        pyplot().close(figure)
+
+    if request.node.name != DRAWN:
+        monkeypatch.setattr(kernel_plots, "save_figure", save)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """An encoder with a head, one without, a decoder."""
+    folder = tmp_path_factory.mktemp("models")
+    save(folder / "classify", classifier())
+    save(folder / "embed", classifier(seed=2).bert)
+    save(folder / "decoder", language_model())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """A run of hsa train: models that concatenate heads, that weigh them, that predict numbers; and a language model."""
+    folder = tmp_path_factory.mktemp("ours")
+    data = write_rows(folder / "reviews.csv", reviews())
+    environment = pytest.MonkeyPatch()
+    environment.setenv("HSA_CACHE", str(folder / "cache"))
+    environment.chdir(folder)
+    sizes = ("--width", "8", "--vocabulary", "300", "--heads", "2", "--epochs", "1", "--position-width", "8", "--cpu")
+    text = ("--text", "text")
+    for name, more in {
+        "plain": (*text, "--label", "label", "--layers", "2", "--models", "hsa,bottom-up"),
+        "number": (*text, "--label", "stars", "--task", "regression", "--models", "hsa"),
+        "lm": (*text, "--task", "lm", "--models", "flat"),
+    }.items():
+        with pytest.raises(SystemExit) as caught:
+            run(["train", str(data), *more, *sizes, "--out", name])
+        assert caught.value.code == 0
+    environment.undo()
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_rows(tmp_path / "data.csv", rows(30))
+
+
+@pytest.mark.parametrize("kernel", ["outputs", "similarity"])
+@pytest.mark.parametrize("name", ["classify", "embed"])
+def test_encoders(request, call, models, data, name, kernel):
+    code, out, err = call(
+        "kernels", models / name, "--data", data, "--kernel", kernel, "--out", "o", "--tokens", "40", *FEW, columns=60
+    )
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    found = json.loads(Path("o/kernels.json").read_text())
+    assert (found["model"], found["data"], found["examples"], found["kernel"]) == (name, "data.csv", 30, kernel)
+    assert found["rows"] == (60 if kernel == "similarity" else 30)  # two tokens of each, to have 40
+    assert found["heads"] == [[layer, head] for layer in range(2) for head in range(4)]
+    assert len(found["alignment"]) == len(found["redundancy"]) == len(found["weights"]) == 8
+    assert all(found["alignment"][i][i] == pytest.approx(1) for i in range(8))
+    assert sum(found["weights"]) == pytest.approx(1)
+    assert 1 < found["effective"] < 8
+    assert f"The 8 heads are worth {found['effective']:.1f} different kernels" in words
+    assert [s["name"] for s in found["sums"]] == ["equal weights", "best single head", "flat MKL", "input-conditional"]
+    assert [c["name"] for c in found["curves"]] == ["redundancy", "MKL weight", "chance"]
+    assert [len(c["scores"]) for c in found["curves"]] == [1, 1, 2]
+    assert found["curves"][0]["removed"] == [0, 1, 4, 8]
+    assert (found["score"], found["pruned_on"]) == ("accuracy" if name == "classify" else "cosine", 5)
+    begins = {scores[0] for curve in found["curves"] for scores in curve["scores"]}
+    assert len(begins) == 1
+    if name == "embed":
+        assert begins.pop() == pytest.approx(1)
+    assert (found["layers"][0]["asymmetric"] is None) == (kernel == "outputs")
+    assert ("asymmetric" in out) == (kernel == "similarity")
+    report = Path("o/report.md").read_text()
+    assert report.startswith(f"# {name} on data.csv\n")
+    for picture in ("alignment", "weights", "pruning"):
+        assert (Path(f"o/{picture}.png").stat().st_size > 1000) == (request.node.name == DRAWN)
+        assert f"![{picture}]({picture}.png)" in report
+    assert all(sentence in report for sentence in found["words"])
+    assert "…" not in "".join(line for line in out.splitlines() if not line.endswith(" …"))  # no cell is cut
+
+
+def test_the_same_again_and_others(call, models, data):
+    def found(folder, *more):
+        assert call("kernels", models / "classify", "--data", data, "--out", folder, *FEW, *more)[0] == 0
+        return json.loads(Path(folder, "kernels.json").read_text())
+
+    first = found("a")
+    assert found("b") == first
+    other = found("c", "--seed", "1")
+    assert other["alignment"] == first["alignment"]  # of all examples, whatever is drawn
+    assert other["curves"] != first["curves"]
+    few = found("d", "--limit", "20", "--max-tokens", "7")
+    assert (few["examples"], few["mean_length"]) == (20, 7)
+
+
+def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
+    """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
+    texts = [row["text"] for row in rows(40, seed=3)]
+    model, tokenizer = load_for_task(str(models / "classify"), "classify")
+    found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    assert 5 < sum(found) < 35
+    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, found, strict=True)])
+    code, said, _ = call("predict", ours / "number/hsa", ours / "reviews.csv", "--json")
+    assert code == 0
+    numbers = [json.loads(line)["label"] for line in said.splitlines()]
+    assert len(set(numbers)) > 20
+    table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
+    others = write_rows(tmp_path / "own.jsonl", table)
+    for name, file in ((models / "classify", some), (ours / "number/hsa", others)):
+        assert call("kernels", name, "--data", file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
+        curves = json.loads(Path(file.suffix, "kernels.json").read_text())["curves"]
+        assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
+
+
+def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, monkeypatch):
+    """The model's accuracy on them, and on no others."""
+    from hsa.research.head_kernels import study as head_kernels
+
+    known = []
+    flat = head_kernels.flat_mkl
+    monkeypatch.setattr(
+        head_kernels, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
+    )
+    assert call("kernels", models / "classify", "--data", data, "--out", "o", *FEW)[0] == 0
+    assert known[0] == 25
+
+
+def test_without_labels_or_pruning(call, models, tmp_path):
+    bare = write_rows(tmp_path / "bare.jsonl", [{"sentence": row["text"]} for row in rows(12)])
+    code, out, err = call("kernels", models / "classify", "--data", bare, *FEW)
+    assert (code, err) == (0, "")
+    assert "no labels, so no weights were learned; pass --label" in " ".join(out.split())
+    found = json.loads(Path("runs/kernels-classify/kernels.json").read_text())  # unless another is named
+    assert (found["weights"], found["sums"], found["score"]) == (None, [], "cosine")
+    assert [c["name"] for c in found["curves"]] == ["redundancy", "chance"]
+    assert not Path("runs/kernels-classify/weights.png").exists()
+    code, _, _ = call("kernels", models / "classify", "--data", bare, "--out", "o", "--cpu", "--prune-on", "0")
+    assert code == 0
+    assert json.loads(Path("o/kernels.json").read_text())["curves"] == []
+    assert not Path("o/pruning.png").exists()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_labels_that_are_numbers(call, models, tmp_path, suffix):
+    data = write_rows(tmp_path / f"n.{suffix}", [{**row, "label": i + 0.5} for i, row in enumerate(rows(20))])
+    code, out, _ = call("kernels", models / "classify", "--data", data, "--out", "o", *FEW)
+    assert code == 0
+    assert "R² held out" in out
+    assert json.loads(Path("o/kernels.json").read_text())["score"] == "cosine"
+
+
+def test_few_examples(call, models, tmp_path):
+    data = write_rows(tmp_path / "few.csv", rows(6))
+    code, out, err = call("kernels", models / "embed", "--data", data, "--out", "o", *FEW)
+    assert (code, err) == (0, "")
+    assert "Weights were not tested: that takes at least 18 examples" in " ".join(out.split())
+    found = json.loads(Path("o/kernels.json").read_text())
+    assert (found["sums"], found["pruned_on"]) == ([], 3)
+
+
+def test_our_models(call, ours):
+    for folder, score, layers in [("plain/hsa", "accuracy", 2), ("number/hsa", "R²", 1)]:
+        out = folder.partition("/")[0]
+        code, shown, err = call("kernels", ours / folder, "--data", ours / "reviews.csv", "--out", out, *FEW)
+        assert (code, err) == (0, "")
+        found = json.loads(Path(out, "kernels.json").read_text())
+        assert (found["score"], found["sum_score"], len(found["layers"]), found["examples"]) == (
+            score,
+            score,
+            layers,
+            40,
+        )
+        assert f"{2 * layers} heads in {layers} layer" in " ".join(shown.split())
+    code, _, _ = call(
+        "kernels", ours / "plain/hsa", "--data", ours / "reviews.csv", "--kernel", "similarity", "--out", "s", *FEW
+    )
+    assert code == 0
+
+
+def test_the_models_own_weights(call, ours, tmp_path):
+    """A model that attends over its heads tells how, and its own weights are tested beside others."""
+    folder = tmp_path / "over"
+    shutil.copytree(ours / "plain" / "hsa", folder)
+    model, classes = load_model(folder)
+    config = model.config
+    save_model(folder, Classifier(replace(config, encoder=replace(config.encoder, fusion="over-heads"))), classes)
+    code, out, err = call("kernels", folder, "--data", ours / "reviews.csv", "--out", "o", *FEW)
+    assert (code, err) == (0, "")
+    assert "the model's own weighting" in out
+    sums = {s["name"]: s for s in json.loads(Path("o/kernels.json").read_text())["sums"]}
+    # Weights of heads start equal.
+    assert sums["the model's own weighting"]["held"] == pytest.approx(sums["equal weights"]["held"])
+
+
+def test_json_alone_on_stdout(call, models, data):
+    code, out, err = call("kernels", models / "embed", "--data", data, "--json", "--out", "o", *FEW)
+    assert code == 0
+    assert out == Path("o/kernels.json").read_text()
+    assert all(line.endswith(" …") for line in err.splitlines())
+
+
+def test_results_are_not_written_over(call, fails, models, data):
+    arguments = ("kernels", models / "embed", "--data", data, "--out", "o", *FEW)
+    assert call(*arguments)[0] == 0
+    before = Path("o/kernels.json").stat().st_mtime_ns
+    assert fails(*arguments) == (
+        "o: given a folder with results, expected a new folder; pass another --out, or --replace"
+    )
+    assert Path("o/kernels.json").stat().st_mtime_ns == before
+    assert call(*arguments, "--replace")[0] == 0
+    assert Path("o/kernels.json").stat().st_mtime_ns > before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--label", "mark"], "data.csv: given the column 'mark', expected one of 'text', 'label'"),
+        (["--text", "txt"], "data.csv: given the column 'txt', expected one of .*; did you mean 'text'"),
+        (["--text", "text", "text", "text"], "text: given 3 columns, expected one, or two for a pair"),
+        (["--split", "dev"], "data.csv: given no column 'split'"),
+        (["--limit", "2"], "limit: given 2, expected 3 or more"),
+        (["--max-tokens", "0"], "max_tokens: given 0, expected 1 or more"),
+        (["--max-tokens", "2"], "length: given 2, expected at least 3"),
+        (["--tokens", "1"], "tokens: given 1, expected 3 or more"),
+        (["--splits", "0"], "splits: given 0, expected 1 or more"),
+        (["--points", "0"], "points: given 0, expected 1 or more"),
+        (["--draws", "0"], "draws: given 0, expected 1 or more"),
+        (["--prune-on=-1"], "prune_on: given -1, expected 0 or more"),
+        (["--seed=-1"], "seed: given -1, expected 0 or more"),
+        (
+            ["--kernel", "similarity", "--tokens", "100000"],
+            "limit: given 30 examples, 100000 tokens, 8 heads, expected",
+        ),
+    ],
+)
+def test_options_that_do_not_fit(fails, models, data, arguments, message):
+    assert re.search(message, fails("kernels", models / "classify", "--data", data.name, "--out", "out", *arguments))
+    assert not Path("out").exists()
+
+
+def test_data_that_do_not_fit(fails, models, tmp_path):
+    def line(some, name="classify", *more):
+        return fails("kernels", models / name, "--data", some, "--out", "out", *more)
+
+    assert line("none.csv") == "none.csv: given no such file, expected a readable file"
+    two = write_rows(tmp_path / "two.csv", rows(2))
+    assert line(two) == f"{two}: given 2 examples, expected at least 3, to tell kernels apart"
+    one_class = write_rows(tmp_path / "one.csv", [{**row, "label": 1} for row in rows(9)])
+    assert line(one_class).endswith("label: given nothing but '1', expected at least 2 classes")
+    lone = np.random.default_rng((0, 1)).permutation(5)[0]  # is what pruning is tried on
+    lonely = write_rows(tmp_path / "lonely.csv", [{**row, "label": int(i == lone)} for i, row in enumerate(rows(5))])
+    assert line(lonely, "embed").startswith(
+        "label: given examples of one class, but for a few, expected more of another"
+    )
+    other = write_rows(tmp_path / "other.csv", [{**row, "label": "xy"[i % 2]} for i, row in enumerate(rows(9))])
+    assert line(other).startswith("other: label: given 'x', expected one of the model's classes: 'LABEL_0', 'LABEL_1'")
+    no_text = write_rows(tmp_path / "no_text.csv", [{"a": 1, "label": 2}])
+    assert "no_text.csv: given columns ['a', 'label'], expected to know which hold the text" in line(no_text)
+    empty = write_rows(tmp_path / "empty.csv", [{"text": " ", "label": 2}])
+    assert "given ' ', expected a text" in line(empty)
+    unlabelled = write_rows(tmp_path / "u.csv", [{**row, "mark": ""} for row in rows(9)])
+    assert line(unlabelled, "classify", "--label", "mark") == "u: mark: given a column without labels, expected some"
+
+
+def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
+    line = fails("kernels", tmp_path / "none", "--data", data)
+    assert line.startswith(f"{tmp_path / 'none'}: given no model that loads (no such folder), expected a folder with")
+    (tmp_path / "bare").mkdir()
+    assert "given no model that loads" in fails("kernels", tmp_path / "bare", "--data", data)
+    assert "is a decoder, whose tokens see no later ones" in fails("kernels", models / "decoder", "--data", data)
+    table = ours / "reviews.csv"
+    assert "a bottom-up encoder uses the same heads on every level" in fails(
+        "kernels", ours / "plain/bottom-up", "--data", table
+    )
+    assert "given a folder of models, expected one of" in fails("kernels", ours / "plain", "--data", table)
+    line = fails("kernels", ours / "lm" / "flat", "--data", table)
+    assert "given that of a hierarchical language model, expected the configuration of a model of hsa" in line
+    line = fails("kernels", ours / "plain/hsa", "--data", table, "--text", "text")
+    assert line == "--text: given an option, for a model of hsa, expected none; it reads data as it was trained to"
+    assert "given no such file or folder" in fails("kernels", ours / "plain/hsa", "--data", "none.csv")
+    assert "column 'label'" in fails(
+        "kernels", ours / "plain/hsa", "--data", write_rows(tmp_path / "x.csv", [{"text": "a"}])
+    )
+    one = write_rows(tmp_path / "y.csv", [row for row in reviews() if row["label"] == "pos"])
+    assert "label: given nothing but" in fails("kernels", ours / "plain/hsa", "--data", one)
+
+
+def test_help(call):
+    code, out, _ = call("kernels", "--help")
+    assert code == 0
+    for option in ("--data", "--kernel", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
+        assert option in out

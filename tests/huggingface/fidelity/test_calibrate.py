@@ -1,0 +1,297 @@
+"""The search for settings: budgets, its path, what it keeps, and what it leaves behind."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert, settings_of
+from hsa.huggingface.conversion import convert_as
+from hsa.huggingface.fidelity import calibrate as calibration
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, hull
+from hsa.huggingface.fidelity.judge import Judge
+from tests.huggingface.fidelity.small import (
+    CHEAP,
+    FOUND,
+    LONGEST,
+    NEAR,
+    classifier,
+    examples,
+    language_model,
+    tokenizer,
+)
+
+WAYS = (CHEAP, NEAR)
+
+
+@pytest.fixture
+def model():
+    return classifier()
+
+
+@pytest.fixture
+def judge(model):
+    return Judge(examples(4), "classify", model, tokenizer(), longest=LONGEST)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The converted layers at each pass over the examples."""
+    seen, ask = [], Judge.ask
+    monkeypatch.setattr(
+        Judge, "ask", lambda self, model, *rest: (seen.append(settings_of(model)), ask(self, model, *rest))[1]
+    )
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "value"),
+    [
+        ("ops 4x", "ops", 4),
+        ("ops4", "ops", 4),
+        ("Accuracy -0.5", "accuracy", -0.5),
+        ("accuracy -.5 points", "accuracy", -0.5),
+        (" kept 98% ", "kept", 98),
+        ("cosine 0.985", "cosine", 0.985),
+        ("perplexity +1%", "perplexity", 1),
+        ("f1 -1 point", "f1", -1),
+    ],
+)
+def test_budgets(text, metric, value):
+    assert Budget.parse(text) == Budget(metric, value)
+
+
+@pytest.mark.parametrize("text", ["", "ops", "4x", "ops fast", "ops 1.2.3", "ops .", "ops 4y", "ops 4x more", "kept -"])
+def test_budgets_that_are_none(text):
+    with pytest.raises(InvalidInput, match=r"budget: given .*expected such as"):
+        Budget.parse(text)
+
+
+def test_what_holds():
+    original = {"accuracy": 0.9, "perplexity": 10.0}
+    point = {
+        "ops": 3.0,
+        "accuracy": 0.896,
+        "kept": 0.985,
+        "cosine": 0.99,
+        "perplexity change": 0.01,
+        "perplexity": 10.1,
+    }
+    for text, wanted in {
+        "ops 3x": True,
+        "ops 3.1x": False,
+        "accuracy -0.5": True,
+        "accuracy -0.3": False,
+        "kept 98%": True,
+        "kept 99%": False,
+        "cosine 0.985": True,
+        "cosine 0.995": False,
+        "perplexity +1%": True,
+        "perplexity +0.9%": False,
+    }.items():
+        assert Budget.parse(text).holds(point, original) is wanted
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1.2), st.floats(-1, 10)), max_size=12),
+    st.tuples(st.floats(0.5, 1), st.floats(0, 1)),
+)
+def test_the_hull_falls_at_rising_cost(points, first):
+    ways = [(*point, place) for place, point in enumerate(points)]
+    taken = hull((*first, None), ways)
+    slopes = [slope for slope, _ in taken]
+    assert slopes == sorted(slopes)
+    operations = [first[0], *(points[place][0] for _, place in taken)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(operations))
+    assert operations[-1] == min([first[0], *(p[0] for p in points)])  # down to the cheapest
+    # No way lies below the line from one that is taken to the next.
+    corners = [first, *(points[place] for _, place in taken)]
+    for (x0, y0), (x1, y1) in itertools.pairwise(corners):
+        for x, y in points:
+            if x1 <= x < x0 and x0 - x1 > 1e-6:
+                assert y >= y1 + (y0 - y1) * (x - x1) / (x0 - x1) - 1e-6 * (1 + abs(y0) + abs(y1))
+
+
+def test_operations_as_asked_for(model, judge):
+    found = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
+    assert found.holds
+    assert settings_of(model) == {}
+    assert model.config._attn_implementation == "sdpa"
+    chosen = [point for point in found.frontier if point["chosen"]]
+    assert len(chosen) == 1
+    cheap_enough = [point for point in found.frontier if point["ops"] >= 1.5]
+    assert chosen[0] is cheap_enough[0] or chosen[0] == cheap_enough[0]  # the most faithful of them
+    assert [point["step"] for point in found.frontier] == sorted({point["step"] for point in found.frontier})
+    ops = [point["ops"] for point in found.frontier]
+    assert ops == sorted(ops)
+    assert ops[0] == 1
+    after = judge.ask(convert_as(model, found.settings))
+    assert after.counted.ratio == pytest.approx(chosen[0]["ops"])
+    assert {replace(s, pooled_bias=0.0) for s in found.settings.values()} <= set(WAYS)
+    assert {(row["layer"], json.dumps(row["settings"])) for row in found.sensitivities} == {
+        (layer, json.dumps(way.to_json())) for layer in (0, 1) for way in WAYS
+    }
+    for row in found.sensitivities:
+        assert row["distance"] > 0
+        assert 0 < row["ops"] < 1
+
+
+def test_a_budget_that_nothing_keeps_to(model, judge):
+    found = calibrate(model, judge, "ops 1000x", candidates=WAYS)
+    assert not found.holds
+    assert found.frontier[-1]["chosen"]  # the cheapest
+    assert len(found.settings) == 2
+    found = calibrate(model, judge, "kept 101%", candidates=WAYS)
+    assert (found.holds, found.settings) == (False, {})
+
+
+def test_a_score_as_asked_for(model, judge):
+    found = calibrate(model, judge, "kept 0%", candidates=WAYS)
+    assert found.holds
+    assert max(found.frontier, key=lambda point: point["ops"])["chosen"]  # the cheapest
+
+
+def test_every_layer(model, judge):
+    found = calibrate(model, judge, "kept 101%", candidates=WAYS, every_layer=True)
+    assert set(found.settings) == {0, 1}
+    assert {point["converted"] for point in found.frontier} == {2}
+    nearest = {
+        layer: min((row for row in found.sensitivities if row["layer"] == layer), key=lambda row: row["distance"])
+        for layer in (0, 1)
+    }
+    for layer, settings in found.settings.items():
+        assert replace(settings, pooled_bias=0.0).to_json() == nearest[layer]["settings"]
+
+
+def test_sliding_layers_stay_as_they_are():
+    model = classifier("ModernBert", num_hidden_layers=4, local_attention=8, cls_token_id=1, sep_token_id=2)
+    known = tokenizer()
+    known.model_input_names = ["input_ids", "attention_mask"]
+    judge = Judge(examples(4), "classify", model, known, longest=LONGEST)
+    found = calibrate(model, judge, "ops 1000x", candidates=WAYS, every_layer=True)
+    assert set(found.settings) == {0, 3}
+
+
+def test_what_was_measured_is_used_again(model, judge, tmp_path, asked):
+    first = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    fresh = len(asked)
+    assert fresh > 2 + 2 * len(WAYS)
+    asked.clear()
+    again = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    assert again == first
+    assert asked == [
+        {},
+        {n: replace(s, pooled_bias=0.0) for n, s in first.settings.items()},
+    ]  # original, and its biases
+    asked.clear()
+    calibrate(model, judge, "ops 1.5x", candidates=WAYS[:1], folder=tmp_path)
+    assert len(asked) > 2  # other candidates: anew
+    assert {s for layers in asked for s in layers.values() if not s.pooled_bias} == set(WAYS[:1])
+
+
+def test_a_run_that_was_broken_off_goes_on(model, judge, tmp_path, asked, monkeypatch):
+    wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
+    whole = len(asked)
+    asked.clear()
+    counted = Judge.ask
+
+    def breaks(self, model, *rest):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return counted(self, model, *rest)
+
+    monkeypatch.setattr(Judge, "ask", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    assert settings_of(model) == {}
+    monkeypatch.setattr(Judge, "ask", counted)
+    asked.clear()
+    assert calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path) == wanted
+    assert len(asked) == whole - 3  # the original is asked again
+
+
+@pytest.mark.parametrize("change", ["weights", "labels"])
+def test_another_model_or_other_labels_are_measured_anew(model, judge, tmp_path, asked, change):
+    calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    whole = len(asked)
+    asked.clear()
+    if change == "weights":
+        with torch.no_grad():  # a change that answers of three digits do not show
+            for weight in model.parameters():
+                weight.mul_(1 + 1e-6)
+    else:
+        judge.labels = 1 - judge.labels
+    found = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    assert abs(len(asked) - whole) <= 1  # the biases may turn out otherwise
+    assert found.frontier[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
+
+
+def test_biases_only_where_they_help(model, judge, monkeypatch):
+    before = judge.ask(model)
+
+    def distance(bias):
+        settings = dict.fromkeys((0, 1), replace(CHEAP, pooled_bias=bias))
+        return judge.distance(before, judge.ask(convert_as(model, settings)))
+
+    least, good = min((distance((bias,) * 4), bias) for bias in (-2.0, -1.0, 1.0, 2.0))
+    assert least < distance(0.0)
+    monkeypatch.setattr(calibration, "BIASES", (good,))
+    nearness = Judge.distance
+    for sign, wanted in ((1, (good,) * 4), (-1, 0.0)):  # as it is, and where the same bias takes answers further away
+        monkeypatch.setattr(Judge, "distance", lambda self, *both, sign=sign: sign * nearness(self, *both))
+        found = calibrate(model, judge, "ops 1000x", candidates=[CHEAP]).settings
+        assert {settings.pooled_bias for settings in found.values()} == {wanted}
+
+
+def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
+    search = calibration._Search(model, judge, WAYS, None, None, lambda *_: None)
+    plain = {0: CHEAP}
+    measured = {"distance": 1.0, "kept": 0.99}
+    nearer_but_worse = {"distance": 0.5, "kept": 0.9}
+    monkeypatch.setattr(search, "measure", lambda settings: measured if settings == plain else nearer_but_worse)
+    monkeypatch.setattr(calibration, "BIASES", (0.5,))
+    assert search.with_biases(plain, Budget("kept", 98)) == plain
+    assert search.with_biases(plain, Budget("kept", 80)) != plain
+
+
+def test_what_does_not_fit(model, judge):
+    with pytest.raises(InvalidInput, match=r"budget: given 'speed', expected one of ops, accuracy, .*, kept$"):
+        calibrate(model, judge, "speed 2x", candidates=WAYS)
+    encoder = classifier().bert
+    texts = Judge(examples(4, labels=False, parts=2), "embed", encoder, tokenizer(), longest=LONGEST)
+    with pytest.raises(InvalidInput, match=r"budget: given 'spearman', expected one of ops, cosine$"):
+        calibrate(encoder, texts, "spearman -1", candidates=WAYS)
+
+
+def test_language_models(asked):
+    model = language_model()
+    judge = Judge(examples(6), "perplexity", model, tokenizer(), longest=LONGEST)
+    found = calibrate(model, judge, "perplexity +1000%", candidates=[CHEAP])
+    assert found.holds
+    assert "perplexity" in found.frontier[0]
+
+
+def test_a_converted_model_is_searched_from_its_exact_attention(model, judge, asked):
+    wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
+    convert(model, **vars(FOUND))
+    asked.clear()
+    assert calibrate(model, judge, "ops 1.5x", candidates=WAYS) == wanted
+    assert asked[0] == settings_of(model) == {}
+
+
+def test_the_one_who_watches_sees_each_stage_end(model, judge):
+    heard = {}
+    calibrate(
+        model, judge, "ops 1.5x", candidates=WAYS, watch=lambda what, done, total: heard.update({what: (done, total)})
+    )
+    assert len(heard) == 3
+    assert all(done == total for done, total in heard.values())
+
+
+def test_candidates_differ():
+    assert len(set(CANDIDATES)) == len(CANDIDATES)

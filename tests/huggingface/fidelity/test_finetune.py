@@ -1,0 +1,215 @@
+"""Fine-tuning: it learns, goes on where it was, and refuses what it cannot go on with."""
+
+import json
+
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert, settings_of
+from hsa.huggingface.fidelity import finetune as finetuning
+from hsa.huggingface.fidelity.examples import Examples, tokenize
+from hsa.huggingface.fidelity.finetune import OPTIONS, STATE, class_names, finetune, finish
+from hsa.huggingface.fidelity.judge import Judge
+from hsa.huggingface.fidelity.options import FinetuneOptions
+from hsa.huggingface.layers import attention_layers, set_attention_dropout
+from hsa.huggingface.loading import load_for_task, load_for_training
+from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, examples, learnable, save, tokenizer
+from tests.huggingface.tiny_models import tiny
+
+SHORT = {"batch_size": 8, "learning_rate": 3e-3}
+
+
+def calm(**changes):
+    """Weights small enough to learn with."""
+    return classifier(initializer_range=0.05, **changes)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_it_learns(converted):
+    model, losses = calm(), []
+    if converted:
+        convert(model, **vars(CHEAP))
+    options = FinetuneOptions(epochs=6, batch_size=8, learning_rate=1e-2)
+    finetune(
+        model, tokenizer(), learnable(), options, watch=lambda done, total, loss: losses.append((done, total, loss))
+    )
+    assert losses[-1][0] == losses[-1][1] == 6 * 6
+    assert losses[-1][2] < 0.3 * losses[0][2]
+    assert not model.training
+    new = learnable(seed=9)
+    judge = Judge(new, "classify", model, tokenizer(), longest=LONGEST)
+    assert judge.scores(judge.ask(model))["accuracy"] > 0.9
+    assert bool(settings_of(model)) == converted
+
+
+class Broken(Exception):
+    pass
+
+
+def breaks_at(step):
+    def watch(done, total, loss):
+        if done >= step:
+            raise Broken
+
+    return watch
+
+
+def test_going_on_gives_the_same_weights(tmp_path):
+    """With dropout, which is on in the models."""
+    options, data = FinetuneOptions(epochs=3, **SHORT), learnable(24)
+    whole = finetune(calm(), tokenizer(), data, options)
+    with pytest.raises(Broken):
+        finetune(calm(), tokenizer(), data, options, folder=tmp_path, watch=breaks_at(3 + 2))  # in the second epoch
+    torch.manual_seed(123)
+    again = finetune(calm(seed=5), tokenizer(), data, options, folder=tmp_path)
+    for (name, wanted), found in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(wanted, found), name
+    other = finetune(calm(), tokenizer(), data, FinetuneOptions(epochs=3, seed=1, **SHORT))
+    assert not torch.equal(other.classifier.weight, whole.classifier.weight)
+    without = calm(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    finetune(without, tokenizer(), data, options)
+    assert not torch.equal(without.classifier.weight, whole.classifier.weight)
+
+
+def test_other_options_and_data_are_refused(tmp_path):
+    data, options = learnable(24), FinetuneOptions(epochs=2, **SHORT)
+    with pytest.raises(Broken):
+        finetune(calm(), tokenizer(), data, options, folder=tmp_path, watch=breaks_at(4))
+    assert json.loads((tmp_path / OPTIONS).read_text())["learning_rate"] == 3e-3
+    changed = FinetuneOptions(epochs=2, batch_size=8, learning_rate=1e-3)
+    with pytest.raises(
+        InvalidInput, match=r"given a run with learning_rate 0.003, expected one with learning_rate 0.001"
+    ):
+        finetune(calm(), tokenizer(), data, changed, folder=tmp_path)
+    with pytest.raises(
+        InvalidInput, match=r"given a run with texts 24, expected one with texts 25; pass the same data"
+    ):
+        finetune(calm(), tokenizer(), learnable(25), options, folder=tmp_path)
+    with pytest.raises(InvalidInput, match="given a run with classes 2, expected one with classes 3"):
+        finetune(calm(num_labels=3), tokenizer(), data, options, folder=tmp_path)
+
+
+def test_what_is_left_is_a_model(tmp_path):
+    model, data = calm(), learnable(16)
+    finetune(model, tokenizer(), data, FinetuneOptions(epochs=1, **SHORT), folder=tmp_path)
+    assert (tmp_path / STATE).exists()
+    finish(tmp_path, model, tokenizer())
+    assert not (tmp_path / STATE).exists()
+    loaded, known = load_for_task(str(tmp_path), "classify")
+    judge = Judge(data, "classify", loaded, known, longest=LONGEST)
+    assert (judge.ask(loaded).values == judge.ask(model).values).all()
+
+
+def test_a_loss_that_is_not_finite():
+    model = calm()
+    with torch.no_grad():
+        model.classifier.weight.fill_(float("nan"))
+    with pytest.raises(
+        InvalidInput, match=r"learning_rate: given 0.003, expected a smaller one: the loss is not finite"
+    ):
+        finetune(model, tokenizer(), learnable(8), FinetuneOptions(**SHORT))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "epochs: given 0, expected 1 or more"),
+        ({"batch_size": 0}, "batch_size: given 0"),
+        ({"length": -1}, "length: given -1"),
+        ({"learning_rate": 0.0}, "learning_rate: given 0.0, expected more than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: given nan"),
+        ({"weight_decay": -0.1}, "weight_decay: given -0.1, expected 0 or more"),
+        ({"seed": -1}, "seed: given -1"),
+        ({"attention_dropout": 1.0}, "attention_dropout: given 1.0, expected at least 0 and less than 1"),
+    ],
+)
+def test_options_that_do_not_fit(changes, message):
+    with pytest.raises(InvalidInput, match=message):
+        FinetuneOptions(**changes)
+
+
+def test_texts_longer_than_the_model_takes_are_cut():
+    model = calm()
+    long = Examples("long", [(" ".join(["cat"] * 300),)] * 4, [0, 1, 0, 1])
+    finetune(model, tokenizer(), long, FinetuneOptions(epochs=1, length=512, **SHORT))
+
+
+def test_names_of_classes():
+    def names(labels):
+        return class_names(Examples("t", [("x",)] * len(labels), labels))
+
+    assert names([10, 9, 2, 10]) == ["2", "9", "10"]
+    assert names(["pos", "neg", "pos"]) == ["neg", "pos"]
+    assert names(["b", "10", "a", "9"]) == ["9", "10", "a", "b"]
+    with pytest.raises(InvalidInput, match="t: label: given nothing but 'a', expected at least 2 classes"):
+        names(["a", "a"])
+    with pytest.raises(InvalidInput, match="t: given no labels, expected a label per row"):
+        class_names(Examples("t", [("x",)]))
+
+
+def test_an_epoch_has_every_text_once_and_its_own_order():
+    tokens = tokenize(examples(203, least=3), tokenizer(), LONGEST)
+    options = FinetuneOptions(batch_size=2)  # two pools
+    batches = [list(finetuning._epoch(tokens, options, epoch)) for epoch in (0, 0, 1)]
+    for some in batches:
+        assert sorted(i for batch in some for i in batch.tolist()) == list(range(203))
+        assert len(some) == 102  # as many steps as the schedule counts on
+    first, same, other = ([batch.tolist() for batch in some] for some in batches)
+    assert first == same != other
+    padding = sum(tokens.lengths_of(batch).max() * len(batch) - tokens.lengths_of(batch).sum() for batch in batches[0])
+    assert padding < 0.1 * tokens.lengths.sum()
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "distilbert"])
+def test_dropout_of_attention_weights(family):
+    model = tiny(family, dtype=torch.float32)
+
+    def held():
+        return {
+            float(p)
+            for module in attention_layers(model)
+            for name in ("dropout", "attn_dropout", "attention_dropout")
+            if (p := getattr(getattr(module, name, None), "p", getattr(module, name, None))) is not None
+        }
+
+    others = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    set_attention_dropout(model, 0.625)
+    assert held() == {0.625}
+    assert len([m.p for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p == 0.625]) < len(others) or (
+        family == "llama"
+    )
+    set_attention_dropout(model, 0.0)
+    assert held() == {0.0}
+
+
+def test_dropout_that_a_config_writes_as_an_integer():
+    model = tiny("llama", dtype=torch.float32, attention_dropout=0)
+    set_attention_dropout(model, 0.5)
+    assert {module.attention_dropout for module in attention_layers(model)} == {0.5}
+
+
+def test_classes_and_new_heads(tmp_path):
+    folder = save(tmp_path / "three", classifier(num_labels=3))
+    model, _ = load_for_training(str(folder), ["neg", "pos"])
+    assert model.config.label2id == {"neg": 0, "pos": 1}
+    assert model.classifier.out_features == 2
+    kept = classifier(num_labels=3)
+    assert torch.equal(model.bert.encoder.layer[0].output.dense.weight, kept.bert.encoder.layer[0].output.dense.weight)
+    fresh, _ = load_for_training(str(folder), ["neg", "pos"], fresh=True)
+    assert fresh.classifier.out_features == 2
+    assert not torch.equal(
+        fresh.bert.encoder.layer[0].output.dense.weight, kept.bert.encoder.layer[0].output.dense.weight
+    )
+
+
+def test_language_models_as_classifiers_know_their_padding(tmp_path):
+    known = tokenizer()
+    known.pad_token, known.eos_token = None, "[SEP]"
+    model = tiny("gpt2", dtype=torch.float32, pad_token_id=None)
+    model.save_pretrained(tmp_path)
+    known.save_pretrained(tmp_path)
+    trained, known = load_for_training(str(tmp_path), ["0", "1"])
+    assert trained.config.pad_token_id == known.pad_token_id == known.eos_token_id
+    known.model_input_names = ["input_ids", "attention_mask"]
+    finetune(trained, known, learnable(8), FinetuneOptions(epochs=1, **SHORT))

@@ -1,0 +1,210 @@
+"""Answers against a direct pass of the model, scores against their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert
+from hsa.huggingface.attend import counting
+from hsa.huggingface.fidelity.examples import Examples
+from hsa.huggingface.fidelity.judge import TASKS, Answers, Judge, classification_scores, spearman, wilson
+from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, examples, language_model, tokenizer
+
+
+def judge_of(task, model, some=None, **options):
+    return Judge(
+        examples(9, least=3) if some is None else some, task, model, tokenizer(), **{"longest": LONGEST, **options}
+    )
+
+
+@torch.no_grad()
+def direct(model, some, **options):
+    """One text at a time, with nothing padded."""
+    known = tokenizer()
+    for texts in some.texts:
+        yield model(**known(*texts, truncation=True, max_length=LONGEST, return_tensors="pt"), **options)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
+def test_classes_are_those_of_a_direct_pass(parts, batch_tokens):
+    model, some = classifier(), examples(9, parts=parts, least=3, most=29)
+    answers = judge_of("classify", model, some, batch_tokens=batch_tokens).ask(model)
+    wanted = torch.cat([out.logits.softmax(-1) for out in direct(model, some)])
+    np.testing.assert_allclose(answers.values, wanted, atol=1e-5)
+    assert answers.values.std(0).min() > 1e-3  # a mixed order would show
+
+
+def test_embeddings_are_those_of_a_direct_pass():
+    model, some = classifier().bert, examples(7, least=3)
+    answers = judge_of("embed", model, some, batch_tokens=100).ask(model)
+    wanted = [torch.nn.functional.normalize(out.last_hidden_state.mean(1)) for out in direct(model, some)]
+    np.testing.assert_allclose(answers.values, torch.cat(wanted), atol=1e-5)
+
+
+def test_pairs_are_embedded_apart():
+    model, pairs = classifier().bert, examples(8, parts=2, least=3)
+    judge = judge_of("embed", model, pairs)
+    assert len(judge) == 16
+    answers = judge.ask(model)
+    for part in (0, 1):
+        alone = Examples("alone", [(texts[part],) for texts in pairs.texts])
+        one = judge_of("embed", model, alone)
+        np.testing.assert_allclose(answers.values[part::2], one.ask(model).values, atol=1e-5)
+        assert one.scores(one.ask(model)) == {}
+    cosine = (answers.values[0::2] * answers.values[1::2]).sum(1)
+    assert judge.scores(answers) == {"spearman": spearman(cosine, np.array(pairs.labels))}
+    alike = judge_of("embed", model, Examples("a", pairs.texts, [str(c) for c in cosine]))  # as CSV has them
+    assert alike.scores(answers)["spearman"] == pytest.approx(1)
+    with pytest.raises(InvalidInput, match=r"a: label: given .*'maybe'.*, expected how alike two texts are"):
+        judge_of("embed", model, Examples("a", pairs.texts, ["maybe"] * 8))
+
+
+@pytest.mark.parametrize("warm_up", [0, 11])
+def test_perplexity_is_that_of_the_models_own_loss(warm_up):
+    model, some = language_model(), examples(4, labels=False)
+    judge = judge_of("perplexity", model, some, longest=29, warm_up=warm_up, batch_tokens=60)
+    assert set(judge.tokens.lengths) == {29}
+    ids = torch.tensor(judge.tokens.ids)
+    labels = ids.clone()
+    labels[:, : warm_up + 1] = -100
+    with torch.no_grad():
+        wanted = model(ids, labels=labels).loss.exp()
+    found = judge.scores(judge.ask(model))
+    assert found == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
+    stream = tokenizer()("\n\n".join(t for (t,) in some.texts), add_special_tokens=False)["input_ids"]
+    assert [i for piece in judge.tokens.ids for i in piece] == stream[: 29 * len(judge)]
+    assert len(stream) - 29 * len(judge) < 29
+
+
+def test_pieces_begin_with_the_token_for_that():
+    known = tokenizer()
+    known.bos_token = "[CLS]"
+    judge = Judge(examples(4), "perplexity", language_model(), known, longest=17)
+    assert {ids[0] for ids in judge.tokens.ids} == {known.bos_token_id}
+    assert set(judge.tokens.lengths) == {17}
+
+
+def test_what_does_not_fit():
+    model = language_model()
+    with pytest.raises(InvalidInput, match="task: given 'guess', expected one of classify, embed, perplexity"):
+        judge_of("guess", model)
+    with pytest.raises(InvalidInput, match=r"small: given .* tokens, expected at least 5000, one piece.*--length"):
+        judge_of("perplexity", model, longest=5000)
+    for longest, warm_up in ((1, 0), (12, 11)):
+        with pytest.raises(InvalidInput, match=f"length: given {longest}, expected more than {warm_up + 1}"):
+            judge_of("perplexity", model, longest=longest, warm_up=warm_up)
+    for task in TASKS:
+        with pytest.raises(InvalidInput, match="none: given no texts, expected at least one"):
+            judge_of(task, model, Examples("none", [], []))
+    with pytest.raises(InvalidInput, match="small: given no labels"):
+        judge_of("classify", classifier(), examples(3, labels=False))
+
+
+def test_operations_are_counted_on_hierarchical_attention_only():
+    model, some = classifier(), examples(5)
+    judge = judge_of("classify", model, some)
+    before = judge.ask(model)
+    assert before.counted.layers == before.counted.exact == {}
+    convert(model, [1], **vars(CHEAP))
+    after = judge.ask(model).counted
+    assert set(after.layers) == set(after.exact) == {0, 1}
+    assert after.layers[0].total == after.exact[0] == after.exact[1] > after.layers[1].total
+    with counting() as counted:
+        list(direct(model, some))
+    assert counted == after  # padding costs nothing
+
+
+def test_the_one_who_watches_hears_of_every_example():
+    model, done = classifier(), []
+    judge = judge_of("classify", model, batch_tokens=60)
+    judge.ask(model.train(), done.append)
+    assert not model.training  # no dropout
+    assert (sum(done), len(done) > 1) == (len(judge), True)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_equal_answers_are_at_no_distance(task):
+    model = language_model() if task == "perplexity" else classifier()
+    model = model.bert if task == "embed" else model
+    judge = judge_of(task, model, examples(6), longest=41)
+    before = judge.ask(model)
+    assert judge.distance(before, before) == pytest.approx(0, abs=1e-6)
+    same = judge.compare(before, before)
+    assert same == pytest.approx(
+        {
+            "classify": {"kept": 1, "kept low": wilson(6, 6)[0], "kept high": 1},
+            "embed": {"cosine": 1, "lowest cosine": 1},
+            "perplexity": {"perplexity change": 0},
+        }[task]
+    )
+    after = judge.ask(convert(model, **vars(CHEAP)))
+    change = judge.distance(before, after)
+    assert abs(change) > 1e-5
+    if task == "perplexity":
+        ratio = judge.scores(after)["perplexity"] / judge.scores(before)["perplexity"]
+        assert math.exp(change) == pytest.approx(ratio)
+        assert judge.compare(before, after)["perplexity change"] == pytest.approx(ratio - 1)
+    else:
+        assert change > 0
+        moved = judge.compare(before, after)
+        assert min(moved.values()) <= next(iter(moved.values()))
+    if task == "embed":
+        assert moved["cosine"] == pytest.approx(1 - change)
+
+
+def test_divergence_of_certain_answers_is_finite():
+    judge = judge_of("classify", classifier())
+    sure, other = (Answers("classify", np.eye(2, dtype=np.float32)[[i, i]]) for i in (0, 1))
+    assert 10 < judge.distance(sure, other) < math.inf
+    assert judge.compare(sure, other)["kept"] == 0
+
+
+@given(data=st.data(), classes=st.integers(2, 5), count=st.integers(1, 40))
+def test_scores_of_classes_by_definition(data, classes, count):
+    one = st.lists(st.integers(0, classes - 1), min_size=count, max_size=count)
+    predicted, true = (np.array(data.draw(one)) for _ in range(2))
+    found = classification_scores(predicted, true, classes)
+    rows = []
+    for c in sorted({*predicted.tolist(), *true.tolist()}):
+        hits = sum(p == t == c for p, t in zip(predicted, true, strict=True))
+        given, there = sum(predicted == c), sum(true == c)
+        rows.append((hits / given if given else 0, hits / there if there else 0, 2 * hits / (given + there)))
+    precision, recall, f1 = np.mean(rows, 0)
+    wanted = {"accuracy": (predicted == true).mean(), "precision": precision, "recall": recall, "f1": f1}
+    # Matthews' correlation is that of the indicators of classes.
+    x, y = (np.eye(classes)[v] - np.eye(classes)[v].mean(0) for v in (predicted, true))
+    spread = math.sqrt((x * x).sum() * (y * y).sum())
+    wanted["matthews"] = (x * y).sum() / spread if spread > 1e-9 else 0
+    assert found == pytest.approx(wanted, abs=1e-9)
+    assert next(iter(found)) == "accuracy"
+
+
+def ranks(values):
+    """The mean place among the sorted."""
+    return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12))
+def test_spearman_with_ties(pairs):
+    a, b = (np.array(side, float) for side in zip(*pairs, strict=True))
+    x, y = (np.array(ranks(side)) - (len(side) + 1) / 2 for side in (a, b))
+    spread = math.sqrt((x @ x) * (y @ y))
+    assert spearman(a, b) == pytest.approx(x @ y / spread if spread else 0)
+
+
+@given(total=st.integers(1, 5000), share=st.floats(0, 1))
+def test_intervals_hold_the_share(total, share):
+    hits = round(share * total)
+    low, high = wilson(hits, total)
+    assert 0 <= low <= hits / total + 1e-12
+    assert hits / total - 1e-12 <= high <= 1
+    for edge in (e for e in (low, high) if 1e-9 < e < 1 - 1e-9):  # where the share would be 1.96 deviations away
+        assert abs(hits / total - edge) == pytest.approx(
+            1.96 * math.sqrt(edge * (1 - edge) / total), rel=1e-6, abs=1e-9
+        )

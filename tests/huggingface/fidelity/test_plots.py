@@ -1,0 +1,111 @@
+"""Pictures of conversions, for what is usual and what is not."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from hsa.analysis.plots import pyplot
+from hsa.analysis.tables import markdown_table, print_table, terminal_table
+from hsa.huggingface.fidelity.plots import (
+    PARTS,
+    plot_frontier,
+    plot_operations,
+    plot_sensitivity,
+    plot_start_layers,
+    plot_timing,
+)
+from hsa.huggingface.fidelity.timing import Timed
+from tests.analysis.test_plots import check_picture
+
+ODD = r"$\nothing{$ _^ 日本 🐈"
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The y limits of every picture, by their axes' labels."""
+    from hsa.huggingface.fidelity import plots as conversion_plots
+
+    found, save = {}, conversion_plots.save_figure
+
+    def note(figure, path):
+        found.update({axes.get_ylabel(): axes.get_ylim() for axes in figure.axes})
+        save(figure, path)
+
+    monkeypatch.setattr(conversion_plots, "save_figure", note)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert pyplot().get_fignums() == []
+
+
+def layer(share):
+    return {**dict.fromkeys(PARTS, share * 25.0), "exact": 100.0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 48])
+def test_operations(tmp_path, limits, count):
+    plot_operations(tmp_path / "a.png", [layer(0.3)] * count, ODD)
+    check_picture(tmp_path / "a.png")
+    assert limits["operations, % of exact attention"][1] > 100  # the line of exact attention shows
+
+
+def test_operations_that_are_more(tmp_path, limits):
+    plot_operations(tmp_path / "a.png", [layer(0.3), layer(3.0)], ODD)
+    check_picture(tmp_path / "a.png")
+    assert limits["operations, % of exact attention"][1] > 300
+
+
+@pytest.mark.parametrize("mib", [None, 0.0, 3.5])
+@pytest.mark.parametrize("count", [1, 6])
+def test_timing(tmp_path, mib, count):
+    rows = [Timed(100 * 2**i, 1.5**i, 2.0, mib, mib) for i in range(count)]
+    plot_timing(tmp_path / "a.png", rows, ODD)
+    check_picture(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("original", [None, 0.9])
+def test_frontier(tmp_path, count, original):
+    points = [{"ops": 1.0 + i, "f1": 0.9 - 0.1 * i, "chosen": i == count - 1} for i in range(count)]
+    plot_frontier(tmp_path / "a.png", points, "f1", original, ODD)
+    check_picture(tmp_path / "a.png")
+
+
+def test_sensitivity(tmp_path):
+    ways = ["one", ODD, "three"]
+    rows = [
+        {"layer": 2 * i, "way": w, "distance": d} for i, w, d in ((0, 0, 0.5), (1, 2, 0.0), (1, 1, -1e-3), (3, 0, 2))
+    ]
+    plot_sensitivity(tmp_path / "a.png", rows, ways, ODD)
+    check_picture(tmp_path / "a.png", least=200)
+
+
+@pytest.mark.parametrize(("starts", "original"), [(1, 0.9), (12, 0.4), (24, 1.0), (3, -0.1)])
+def test_start_layers(tmp_path, limits, starts, original):
+    scores = {name: np.linspace(0.2, 0.95, starts).tolist() for name in ("(2,2)", ODD, "c")}
+    plot_start_layers(tmp_path / "a.png", scores, original, "accuracy", ODD)
+    check_picture(tmp_path / "a.png")
+    low, high = limits["accuracy"]
+    every = [original, *(value for values in scores.values() for value in values)]
+    assert low <= min(every)
+    assert max(every) < high
+
+
+def test_tables_are_whole_on_narrow_screens(capsys):
+    from rich.console import Console
+
+    header, rows = ["name", "a long header"], [["x" * 40, "1,234.56"], ["y", "7"]]
+    console = Console(width=30)
+    print_table(console, terminal_table(header, rows, "a caption"))
+    out = capsys.readouterr().out
+    for cell in (*header, *rows[0], *rows[1]):
+        assert cell in out
+    assert "…" not in out
+    assert console.width == 30
+    assert max(len(line) for line in markdown_table(header, rows)) == len("| " + "x" * 40 + " | 1,234.56 |")

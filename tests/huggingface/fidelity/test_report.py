@@ -1,0 +1,147 @@
+"""Reports: ratios that follow from counts, remarks, JSON and Markdown."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hsa.huggingface.conversion import convert_as
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, Calibration, calibrate
+from hsa.huggingface.fidelity.judge import Judge
+from hsa.huggingface.fidelity.plots import PARTS
+from hsa.huggingface.fidelity.report import HEADERS, Report, describe, frontier_header, write_report
+from hsa.huggingface.fidelity.timing import Timed
+from hsa.huggingface.settings import LayerSettings
+from tests.huggingface.fidelity.small import (
+    CHEAP,
+    FOUND,
+    LONGEST,
+    NEAR,
+    classifier,
+    examples,
+    language_model,
+    tokenizer,
+)
+
+
+def report_of(settings, task="classify", **more):
+    model = language_model() if task == "perplexity" else classifier()
+    model = model.bert if task == "embed" else model
+    judge = Judge(examples(5, parts=1 + (task == "embed")), task, model, tokenizer(), longest=LONGEST)
+    before = judge.ask(model)
+    after = judge.ask(convert_as(model, settings))
+    return Report.of("tiny", judge, settings, before, after, **more), judge, before, after
+
+
+@pytest.mark.parametrize("task", ["classify", "embed", "perplexity"])
+def test_ratios_follow_from_counts(task):
+    report, judge, before, after = report_of({1: CHEAP}, task)
+    assert report.ratio == pytest.approx(after.counted.ratio)
+    assert 1 < report.ratio < 2  # one of two layers
+    assert [layer["layer"] for layer in report.layers] == [0, 1]
+    for layer in report.layers:
+        total = after.counted.layers[layer["layer"]].total
+        assert sum(layer[part] for part in PARTS) * len(judge) == pytest.approx(total)
+    assert (report.original, report.converted) == (judge.scores(before), judge.scores(after))
+    assert report.comparison == judge.compare(before, after)
+    assert report.mean_length == pytest.approx(judge.tokens.lengths.mean())
+    rows = report.layer_rows()
+    assert {len(row) for row in rows} == {len(HEADERS["layers"])}
+    assert [row[1] for row in rows] == ["exact", describe(CHEAP), ""]
+    assert [rows[0][-1], rows[-1][-1]] == ["1.00", f"{report.ratio:.2f}"]
+    assert {len(row) for row in report.score_rows()} == {len(HEADERS["scores"])}
+    assert f"1 of 2 layers converted; {report.ratio:.2f} times fewer" in report.summary
+
+
+def test_changes_of_scores():
+    report, *_ = report_of({0: CHEAP})
+    report = replace(
+        report, original={"accuracy": 0.9, "perplexity": 10.0}, converted={"accuracy": 0.875, "perplexity": 11}
+    )
+    assert [row[-1] for row in report.score_rows()[:2]] == ["-2.50 points", "+10.00%"]
+    kept = report.score_rows()[2]
+    assert kept[2] == f"{100 * report.comparison['kept']:.2f}%"
+
+
+def test_remarks():
+    report, *_ = report_of({0: CHEAP, 1: CHEAP})
+    assert report.ratio > 1.5
+    assert report.remarks() == []
+    nothing = replace(report, layers=[{**layer, "exact": 0.9 * layer["attention"]} for layer in report.layers])
+    assert [remark.split(":")[0] for remark in nothing.remarks()] == [
+        f"Nothing is saved on texts of {report.mean_length:.0f} tokens on average"
+    ]
+    slow = replace(report, timed=[Timed(n, 1.0, after, None, None) for n, after in ((128, 3), (1024, 2), (2048, 0.5))])
+    assert ["up to 1,024 tokens the converted model is slower" in remark for remark in slow.remarks()] == [True]
+    for holds, count in ((True, 0), (False, 1)):
+        found = replace(report, calibration=Calibration({}, [], [], holds), budget="ops 99x")
+        assert sum("keeps to the budget 'ops 99x'" in remark for remark in found.remarks()) == count
+
+
+def test_what_is_written(tmp_path):
+    report, *_ = report_of({1: FOUND}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
+    pictures = write_report(tmp_path, report)
+    assert [picture.name for picture in pictures] == ["operations.png", "timing.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["operations.png", "report.json", "report.md", "timing.png"]
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["times_fewer_operations"] == report.ratio
+    assert LayerSettings.from_json("here", found["settings"]["1"]) == FOUND
+    assert found["layers"] == report.layers
+    assert found["timed"][0] == {"length": 7, "before_ms": 2.0, "after_ms": 1.0, "before_mib": None, "after_mib": None}
+    assert "holds" not in found
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# tiny on small\n")
+    assert report.summary in text
+    for picture in pictures:
+        assert f"({picture.name})" in text
+    tables = [block for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "| 7 | 2.0 | 1.0 | 2.00 | ? | ? |" in text
+
+
+@pytest.mark.parametrize("task", ["classify", "embed", "perplexity"])
+def test_a_search_is_written_too(tmp_path, task):
+    report, judge, *_ = report_of({1: CHEAP}, task)
+    model = {"perplexity": language_model}.get(task, classifier)()
+    model = model.bert if task == "embed" else model
+    found = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
+    report = replace(report, calibration=found, budget="ops 1.2x")
+    assert [p.name for p in write_report(tmp_path, report)] == ["operations.png", "frontier.png"]
+    header = frontier_header(found.frontier)
+    assert {len(row) for row in report.frontier_rows()} == {len(header)}
+    assert [row[-1] for row in report.frontier_rows()].count("chosen") == 1
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert (written["frontier"], written["holds"]) == (found.frontier, found.holds)
+    rows = [{"layer": 0, "settings": way.to_json(), "distance": 0.1, "ops": 0.5} for way in CANDIDATES]
+    usual = replace(report, calibration=replace(found, sensitivities=rows))
+    assert [p.name for p in write_report(tmp_path, usual)] == ["operations.png", "frontier.png", "sensitivity.png"]
+
+
+def test_nothing_converted(tmp_path):
+    """What a search gives when nothing keeps to its budget."""
+    report, _judge, before, after = report_of({})
+    assert (before.values == after.values).all()
+    assert report.ratio == 1
+    assert report.remarks() == report.layer_rows() == []
+    assert "no layer converted; 1.00 times fewer" in report.summary
+    assert write_report(tmp_path, report) == []
+    assert json.loads((tmp_path / "report.json").read_text())["times_fewer_operations"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "keys (8, 2), top_k 8"),
+        ({"top_k": 0}, "keys (8, 2)"),
+        ({"hierarchy": "windows", "near": 2, "branching": (16, 4)}, "windows (16, 4), near 2, top_k 8"),
+        ({"pooled_bias": 0.5}, "keys (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.5)}, "keys (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.0)}, "keys (8, 2), top_k 8"),
+        ({"operator": "hierarchical", "hierarchy": "windows"}, "hierarchical, windows (8, 2)"),
+        ({"hierarchy": len}, "given trees (8, 2), top_k 8"),
+    ],
+)
+def test_settings_in_words(changes, words):
+    assert describe(LayerSettings(**changes)) == words

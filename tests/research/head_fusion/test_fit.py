@@ -1,0 +1,198 @@
+"""What the ways to fuse heads cost, in which precision they run, and which layers have no use for them."""
+
+import math
+
+import pytest
+import torch
+
+from hsa import Hierarchy
+from hsa.attention.flops import entry_operations
+from hsa.errors import InvalidInput
+from hsa.nn.attention import Hierarchical, counting_operations
+from hsa.nn.causal_attention import CausalFlat
+from hsa.nn.cross_attention import CrossAttention, Source
+from hsa.nn.decoder import DecoderLayer
+from hsa.nn.head_fusion import AttentionOverHeads, CollaborativeHeads, Concatenation, TalkingHeads, head_fusion
+from hsa.nn.layer import HierarchicalEncoderLayer
+from tests.fused_layers import (
+    ATTENTIONS,
+    CAUSAL,
+    CAUSAL_TREES,
+    CHOOSING,
+    DIM,
+    FUSIONS,
+    HEADS,
+    LENGTHS,
+    SOURCE,
+    TREE,
+    WIDE,
+    WIDTH,
+    angles_of,
+    attend,
+    cross_layer,
+    decoder_layer,
+    encoder_layer,
+    finite,
+    fits,
+    places,
+    randn,
+)
+
+# What they cost
+
+
+def counted(run):
+    with counting_operations() as counts:
+        run()
+    (count,) = counts
+    return count
+
+
+def layers_to_count(fusion):
+    x = randn(TREE.num_leaves, WIDTH)
+    for attention in ("hierarchical", "multiscale", "flat"):
+        layer = encoder_layer(attention, fusion).double()
+        yield attention, DIM, counted(lambda layer=layer: attend(layer, x, TREE))
+    x = randn(sum(LENGTHS), WIDE)
+    for attention in ("flat", "hierarchical"):
+        layer, tree = decoder_layer(attention, fusion).double(), CAUSAL_TREES[attention]
+        yield f"causal {attention}", 2 * DIM, counted(lambda layer=layer, tree=tree: layer(x, tree))
+    layer, source = cross_layer(0, fusion).double(), Source.of(randn(len(x), SOURCE), tree, LENGTHS)
+    yield "cross", 2 * DIM, counted(lambda: layer(x, source))
+
+
+@pytest.mark.parametrize(("fusion", "added"), [("talking", 4 * HEADS**2), ("collaborative", 0), ("over-heads", 0)])
+def test_operations(fusion, added):
+    """Talking adds 4·heads² to every entry; one block of shared channels is as wide as a head; weighing is no attention."""
+    counts = zip(layers_to_count("concatenation"), layers_to_count(fusion), strict=True)
+    for (name, dim, plain), (_, _, fused) in counts:
+        entry = 4 * HEADS * dim + HEADS
+        entries, rest = divmod(plain.attention, entry)
+        assert entries > 0, name
+        assert rest == 0, name
+        assert fused.attention == (entry + added) * entries, name
+        assert (fused.pooling, fused.choice) == (plain.pooling, plain.choice), name
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_wider_comparisons_cost_more(blocks):
+    fusion = head_fusion("collaborative", WIDTH, HEADS, DIM, shared_dim=blocks * DIM)
+    layer = HierarchicalEncoderLayer(WIDTH, HEADS, Hierarchical(), fusion=fusion, head_dim=DIM).double()
+    found = counted(lambda: attend(layer, randn(TREE.num_leaves, WIDTH), TREE))
+    members = sum(n**2 for n in TREE.structure.num_children.tolist())
+    wide, narrow = HEADS * blocks * DIM, HEADS * DIM
+    assert found.attention == (2 * wide + 2 * narrow + HEADS) * members
+    assert found.attention == entry_operations(wide, HEADS, value_width=narrow) * members
+    assert found.pooling == 2 * (2 * wide + narrow) * (TREE.num_nodes - TREE.num_trees)  # queries, keys; values
+    wide_fusion = head_fusion("collaborative", WIDE, HEADS, 2 * DIM, shared_dim=blocks * 2 * DIM)
+    decoder = DecoderLayer(WIDE, HEADS, CausalFlat(), fusion=wide_fusion).double()
+    found = counted(lambda: decoder(randn(sum(LENGTHS), WIDE), CAUSAL_TREES["flat"]))
+    entries = sum(n * (n + 1) // 2 for n in LENGTHS)
+    assert found.attention == (2 * 2 * wide + 2 * 2 * narrow + HEADS) * entries
+
+
+# Precision
+
+
+@pytest.mark.parametrize("fusion", ["concatenation", *FUSIONS])
+def test_half_precision(fusion):
+    """Of the products, and of all weights; near full precision, and differentiable."""
+    x = randn(TREE.num_leaves, WIDTH).float()
+    for attention in (a for a in ATTENTIONS if fits(fusion, a)):
+        layer = encoder_layer(attention, fusion)
+        wanted = attend(layer, x, TREE)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = attend(layer, x, TREE)
+        finite(layer, found.float())
+        if attention not in CHOOSING:  # whose choices differ where scores are near
+            assert (found - wanted).norm() < 0.05 * wanted.norm()
+        assert finite(layer, attend(layer.bfloat16(), x.bfloat16(), TREE)).dtype == torch.bfloat16
+    x = randn(sum(LENGTHS), WIDE).float()
+    for attention in (a for a in CAUSAL if fits(fusion, a)):
+        layer, tree, angles = decoder_layer(attention, fusion), CAUSAL_TREES[attention], angles_of(places(), 2 * DIM)
+        wanted = layer(x, tree, angles)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = layer(x, tree, angles)
+        finite(layer, found.float())
+        if attention not in CHOOSING:
+            assert (found - wanted).norm() < 0.05 * wanted.norm()
+    for top_k in (None, 0):
+        layer, vectors = cross_layer(top_k, fusion), randn(sum(LENGTHS), SOURCE).float()
+        wanted = layer(x, Source.of(vectors, CAUSAL_TREES["hierarchical"], LENGTHS))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = finite(layer, layer(x, Source.of(vectors, CAUSAL_TREES["hierarchical"], LENGTHS)).float())
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_weights_over_heads_are_never_half_precise():
+    """Their mean over many tokens says whether all heads are used."""
+    fusion, x = AttentionOverHeads(HEADS, DIM, WIDTH), randn(9, WIDTH)
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
+        assert fusion.to(dtype).weights(x.to(dtype)).dtype == wanted
+        attended = torch.ones(9, HEADS, DIM, dtype=dtype)
+        assert fusion.weigh(attended, x.to(dtype)).dtype == dtype
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_fusions_that_an_attention_has_no_use_for(attention):
+    for fusion in (f for f in FUSIONS if not fits(f, attention)):
+        expected, fix = "one query and one key to compare", "use concatenation or over-heads"
+        if attention in CHOOSING:
+            expected, fix = "heads that look at the same nodes", "use multiscale attention without top_k"
+        kind = {"talking": "TalkingHeads", "collaborative": "CollaborativeHeads"}[fusion]
+        with pytest.raises(InvalidInput, match=rf"^fusion: given {kind} for .*, expected {expected}; {fix}"):
+            encoder_layer(attention, fusion)
+
+
+def test_fusions_that_decoders_have_no_use_for():
+    own = r"^fusion: given TalkingHeads for heads that each look at nodes of their own choice"
+    with pytest.raises(InvalidInput, match=own):
+        decoder_layer("clustered", "talking")
+    with pytest.raises(InvalidInput, match=own):
+        cross_layer(1, "talking")
+    with pytest.raises(InvalidInput, match=r"^kv_heads: given 1 for 3 collaborative heads, expected 3"):
+        decoder_layer("flat", "collaborative", kv_heads=1)
+    for fusion in ("talking", "over-heads"):  # whose heads may share keys and values
+        assert decoder_layer("flat", fusion, kv_heads=1)(torch.randn(4, WIDE), Hierarchy.flat([4])).isfinite().all()
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("heads", "dim"), [(HEADS + 1, DIM), (HEADS, DIM + 2)])
+def test_a_fusion_for_another_layer(fusion, heads, dim):
+    made = head_fusion(fusion, WIDTH, heads, dim)
+    message = rf"^fusion: given one for {heads} heads of {dim} channels, expected {HEADS} heads of {DIM}, as the layer"
+    with pytest.raises(InvalidInput, match=message):
+        HierarchicalEncoderLayer(WIDTH, HEADS, Hierarchical(), fusion=made, head_dim=DIM)
+    with pytest.raises(InvalidInput, match=message):
+        DecoderLayer(HEADS * DIM, HEADS, CausalFlat(), fusion=made)
+    with pytest.raises(InvalidInput, match=message):
+        CrossAttention(HEADS * DIM, HEADS, SOURCE, fusion=made)
+
+
+@pytest.mark.parametrize(
+    ("shared_dim", "expected"),
+    [(0, "a multiple of 5"), (-5, "a multiple of 5"), (7, "a multiple of 5"), (20, "at most 15")],
+)
+def test_shared_channels_that_do_not_fit(shared_dim, expected):
+    with pytest.raises(InvalidInput, match=rf"^shared_dim: given {shared_dim}, expected {expected}, the channels of"):
+        head_fusion("collaborative", WIDTH, HEADS, DIM, shared_dim=shared_dim)
+
+
+@pytest.mark.parametrize("penalty", [-0.5, math.inf, math.nan])
+def test_penalties_that_are_none(penalty):
+    with pytest.raises(InvalidInput, match=rf"^penalty: given {penalty}, expected a number, 0 or more"):
+        head_fusion("over-heads", WIDTH, HEADS, DIM, penalty=penalty)
+
+
+def test_fusions_by_name():
+    names = {"concatenation": Concatenation, "talking": TalkingHeads, "collaborative": CollaborativeHeads}
+    for name, kind in {**names, "over-heads": AttentionOverHeads}.items():
+        assert type(head_fusion(name, WIDTH, HEADS, DIM)) is kind
+    assert head_fusion("collaborative", WIDTH, 1, DIM).blocks == 1  # half of one head
+    assert head_fusion("collaborative", WIDTH, 4, DIM).blocks == 2
+    assert head_fusion("over-heads", WIDTH, HEADS, DIM, penalty=0.25).penalty == 0.25
+    with pytest.raises(InvalidInput, match=r"^fusion: given 'sum', expected one of concatenation, talking, collab"):
+        head_fusion("sum", WIDTH, HEADS, DIM)

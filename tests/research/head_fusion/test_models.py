@@ -1,0 +1,340 @@
+"""Models with every fusion of their heads: from caches as all at once, saved and loaded, started where they should."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa import collate
+from hsa.attention.mixing import HeadMixing
+from hsa.errors import HsaError, InvalidInput
+from hsa.models.classifier import Classifier, ModelConfig
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.saved import (
+    load_language_model,
+    load_model,
+    load_seq2seq,
+    save_language_model,
+    save_model,
+    save_seq2seq,
+)
+from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig
+from hsa.nn.head_fusion import HeadFusion
+from hsa.nn.penalties import collecting_penalties
+from hsa.signals.readers.nested import from_nested
+from tests.model_inputs import encoder, exact, readable
+
+TOKENS, LONGEST = 37, 40
+FUSIONS = ("talking", "collaborative", "over-heads")
+ATTENTIONS = {
+    "flat": {"attention": "flat"},
+    "hierarchical": {"attention": "hierarchical"},
+    "hierarchical, closing": {"attention": "hierarchical", "closes": {3: 1, 5: 2}, "positions": "both", "sinks": 1},
+    "clustered": {"attention": "clustered"},
+    "mixed": {"attention": ("flat", "hierarchical"), "positions": "places", "near": 2},
+}
+CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "clustered")]
+
+
+def config(fusion, attention, /, **changes):
+    sizes = {"width": 30, "heads": 3, "layers": 2, "feed_forward": 11, "branching": (3, 2), "fusion": fusion}
+    found = {"chunk": 8, "group": 2, "top_k": 2}
+    shared = {"shared_dim": 20} if fusion == "collaborative" else {}
+    return LanguageModelConfig(TOKENS, **{**sizes, **found, **shared, **ATTENTIONS[attention], **changes})
+
+
+def language_model(fusion, attention, /, **changes):
+    return exact(LanguageModel(config(fusion, attention, **changes)))
+
+
+def text(length, seed=0):
+    return torch.randint(TOKENS, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b, atol=1e-9):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# From caches
+
+
+@pytest.mark.parametrize("prompts", [(0, 0), (3, 17)])
+@pytest.mark.parametrize(("fusion", "attention"), CASES)
+@torch.no_grad()
+def test_token_by_token_is_the_full_pass_at_every_length(fusion, attention, prompts):
+    """Two texts, with prompts of unequal lengths or none."""
+    model, written = language_model(fusion, attention), torch.stack([text(LONGEST, seed) for seed in (3, 4)])
+    whole = model(written.flatten(), [LONGEST] * 2).unflatten(0, (2, LONGEST))
+    cache, now = model.new_cache(2), list(prompts)
+    if any(now):
+        read = model.read(torch.cat([t[:n] for t, n in zip(written, now, strict=True)]), now, cache)
+        close(read, torch.stack([whole[i, n - 1] for i, n in enumerate(now)]))
+    while max(now) < LONGEST:
+        found = model.step(torch.stack([written[i, n] for i, n in enumerate(now)]), cache)
+        close(found, torch.stack([whole[i, n] for i, n in enumerate(now)]))
+        now = [n + 1 for n in now]
+    assert cache.lengths == now
+
+
+@pytest.mark.parametrize(("fusion", "attention"), CASES)
+@torch.no_grad()
+def test_shared_keys_and_values(fusion, attention):
+    """Heads may share them, where they do not share projections already."""
+    if fusion == "collaborative":
+        with pytest.raises(InvalidInput, match="kv_heads: given 1 for 3 collaborative heads, expected 3"):
+            language_model(fusion, attention, kv_heads=1)
+        return
+    model, tokens = language_model(fusion, attention, width=24, heads=4, kv_heads=2), text(23)
+    cache = model.new_cache(1)
+    model.read(tokens[:20], [20], cache)
+    steps = torch.cat([model.step(token[None], cache) for token in tokens[20:]])
+    close(steps, model(tokens, [23])[20:])
+
+
+@pytest.mark.parametrize(("fusion", "attention"), CASES)
+@torch.no_grad()
+def test_caches_are_reordered_cropped_and_stored(fusion, attention):
+    model, first, second, more = language_model(fusion, attention), text(20, 1), text(11, 2), text(3, 5)
+    cache = model.new_cache(2, rewind=3)
+    model.read(torch.cat([first, second]), [20, 11], cache)
+    cache.reorder(torch.tensor([1, 0]))
+    for token in more[:2]:
+        model.step(token.expand(2), cache)
+    cache.crop([12, 21])
+    again = model.new_cache(2, rewind=3)
+    again.load_state_dict(cache.state_dict())
+    for used in (cache, again):
+        found = model.step(more[2].expand(2), used)
+        for logits, before in zip(found, (second, first), strict=True):
+            whole = torch.cat([before, more[:1], more[2:]])
+            close(logits, model(whole, [len(whole)])[-1])
+
+
+def test_keys_of_a_cache_are_as_wide_as_heads_compare():
+    for fusion, wide in (("talking", 10), ("collaborative", 20), ("over-heads", 10)):
+        made = config(fusion, "flat")
+        part = LanguageModel(made).new_cache(2).parts["flat"]
+        assert made.key_dim == part.head_dim == wide
+        assert part.value_dim == 10
+
+
+def test_caches_say_which_heads_cannot_talk():
+    q, k, v = torch.randn(3, 1, 3, 10).unbind(0)
+    refusals = {
+        "clustered": (3, "a ClusteredCache cannot mix heads: each looks at nodes of its own"),
+        "flat": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
+        "hierarchical": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
+    }
+    for attention, (heads, message) in refusals.items():
+        part = LanguageModel(config("over-heads", attention)).new_cache(1).parts[attention]
+        part.append()
+        with pytest.raises(HsaError, match=message):
+            part.attend(0, q, k, v, mixing=HeadMixing.identity(heads))
+
+
+# Texts on their own, and causal
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(CASES), st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(0, 9))
+@torch.no_grad()
+def test_texts_do_not_see_each_other_and_nothing_changes_as_they_grow(case, lengths, seed):
+    model, written = language_model(*case), [text(n, seed + i) for i, n in enumerate(lengths)]
+    together = model(torch.cat(written), lengths).split(lengths)
+    for tokens, logits in zip(written, together, strict=True):
+        half = (len(tokens) + 1) // 2
+        close(model(tokens, [len(tokens)]), logits)
+        close(model(tokens[:half], [half]), logits[:half])
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up", "flat"])
+@settings(max_examples=4)
+@given(readable(trees=(2, 4)))
+def test_trees_do_not_see_each_other(fusion, operator, listed):
+    """With modalities, domains and positions of all kinds."""
+    model = encoder(operator, fusion=fusion, near=1)
+    with torch.no_grad():
+        x, forest = model(collate(listed))
+        for signal, rows in zip(listed, x.split(forest.lengths), strict=True):
+            close(model(collate([signal]))[0], rows, 1e-10)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_gradients_reach_every_parameter_of_the_fusion(fusion):
+    model, tokens = language_model(fusion, "mixed"), text(23)
+    model.loss(tokens, tokens.roll(-1), [23]).backward()
+    own = [p for m in model.modules() if isinstance(m, HeadFusion) for p in m.parameters()]
+    assert len(own) == 2 * {"talking": 2, "collaborative": 1, "over-heads": 3}[fusion]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in own)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_half_precision_is_close(fusion):
+    model, tokens = language_model(fusion, "mixed").float(), text(23)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(tokens, tokens.roll(-1), [23])
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch.testing.assert_close(loss, model.loss(tokens, tokens.roll(-1), [23]), rtol=0.1, atol=0)
+
+
+# Their start
+
+
+@pytest.mark.parametrize("attention", ["flat", "hierarchical"])
+def test_weights_over_heads_start_as_large_as_their_number(attention):
+    """Once, not once for every time that something is initialised."""
+    made = [LanguageModel(config(f, attention, width=96, layers=3)) for f in ("concatenation", "over-heads")]
+    for plain, fused in zip(*(m.layers for m in made), strict=True):
+        assert fused.output.weight.std().item() == pytest.approx(3 * plain.output.weight.std().item(), rel=0.05)
+        assert fused.project.weight.std().item() == pytest.approx(plain.project.weight.std().item(), rel=0.05)
+
+
+def seq2seq_config(fusion, top_k=None, attention="flat", width=12, **changes):
+    reads = EncoderConfig(width=13, heads=3, head_dim=5, layers=1, position_width=22, position_dim=2, dropout=0.0)
+    writes = {"width": width, "heads": 2, "layers": 2, "attention": attention, "branching": (3, 2), "fusion": fusion}
+    decoder = LanguageModelConfig(TOKENS + 2, **{**writes, **changes})
+    return Seq2SeqConfig(reads, decoder, {"text": Modality(tokens=TOKENS)}, top_k=top_k)
+
+
+def test_so_do_those_of_an_encoder_decoder():
+    made = [Seq2Seq(seq2seq_config(f, width=96)) for f in ("concatenation", "over-heads")]
+    for plain, fused in zip(*(m.decoder.layers for m in made), strict=True):
+        for a, b in ((plain, fused), (plain.cross, fused.cross)):
+            assert b.output.weight.std().item() == pytest.approx(2 * a.output.weight.std().item(), rel=0.05)
+        assert type(fused.cross.fusion) is type(fused.fusion)
+        assert fused.cross.fusion is not fused.fusion
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_configuration_takes_no_random_numbers(fusion):
+    """Else what is trained after it would depend on how often it was made."""
+    before = torch.get_rng_state()
+    made = config(fusion, "flat")
+    EncoderConfig(width=30, heads=3, fusion=fusion)
+    assert made.key_dim
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Saved and loaded
+
+
+@pytest.mark.parametrize(("fusion", "attention"), CASES)
+def test_language_models_are_saved_and_loaded(fusion, attention, tmp_path):
+    model = LanguageModel(config(fusion, attention, fusion_penalty=0.25)).eval()
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
+    save_language_model(tmp_path, model)
+    again = load_language_model(tmp_path)
+    assert again.config == model.config
+    assert torch.equal(again(text(23), [23]), model(text(23), [23]))
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_classifiers_are_saved_and_loaded(fusion, tmp_path):
+    sizes = EncoderConfig(width=12, heads=2, fusion=fusion, shared_dim=6, fusion_penalty=0.25, position_width=8)
+    model = Classifier(ModelConfig(sizes, {"text": Modality(tokens=TOKENS)}, outputs=3)).eval()
+    save_model(tmp_path, model, ("a", "b", "c"))
+    again, _ = load_model(tmp_path)
+    assert again.config == model.config
+    batch = collate(prompts())
+    assert torch.equal(again(batch), model(batch))
+
+
+def test_weights_of_another_fusion_do_not_fit(tmp_path):
+    save_language_model(tmp_path, LanguageModel(config("talking", "flat")))
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "fusion": "over-heads"}))
+    with pytest.raises(InvalidInput, match=r"weights without 'layers.0.fusion.keys'"):
+        load_language_model(tmp_path)
+
+
+# Encoder–decoders
+
+
+def prompts():
+    nested = ([[3, 1, 4], [1, 5], [9, 2, 6, 8]], [[7, 2], [[6, 5, 3], [0, 11]]], [[10, 18, 15]])
+    return [from_nested(x, "text") for x in nested]
+
+
+SEQ2SEQ = [("talking", None), ("talking", 0), ("collaborative", None), ("collaborative", 1), ("over-heads", 1)]
+
+
+@pytest.mark.parametrize("attention", ["flat", "hierarchical"])
+@pytest.mark.parametrize(("fusion", "top_k"), SEQ2SEQ)
+def test_answers_token_by_token(fusion, top_k, attention):
+    model, steps = exact(Seq2Seq(seq2seq_config(fusion, top_k, attention))), 11
+    batch, tokens = collate(prompts()), torch.stack([text(steps, seed) for seed in range(3)])
+    with torch.no_grad():
+        full = model(batch, tokens.flatten(), [steps] * 3).unflatten(0, (3, steps))
+        source, cache = model.encode(batch), model.decoder.new_cache(3)
+        rows = [model.decoder.read(tokens[:, 0], [1] * 3, cache, memory=source)]
+        rows += [model.decoder.step(tokens[:, t], cache, memory=source) for t in range(1, steps)]
+        close(torch.stack(rows, 1), full)
+        alone = model(collate(prompts()[1:2]), tokens[1], [steps])
+    close(alone, full[1])
+
+
+def test_an_encoder_decoder_is_saved_and_loaded(tmp_path):
+    model = Seq2Seq(seq2seq_config("collaborative", 1, shared_dim=12, fusion_penalty=0.5)).eval()
+    save_seq2seq(tmp_path, model)
+    again = load_seq2seq(tmp_path)
+    assert again.config == model.config
+    tokens, batch = text(9), collate(prompts())
+    assert torch.equal(again(batch, tokens, [3, 2, 4]), model(batch, tokens, [3, 2, 4]))
+
+
+def test_every_layer_of_an_encoder_decoder_has_a_penalty():
+    model, tokens = Seq2Seq(seq2seq_config("over-heads", 1)), text(9)
+    with collecting_penalties() as penalties:
+        model.loss(collate(prompts()), tokens, tokens, [3, 2, 4])
+    assert len(penalties) == 4  # two layers, each with cross-attention
+    with collecting_penalties() as penalties:
+        model.eval().loss(collate(prompts()), tokens, tokens, [3, 2, 4])
+    assert penalties == []
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fusion": "sum"}, "fusion: given 'sum', expected one of concatenation, talking, collaborative, over-heads"),
+        ({"fusion": "collaborative", "shared_dim": 7}, "shared_dim: given 7, expected a multiple of 10"),
+        ({"fusion": "collaborative", "shared_dim": 0}, "shared_dim: given 0, expected a multiple of 10"),
+        ({"fusion": "collaborative", "shared_dim": -10}, "shared_dim: given -10, expected a multiple of 10"),
+        ({"fusion": "collaborative", "shared_dim": 40}, "shared_dim: given 40, expected at most 30"),
+        ({"fusion": "over-heads", "fusion_penalty": -1.0}, "penalty: given -1.0, expected a number, 0 or more"),
+        ({"fusion": "over-heads", "fusion_penalty": float("nan")}, "penalty: given nan"),
+        ({"fusion": "over-heads", "fusion_penalty": float("inf")}, "penalty: given inf"),
+    ],
+)
+def test_configurations_say_what_does_not_fit(kind, changes, message):
+    with pytest.raises(InvalidInput, match=message):
+        EncoderConfig(width=30, heads=3, **changes) if kind == "encoder" else config("talking", "flat", **changes)
+
+
+def test_models_say_what_does_not_fit():
+    own = "fusion: given TalkingHeads for heads that each look at nodes of their own choice"
+    with pytest.raises(InvalidInput, match=own):
+        language_model("talking", "clustered")
+    with pytest.raises(InvalidInput, match=own):
+        language_model("talking", "mixed", attention=("flat", "clustered"))
+    with pytest.raises(InvalidInput, match=own):
+        Seq2Seq(seq2seq_config("talking", top_k=1))
+    for operator, changes in (("clustered", {}), ("multiscale", {"top_k": 1})):
+        with pytest.raises(InvalidInput, match=own):
+            encoder(operator, fusion="talking", **changes)
+    for operator in ("none", "trilinear", "hierarchical-trilinear"):
+        for fusion in ("talking", "collaborative"):
+            with pytest.raises(InvalidInput, match="expected one query and one key to compare; use concatenation or"):
+                encoder(operator, fusion=fusion)
+        assert encoder(operator, fusion="over-heads")

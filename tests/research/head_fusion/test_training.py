@@ -1,0 +1,267 @@
+"""Head fusion in training: all loops add the penalty, models are as large as each other, and names are checked."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hsa.cli.main import run
+from hsa.errors import InvalidInput
+from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.seq2seq import Seq2Seq
+from hsa.nn.embedding import Modality
+from hsa.nn.encoder import EncoderConfig
+from hsa.nn.head_fusion import AttentionOverHeads
+from hsa.training.accelerator import make_accelerator
+from hsa.training.experiment import changes, check_models
+from hsa.training.language_model.loop import train_language_model
+from hsa.training.options import (
+    DataOptions,
+    LanguageOptions,
+    ModelOptions,
+    Seq2SeqOptions,
+    TrainingOptions,
+    decoder_sizes,
+)
+from hsa.training.seq2seq.data import prepare_pairs
+from hsa.training.seq2seq.loop import loop as seq2seq
+from tests.tables import reviews, write_rows
+from tests.tasks import classifier, data, trainer
+
+FUSIONS = ("talking", "collaborative", "over-heads")
+ONCE = TrainingOptions(epochs=1, learning_rate=3e-2, schedule="constant", warmup=0.0, batch_size=2, patience=0)
+HALF = replace(ONCE, mixed_precision="bf16", batch_tokens=48)
+HUGE = 30.0
+
+
+# All loops add the penalty
+
+
+def tilted(model):
+    """All tokens favour the first head, by far."""
+    for module in model.modules():
+        if isinstance(module, AttentionOverHeads):
+            with torch.no_grad():
+                module.query.weight.zero_()
+                module.query.bias.fill_(1.0)
+                module.keys[0] = 0.5  # logits of 2 and 0
+    return model
+
+
+def first_head(model, forward):
+    """Its mean weight, layer by layer, while the model does something."""
+    found, hooks = [], []
+
+    def watch(fusion):
+        weigh = fusion.weigh
+
+        def watched(attended, x):
+            found.append(fusion.weights(x)[:, 0].mean().item())
+            return weigh(attended, x)
+
+        fusion.weigh = watched
+        hooks.append(lambda: delattr(fusion, "weigh"))
+
+    for module in model.modules():
+        if isinstance(module, AttentionOverHeads):
+            watch(module)
+    with torch.no_grad():
+        forward(model.eval())
+    for remove in hooks:
+        remove()
+    return found
+
+
+def classify(penalty, options=ONCE):
+    """Of a run: the weights of the first head before and after, and the loss it reports."""
+    model = tilted(classifier("hierarchical", layers=2, fusion="over-heads", fusion_penalty=penalty))
+    examples = data(40)
+
+    def weights():
+        return first_head(model, lambda m: m(examples.batch))
+
+    loop = trainer(options, model=model, train=examples, accelerator=make_accelerator(options, cpu=True))
+    before = weights()
+    (record,) = loop.fit()
+    return before, weights(), record.loss
+
+
+def model_language(penalty, options=HALF, steps=20):
+    text = np.tile(np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.uint16), 30)
+    sizes = {"width": 12, "heads": 2, "layers": 2, "branching": (3, 2), "fusion": "over-heads"}
+    config = LanguageModelConfig(11, **sizes, fusion_penalty=penalty)
+    torch.manual_seed(0)
+    start = tilted(LanguageModel(config))
+
+    def weights(model):
+        return first_head(model, lambda m: m(torch.from_numpy(text[:100].astype(np.int64)), [100]))
+
+    language = LanguageOptions(context=24, steps=steps, evaluate_every=steps)
+    given = {"start": start.state_dict(), "device": "cpu"}
+    found = train_language_model(config, text, text[:60], options, language, **given)
+    return weights(start), weights(found.model), found.history[0].loss
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    rows = [{"question": f"Light {i % 3} is on. Day {i}.", "answer": f"It is {i % 3}."} for i in range(40)]
+    path = write_rows(tmp_path_factory.mktemp("rows") / "lights.csv", rows)
+    return prepare_pairs(path, DataOptions(text=("question",), label="answer", task="seq2seq", vocabulary=300))
+
+
+def seq2seq_config(pairs, **model):
+    sizes = ModelOptions(**{"width": 12, "heads": 2, "dropout": 0.0, "position_width": 8, "near": 0, **model})
+    return seq2seq.seq2seq_config(pairs, "hsa", sizes, LanguageOptions(branching=(2, 2)), Seq2SeqOptions())
+
+
+@pytest.fixture
+def answer(pairs, monkeypatch):
+    def tilted_model(config):
+        return tilted(Seq2Seq(config))
+
+    monkeypatch.setattr(seq2seq, "Seq2Seq", tilted_model)
+    read, said, lengths = pairs.train.shifted(1, 2)
+
+    def weights(model):
+        return first_head(model, lambda m: m.loss(pairs.train.prompts, read, said, lengths))
+
+    def run(penalty, options=ONCE):
+        config = seq2seq_config(pairs, fusion="over-heads", fusion_penalty=penalty)
+        model, (record,) = seq2seq.train_seq2seq(config, pairs, options)
+        return weights(tilted_model(config)), weights(model), record.loss
+
+    return run
+
+
+def check(train, fusions):
+    """Tilted at first; somewhere still so without a penalty; near uniform everywhere with a huge one."""
+    (before, kept, _), (_, levelled, _) = train(0.0), train(HUGE)
+    assert len(before) == len(kept) == len(levelled) == fusions
+    assert min(before) > 0.87
+    assert max(kept) > 0.7
+    assert max(abs(β - 0.5) for β in levelled) < 0.05
+
+
+def test_the_loop_of_classifiers():
+    check(classify, fusions=2)
+
+
+def test_the_loop_of_language_models():
+    check(model_language, fusions=2)
+
+
+def test_the_loop_of_encoder_decoders(answer):
+    check(answer, fusions=3)  # a layer of the encoder, one of the decoder, and between them
+
+
+def test_the_loss_that_is_reported_is_that_of_the_task(answer):
+    standing = replace(ONCE, learning_rate=1e-12, batch_size=64)
+    for train in (classify, lambda *given: model_language(*given, steps=1), answer):
+        assert train(HUGE, standing)[2] == pytest.approx(train(0.0, standing)[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_every_fusion_learns(fusion):
+    options = TrainingOptions(epochs=6, learning_rate=1e-2, batch_size=7, patience=0)
+    loop = trainer(options, model=classifier("hierarchical", fusion=fusion))
+    before = {name: p.detach().clone() for name, p in loop.model.named_parameters() if ".fusion." in name}
+    history = loop.fit()
+    assert history[-1].loss < 0.6 * history[0].loss
+    moved = {name: (p - before[name]).abs().max().item() for name, p in loop.model.named_parameters() if name in before}
+    assert moved
+    assert min(moved.values()) > 1e-4
+
+
+# As many parameters
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("sizes", [(128, 4, 1), (96, 4, 2), (24, 3, 3), (12, 2, 1)])
+def test_models_are_as_large_as_each_other(fusion, sizes):
+    """To half a channel of the feed-forward networks of all layers."""
+    width, heads, layers = sizes
+    encoder = EncoderConfig(width=width, heads=heads, layers=layers)
+    plain = ModelConfig(encoder, {"text": Modality(tokens=97)}, outputs=3)
+    fused = equal_parameters(plain, replace(plain.encoder, fusion=fusion))
+    assert fused.encoder.fusion == fusion
+    with torch.device("meta"):
+        wanted, found = (count_parameters(Classifier(config)) for config in (plain, fused))
+    assert abs(found - wanted) <= layers * (2 * width + 1) / 2
+    assert abs(found - wanted) < 0.01 * wanted
+
+
+# Names and options
+
+
+def test_names_of_models():
+    assert changes("hsa") == {}
+    assert changes("hsa+talking") == {"fusion": "talking"}
+    assert changes("found+over-heads") == {"operator": "clustered", "fusion": "over-heads"}
+    check_models(["hsa", "flat+collaborative", "deepsets+over-heads"])
+    for name in ("hsa+nonsense", "hsa+", "flat+talking+talking"):
+        base = name.partition("+")[0]
+        expected = (
+            rf"^models: given '{name.replace('+', '.')}', expected {base}\+ and one of concatenation, talking, coll"
+        )
+        with pytest.raises(InvalidInput, match=expected):
+            check_models(["hsa", name])
+    for name in ("nonsense+talking", "+talking", ""):
+        with pytest.raises(
+            InvalidInput, match=rf"^models: given '{name.replace('+', '.')}', expected some of hsa, mult"
+        ):
+            check_models(["hsa", name])
+
+
+def test_options_reach_the_models(pairs):
+    options = {"fusion": "collaborative", "shared_dim": 6, "fusion_penalty": 0.5}
+    both = seq2seq_config(pairs, **options)
+    alone = LanguageModelConfig(11, **decoder_sizes(ModelOptions(width=12, heads=2, **options), LanguageOptions()))
+    for config in (both.encoder, both.decoder, alone):
+        assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """`hsa train` on rows: exit code, and what it says on stderr."""
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    rows = write_rows(tmp_path / "reviews.csv", reviews())
+    sizes = ("--width", "8", "--heads", "2", "--epochs", "1", "--position-width", "8", "--vocabulary", "300", "--cpu")
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            run(["train", str(rows), "--text", "text", "--label", "label", *sizes, *arguments])
+        return caught.value.code, capsys.readouterr().err
+
+    return call
+
+
+def test_the_command_says_what_does_not_fit(command, tmp_path):
+    out = ("--out", str(tmp_path / "out"))
+    code, said = command(*out, "--models", "hsa+nonsense")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("models: given 'hsa+nonsense', expected hsa+ and one of concatenation, talking")
+    code, said = command(*out, "--models", "hsa", "nonsense+talking")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("models: given 'nonsense+talking', expected some of hsa, multiscale")
+    code, said = command(*out, "--models", "hsa", "--fusion", "collaborative", "--shared-dim", "3")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("shared_dim: given 3, expected a multiple of 4")
+    code, said = command(*out, "--models", "hsa", "--fusion", "over-heads", "--fusion-penalty", "-1")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("penalty: given -1.0, expected a number, 0 or more")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("models", [("hsa+talking", "hsa"), ("bottom-up+over-heads", "flat+collaborative")])
+def test_the_command_compares_them(command, tmp_path, models):
+    """To the report and its pictures, which show attention where there is a matrix."""
+    assert command("--out", str(tmp_path / "out"), "--models", *models) == (0, "")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [result["model"] for result in results] == list(models)
+    sizes = [result["parameters"] for result in results]
+    assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
+    assert (tmp_path / "out" / "report.md").is_file()
+    assert (tmp_path / "out" / "attention.png").is_file() == models[0].startswith("hsa")

@@ -1,0 +1,207 @@
+"""Gram matrices: what must hold of alignments, redundancy and sums of kernels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hsa.errors import InvalidInput
+from hsa.research.head_kernels.gram import (
+    alignment_matrix,
+    centred,
+    centred_alignment,
+    effective_kernels,
+    input_conditional,
+    linear_grams,
+    redundancy,
+    similarity_gram,
+)
+from hsa.research.head_kernels.pruning import Curve, at_random, lowest_weight_first, most_redundant_first, steps
+
+seeds = st.integers(0, 10_000)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def features(seed, heads=5, n=13, dim=3):
+    return list(torch.randn(heads, n, dim, dtype=torch.float64, generator=generator(seed)))
+
+
+def symmetric(seed, heads=5, n=13):
+    """With eigenvalues of both signs."""
+    some = torch.randn(heads, n, n, dtype=torch.float64, generator=generator(seed))
+    return some + some.mT
+
+
+@given(seeds)
+def test_centring_is_taking_the_mean_from_the_features(seed):
+    rows = features(seed, heads=1)[0]
+    shifted = rows - rows.mean(0)
+    torch.testing.assert_close(centred(rows @ rows.T), shifted @ shifted.T)
+    n = len(rows)
+    middle = torch.eye(n, dtype=torch.float64) - 1 / n
+    some = symmetric(seed)
+    torch.testing.assert_close(centred(some), middle @ some @ middle)
+
+
+@given(seeds, st.floats(0.01, 100), st.floats(-50, 50))
+def test_alignment_knows_neither_scale_nor_shift(seed, scale, shift):
+    one, other = symmetric(seed, 2)
+    assert centred_alignment(one, one) == pytest.approx(1)
+    assert centred_alignment(one, -one) == pytest.approx(-1)
+    expected = centred_alignment(one, other)
+    assert -1 <= expected <= 1
+    assert centred_alignment(scale * one + shift, other) == pytest.approx(expected, abs=1e-9)
+    assert centred_alignment(other, one) == pytest.approx(expected)
+    rows = torch.randn(13, generator=generator(seed + 1), dtype=torch.float64)
+    assert centred_alignment(one + rows[:, None] + rows, other) == pytest.approx(expected, abs=1e-9)  # of features
+
+
+@given(seeds)
+def test_linear_cka(seed):
+    """‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred features, as Kornblith et al. have it."""
+    x, y = features(seed, 2)
+    xc, yc = x - x.mean(0), y - y.mean(0)
+    cka = (xc.T @ yc).norm() ** 2 / ((xc.T @ xc).norm() * (yc.T @ yc).norm())
+    assert centred_alignment(x @ x.T, y @ y.T) == pytest.approx(float(cka))
+
+
+@given(seeds)
+def test_the_matrix_of_alignments(seed):
+    for grams in (symmetric(seed), linear_grams(features(seed))):
+        table = alignment_matrix(grams)
+        assert torch.equal(table, table.T)
+        for i in range(5):
+            for j in range(5):
+                assert float(table[i, j]) == pytest.approx(centred_alignment(grams[i], grams[j]), abs=1e-12)
+        assert float(torch.linalg.eigvalsh(table).min()) > -1e-10
+    assert float(alignment_matrix(linear_grams(features(seed))).min()) >= 0
+
+
+def test_constant_kernels_are_like_no_other():
+    grams = torch.cat([linear_grams(features(1, 2)), torch.full((1, 13, 13), 7.3, dtype=torch.float64)])
+    table = alignment_matrix(grams)
+    assert table[2].abs().max() == table[:, 2].abs().max() == 0
+    assert float(redundancy(table)[2]) == 1
+    assert effective_kernels(table) == pytest.approx(effective_kernels(table[:2, :2]))
+    assert most_redundant_first(table)[0] == 2
+    assert effective_kernels(torch.zeros(3, 3)) == 0
+
+
+@given(seeds)
+def test_duplicates(seed):
+    grams = linear_grams(features(seed, 3))
+    table = alignment_matrix(torch.cat([grams, 2.5 * grams[1:2] + 1]))
+    assert redundancy(table)[[1, 3]].tolist() == pytest.approx([1, 1])
+    assert redundancy(table)[0] == pytest.approx(float(table[0, 1:].max()))
+    assert redundancy(table)[0] < 0.999
+    assert most_redundant_first(table)[0] in (1, 3)
+    first, *others = most_redundant_first(table)
+    left = [i for i in range(4) if i != first]  # with its double gone it is redundant no more
+    assert others == [left[i] for i in most_redundant_first(table[left][:, left])]
+    again = alignment_matrix(torch.cat([grams, grams, grams]))
+    assert effective_kernels(again) == pytest.approx(effective_kernels(alignment_matrix(grams)))
+
+
+def test_how_many_kernels():
+    """Kernels that have nothing in common count fully; k of them in groups of equals count as k."""
+    apart = torch.block_diag(*[torch.ones(3, 3)] * 4)
+    assert effective_kernels(apart) == pytest.approx(4)
+    assert effective_kernels(torch.tensor([[1.0, 0.5], [0.5, 1.0]])) == pytest.approx(
+        np.exp(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))
+    )
+    assert redundancy(torch.ones(1, 1)).tolist() == [0]
+    assert redundancy(torch.tensor([[1.0, -0.4], [-0.4, 1.0]], dtype=torch.float64)).tolist() == [-0.4, -0.4]
+
+
+@given(seeds)
+def test_conditional_sums(seed):
+    rows = features(seed)
+    grams, source = linear_grams(rows), generator(seed)
+    weights = torch.rand(5, dtype=torch.float64, generator=source)
+    same = input_conditional(grams, weights.expand(13, -1))
+    torch.testing.assert_close(same, (weights.square()[:, None, None] * grams).sum(0))
+    beta = torch.rand(13, 5, dtype=torch.float64, generator=source).softmax(-1)
+    found = input_conditional(grams, beta)
+    weighted = torch.cat([b[:, None] * head for b, head in zip(beta.T, rows, strict=True)], 1)
+    torch.testing.assert_close(found, weighted @ weighted.T)  # heads that each token weighs, side by side
+    assert float(torch.linalg.eigvalsh(found).min()) > -1e-10
+
+
+@given(seeds)
+def test_similarities_of_tokens(seed):
+    q, k = torch.randn(2, 11, 3, dtype=torch.float64, generator=generator(seed))
+    gram, share = similarity_gram(q, k, 0.7)
+    torch.testing.assert_close(gram, gram.T)
+    torch.testing.assert_close(gram[2, 5], 0.35 * (q[2] @ k[5] + q[5] @ k[2]))
+    whole = (0.7 * q @ k.T).square().sum()
+    assert gram.square().sum() + share * whole == pytest.approx(float(whole))  # the parts are orthogonal
+    assert similarity_gram(q, q, 0.7)[1] == pytest.approx(0, abs=1e-12)
+    turn = torch.tensor([[0.0, 1], [-1, 0]], dtype=torch.float64)
+    assert similarity_gram(q[:, :2], q[:, :2] @ turn, 0.7)[1] == pytest.approx(1)
+    assert similarity_gram(0 * q, k, 0.7)[1] == 0
+
+
+@given(seeds)
+def test_the_most_redundant_go_first(seed):
+    table = alignment_matrix(symmetric(seed, 7))
+    order = most_redundant_first(table)
+    assert sorted(order) == list(range(7))
+    left = list(range(7))
+    for head in order[:-1]:
+        assert redundancy(table[left][:, left])[left.index(head)] == redundancy(table[left][:, left]).max()
+        left.remove(head)
+
+
+def test_which_of_two_goes():
+    """Both are as much like each other; the second is like others too."""
+    table = torch.eye(4)
+    for i, j, value in [(0, 1, 0.9), (1, 2, 0.5), (1, 3, 0.5), (2, 3, 0.6)]:
+        table[i, j] = table[j, i] = value
+    assert most_redundant_first(table)[0] == 1
+
+
+def test_other_orders():
+    weights, slack = torch.tensor([0.2, 0.0, 0.8, 0.0]), torch.tensor([0.0, -0.1, 0.0, -0.3])
+    assert lowest_weight_first(weights, slack) == [3, 1, 0, 2]
+    assert sorted(at_random(11, 5)) == list(range(11))
+    assert at_random(11, 5) == at_random(11, 5) != at_random(11, 6)
+
+
+@given(st.integers(1, 150), st.integers(1, 20))
+def test_steps(heads, points):
+    counts = steps(heads, points)
+    assert (counts[0], counts[-1]) == (0, heads)
+    assert counts == sorted(set(counts))
+    assert len(counts) <= points + 1
+    assert len(counts) == heads + 1 or points < heads
+
+
+def test_how_many_can_go():
+    curve = Curve("c", [0, 1, 3, 7], [[0.9, 0.9, 0.88, 0.9], [0.9, 0.89, 0.9, 0.9]])
+    assert curve.mean == pytest.approx([0.9, 0.895, 0.89, 0.9])
+    assert curve.can_go(0.007) == 1  # what comes after a fall does not count
+    assert curve.can_go(0.004) == 0
+    assert curve.can_go(0.2) == 7
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: centred(torch.ones(2, 3)), r"gram: given shape \(2, 3\)"),
+        (lambda: centred(torch.full((2, 2), torch.nan)), "gram: given numbers that are infinite or NaN"),
+        (lambda: alignment_matrix(torch.ones(3, 3)), r"grams: given shape \(3, 3\)"),
+        (lambda: alignment_matrix(torch.ones(0, 3, 3)), "grams: given shape"),
+        (lambda: centred_alignment(torch.ones(3, 3), torch.ones(2, 2)), r"other: given shape \(2, 2\)"),
+        (lambda: input_conditional(torch.ones(5, 3, 3), torch.ones(5, 3)), r"weights: given shape \(5, 3\)"),
+        (lambda: similarity_gram(torch.ones(5, 3), torch.ones(5, 2), 1), r"k: given shape \(5, 2\)"),
+        (lambda: effective_kernels(torch.ones(2, 3)), "alignment: given shape"),
+        (lambda: steps(5, 0), "points: given 0"),
+    ],
+)
+def test_what_does_not_fit(call, message):
+    with pytest.raises(InvalidInput, match=message):
+        call()

@@ -1,0 +1,294 @@
+"""Weights of kernels: what is optimal, and what it is worth on other examples."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hsa.errors import InvalidInput
+from hsa.research.head_kernels.gram import centred, centred_alignment, input_conditional, linear_grams
+from hsa.research.head_kernels.learning import (
+    CONDITIONAL,
+    FLAT,
+    OWN,
+    SINGLE,
+    UNIFORM,
+    Targets,
+    can_halve,
+    compare_sums,
+    fit_gating,
+    flat_mkl,
+    halves,
+    leave_one_out,
+    ridge_score,
+    scaled,
+    target_kernel,
+)
+from tests.research.head_kernels.test_gram import features, generator, seeds, symmetric
+
+
+def weighted(weights, grams):
+    return (weights[:, None, None] * grams).sum(0)
+
+
+def labelled(seed, n=17, classes=3):
+    return Targets.of_classes([i % classes for i in np.random.default_rng(seed).permutation(n)])
+
+
+@given(seeds)
+def test_known_weights_are_found(seed):
+    grams = linear_grams(features(seed, heads=4, n=19))
+    weights = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
+    found = flat_mkl(grams, 3 * weighted(weights, grams) + 1)
+    torch.testing.assert_close(found.weights, weights, atol=1e-8, rtol=0)
+    assert found.alignment == pytest.approx(1)
+
+
+@given(seeds, st.booleans())
+def test_optimality(seed, positive):
+    """Karush, Kuhn and Tucker; and nothing else aligns better."""
+    grams = linear_grams(features(seed, n=17)) if positive else symmetric(seed, n=17)
+    target = target_kernel(labelled(seed))
+    found = flat_mkl(grams, target)
+    assert float(found.weights.min()) >= 0
+    assert float(found.weights.sum()) == pytest.approx(1)
+    assert found.alignment == pytest.approx(centred_alignment(weighted(found.weights, grams), target))
+    single = max(centred_alignment(gram, target) for gram in grams)
+    assert found.alignment >= single - 1e-9
+    if single > 0:
+        flat, wanted = centred(grams).flatten(1), centred(target).flatten()
+        unit = flat / flat.norm(dim=1, keepdim=True)
+        v = found.weights * flat.norm(dim=1)
+        v = v * (v @ unit @ wanted) / (v @ unit @ unit.T @ v)  # the best multiple
+        gradient = unit @ wanted - unit @ unit.T @ v
+        assert float(gradient.max()) <= 1e-9 * float(wanted.norm())
+        assert float((gradient * v).abs().max()) <= 1e-9 * float(wanted.norm() * v.norm())
+        torch.testing.assert_close(found.slack, gradient / wanted.norm(), atol=1e-9, rtol=0)
+    uniform = torch.full((5,), 0.2, dtype=torch.float64)
+    for weights in (uniform, *torch.rand(9, 5, dtype=torch.float64, generator=generator(seed))):
+        assert found.alignment >= centred_alignment(weighted(weights, grams), target) - 1e-9
+
+
+@given(seeds)
+def test_all_subsets_say_the_same(seed):
+    """The quadratic programme by trying which weights are not 0."""
+    grams, target = linear_grams(features(seed, n=17)), target_kernel(labelled(seed))
+    flat, wanted = centred(grams).flatten(1), centred(target).flatten()
+    products, towards = flat @ flat.T, flat @ wanted
+    best, weights = np.inf, None
+    for size in range(1, 6):
+        for some in map(list, itertools.combinations(range(5), size)):
+            v = torch.zeros(5, dtype=torch.float64)
+            v[some] = torch.linalg.solve(products[some][:, some], towards[some])
+            loss = float(v @ products @ v - 2 * towards @ v)
+            if v.min() >= 0 and loss < best:
+                best, weights = loss, v / v.sum()
+    torch.testing.assert_close(flat_mkl(grams, target).weights, weights, atol=1e-8, rtol=0)
+
+
+@given(seeds)
+def test_what_looks_best_first_may_have_to_go(seed):
+    """The third kernel is the most like the target, but has a part in it that the target lacks: the first two have none."""
+    one, other, wrong = (gram / gram.norm() for gram in linear_grams(features(seed, heads=3, n=17)))
+    grams = torch.stack([one, other, one + other + 0.4 * wrong])
+    target = one + other - 0.1 * wrong
+    found = flat_mkl(grams, target)
+    assert found.weights[2] == 0
+    assert float(found.weights.min()) >= 0
+    assert found.alignment > centred_alignment(grams[2], target)
+    single = [centred_alignment(gram, target) for gram in grams]
+    assert single[2] == max(single)
+
+
+def test_equal_kernels_and_many():
+    """More kernels than they have dimensions, each twice."""
+    few = torch.cat([linear_grams(features(3, heads=60, n=9, dim=2))] * 2)
+    target = target_kernel(labelled(1, 9))
+    found = flat_mkl(few, target)
+    assert bool(torch.isfinite(found.weights).all())
+    assert float(found.slack.max()) < 1e-9
+    assert found.alignment >= max(centred_alignment(gram, target) for gram in few)
+    assert found.alignment == pytest.approx(flat_mkl(few[:60], target).alignment)
+
+
+def test_kernels_that_say_nothing():
+    constant = torch.ones(3, 7, 7)
+    target = target_kernel(labelled(1, 7))
+    assert flat_mkl(constant, target).weights.tolist() == pytest.approx([1 / 3] * 3)
+    assert flat_mkl(constant, target).alignment == 0
+    one = torch.cat([constant, target[None]])
+    assert flat_mkl(one, target).weights.tolist() == [0, 0, 0, 1]
+    against = torch.stack([-target, -target + torch.eye(7), torch.ones(7, 7)])
+    found = flat_mkl(against, target)
+    assert found.weights.tolist() == [0, 1, 0]  # the least bad
+    assert found.alignment < 0
+    with pytest.raises(InvalidInput, match="target: given a kernel that is constant"):
+        flat_mkl(against, torch.ones(7, 7))
+
+
+def test_targets():
+    numbers = Targets.of_numbers([1.0, 2.0, 6.0])
+    expected = torch.tensor([[4.0, 2, -6], [2, 1, -3], [-6, -3, 9]], dtype=torch.float64)
+    torch.testing.assert_close(target_kernel(numbers), expected)
+    assert len(numbers.part(torch.tensor([0, 2]))) == 2
+    for call, message in [
+        (lambda: Targets.of_classes(["a", "a"]), "label: given nothing but 'a', expected at least 2 classes"),
+        (lambda: Targets.of_classes([]), "label: given no labels"),
+        (lambda: Targets.of_numbers([2.0, 2.0]), "label: given numbers that are all equal"),
+        (lambda: Targets.of_numbers([2.0, np.nan]), "label: given numbers"),
+    ]:
+        with pytest.raises(InvalidInput, match=message):
+            call()
+
+
+@given(st.lists(st.integers(0, 3), min_size=18, max_size=60), seeds)
+def test_halves(labels, seed):
+    if len(set(labels)) < 2:
+        return
+    targets = Targets.of_classes(labels)
+    if not can_halve(targets):
+        with pytest.raises(InvalidInput, match="label: given"):
+            halves(targets, seed)
+        return
+    learn, hold = halves(targets, seed)
+    assert sorted([*learn.tolist(), *hold.tolist()]) == list(range(len(labels)))
+    for label in set(labels):
+        both = [sum(labels[i] == label for i in part.tolist()) for part in (learn, hold)]
+        assert abs(both[0] - both[1]) <= 1
+    assert all(len({labels[i] for i in part.tolist()}) > 1 for part in (learn, hold))
+
+
+def test_too_few_to_halve():
+    assert not can_halve(Targets.of_classes("ab" * 8))
+    assert can_halve(Targets.of_classes("ab" * 9))
+    assert not can_halve(Targets.of_classes("a" * 30 + "b"))
+    assert can_halve(Targets.of_classes("a" * 30 + "bb"))
+    assert can_halve(Targets.of_numbers(np.arange(18)))
+
+
+def two_experts(n=80):
+    """Two heads, and a switch that says which of them knows the class. Each alone is right for half of them."""
+    source = np.random.default_rng(0)
+    sign, switch = source.choice([-1.0, 1.0], (2, n))
+    told = np.stack([np.where(switch > 0, sign, source.choice([-1.0, 1.0], n)), np.where(switch < 0, sign, 0)])
+    told[1][switch > 0] = source.choice([-1.0, 1.0], int((switch > 0).sum()))
+    heads = [torch.tensor(values)[:, None] for values in told]
+    return heads, torch.tensor(switch)[:, None], Targets.of_classes(sign)
+
+
+def test_conditional_weights_learn_who_to_trust():
+    heads, switch, targets = two_experts()
+    grams, target = linear_grams(heads), target_kernel(targets)
+    flat = flat_mkl(grams, target)
+    gating = fit_gating(grams, target, switch, flat.weights)
+    beta = gating.weights(switch)
+    torch.testing.assert_close(beta.sum(1), torch.ones(80, dtype=torch.float64))
+    assert gating.steps > 0
+    right = (beta.argmax(1) == (switch[:, 0] < 0)).double().mean()
+    assert float(right) == 1
+    assert centred_alignment(input_conditional(grams, beta), target) > flat.alignment + 0.1
+
+
+def test_gating_without_a_gain_stays_at_global_weights():
+    grams = linear_grams(features(5, n=40))
+    target = target_kernel(labelled(5, 40))
+    start = flat_mkl(grams, target).weights
+    gating = fit_gating(grams, target, torch.zeros(40, 2, dtype=torch.float64), start, steps=0)
+    assert (gating.steps, gating.linear.abs().max()) == (0, 0)
+    beta = gating.weights(torch.randn(40, 2, dtype=torch.float64)).square()
+    torch.testing.assert_close(beta / beta.sum(1, keepdim=True), ((start + 0.002) / 1.01).expand(40, -1))
+    with pytest.raises(InvalidInput, match="z: given 8 examples, expected at least 9"):
+        fit_gating(grams[:, :8, :8], target[:8, :8], torch.zeros(8, 2), start)
+
+
+def test_ridge_regression():
+    """Against the same in the space of features."""
+    rows = torch.randn(31, 3, dtype=torch.float64)
+    y = rows @ torch.tensor([1.0, -2, 0.5], dtype=torch.float64) + 4
+    learn, hold = torch.arange(20), torch.arange(20, 31)
+    gram = rows @ rows.T
+    assert ridge_score(gram, Targets.of_numbers(y.numpy()), learn, hold) > 0.999
+    assert ridge_score(gram, Targets.of_classes((y > 4).tolist()), learn, hold) > 0.8
+    noise = torch.randn(31, dtype=torch.float64)
+    assert ridge_score(gram, Targets.of_numbers(noise.numpy()), learn, hold) < 0.5
+    assert ridge_score(0 * gram, Targets.of_classes([0, 1, 1] * 10 + [0]), learn, hold) == pytest.approx(
+        sum(([0, 1, 1] * 10 + [0])[20:]) / 11
+    )
+    # Shifted features are the same to a kernel that is centred.
+    shifted = (rows + 3) @ (rows + 3).T
+    assert ridge_score(shifted, Targets.of_numbers(y.numpy()), learn, hold) > 0.999
+
+
+@given(seeds, st.sampled_from([1e-3, 0.1, 30.0]))
+def test_leaving_one_out(seed, ridge):
+    """In closed form as by learning again from all others, by the normal equations with an intercept."""
+    n, dim = 11, 23  # more features than rows: everything can be learned by heart
+    rows = torch.randn(n, dim, dtype=torch.float64, generator=generator(seed))
+    y = torch.randn(n, 2, dtype=torch.float64, generator=generator(seed + 1))
+    found = leave_one_out(*torch.linalg.eigh(centred(rows @ rows.T)), y, ridge)
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        x, t = rows[others] - rows[others].mean(0), y[others] - y[others].mean(0)
+        map_ = torch.linalg.solve(x.T @ x + ridge * torch.eye(dim, dtype=torch.float64), x.T @ t)
+        predicted = (rows[i] - rows[others].mean(0)) @ map_ + y[others].mean(0)
+        torch.testing.assert_close(found[i], y[i] - predicted, atol=1e-8, rtol=1e-6)
+
+
+def test_the_ridge_is_not_too_small():
+    """Many features of which few matter: what is learned by heart is of no use."""
+    rows = torch.randn(200, 150, dtype=torch.float64)
+    y = rows[:, :1] + 2 * torch.randn(200, 1, dtype=torch.float64)
+    learn, hold = torch.arange(100), torch.arange(100, 200)
+    targets = Targets.of_numbers(y[:, 0].numpy())
+    score = ridge_score(rows @ rows.T, targets, learn, hold)
+    assert score > -0.1
+    assert ridge_score(rows @ rows.T * 1e-6, targets, learn, hold) == pytest.approx(score)  # whatever the scale
+
+
+def test_scaling_knows_only_what_is_known():
+    some = torch.randn(11, 3, dtype=torch.float64) * 7 + 5
+    known = torch.arange(6)
+    found = scaled(some, known)
+    assert found[:6].mean(0).abs().max() < 1e-12
+    assert float(found[:6].square().sum(1).mean()) == pytest.approx(1)
+    changed = torch.cat([some[:6], 100 * some[6:]])
+    assert torch.equal(scaled(changed, known)[:6], found[:6])
+    assert scaled(torch.full((11, 3), 2.7), known).abs().max() == 0
+
+
+@settings(max_examples=3)
+@given(seeds)
+def test_comparing_sums(seed):
+    """One head knows the classes, others know nothing: weights find it, and it is worth something elsewhere too."""
+    targets = labelled(seed, 48, 2)
+    knows = targets.values[:, :1] + 0.1 * torch.randn(48, 1, dtype=torch.float64, generator=generator(seed))
+    heads = [*features(seed, heads=6, n=48), 100 * knows]
+    own = torch.zeros(48, 7, dtype=torch.float64)
+    own[:, 6] = 1
+    done = []
+    found = {s.name: s for s in compare_sums(heads, targets, own=own, splits=2, seed=seed, watch=done.append)}
+    assert list(found) == [UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN]
+    assert done == [1, 1]
+    for split in range(2):
+        learn, _ = halves(targets, seed + split)
+        grams = linear_grams([scaled(head[learn], torch.arange(len(learn))) for head in heads])
+        best = flat_mkl(grams, target_kernel(targets.part(learn)))
+        assert found[FLAT].learned[split] == pytest.approx(best.alignment)
+    for name, entry in found.items():
+        assert [len(v) for v in (entry.learned, entry.held, entry.score)] == [2, 2, 2]
+        assert all(a >= b for a, b in zip(found[FLAT].learned, entry.learned, strict=True)) or name == CONDITIONAL
+    for name in (SINGLE, FLAT, CONDITIONAL):
+        assert all(a > b for a, b in zip(found[name].held, found[UNIFORM].held, strict=True))
+    assert found[SINGLE].held == pytest.approx(found[OWN].held)
+    assert min(found[SINGLE].score) > 0.8
+
+
+def test_numbers_as_targets():
+    targets = Targets.of_numbers(np.random.default_rng(0).normal(size=40))
+    heads = [targets.values + 0.1 * torch.randn(40, 1), torch.randn(40, 3)]
+    found = {s.name: s for s in compare_sums(heads, targets, splits=2)}
+    assert min(found[FLAT].score) > 0.9
+    assert OWN not in found

@@ -1,0 +1,511 @@
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.signals import Grid, Sequence, Table
+from hsa.training.accelerator import make_accelerator
+from hsa.training.data import prepare as preparing
+from hsa.training.data.data_set import DataSet
+from hsa.training.data.prepare import cache_folder, load_input_spec, open_source, prepare, save_input_spec
+from hsa.training.data.sources import Columns, Rows, StandardLibrary
+from hsa.training.experiment import train_models
+from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from tests.tables import WORDS, mixed_folder, picture, reviews, write_rows
+
+TEXT = DataOptions(text=("text",), label="label", vocabulary=300)
+TINY = ModelOptions(width=8, heads=2, position_width=8)
+ONCE = TrainingOptions(epochs=1, batch_size=8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def same(a: DataSet, b: DataSet) -> bool:
+    return (a.digest, a.names, a.classes) == (b.digest, b.names, b.classes) and a.batch.domains == b.batch.domains
+
+
+def train(prepared, folder, models=("hsa", "deepsets"), **options):
+    accelerator = make_accelerator(ONCE, cpu=True)
+    return train_models(models, TINY, prepared, replace(ONCE, **options), folder, accelerator)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
+def test_rows_of_every_format_are_the_same_data(tmp_path, suffix):
+    rows = reviews()
+    wanted = prepare(write_rows(tmp_path / "wanted.csv", rows), TEXT)
+    found = prepare(write_rows(tmp_path / f"reviews{suffix}", rows), TEXT)
+    for name in ("train", "validation", "test"):
+        assert getattr(found, name).digest == getattr(wanted, name).digest
+    assert (len(found.train), len(found.validation), len(found.test)) == (32, 4, 4)
+    assert found.train.classes == ("neg", "pos")
+    assert (found.kinds, found.keys, found.name) == (("sequence",), (), f"reviews{suffix}")
+    assert found.modalities["text"].tokens == found.reading.tokenizer.get_vocab_size() <= 300
+    names = [name for part in (found.train, found.validation, found.test) for name in part.names]
+    assert len(set(names)) == 40
+    for part in (found.validation, found.test):
+        assert sorted(part.targets.tolist()) == [0, 0, 1, 1]
+
+
+def test_the_tree_is_that_of_the_text(tmp_path):
+    rows = [{"text": "We saw it. It was good.\n\nAnd then?", "label": label} for label in "ab" * 10]
+    found = prepare(write_rows(tmp_path / "a.jsonl", rows), TEXT)
+    assert found.train.batch.domains[:16] == (Sequence(2),) * 16
+    assert found.train.batch.hierarchy.depth == 3
+
+
+def test_texts_images_and_numbers_make_a_table_that_trains(tmp_path):
+    rows = reviews()
+    for i, row in enumerate(rows):
+        row["picture"] = f"pictures/{i}.png"
+        picture(tmp_path / row["picture"], 60 if row["label"] == "pos" else 200)
+    rows[3]["title"] = ""  # of which there is none
+    path = write_rows(tmp_path / "reviews.csv", rows)
+    options = replace(TEXT, text=("title", "text"), image=("picture",), number=("stars",))
+    found = prepare(path, options)
+    assert set(found.kinds) == {"table", "sequence", "grid"}
+    assert set(found.keys) == {"title", "text", "picture", "stars"}
+    assert set(found.train.batch.distinct_domains) >= {Table(("title", "text", "stars", "picture")), Grid((2, 1))}
+    assert found.modalities["patch"].numbers == 16 * 16 * 3
+    assert found.modalities["number"].numbers == 1
+    stars = found.train.batch.values["number"]
+    assert found.modalities["number"].center == pytest.approx(float(stars.mean()))
+    results = train(found, tmp_path / "out")
+    assert [result.model for result in results] == ["hsa", "deepsets"]
+    assert all(np.isfinite(result.history[0].loss) for result in results)
+
+
+def test_images_may_be_bytes_and_may_be_missing(tmp_path):
+    data = picture(tmp_path / "a.png", 70).read_bytes()
+    rows = [{"text": "good", "picture": {"bytes": data, "path": None}, "label": "ab"[i % 2]} for i in range(20)]
+    rows[2]["picture"] = None
+    found = prepare(write_rows(tmp_path / "a.parquet", rows), replace(TEXT, image=("picture",)))
+    assert sorted(
+        {*found.train.lengths.tolist(), *found.test.lengths.tolist(), *found.validation.lengths.tolist()}
+    ) == [
+        1,
+        3,
+    ]
+
+
+def test_numbers_to_predict(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    found = prepare(path, replace(TEXT, label="stars", task="regression"))
+    assert (found.task, found.train.classes, found.train.targets.dtype) == ("regression", (), torch.float32)
+    (result,) = train(found, tmp_path / "out", models=("hsa",))
+    assert result.scores.r2 is not None
+    assert result.confusion == ()
+
+
+def test_numbers_can_be_names_of_classes(tmp_path):
+    rows = [{"text": "good", "label": [1, 2.0, 2][i % 3]} for i in range(30)]
+    assert prepare(write_rows(tmp_path / "a.jsonl", rows), TEXT).train.classes == ("1", "2")
+
+
+def test_data_of_their_own_for_validation_and_test(tmp_path):
+    paths = {}
+    for seed, (name, count) in enumerate({"train": 20, "validation": 7, "test": 9}.items()):
+        paths[name] = write_rows(tmp_path / f"{name}.csv", reviews(count, seed))
+    whole = prepare(paths["train"], replace(TEXT, validation=paths["validation"], test=paths["test"]))
+    assert (len(whole.train), len(whole.validation), len(whole.test)) == (20, 7, 9)
+    assert {name.partition(":")[0] for name in whole.test.names} == {str(paths["test"])}
+    half = prepare(paths["train"], replace(TEXT, test=paths["test"]))
+    assert (len(half.train), len(half.validation), len(half.test)) == (18, 2, 9)
+
+
+def test_long_texts_are_cut_and_large_families_windowed(tmp_path):
+    rows = [{"text": " ".join(WORDS["pos"] * 30), "label": "ab"[i % 2]} for i in range(20)]
+    path = write_rows(tmp_path / "a.csv", rows)
+    assert (prepare(path, replace(TEXT, max_tokens=50)).train.lengths == 50).all()
+    windows = prepare(path, replace(TEXT, max_tokens=0, max_family=8)).train.batch.hierarchy.structure
+    assert windows.num_children.max() <= 8
+
+
+# Folders
+
+
+def test_a_folder_per_class_with_files_of_many_kinds(tmp_path):
+    found = prepare(mixed_folder(tmp_path / "data"), DataOptions(vocabulary=300))
+    assert len(found.train) + len(found.validation) + len(found.test) == 40
+    assert found.train.classes == ("neg", "pos")
+    assert set(found.modalities) == {"text", "patch"}
+    assert not any("xyz" in name for name in (*found.train.names, *found.test.names))
+    results = train(found, tmp_path / "out")
+    assert all(np.isfinite(result.history[0].loss) for result in results)
+
+
+def test_broken_html_is_read_as_browsers_do(tmp_path):
+    folder = mixed_folder(tmp_path / "data")
+    broken = folder / "pos" / "broken.html"
+    broken.write_text("<html><body><div><p>The film <b>was <i>good</b></p></td><table><tr>ugly<td>we<scr")
+    found = prepare(folder, DataOptions(vocabulary=300))
+    names = [*found.train.names, *found.validation.names, *found.test.names]
+    assert str(broken) in names
+
+
+@pytest.mark.parametrize(
+    "make", [lambda f: None, lambda f: (f / "a.txt").write_text("hi"), lambda f: (f / "inner").mkdir()]
+)
+def test_a_folder_without_folders_of_classes(tmp_path, make):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    make(folder)
+    message = f"{folder}: given no files in folders that name a class, expected {folder}/CLASS/FILE, with files of the"
+    with pytest.raises(InvalidInput, match=message):
+        prepare(folder, DataOptions())
+
+
+def test_a_folder_with_one_class(tmp_path):
+    (tmp_path / "data" / "pos").mkdir(parents=True)
+    for i in range(20):
+        (tmp_path / "data" / "pos" / f"{i}.txt").write_text("good")
+    message = "classes: given one class in the training data, 'pos', expected two or more; put the files of each class"
+    with pytest.raises(InvalidInput, match=message):
+        prepare(tmp_path / "data", DataOptions(vocabulary=300))
+
+
+# The standard library
+
+
+def test_the_standard_library_needs_no_data():
+    found = prepare(None, DataOptions(vocabulary=512, max_tokens=64), small=True)
+    again = StandardLibrary(most=60, packages=6).definitions
+    names = [*found.train.names, *found.validation.names, *found.test.names]
+    assert sorted(names) == sorted(name for _, name, _ in again)
+    assert len(found.train.classes) >= 2
+    assert len(found.train) > 100
+    assert (np.bincount(found.train.targets) > 0).all()
+    assert (found.train.lengths.max(), found.name, found.reading.kind) == (64, "Python standard library", "python")
+
+
+# The cache
+
+
+def spoil(monkeypatch):
+    """Reading the data again is an error."""
+
+    def fail(*arguments):
+        raise AssertionError("the data were read again")
+
+    monkeypatch.setattr(preparing, "build", fail)
+
+
+def test_the_cache_gives_the_same_data(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    first = prepare(path, TEXT)
+    assert {p.name for p in cache_folder().glob("*/*")} == {f"{n}.safetensors" for n in ("train", "validation", "test")}
+    spoil(monkeypatch)
+    second = prepare(path, TEXT)
+    for name in ("train", "validation", "test"):
+        assert same(getattr(first, name), getattr(second, name))
+    assert first.modalities == second.modalities
+    assert (first.kinds, first.keys) == (second.kinds, second.keys)
+    assert first.reading.tokenizer.to_str() == second.reading.tokenizer.to_str()
+
+
+def change_the_file(path, options, seed):
+    write_rows(path, reviews(seed=9))
+    return options, seed
+
+
+def touch_a_picture(path, options, seed):
+    picture(path.parent / "0.png", 99)
+    return options, seed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_the_file,
+        touch_a_picture,
+        lambda path, options, seed: (options, 1),
+        lambda path, options, seed: (replace(options, max_tokens=3), seed),
+        lambda path, options, seed: (replace(options, text=("text", "title")), seed),
+        lambda path, options, seed: (replace(options, label="title"), seed),
+    ],
+)
+def test_what_changes_the_data_is_not_taken_from_the_cache(tmp_path, monkeypatch, change):
+    rows = [{**row, "picture": "0.png"} for row in reviews()]
+    picture(tmp_path / "0.png", 60)
+    path = write_rows(tmp_path / "a.csv", rows)
+    options = replace(TEXT, image=("picture",))
+    prepare(path, options)
+    os.utime(path, ns=(1, 1))
+    prepare(path, options)
+    spoil(monkeypatch)
+    prepare(path, options)
+    options, seed = change(path, options, 0)
+    with pytest.raises((AssertionError, InvalidInput), match=r"read again|column 'picture'"):
+        prepare(path, options, seed=seed)
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    first = prepare(path, TEXT)
+    (damaged,) = cache_folder().glob("*/test.safetensors")
+    damaged.write_bytes(b"nonsense")
+    assert same(prepare(path, TEXT).test, first.test)
+    assert same(DataSet.load(damaged), first.test)
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSA_CACHE", str(tmp_path / "here"))
+    assert cache_folder() == tmp_path / "here"
+    monkeypatch.delenv("HSA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "there"))
+    assert cache_folder() == tmp_path / "there" / "hsa"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "hsa"
+
+
+# Word vectors, and what is kept with a model
+
+
+def test_word_vectors(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    words = ("good", "bad", "film", "saw")
+    vectors = tmp_path / "vectors.txt"
+    vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words)))
+    options = replace(TEXT, word_vectors=vectors)
+    found = prepare(path, options)
+    assert (found.modalities["text"].width, found.modalities["text"].frozen) == (3, True)
+    assert found.modalities["text"].tokens == found.reading.tokenizer.get_vocab_size() == len(found.vectors)
+    (result,) = train(found, tmp_path / "out", models=("hsa",))
+    assert np.isfinite(result.history[0].loss)
+    vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words[::-1])))
+    other = prepare(path, options)  # other ids for the same words: not from the cache
+    ids = {found.reading.tokenizer.token_to_id("good"), other.reading.tokenizer.token_to_id("good")}
+    assert len(ids) == 2
+    assert other.train.digest != found.train.digest
+
+
+def test_reading_is_kept_with_a_model(tmp_path):
+    found = prepare(write_rows(tmp_path / "a.csv", reviews()), replace(TEXT, number=("stars",))).reading
+    save_input_spec(tmp_path / "model", found)
+    loaded = load_input_spec(tmp_path / "model")
+    assert loaded.tokenizer.to_str() == found.tokenizer.to_str()
+    assert replace(loaded, tokenizer=None).__dict__ == replace(found, tokenizer=None).__dict__
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "rows"}', '{"kind": 1, "columns": 2}'])
+def test_readings_that_are_none(tmp_path, content):
+    (tmp_path / "reading.json").write_text(content)
+    with pytest.raises(InvalidInput, match=r"reading.json: given other content, expected how a model reads data"):
+        load_input_spec(tmp_path)
+
+
+# Bad input
+
+
+def bad(tmp_path, change=lambda rows: None, suffix=".jsonl", **options):
+    """What is said about rows that do not fit, less the file."""
+    rows = reviews(20)
+    change(rows)
+    path = write_rows(tmp_path / f"a{suffix}", rows)
+    with pytest.raises(InvalidInput) as caught:
+        prepare(path, replace(TEXT, **options))
+    said = str(caught.value)
+    assert "\n" not in said
+    return said.replace(f"{path}", "FILE").replace(f"{tmp_path}/", "")
+
+
+SKIP = "pass --skip-bad to leave out what cannot be read"
+
+
+COLUMNS = "'text', 'title', 'stars', 'label'"
+ROW = "FILE: row 5 (line 5)"
+ONE_WAY = f"text, as in row 1; write all labels of the column in one way, or {SKIP}"
+STARS = {"label": "stars", "task": "regression"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"text": ("txt",)}, f"given the column 'txt', expected one of {COLUMNS}; did you mean 'text'?"),
+        ({"label": "lable"}, f"given the column 'lable', expected one of {COLUMNS}; did you mean 'label'?"),
+        (
+            {"text": ()},
+            f"given no column to read, expected some of {COLUMNS}; name them with --text, --number or --image",
+        ),
+        ({"label": None}, f"given no column to predict, expected one of {COLUMNS}; name it with --label"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path, options, said):
+    assert bad(tmp_path, **options) == f"FILE: {said}"
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "said"),
+    [
+        ({"text": " "}, {}, f"{ROW}: given no values, expected at least one in 'text'; {SKIP}"),
+        ({"text": None}, {}, f"{ROW}: given no values, expected at least one in 'text'; {SKIP}"),
+        ({"text": ["a"]}, {}, f"{ROW}, column 'text': given a list, expected text; {SKIP}"),
+        ({"label": None}, {}, f"{ROW}, column 'label': given no label, expected one; {SKIP}"),
+        ({"label": ""}, {}, f"{ROW}, column 'label': given no label, expected one; {SKIP}"),
+        ({"label": 1}, {}, f"{ROW}, column 'label': given the label 1, a number, expected {ONE_WAY}"),
+        ({"label": True}, {}, f"{ROW}, column 'label': given the label True, true or false, expected {ONE_WAY}"),
+        ({"label": []}, {}, f"{ROW}, column 'label': given a label of type list, expected a name or a number; {SKIP}"),
+        ({"stars": "many"}, STARS, f"{ROW}, column 'stars': given the label 'many', expected a number; {SKIP}"),
+        ({"stars": "inf"}, STARS, f"{ROW}, column 'stars': given the label 'inf', expected a finite number; {SKIP}"),
+        ({"stars": "x"}, {"number": ("stars",)}, f"{ROW}, column 'stars': given 'x', expected a finite number; {SKIP}"),
+    ],
+)
+def test_rows_that_do_not_fit(tmp_path, values, options, said):
+    assert bad(tmp_path, lambda rows: rows[4].update(values), **options) == said
+
+
+def test_labels_that_do_not_fit(tmp_path):
+    assert bad(tmp_path, task="regression").startswith("FILE: row 1 (line 1), column 'label': given the label 'pos'")
+    said = bad(tmp_path, lambda rows: [row.update(label="pos") for row in rows])
+    expected = "given one class in the training data, 'pos', expected two or more; is --label the right column?"
+    assert said == f"column 'label': {expected}"
+    both = (
+        "FILE: column 'text': given a column that is both read and predicted, expected one or the other; name another"
+    )
+    assert bad(tmp_path, label="text").startswith(both)
+    rows = [{"text": "good", "label": i / 7} for i in range(40)]
+    with pytest.raises(
+        InvalidInput, match=r"column 'label': given 40 classes .* to predict a number, pass --task regr"
+    ):
+        prepare(write_rows(tmp_path / "b.jsonl", rows), TEXT)
+
+
+def test_a_column_read_twice(tmp_path):
+    said = bad(tmp_path, number=("text",))
+    assert said == f"FILE: row 1 (line 1): given the column 'text' twice, expected each column once; {SKIP}"
+
+
+def test_mixed_labels_name_the_row_whichever_comes_first(tmp_path):
+    rows = [{"text": "good", "label": label} for label in (1, 2, "pos", 1)]
+    with pytest.raises(
+        InvalidInput, match=r"row 3 \(line 3\), column 'label': given the label 'pos', text, expected a"
+    ):
+        prepare(write_rows(tmp_path / "a.jsonl", rows), TEXT)
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
+def test_pictures_that_are_none_are_named_with_their_row(tmp_path, content):
+    (tmp_path / "bad.png").write_bytes(content)
+    picture(tmp_path / "good.png", 70)
+
+    def change(rows):
+        for i, row in enumerate(rows):
+            row["picture"] = "bad.png" if i == 6 else "good.png"
+
+    said = bad(tmp_path, change, image=("picture",))
+    assert said.startswith("FILE: row 7 (line 7), column 'picture' (bad.png): given ")
+    assert said.endswith(f", expected a picture that Pillow reads; {SKIP}")
+
+
+def test_pictures_that_are_not_there_are_named_with_their_row(tmp_path):
+    said = bad(tmp_path, lambda rows: [row.update(picture="a/b.png") for row in rows], image=("picture",))
+    assert said.startswith("FILE: row 1 (line 1), column 'picture' (a/b.png): given no such file, expected a picture")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "", "{path}: given an empty file, expected rows"),
+        ("a.jsonl", "\n\n", "{path}: given an empty file, expected rows"),
+        ("a.csv", "text,label\n", "{path}: given no rows, expected at least one"),
+        ("a.json", "[]", "{path}: given no rows, expected at least one"),
+        ("a.parquet", "oops", "{path}: given damaged data"),
+        ("a.xlsx", "oops", "{path}: given a .xlsx file, expected one of .csv, .tsv, .json"),
+        ("a", "oops", "{path}: given a nameless file, expected one of .csv"),
+        ("a.csv", None, "{path}: given no such file or folder, expected rows, or a folder per class"),
+    ],
+)
+def test_files_that_are_none(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidInput) as caught:
+        prepare(path, TEXT)
+    assert str(caught.value).startswith(message.format(path=path))
+
+
+def test_too_few_rows_to_split(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews(3))
+    with pytest.raises(InvalidInput, match=r"data: given no examples for .*; give more data, or a file for it"):
+        prepare(path, TEXT)
+
+
+def test_other_classes_in_the_test_data(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    other = write_rows(tmp_path / "b.csv", [*reviews(3), {**reviews(1)[0], "label": "odd"}])
+    with pytest.raises(InvalidInput, match=r"b.csv: row 4 \(line 5\): given the class 'odd', expected one of neg, pos"):
+        prepare(path, replace(TEXT, test=other))
+
+
+def test_other_modalities_in_the_test_data(tmp_path):
+    for label in WORDS:
+        for i in range(6):
+            (tmp_path / "a" / label).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "a" / label / f"{i}.txt").write_text(WORDS[label][i % 3])
+        picture(tmp_path / "b" / label / "0.png", 70)
+    with pytest.raises(
+        InvalidInput, match="data for test: given leaves of modality 'patch', expected what the training"
+    ):
+        prepare(tmp_path / "a", DataOptions(vocabulary=300, test=tmp_path / "b"))
+
+
+def test_numbers_are_predicted_from_rows_alone(tmp_path):
+    with pytest.raises(InvalidInput, match="task: given regression on data without a column of numbers"):
+        prepare(mixed_folder(tmp_path / "data"), DataOptions(task="regression"))
+
+
+def test_what_is_bad_can_be_left_out(tmp_path):
+    rows = reviews(40)
+    rows[3]["text"], rows[8]["label"], rows[11]["label"] = "", None, 7
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for _ in range(2):  # nothing is hidden in the cache
+        found = prepare(path, replace(TEXT, skip_bad=True))
+        assert len(found.train) + len(found.validation) + len(found.test) == 37
+        assert [message.partition(" (")[0] for message in found.skipped] == [f"{path}: row {i}" for i in (4, 9, 12)]
+    with pytest.raises(InvalidInput):
+        prepare(path, TEXT)
+
+
+def test_files_that_are_bad_can_be_left_out(tmp_path):
+    folder = mixed_folder(tmp_path / "data")
+    (folder / "pos" / "bad.png").write_bytes(b"nonsense")
+    (folder / "neg" / "bad.txt").write_bytes(b"\xff\xfe")
+    (folder / "neg" / "bad.py").write_text("def (:")
+    options = DataOptions(vocabulary=300)
+    with pytest.raises(InvalidInput, match=rf"{folder}/neg/bad.* {SKIP}"):
+        prepare(folder, options)
+    found = prepare(folder, replace(options, skip_bad=True))
+    assert len(found.skipped) == 3
+    assert len(found.train) + len(found.validation) + len(found.test) == 40
+
+
+def test_rows_without_labels_can_be_read(tmp_path):
+    path = write_rows(tmp_path / "a.csv", [{"text": "good"}])
+    source = open_source(path, Columns(text=("text",)))
+    assert isinstance(source, Rows)
+    (example,) = source.examples(None, on_bad=lambda error: None)
+    assert (example.target, example.where) == ("", f"{path}: row 1 (line 2)")
+
+
+def test_json_files_in_folders(tmp_path):
+    for label, value in (("a", 1.5), ("b", 2.5)):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for i in range(6):
+            (tmp_path / "data" / label / f"{i}.json").write_text(json.dumps({"x": value, "y": ["good", i + 0.5]}))
+    found = prepare(tmp_path / "data", DataOptions(vocabulary=300))
+    assert set(found.modalities) == {"text", "number"}
+    assert set(found.keys) == {"x", "y"}

@@ -1,0 +1,296 @@
+import json
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from hsa.analysis.cost_plots import Cost
+from hsa.training.compare import Compared, Plan
+from hsa.training.compare_report import JSON, Comparison
+from tests.comparisons import RECIPE, prepared, result, run
+
+RATES = (1e-3, 1e-2, 1e-1)
+TEST = 17  # examples
+
+
+def compared(model, scores, rate=1e-2, seeds=(0, 1, 2), **more):
+    """A model that was best at this rate, with a score per seed, or how else that seed's run ended."""
+    runs = tuple(
+        run(model, rate, seed, score if isinstance(score, str) else result(model, score, 0.9, **more))
+        for seed, score in zip(seeds, scores, strict=False)
+    )
+    tried = tuple(runs[0] if r == rate else run(model, r, 0, result(model, 0.1, 0.4, **more)) for r in RATES)
+    return Compared(model, tried, runs)
+
+
+def lost(model, *endings):
+    """A model without a result at any rate: it diverged, unless it ended otherwise."""
+    states = endings or ("diverged",) * len(RATES)
+    return Compared(model, tuple(run(model, rate, 0, state) for rate, state in zip(RATES, states, strict=True)), ())
+
+
+NO_ROOM = ("no room",) * len(RATES)
+HOW_TO_GET_ON = (
+    "where there was no room: --resume tries again, for when there is more; else compare into another folder with fewer "
+    "--batch-tokens, shorter texts (--max-tokens, or --context of a language model) or a smaller --width"
+)
+
+
+def comparison(*models, task="classification", seeds=(0, 1, 2), **more):
+    plan = Plan(tuple(model.model for model in models), RATES, seeds)
+    return Comparison(plan, RECIPE, prepared(task), models, **more)
+
+
+HSA = compared("hsa", (0.8, 0.85, 0.9), operations=2e6, training_seconds=4.0, test_seconds=0.34)
+FLAT = compared("flat", (0.7, 0.72, 0.71), operations=8e6, training_seconds=8.0, test_seconds=0.17, peak_memory=None)
+DEEPSETS = compared("deepsets", (0.6, 0.61, 0.62), operations=0.0, training_seconds=1.0, test_seconds=0.017)
+
+
+def test_the_table():
+    header, rows = comparison(HSA, FLAT, DEEPSETS, lost("hsa-token")).columns()
+    assert [dict(zip(header, row, strict=True)) for row in rows] == [
+        {
+            "model": "hsa",
+            "parameters": "1,000",
+            "rate": "0.01",
+            "accuracy": "0.8500 ± 0.0500",
+            "F1": "0.4250",
+            "operations": "2.00 M",
+            "train s": "4.0",
+            "test ms": "20.00",
+            "MiB": "7",
+            "on the frontier": "training, test, operations",
+        },
+        {
+            "model": "flat",
+            "parameters": "1,000",
+            "rate": "0.01",
+            "accuracy": "0.7100 ± 0.0100",
+            "F1": "0.3550",
+            "operations": "8.00 M",
+            "train s": "8.0",
+            "test ms": "10.00",
+            "MiB": "–",
+            "on the frontier": "test",
+        },
+        {
+            "model": "deepsets",
+            "parameters": "1,000",
+            "rate": "0.01",
+            "accuracy": "0.6100 ± 0.0100",
+            "F1": "0.3050",
+            "operations": "0",
+            "train s": "1.0",
+            "test ms": "1.00",
+            "MiB": "7",
+            "on the frontier": "training, test, operations",
+        },
+        {
+            "model": "hsa-token",
+            "parameters": "–",
+            "rate": "–",
+            "accuracy": "diverged",
+            "F1": "–",
+            "operations": "–",
+            "train s": "–",
+            "test ms": "–",
+            "MiB": "–",
+            "on the frontier": "–",
+        },
+    ]
+
+
+def test_what_it_means():
+    assert comparison(HSA, FLAT, DEEPSETS).findings() == [
+        "hsa against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer attention "
+        "operations, trains 2.0 × faster",
+        "hsa against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), trains 4.0 × as long",
+        "on the frontier of accuracy against training time: hsa, deepsets",
+    ]
+
+
+def test_more_than_chance():
+    first, second = compared("hsa", (0.99, 0.99, 1.0)), compared("flat", (0.01, 0.0, 0.0), training_seconds=3.01)
+    (line, _) = comparison(first, second).findings()
+    assert line.startswith("hsa against flat: +99.0 points (more than chance: ± ")
+    assert line.endswith(", as many attention operations, trains as long")
+    (line, _) = comparison(second, first).findings()
+    assert line.startswith("flat against hsa: -99.0 points (more than chance: ± ")
+
+
+def test_one_seed():
+    found = comparison(compared("hsa", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
+    assert found.columns()[1][0][3] == "0.8000"
+    assert "(within chance: ± 28.3 for 17 test examples and one seed)" in found.findings()[0]
+    assert found.to_json()["models"][0]["accuracy_std"] is None
+
+
+def test_equal_minutes_are_no_cost():
+    first, second = compared("hsa", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
+    found = comparison(first, second)
+    timed = replace(found, recipe=replace(found.recipe, training=replace(found.recipe.training, minutes=1.0)))
+    assert "training" in found.frontiers()["flat"]  # 3 s against 60
+    assert not any("training" in costs for costs in timed.frontiers().values())
+    lines = timed.findings()
+    assert "on the frontier of accuracy against test time: hsa" in lines
+    assert "flat trained for less than 1 minutes: epochs or patience ended first" in lines
+    assert not any("minutes" in line for line in found.findings())
+
+
+def test_numbers():
+    first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hsa", "flat"))
+    found = comparison(first, second, task="regression", seeds=(0, 1))
+    header, rows = found.columns()
+    assert header[3:5] == ["R²", "error"]
+    assert rows[0][3:5] == ["0.1000 ± 0.8485", "2.0000"]
+    assert found.findings()[0].startswith(
+        "hsa against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
+    )
+    assert found.findings()[1] == "on the frontier of R² against training time: hsa, flat"
+    model = found.to_json()["models"][0]
+    assert model["r2"] == pytest.approx(0.1)
+    assert model["mean_absolute_error"] == 2
+    one = comparison(
+        compared("hsa", (0.5,), regression=True), compared("flat", (0.4,), regression=True), task="regression"
+    )
+    assert "R² +0.100 (one seed does not tell whether by chance)" in one.findings()[0]
+
+
+def test_rates_at_the_end():
+    """Better ones may lie beyond; one rate alone is no end."""
+    found = comparison(HSA, compared("flat", (0.7,), rate=1e-1), compared("deepsets", (0.7,), rate=1e-3)).findings()
+    assert found[-2:] == [
+        "the highest rate, 0.1, was the best for flat; higher ones may be better still",
+        "the lowest rate, 0.001, was the best for deepsets; lower ones may be better still",
+    ]
+    only = replace(comparison(HSA), plan=Plan(("hsa",), (1e-2,), (0,)))
+    assert only.findings() == ["on the frontier of accuracy against training time: hsa"]
+
+
+def test_what_diverged():
+    half = compared("flat", (0.7, "diverged", 0.9))
+    found = comparison(lost("hsa"), half, DEEPSETS)
+    lines = found.findings()
+    assert lines[0].startswith("flat against deepsets: ")  # the first that has something to compare
+    assert "and 2 seeds)" in lines[0]
+    assert lines[-2:] == ["hsa diverged at every rate; try lower ones", "flat diverged at rate 0.01, seed 1"]
+    assert comparison(lost("hsa"), lost("flat")).findings() == [
+        "hsa diverged at every rate; try lower ones",
+        "flat diverged at every rate; try lower ones",
+    ]
+
+
+def test_what_had_no_room():
+    half = compared("flat", (0.7, "no room", 0.9))
+    found = comparison(lost("hsa", *NO_ROOM), half, DEEPSETS)
+    assert found.findings()[-3:] == [
+        "hsa had no room at any rate",
+        "flat had no room at rate 0.01, seed 1",
+        HOW_TO_GET_ON,
+    ]
+    assert found.columns()[1][0] == ["hsa", "–", "–", "no room", *["–"] * 6]
+    hsa, flat, _ = found.to_json()["models"]
+    assert hsa["no_room"] == [{"rate": rate, "seed": 0} for rate in RATES]
+    assert hsa["diverged"] == []
+    assert flat["no_room"] == [{"rate": 0.01, "seed": 1}]
+    assert [run["seed"] for run in flat["runs"]] == [0, 2]
+
+
+def test_no_room_and_divergence():
+    found = comparison(lost("hsa", "no room", "no room", "diverged"))
+    assert found.columns()[1][0][3] == "no room, diverged"
+    assert found.findings() == [
+        "hsa had no room at rate 0.001, seed 0",
+        "hsa had no room at rate 0.01, seed 0",
+        "hsa diverged at rate 0.1, seed 0",
+        HOW_TO_GET_ON,
+    ]
+
+
+def test_a_warm_start_keeps_its_own_size():
+    found = comparison(HSA, compared("hat", (0.7,), parameters=1250))
+    assert found.findings()[-1] == "hat has 25% more parameters: no size of it fits"
+    recipe = replace(found.recipe, documents=replace(found.recipe.documents, warm_start="bert"))
+    said = "hat has 25% more parameters: it keeps the size of the encoder that it starts from"
+    assert replace(found, recipe=recipe).findings()[-1] == said
+
+
+def test_models_of_other_sizes_are_named():
+    larger = compared("flat", (0.7,), parameters=1250)
+    smaller = compared("deepsets", (0.7,), parameters=900)
+    alike = compared("hsa-token", (0.7,), parameters=1015)
+    assert comparison(HSA, larger, smaller, alike).findings()[-2:] == [
+        "flat has 25% more parameters: no size of it fits",
+        "deepsets has 10% fewer parameters: no size of it fits",
+    ]
+
+
+COSTS = (Cost("hsa", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
+
+
+def test_everything_is_in_the_json(tmp_path):
+    found = comparison(HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
+    found.write(tmp_path)
+    data = json.loads((tmp_path / JSON).read_text())
+    assert data == json.loads(json.dumps(found.to_json()))
+    assert "NaN" not in (tmp_path / JSON).read_text()
+    assert (data["data"], data["task"], data["device"]) == ("tiny", "classification", "a GPU")
+    assert data["examples"] == {"train": 31, "validation": 13, "test": TEST}
+    assert (data["rates"], data["seeds"]) == (list(RATES), [0, 1, 2])
+    assert data["findings"] == found.findings()
+    assert data["costs"][0] == {"model": "hsa", "length": 256, "operations": 1000, "seconds": 0.5}
+    assert data["options"]["width"] == 12
+    assert data["options"]["epochs"] == 2
+    assert not {"learning_rate", "seed"} & set(data["options"])
+    hsa, flat, deepsets = data["models"]
+    assert hsa["validation"] == {"0.001": 0.4, "0.01": 0.9, "0.1": 0.4}
+    assert hsa["accuracy"] == pytest.approx(0.85)
+    assert hsa["accuracy_std"] == pytest.approx(0.05)
+    assert hsa["folder"] == "hsa/0.01/0"
+    assert hsa["test_milliseconds"] == pytest.approx(20)
+    assert [(run["seed"], run["accuracy"], run["epochs"]) for run in hsa["runs"]] == [
+        (0, 0.8, 1),
+        (1, 0.85, 1),
+        (2, 0.9, 1),
+    ]
+    assert flat["diverged"] == [{"rate": 0.01, "seed": 1}]
+    assert [run["seed"] for run in flat["runs"]] == [0, 2]
+    assert (deepsets["rate"], deepsets["validation"]) == (None, {"0.001": None, "0.01": None, "0.1": None})
+    assert "runs" not in deepsets
+
+
+def test_the_report_and_its_pictures(tmp_path):
+    found = comparison(HSA, FLAT, lost("deepsets"), costs=COSTS)
+    pictures = found.write(tmp_path)
+    assert [picture.name for picture in pictures] == ["frontier.png", "curves.png", "costs.png"]
+    for picture in pictures:
+        with Image.open(picture) as image:
+            assert min(image.size) > 300
+    report = (tmp_path / "report.md").read_text()
+    for part in (
+        "# tiny: hsa, flat, deepsets\n",
+        "| hsa | 1,000 | 0.01 | 0.8500 ± 0.0500 |",
+        f"- {found.findings()[0]}\n",
+        "![frontier](frontier.png)\n",
+        "| model | 0.001 | 0.01 | 0.1 |\n",
+        "| hsa | 0.4000 | 0.9000 | 0.4000 |\n",
+        "| deepsets | diverged | diverged | diverged |\n",
+        "| 256 | 0.0 M, 500.00 ms | 0.0 M, – |\n",
+        "\nwidth: 12\n",
+    ):
+        assert part in report
+
+
+@pytest.mark.parametrize("names", [("deepsets",), ("hsa", "deepsets")])
+def test_models_without_attention_and_lengths_that_were_not_measured(tmp_path, names):
+    kept = {"deepsets": DEEPSETS, "hsa": HSA}
+    costs = [Cost("hsa", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
+    found = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
+    assert len(found.write(tmp_path)) == 3
+    report = (tmp_path / "report.md").read_text()
+    assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hsa" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
+
+
+def test_nothing_to_draw(tmp_path):
+    assert comparison(lost("hsa")).write(tmp_path) == []
+    assert "| hsa | – | – | diverged |" in (tmp_path / "report.md").read_text()
