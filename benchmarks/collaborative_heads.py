@@ -45,7 +45,7 @@ HEADER = [
 ]
 
 NOTES = (
-    "Shared: `hsa.huggingface.collaborate`, alternating least squares on the bilinear forms of all heads of a "
+    "Shared: `hsa.research.collaborative.huggingface.collaborate`, alternating least squares on the bilinear forms of all heads of a "
     "layer together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many over "
     "all heads as have the same number of parameters. On data: both in coordinates in which the error is that of logits on "
     "inputs of the layer, whose moments come from other texts than those that are judged. Nothing was trained afterwards. "

@@ -38,10 +38,10 @@ def run() -> None:
     rows = []
     for name, count, sentences, batch_size in (("reviews", 512, 12, 64), ("papers", 48, 350, 8)):
         data = documents(count, sentences)
-        ours, flat = (EncoderConfig(layers=1, operator=operator) for operator in ("hierarchical", "flat"))
+        ours, flat = (EncoderConfig(layers=1, kind=kind) for kind in ("hierarchical", "flat"))
         config = ModelConfig(ours, {"text": Modality(tokens=_VOCABULARY)}, outputs=2)
         models = {
-            "hsa": Classifier(config),
+            "hierarchical": Classifier(config),
             "flat": Classifier(equal_parameters(config, flat)),
         }
         chosen = np.arange(batch_size)
@@ -58,9 +58,9 @@ def run() -> None:
 
         times = medians(
             {
-                "load, hsa": lambda: load("hsa"),
+                "load, hsa": lambda: load("hierarchical"),
                 "load, flat": lambda: load("flat"),
-                "step, hsa": lambda: step("hsa"),
+                "step, hsa": lambda: step("hierarchical"),
                 "step, flat": lambda: step("flat"),
             }
         )

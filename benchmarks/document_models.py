@@ -40,7 +40,7 @@ from hsa.training.loop import Trainer
 from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
-MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
 PLAN = Plan(MODELS, rates=(1e-3, 3e-3), seeds=(0, 1, 2))
 SPLITS = ("train", "validation", "test")
 

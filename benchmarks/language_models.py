@@ -40,7 +40,7 @@ class Phase:
 
 
 FLAT = LanguageModelConfig(**SIZES, attention="flat")
-NEAR_7 = LanguageModelConfig(**SIZES, attention="hierarchical", branching=(32, 4), near=7)
+NEAR_7 = LanguageModelConfig(**SIZES, attention="multiscale", branching=(32, 4), near=7)
 NEAR_15 = replace(NEAR_7, near=15)
 XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=512, memory=512))
 XL_MEMORIES = (512, 1536, 3584, 15872)

@@ -29,9 +29,9 @@ from hsa.training.recipe import Recipe, load_recipe
 RECIPE = Path(__file__).parent.parent / "recipes" / "match3.yaml"
 MODELS: dict[str, dict[str, Any]] = {
     "three-way, 1 layer": {},
-    "pairs, 1 layer": {"operator": "flat"},
-    "pairs, 2 layers": {"operator": "flat", "layers": 2},
-    "no attention": {"operator": "none"},
+    "pairs, 1 layer": {"kind": "flat"},
+    "pairs, 2 layers": {"kind": "flat", "layers": 2},
+    "no attention": {"kind": "none"},
 }
 LONGER = {"pairs, 1 layer": 3}
 """Trained once more, for so many times as many epochs."""

@@ -37,7 +37,7 @@ from hsa.training.recipe import Recipe
 from hsa.training.report import leaf_labels
 
 VARIANTS: dict[str, Any] = {"softmax": None, "1.5": 1.5, "2": 2.0, "learned": "learned"}
-PLAN = Plan(("hsa",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
+PLAN = Plan(("hierarchical",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
 TIMED = 64
 """Documents that are read at once to take the time."""
 SHOWN = 0.01

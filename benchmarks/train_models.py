@@ -1,6 +1,6 @@
 """Train the encoder and its baselines on one data set: a learning-rate sweep per model, then seeds, equal parameters.
 
-    python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models hsa,flat] [--epochs 8]
+    python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models hierarchical,flat] [--epochs 8]
     python -m benchmarks.train_models heads FOLDER --seeds          how heads are fused, on the data of imdb
 
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
@@ -42,12 +42,12 @@ class Experiment:
 IMDB = Experiment(
     encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
     models={
-        "flat": {"operator": "flat"},
-        "hsa": {"operator": "hierarchical"},
-        "hsa with self": {"operator": "hierarchical", "include_self": True},
-        "multiscale": {"operator": "multiscale"},
-        "multiscale near 1": {"operator": "multiscale", "near": 1},
-        "deepsets": {"operator": "none"},
+        "flat": {"kind": "flat"},
+        "hierarchical": {"kind": "hierarchical"},
+        "hsa with self": {"kind": "hierarchical", "include_self": True},
+        "multiscale": {"kind": "multiscale"},
+        "multiscale near 1": {"kind": "multiscale", "near": 1},
+        "deepsets": {"kind": "none"},
     },
     rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     epochs=6,
@@ -60,8 +60,8 @@ HEADS = replace(
     IMDB,
     encoder={**IMDB.encoder, "heads": 8},
     models={
-        f"{name}, {fusion}": {"operator": operator, "fusion": fusion}
-        for name, operator in (("hsa", "hierarchical"), ("flat", "flat"))
+        f"{name}, {fusion}": {"kind": kind, "fusion": fusion}
+        for name, kind in (("hierarchical", "hierarchical"), ("flat", "flat"))
         for fusion in ("talking", "concatenation", "collaborative", "over-heads")
     },
     rates=(1e-3, 3e-3, 1e-2),
@@ -69,11 +69,11 @@ HEADS = replace(
 PEER = Experiment(
     encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
     models={
-        "hsa, whole": {"operator": "hierarchical"},
-        "flat, first 512": {"operator": "flat"},
-        "flat, whole": {"operator": "flat"},
-        "multiscale, whole": {"operator": "multiscale"},
-        "deepsets, whole": {"operator": "none"},
+        "hsa, whole": {"kind": "hierarchical"},
+        "flat, first 512": {"kind": "flat"},
+        "flat, whole": {"kind": "flat"},
+        "multiscale, whole": {"kind": "multiscale"},
+        "deepsets, whole": {"kind": "none"},
     },
     rates=(1e-3, 3e-3, 1e-2),
     epochs=8,
@@ -85,11 +85,11 @@ PEER = Experiment(
 LISTOPS = Experiment(
     encoder={"width": 128, "heads": 4, "layers": 4, "dropout": 0.0},
     models={
-        "flat": {"operator": "flat", "position_input": True},
-        "windows": {"operator": "hierarchical", "windows": (16, 8, 8), "position_input": True},
-        "hsa, expression tree": {"operator": "hierarchical"},
-        "multiscale, expression tree": {"operator": "multiscale"},
-        "bottom-up, expression tree": {"operator": "bottom-up", "layers": 1},
+        "flat": {"kind": "flat", "position_input": True},
+        "windows": {"kind": "hierarchical", "windows": (16, 8, 8), "position_input": True},
+        "hsa, expression tree": {"kind": "hierarchical"},
+        "multiscale, expression tree": {"kind": "multiscale"},
+        "bottom-up, expression tree": {"kind": "bottom-up", "layers": 1},
     },
     rates=(3e-4, 1e-3, 3e-3),
     epochs=6,

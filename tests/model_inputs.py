@@ -70,34 +70,34 @@ def exact(module: nn.Module, seed: int = 3) -> nn.Module:
     return module.eval()
 
 
-def encoder(operator: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
+def encoder(kind: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
     """Small, with dimensions that are different primes (twice a prime for sines and cosines)."""
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 22, "position_dim": 2}
-    config = EncoderConfig(operator=operator, **{**sizes, **changes})
+    config = EncoderConfig(kind=kind, **{**sizes, **changes})
     return exact(HierarchicalEncoder(config, modalities, kinds, keys))
 
 
 ENCODERS = {
     "hierarchical": {},
-    "hierarchical with self": {"operator": "hierarchical", "include_self": True},
-    "hierarchical in windows": {"operator": "hierarchical", "windows": (3, 2)},
-    "hierarchical pooled": {"operator": "hierarchical", "pool": "families", "layers": 3},
-    "hierarchical sparse": {"operator": "hierarchical", "entmax": "learned", "entmax_levels": 2},
+    "hierarchical with self": {"kind": "hierarchical", "include_self": True},
+    "hierarchical in windows": {"kind": "hierarchical", "windows": (3, 2)},
+    "hierarchical pooled": {"kind": "hierarchical", "pool": "families", "layers": 3},
+    "hierarchical sparse": {"kind": "hierarchical", "entmax": "learned", "entmax_levels": 2},
     "multiscale": {},
-    "multiscale sparse": {"operator": "multiscale", "entmax": "learned", "near": 1},
-    "multiscale refined": {"operator": "multiscale", "near": 1, "top_k": 1},
+    "multiscale sparse": {"kind": "multiscale", "entmax": "learned", "near": 1},
+    "multiscale refined": {"kind": "multiscale", "near": 1, "top_k": 1},
     "clustered": {"group": 2, "top_k": 1, "window": 3},
     "bottom-up": {},
     "flat": {},
-    "flat pooled": {"operator": "flat", "pool": "families", "position_input": True},
+    "flat pooled": {"kind": "flat", "pool": "families", "position_input": True},
     "none": {},
-    "none with places": {"operator": "none", "position_input": True},
+    "none with places": {"kind": "none", "position_input": True},
 }
 """Names of the cases, and what each changes."""
 
 
 def encoder_named(name: str, **more):
-    options = {"operator": name, **ENCODERS[name], **more}
+    options = {"kind": name, **ENCODERS[name], **more}
     return encoder(**options)
 
 

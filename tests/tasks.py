@@ -60,7 +60,7 @@ def classifier(
     numbers = {"center": 6.5, "scale": 0.9} if task == "regression" else {}
     return Classifier(
         ModelConfig(
-            EncoderConfig(operator=operator, **{**encoder, **changes}),
+            EncoderConfig(kind=operator, **{**encoder, **changes}),
             {"text": Modality(tokens=TOKENS)},
             outputs=1 if task == "regression" else 2,
             task=task,

@@ -42,8 +42,10 @@ def test_the_main_job_runs_offline(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "hsa against flat" in result.stdout
-    assert {"hsa", "flat", "deepsets", "report.md", "attention.png"} <= {p.name for p in (tmp_path / "run").iterdir()}
+    assert "hierarchical against flat" in result.stdout
+    assert {"hierarchical", "flat", "deepsets", "report.md", "attention.png"} <= {
+        p.name for p in (tmp_path / "run").iterdir()
+    }
 
 
 STAND_IN = """#!/bin/sh

@@ -29,7 +29,9 @@ def check_picture(path, least=300, most=2500):
 
 @pytest.mark.parametrize("epochs", [1, 12])
 def test_curves(tmp_path, epochs):
-    plot_curves(tmp_path / "a.png", {name: history(epochs) for name in ("hsa", "flat", "deepsets")}, "accuracy")
+    plot_curves(
+        tmp_path / "a.png", {name: history(epochs) for name in ("hierarchical", "flat", "deepsets")}, "accuracy"
+    )
     check_picture(tmp_path / "a.png")
 
 
@@ -54,22 +56,22 @@ def test_names_of_all_kinds(tmp_path):
     check_picture(tmp_path / "a.png", most=4000)
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "clustered", "flat"])
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "clustered", "flat"])
 @pytest.mark.parametrize("labelled", [True, False])
-def test_attention(tmp_path, operator, labelled):
+def test_attention(tmp_path, kind, labelled):
     example = data(3).select([2]).batch
     labels = [str(i) for i in range(example.hierarchy.num_leaves)] if labelled else None
-    plot_attention(tmp_path / "a.png", classifier(operator), example, labels, "title")
+    plot_attention(tmp_path / "a.png", classifier(kind), example, labels, "title")
     check_picture(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "clustered", "flat", "none"])
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "clustered", "flat", "none"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_rows_of_the_matrix_sum_to_one(operator, layers):
+def test_rows_of_the_matrix_sum_to_one(kind, layers):
     for i in range(4):
         example = data(4).select([i]).batch
         leaves = example.hierarchy.num_leaves
-        weights, families = attention_matrix(classifier(operator, layers=layers), example)
+        weights, families = attention_matrix(classifier(kind, layers=layers), example)
         assert weights.shape == (leaves, leaves)
         sums = weights.sum(-1)
         assert (np.isclose(sums, 1, atol=1e-4) | np.isclose(sums, 0, atol=1e-4)).all()
@@ -102,11 +104,11 @@ def test_dropout_is_off():
     assert np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("operator", ["bottom-up", "trilinear", "hierarchical-trilinear"])
-def test_some_have_no_matrix(operator):
-    expected = f"model: given a {operator} encoder, expected one whose layers see all leaves, one by one"
+@pytest.mark.parametrize("kind", ["bottom-up", "trilinear", "hierarchical-trilinear"])
+def test_some_have_no_matrix(kind):
+    expected = f"model: given a {kind} encoder, expected one whose layers see all leaves, one by one"
     with pytest.raises(InvalidInput, match=expected):
-        attention_matrix(classifier(operator), data(1).batch)
+        attention_matrix(classifier(kind), data(1).batch)
 
 
 def test_heads_that_talk_are_shown_as_they_do(tmp_path):
@@ -127,11 +129,11 @@ def test_a_picture_that_cannot_be_written_is_closed(tmp_path):
 
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot be written"):
-        plot_curves(tmp_path / "file" / "a.png", {"hsa": history(2)}, "accuracy")
+        plot_curves(tmp_path / "file" / "a.png", {"hierarchical": history(2)}, "accuracy")
     assert plt.get_fignums() == []
 
 
 def test_histories_of_unequal_length(tmp_path):
     late = [replace(record, validation=0.5) for record in history(9)]
-    plot_curves(tmp_path / "a.png", {"hsa": history(2), "flat": late}, "R²")
+    plot_curves(tmp_path / "a.png", {"hierarchical": history(2), "flat": late}, "R²")
     check_picture(tmp_path / "a.png")

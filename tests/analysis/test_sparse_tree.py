@@ -23,9 +23,9 @@ from tests.tasks import classifier
 TEXT = {"text": MODALITIES["text"]}
 
 
-def sharp(operator="hierarchical", alpha=2.0):
+def sharp(kind="hierarchical", alpha=2.0):
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 7, "position_width": 2, "position_dim": 3}
-    config = EncoderConfig(operator=operator, layers=2, entmax=alpha, **sizes)
+    config = EncoderConfig(kind=kind, layers=2, entmax=alpha, **sizes)
     return exact(Classifier(ModelConfig(config, TEXT, outputs=2)))
 
 

@@ -21,9 +21,9 @@ from tests.analysis.test_plots import check_picture
 from tests.tasks import classifier, data
 
 
-def sharp(operator="hierarchical", **changes):
+def sharp(kind="hierarchical", **changes):
     """With logits that are far apart, and other α everywhere."""
-    model = classifier(operator, **{"layers": 2, "entmax": "learned", "entmax_levels": 2, **changes})
+    model = classifier(kind, **{"layers": 2, "entmax": "learned", "entmax_levels": 2, **changes})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for layer in model.encoder.layers:
@@ -55,17 +55,17 @@ def test_levels_are_those_of_the_layers(include_self):
     assert visited_fraction(found[2:]) == pytest.approx(entered.fraction)
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale"])
-def test_batches_add_up(operator):
-    model, examples = sharp(operator), data(12)
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale"])
+def test_batches_add_up(kind):
+    model, examples = sharp(kind), data(12)
     whole = measure_sparsity(model.train(), [examples.batch])
     assert model.training
     parts = measure_sparsity(model, (examples.select([3 * i, 3 * i + 1, 3 * i + 2]).batch for i in range(4)))
     for a, b in zip(whole, parts, strict=True):
         assert (a.layer, a.level, a.families) == (b.layer, b.level, b.families)
         assert a.zeros == pytest.approx(b.zeros, abs=0.01)  # a weight on the edge may round to either side
-        assert (a.visited is None) == (b.visited is None) == (operator == "multiscale")
-    assert visited_fraction(whole) is None or operator == "hierarchical"
+        assert (a.visited is None) == (b.visited is None) == (kind == "multiscale")
+    assert visited_fraction(whole) is None or kind == "hierarchical"
 
 
 def test_models_without_entmax():

@@ -24,7 +24,7 @@ from tests.tables import reviews, write_rows
 
 COLUMNS = ("--text", "text", "--label", "label")
 SIZES = ("--cpu", "--width", "8", "--heads", "2", "--position-width", "8", "--vocabulary", "300")
-TINY = (*SIZES, "--epochs", "1", "--models", "hsa,deepsets", "--rates", "1e-3,1e-2", "--seeds", "2")
+TINY = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates", "1e-3,1e-2", "--seeds", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -67,15 +67,18 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    runs = [line.split() for line in lines if re.match(r"(hsa|deepsets) +rate ", line)]
-    assert [(run[0], run[2], run[4]) for run in runs[:2]] == [("hsa", "0.001", "0"), ("hsa", "0.01", "0")]
+    runs = [line.split() for line in lines if re.match(r"(hierarchical|deepsets) +rate ", line)]
+    assert [(run[0], run[2], run[4]) for run in runs[:2]] == [
+        ("hierarchical", "0.001", "0"),
+        ("hierarchical", "0.01", "0"),
+    ]
     assert len(runs) == 6
     assert "(run 6 of 6, 0 s left)" in out
     header = next(i for i, line in enumerate(lines) if line.split()[:2] == ["model", "parameters"])
     names = "model parameters rate accuracy F1 operations train s test ms MiB on the frontier"
     assert lines[header].split() == names.split()
     assert "…" not in "".join(lines[header:])
-    assert any(line.startswith("hsa against deepsets: ") for line in lines)
+    assert any(line.startswith("hierarchical against deepsets: ") for line in lines)
 
     folder = Path("runs/compare-reviews")
     assert f"report    {folder}/report.md" in lines
@@ -88,7 +91,7 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
         "first.json",
     }
     before = json.loads((folder / "comparison.json").read_text())
-    assert [model["model"] for model in before["models"]] == ["hsa", "deepsets"]
+    assert [model["model"] for model in before["models"]] == ["hierarchical", "deepsets"]
     assert [line.split() for line in lines[header + 2 : header + 4]] == [row(model) for model in before["models"]]
     for model in before["models"]:
         scores = [run["accuracy"] for run in model["runs"]]
@@ -131,7 +134,7 @@ def test_without_data_and_quick(call, monkeypatch):
     assert (code, err) == (0, "")
     assert "Python standard library: " in out
     ((plan, recipe, prepared),) = seen
-    assert plan.models == ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+    assert plan.models == ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
     assert (plan.rates, plan.seeds) == ((3e-3, 1e-2), (0, 1))
     assert (recipe.training.epochs, recipe.model.width, recipe.read.max_tokens) == (4, 64, 128)
     assert prepared.train.lengths.max() <= 128
@@ -158,9 +161,20 @@ def test_plans(planned, rows):
     assert (plan.rates, plan.seeds) == ((3e-4, 1e-3, 3e-3), (0, 1, 2))
     assert (recipe.training.epochs, recipe.training.patience) == (10, 3)
     plan, _ = planned(
-        rows, *COLUMNS, "--cpu", "--models", "hsa", "flat,hsa", "--rates", "1e-2", "--seed", "7", "--seeds", "2"
+        rows,
+        *COLUMNS,
+        "--cpu",
+        "--models",
+        "hierarchical",
+        "flat,hierarchical",
+        "--rates",
+        "1e-2",
+        "--seed",
+        "7",
+        "--seeds",
+        "2",
     )
-    assert (plan.models, plan.rates, plan.seeds) == (("hsa", "flat"), (1e-2,), (7, 8))
+    assert (plan.models, plan.rates, plan.seeds) == (("hierarchical", "flat"), (1e-2,), (7, 8))
     plan, _ = planned(rows, *COLUMNS, "--cpu", "--learning-rate", "0.02")
     assert plan.rates == (0.02,)
 
@@ -174,17 +188,17 @@ def test_a_budget_of_time(planned, rows):
 
 def test_recipes(planned, rows):
     Path("my.yaml").write_text(
-        f"data: {rows}\ntext: text\nlabel: label\nmodels: [hsa, flat]\nwidth: 16\nminutes: 3\nepochs: 4\n"
+        f"data: {rows}\ntext: text\nlabel: label\nmodels: [hierarchical, flat]\nwidth: 16\nminutes: 3\nepochs: 4\n"
     )
     plan, recipe = planned("my.yaml", "--cpu", "--width", "24")
-    assert plan.models == ("hsa", "flat")
+    assert plan.models == ("hierarchical", "flat")
     assert (recipe.model.width, recipe.training.minutes, recipe.training.epochs) == (24, 3, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--models", "hsa,hsa-tokn"), "models: given 'hsa-tokn', expected some of hsa, "),
+        (("--models", "hierarchical,multiscal"), "models: given 'multiscal', expected some of hierarchical, "),
         (("--models", ","), "models: given none, expected one or more"),
         (("--rates", "fast"), "rates: given 'fast', expected learning rates, such as 3e-4,1e-3"),
         (("--rates", "0"), "rates: given 0, expected learning rates above 0, such as 1e-3"),
@@ -205,8 +219,8 @@ def test_recipes(planned, rows):
 def test_what_cannot_be_done_is_said_before_data_are_read(fails, arguments, said):
     found = fails("compare", "nothing.csv", "--cpu", *arguments)
     assert found.startswith(said)
-    if "hsa-tokn" in said:
-        assert found.endswith("did you mean 'hsa-token'?")
+    if "multiscal" in said:
+        assert found.endswith("did you mean 'multiscale'?")
     assert not Path("runs").exists()
 
 
@@ -220,10 +234,12 @@ def test_one_class_and_no_rows(fails, tmp_path):
 
 
 def test_every_model_diverges(call, rows):
-    code, out, err = call("compare", rows, *COLUMNS, *SIZES, "--models", "hsa", "--rates", "1e30", "--epochs", "2")
+    code, out, err = call(
+        "compare", rows, *COLUMNS, *SIZES, "--models", "hierarchical", "--rates", "1e30", "--epochs", "2"
+    )
     assert (code, err) == (0, "")
     assert "diverged" in out
-    assert "hsa diverged at every rate; try lower ones" in out
+    assert "hierarchical diverged at every rate; try lower ones" in out
 
 
 def test_no_room_for_one_model(call, fails, rows, monkeypatch):
@@ -231,32 +247,43 @@ def test_no_room_for_one_model(call, fails, rows, monkeypatch):
     train, small = comparison.train_model, True
 
     def crowded(name, *arguments, **more):
-        if small and name == "hsa":
+        if small and name == "hierarchical":
             raise NoRoom("memory is full")
         return train(name, *arguments, **more)
 
     monkeypatch.setattr(comparison, "train_model", crowded)
-    few = (*SIZES, "--epochs", "1", "--models", "hsa,deepsets", "--rates", "1e-2", "--seeds", "1")
+    few = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates", "1e-2", "--seeds", "1")
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out")
     assert (code, err) == (0, "")  # as where it diverges
-    assert re.search(r"^hsa +rate 0.01 +seed 0 +no room ", out, re.M)
-    assert re.search(r"^hsa +– +– +no room +–", out, re.M)
+    assert re.search(r"^hierarchical +rate 0.01 +seed 0 +no room ", out, re.M)
+    assert re.search(r"^hierarchical +– +– +no room +–", out, re.M)
     assert re.search(r"^deepsets +\d,\d+ +0.01 ", out, re.M)
     said = " ".join(out.split())
-    assert "hsa had no room at any rate where there was no room: --resume tries again" in said
+    assert "hierarchical had no room at any rate where there was no room: --resume tries again" in said
     assert "another folder with fewer --batch-tokens" in said
     fails("compare", rows, *COLUMNS, *few, "--out", "out")  # which needs --resume
     small = False
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
     assert (code, err) == (0, "")
     assert "no room" not in out
-    assert "hsa against deepsets: " in out
+    assert "hierarchical against deepsets: " in out
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews(200))
     command = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
-    arguments = ["compare", str(data), *COLUMNS, *SIZES, "--models", "hsa", "--batch-size", "2", "--patience", "0"]
+    arguments = [
+        "compare",
+        str(data),
+        *COLUMNS,
+        *SIZES,
+        "--models",
+        "hierarchical",
+        "--batch-size",
+        "2",
+        "--patience",
+        "0",
+    ]
     running = subprocess.Popen(
         [*command, *arguments, "--epochs", "40", "--checkpoint-minutes", "0.001", "--out", "out"],
         stdout=subprocess.PIPE,
@@ -264,7 +291,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
         encoding="utf-8",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    checkpoint = Path("out/hsa/0.0003/0/checkpoint.pt")
+    checkpoint = Path("out/hierarchical/0.0003/0/checkpoint.pt")
     for _ in range(600):
         if checkpoint.is_file():
             break
@@ -319,7 +346,7 @@ def bar(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(comparison_bar, "time", clock)
-    plan = Plan(("hsa", "flat"), (1e-3, 1e-2), (0, 1))
+    plan = Plan(("hierarchical", "flat"), (1e-3, 1e-2), (0, 1))
     return ComparisonBar(plan, "accuracy", Console(file=io.StringIO())), clock
 
 
@@ -336,11 +363,11 @@ def through(bar, clock, model, rate, seconds, diverged=False):
 def test_time_left(bar):
     found, clock = bar
     assert found.seconds_left() is None
-    through(found, clock, "hsa", 1e-3, 10)
+    through(found, clock, "hierarchical", 1e-3, 10)
     assert found.seconds_left() == 5 * 10  # all like the first
-    through(found, clock, "hsa", 1e-2, 20)
+    through(found, clock, "hierarchical", 1e-2, 20)
     assert found.seconds_left() == 4 * 15  # the mean
-    through(found, clock, "hsa", 1e-2, 0)  # was finished before
+    through(found, clock, "hierarchical", 1e-2, 0)  # was finished before
     assert found.seconds_left() == 3 * 15
     through(found, clock, "flat", 1e-3, 100)
     assert found.seconds_left() == 2 * 100
@@ -352,8 +379,8 @@ def test_time_left(bar):
 
 def test_models_without_a_rate_have_no_further_runs(bar):
     found, clock = bar
-    through(found, clock, "hsa", 1e-3, 10, diverged=True)
-    through(found, clock, "hsa", 1e-2, 10, diverged=True)
+    through(found, clock, "hierarchical", 1e-3, 10, diverged=True)
+    through(found, clock, "hierarchical", 1e-2, 10, diverged=True)
     assert found.finished == 2
     assert found.seconds_left() is None  # they ended early, who knows when
     found.begin(Run("flat", 1e-3, 0))
@@ -362,7 +389,7 @@ def test_models_without_a_rate_have_no_further_runs(bar):
 
 def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
     found, clock = bar
-    watcher = found.begin(Run("hsa", 1e-3, 0))
+    watcher = found.begin(Run("hierarchical", 1e-3, 0))
     clock.now += 10
     watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
     clock.now += 40

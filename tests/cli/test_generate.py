@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
 
 def test_training_leaves_models_a_report_and_pictures(trained):
     assert {path.name for path in trained.iterdir()} == {
-        "hsa",
+        "multiscale",
         "flat",
         "results.json",
         "report.md",
@@ -54,17 +54,17 @@ def test_training_leaves_models_a_report_and_pictures(trained):
         "positions.png",
     }
     hsa, flat = json.loads((trained / "results.json").read_text())
-    assert (hsa["model"], flat["model"]) == ("hsa", "flat")
+    assert (hsa["model"], flat["model"]) == ("multiscale", "flat")
     assert hsa["parameters"] - flat["parameters"] == 2  # a bias per head
     assert hsa["tokens"] == flat["tokens"] == 6 * 128
     assert [record["step"] for record in hsa["history"]] == [1, 2, 3, 4, 5, 6]
     assert hsa["loss"] == pytest.approx(sum(loss for _, loss in hsa["by_position"]) / len(hsa["by_position"]), rel=0.2)
-    about = json.loads((trained / "hsa" / "config.json").read_text())
+    about = json.loads((trained / "multiscale" / "config.json").read_text())
     assert sorted(set(about["closes"].values())) == [2, 3, 4, 5]
     assert about["branching"] == [4, 2]
     report = (trained / "report.md").read_text()
     assert "# Language models of tale.txt" in report
-    assert "hsa against flat: perplexity" in report
+    assert "multiscale against flat: perplexity" in report
     assert "context: 32" in report
 
 
@@ -83,12 +83,12 @@ def tale_here():
 
 
 def test_a_finished_run_is_not_trained_again(call, trained):
-    weights = trained / "hsa" / "model.safetensors"
+    weights = trained / "multiscale" / "model.safetensors"
     before, reported = weights.read_bytes(), json.loads((trained / "results.json").read_text())
     asked = ("train", trained.parent / "tale.txt", *TINY, *SHORT, "--structure", "text", "--out", trained, "--resume")
     code, out, _ = call(*asked)
     assert code == 0
-    assert "hsa against flat" in out
+    assert "multiscale against flat" in out
     assert weights.read_bytes() == before
     assert json.loads((trained / "results.json").read_text()) == reported
     code, _, err = call(*asked, "--near", "3")
@@ -99,9 +99,9 @@ def test_a_finished_run_is_not_trained_again(call, trained):
 def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
     data = trained.parent / "tale.txt"
     asked = ("train", data, *TINY, *SHORT, "--structure", "text", "--start", trained, "--out", tmp_path / "longer")
-    assert "start: given" in fails(*asked, "--models", "hsa", "clustered")
-    assert not (tmp_path / "longer" / "hsa").exists()  # nothing was trained in vain
-    code, _, _ = call(*asked, "--models", "hsa", "--learning-rate", "1e-9")
+    assert "start: given" in fails(*asked, "--models", "multiscale", "clustered")
+    assert not (tmp_path / "longer" / "multiscale").exists()  # nothing was trained in vain
+    code, _, _ = call(*asked, "--models", "multiscale", "--learning-rate", "1e-9")
     assert code == 0
     losses = [json.loads((run / "results.json").read_text())[0]["loss"] for run in (trained, tmp_path / "longer")]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
@@ -122,11 +122,11 @@ def test_text_goes_to_stdout_and_what_it_took_to_stderr(call, trained):
 
 def test_prompts_from_a_file_and_from_stdin(call, trained, tmp_path, monkeypatch):
     options = ("--tokens", "9", "--temperature", "0", "--cpu")
-    _, wanted, _ = call("generate", trained / "hsa", "--prompt", "The cat", *options)
+    _, wanted, _ = call("generate", trained / "multiscale", "--prompt", "The cat", *options)
     (tmp_path / "prompt.txt").write_text("The cat")
-    assert call("generate", trained / "hsa", "--prompt-file", tmp_path / "prompt.txt", *options)[1] == wanted
+    assert call("generate", trained / "multiscale", "--prompt-file", tmp_path / "prompt.txt", *options)[1] == wanted
     monkeypatch.setattr(sys, "stdin", io.StringIO("The cat"))
-    assert call("generate", trained / "hsa", "--prompt", "-", *options)[1] == wanted
+    assert call("generate", trained / "multiscale", "--prompt", "-", *options)[1] == wanted
 
 
 def test_stop_strings(call, trained):
@@ -202,7 +202,7 @@ def test_folders_without_a_language_model(fails, tmp_path):
     [
         (
             ("--models", "deepsets"),
-            "given 'deepsets', expected some of hsa, flat, found, transformer-xl, for the task lm",
+            "given 'deepsets', expected some of multiscale, flat, clustered, transformer-xl, for the task lm",
         ),
         (("--fsdp",), "lm in several processes"),
         (("--context", "1"), "context: given 1"),

@@ -63,8 +63,8 @@ def ours(tmp_path_factory):
     sizes = ("--width", "8", "--vocabulary", "300", "--heads", "2", "--epochs", "1", "--position-width", "8", "--cpu")
     text = ("--text", "text")
     for name, more in {
-        "plain": (*text, "--label", "label", "--layers", "2", "--models", "hsa,bottom-up"),
-        "number": (*text, "--label", "stars", "--task", "regression", "--models", "hsa"),
+        "plain": (*text, "--label", "label", "--layers", "2", "--models", "hierarchical,bottom-up"),
+        "number": (*text, "--label", "stars", "--task", "regression", "--models", "hierarchical"),
         "lm": (*text, "--task", "lm", "--models", "flat"),
     }.items():
         with pytest.raises(SystemExit) as caught:
@@ -137,13 +137,13 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
     assert 5 < sum(found) < 35
     some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, found, strict=True)])
-    code, said, _ = call("predict", ours / "number/hsa", ours / "reviews.csv", "--json")
+    code, said, _ = call("predict", ours / "number/hierarchical", ours / "reviews.csv", "--json")
     assert code == 0
     numbers = [json.loads(line)["label"] for line in said.splitlines()]
     assert len(set(numbers)) > 20
     table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
     others = write_rows(tmp_path / "own.jsonl", table)
-    for name, file in ((models / "classify", some), (ours / "number/hsa", others)):
+    for name, file in ((models / "classify", some), (ours / "number/hierarchical", others)):
         assert call("kernels", name, "--data", file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
         curves = json.loads(Path(file.suffix, "kernels.json").read_text())["curves"]
         assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
@@ -196,7 +196,7 @@ def test_few_examples(call, models, tmp_path):
 
 
 def test_our_models(call, ours):
-    for folder, score, layers in [("plain/hsa", "accuracy", 2), ("number/hsa", "R²", 1)]:
+    for folder, score, layers in [("plain/hierarchical", "accuracy", 2), ("number/hierarchical", "R²", 1)]:
         out = folder.partition("/")[0]
         code, shown, err = call("kernels", ours / folder, "--data", ours / "reviews.csv", "--out", out, *FEW)
         assert (code, err) == (0, "")
@@ -209,7 +209,15 @@ def test_our_models(call, ours):
         )
         assert f"{2 * layers} heads in {layers} layer" in " ".join(shown.split())
     code, _, _ = call(
-        "kernels", ours / "plain/hsa", "--data", ours / "reviews.csv", "--kernel", "similarity", "--out", "s", *FEW
+        "kernels",
+        ours / "plain/hierarchical",
+        "--data",
+        ours / "reviews.csv",
+        "--kernel",
+        "similarity",
+        "--out",
+        "s",
+        *FEW,
     )
     assert code == 0
 
@@ -217,7 +225,7 @@ def test_our_models(call, ours):
 def test_the_models_own_weights(call, ours, tmp_path):
     """A model that attends over its heads tells how, and its own weights are tested beside others."""
     folder = tmp_path / "over"
-    shutil.copytree(ours / "plain" / "hsa", folder)
+    shutil.copytree(ours / "plain" / "hierarchical", folder)
     model, classes = load_model(folder)
     config = model.config
     save_model(folder, Classifier(replace(config, encoder=replace(config.encoder, fusion="over-heads"))), classes)
@@ -312,14 +320,14 @@ def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
     assert "given a folder of models, expected one of" in fails("kernels", ours / "plain", "--data", table)
     line = fails("kernels", ours / "lm" / "flat", "--data", table)
     assert "given that of a hierarchical language model, expected the configuration of a model of hsa" in line
-    line = fails("kernels", ours / "plain/hsa", "--data", table, "--text", "text")
+    line = fails("kernels", ours / "plain/hierarchical", "--data", table, "--text", "text")
     assert line == "--text: given an option, for a model of hsa, expected none; it reads data as it was trained to"
-    assert "given no such file or folder" in fails("kernels", ours / "plain/hsa", "--data", "none.csv")
+    assert "given no such file or folder" in fails("kernels", ours / "plain/hierarchical", "--data", "none.csv")
     assert "column 'label'" in fails(
-        "kernels", ours / "plain/hsa", "--data", write_rows(tmp_path / "x.csv", [{"text": "a"}])
+        "kernels", ours / "plain/hierarchical", "--data", write_rows(tmp_path / "x.csv", [{"text": "a"}])
     )
     one = write_rows(tmp_path / "y.csv", [row for row in reviews() if row["label"] == "pos"])
-    assert "label: given nothing but" in fails("kernels", ours / "plain/hsa", "--data", one)
+    assert "label: given nothing but" in fails("kernels", ours / "plain/hierarchical", "--data", one)
 
 
 def test_help(call):

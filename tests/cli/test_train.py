@@ -21,7 +21,7 @@ from tests.tables import mixed_folder, picture, reviews, write_rows
 COLUMNS = ("--text", "text", "--label", "label")
 TINY = ("--cpu", "--heads", "2", "--epochs", "1", "--position-width", "8")
 SIZES = ("--width", "8", "--vocabulary", "300")
-ONE = ("--models", "hsa")
+ONE = ("--models", "hierarchical")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
         run(["train", str(data), *COLUMNS, *TINY, *SIZES, *ONE, "--out", str(folder / "run")])
     environment.undo()
     assert caught.value.code == 0
-    return folder / "run" / "hsa", data
+    return folder / "run" / "hierarchical", data
 
 
 def environment(**more):
@@ -67,7 +67,9 @@ def test_without_data_the_standard_library_is_learned(call):
     lines = out.splitlines()
     assert max(map(len, lines)) <= 140
     assert any(line.startswith("Python standard library: ") and " classes; " in line for line in lines)
-    table = [line.split() for line in lines if line.split()[:1] in (["model"], ["hsa"], ["flat"], ["deepsets"])]
+    table = [
+        line.split() for line in lines if line.split()[:1] in (["model"], ["hierarchical"], ["flat"], ["deepsets"])
+    ]
     header = next(line for line in lines if line.split()[:2] == ["model", "parameters"])
     assert header.split() == [
         "model",
@@ -83,10 +85,10 @@ def test_without_data_the_standard_library_is_learned(call):
     ]
     assert "…" not in "".join(lines[lines.index(header) :])
     rows = [row for row in table if row[0] != "model" and row[1].replace(",", "").isdigit()]
-    assert [row[0] for row in rows] == ["hsa", "flat", "deepsets"]
+    assert [row[0] for row in rows] == ["hierarchical", "flat", "deepsets"]
     sizes = [int(row[1].replace(",", "")) for row in rows]
     assert max(sizes) < 1.01 * min(sizes)
-    assert any(line.startswith("hsa against flat: ") for line in lines)
+    assert any(line.startswith("hierarchical against flat: ") for line in lines)
 
     folder = Path("runs/python-standard-library")
     assert f"results go to {folder}" in lines
@@ -97,12 +99,12 @@ def test_without_data_the_standard_library_is_learned(call):
     for part in ("| model | parameters | accuracy |", "![attention](attention.png)", "vocabulary: 512", "| deepsets |"):
         assert part in report
     results = json.loads((folder / "results.json").read_text())
-    assert [result["model"] for result in results] == ["hsa", "flat", "deepsets"]
+    assert [result["model"] for result in results] == ["hierarchical", "flat", "deepsets"]
     files = {"config.json", "model.safetensors", "reading.json", "tokenizer.json", "result.json", CHECKPOINT}
     for result in results:
         assert {path.name for path in (folder / result["model"]).iterdir()} == files
 
-    code, out, err = call("predict", folder / "hsa", json.__file__)
+    code, out, err = call("predict", folder / "hierarchical", json.__file__)
     assert (code, err) == (0, "")
     assert json.__file__ in out
 
@@ -112,7 +114,7 @@ def test_rows_end_to_end(call, tmp_path):
     code, out, err = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)
     assert (code, err) == (0, "")
     assert "reviews.jsonl: 32 to train, 4 to validate, 4 to test; 2 classes; " in out
-    assert Path("runs/reviews/hsa/model.safetensors").is_file()
+    assert Path("runs/reviews/hierarchical/model.safetensors").is_file()
 
     code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE)  # results are never written over
     assert code == 0
@@ -127,10 +129,10 @@ def test_many_kinds_of_columns_end_to_end(call, tmp_path):
         picture(tmp_path / row["photo"], 60 if row["label"] == "pos" else 200)
     data = write_rows(tmp_path / "reviews.csv", rows)
     columns = ("--text", "title", "text", "--number", "stars", "--image", "photo", "--label", "label")
-    code, out, err = call("train", data, *columns, *TINY, *SIZES, "--models", "hsa", "deepsets")
+    code, out, err = call("train", data, *columns, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
-    assert "hsa against deepsets" in out
-    code, out, _ = call("predict", "runs/reviews/hsa", data)
+    assert "hierarchical against deepsets" in out
+    code, out, _ = call("predict", "runs/reviews/hierarchical", data)
     assert (code, len(out.splitlines())) == (0, 40)
 
 
@@ -138,9 +140,9 @@ def test_folders_end_to_end(call, tmp_path):
     data = mixed_folder(tmp_path / "films")
     code, _, err = call("train", data, *TINY, *SIZES, *ONE)
     assert (code, err) == (0, "")
-    code, out, _ = call("evaluate", "runs/films/hsa", data, "--json")
+    code, out, _ = call("evaluate", "runs/films/hierarchical", data, "--json")
     assert (code, json.loads(out)["examples"]) == (0, 40)
-    code, out, _ = call("predict", "runs/films/hsa", data / "pos", "--json")
+    code, out, _ = call("predict", "runs/films/hierarchical", data / "pos", "--json")
     assert code == 0
     found = [json.loads(line) for line in out.splitlines()]
     assert len(found) == 20
@@ -150,14 +152,14 @@ def test_folders_end_to_end(call, tmp_path):
 def test_numbers_end_to_end(call, tmp_path):
     data = write_rows(tmp_path / "reviews.parquet", reviews())
     arguments = ("--text", "text", "--label", "stars", "--task", "regression")
-    code, out, err = call("train", data, *arguments, *TINY, *SIZES, "--models", "hsa", "deepsets")
+    code, out, err = call("train", data, *arguments, *TINY, *SIZES, "--models", "hierarchical", "deepsets")
     assert (code, err) == (0, "")
     assert "R²" in out
     assert not Path("runs/reviews/confusion.png").exists()
-    code, out, _ = call("evaluate", "runs/reviews/hsa", data)
+    code, out, _ = call("evaluate", "runs/reviews/hierarchical", data)
     assert code == 0
     assert {line.split("  ")[0] for line in out.splitlines()} >= {"examples", "r2", "mean absolute error"}
-    code, out, _ = call("predict", "runs/reviews/hsa", data)
+    code, out, _ = call("predict", "runs/reviews/hierarchical", data)
     assert 0 < float(out.split()[0]) < 9
 
 
@@ -192,13 +194,13 @@ def test_a_finished_run_is_not_trained_again(call, tmp_path, monkeypatch):
 def test_models_can_be_added_to_a_run(call, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
-    weights = Path("out/hsa/model.safetensors").read_bytes()
+    weights = Path("out/hierarchical/model.safetensors").read_bytes()
     code, out, _ = call(
-        "train", data, *COLUMNS, *TINY, *SIZES, "--models", "hsa", "deepsets", "--out", "out", "--resume"
+        "train", data, *COLUMNS, *TINY, *SIZES, "--models", "hierarchical", "deepsets", "--out", "out", "--resume"
     )
     assert code == 0
-    assert "hsa against deepsets" in out
-    assert Path("out/hsa/model.safetensors").read_bytes() == weights
+    assert "hierarchical against deepsets" in out
+    assert Path("out/hierarchical/model.safetensors").read_bytes() == weights
 
 
 def test_a_folder_with_a_run_is_not_written_over(call, fails, tmp_path):
@@ -229,7 +231,7 @@ def test_going_on_with_something_else(fails, trained, tmp_path, change, said):
     shutil.copytree(model.parent, "out")
     sizes = SIZES if "--width" not in change else SIZES[2:]
     found = fails("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
-    assert found.startswith(f"out/hsa/{CHECKPOINT}: given a checkpoint ")
+    assert found.startswith(f"out/hierarchical/{CHECKPOINT}: given a checkpoint ")
     assert said in found
 
 
@@ -257,9 +259,9 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
     _, err = running.communicate(timeout=60)
     assert running.returncode == 2
     assert err.startswith("stopped after ")
-    assert err.endswith(f" steps; the checkpoint is out/hsa/{CHECKPOINT}, go on with --resume\n")
+    assert err.endswith(f" steps; the checkpoint is out/hierarchical/{CHECKPOINT}, go on with --resume\n")
     assert err.count("\n") == 1
-    assert checkpoint.load(Path("out/hsa") / CHECKPOINT)["progress"]["state"]["epoch"] >= 1
+    assert checkpoint.load(Path("out/hierarchical") / CHECKPOINT)["progress"]["state"]["epoch"] >= 1
 
 
 # Help, recipes, usage
@@ -296,7 +298,7 @@ def test_recipes_and_flags(call, trained):
         "data": "reviews.csv",
         "text": "text",
         "label": "label",
-        "models": ["hsa", "flat"],
+        "models": ["hierarchical", "flat"],
         "width": 8,
         "heads": 2,
     }
@@ -310,7 +312,7 @@ def test_recipes_and_flags(call, trained):
     report = Path("runs/reviews/report.md").read_text()
     for line in ("epochs: 1", "seed: 0", "learning_rate: 0.01", "width: 8", "label: label"):
         assert f"\n{line}\n" in report
-    assert not Path("runs/reviews/hsa").exists()
+    assert not Path("runs/reviews/hierarchical").exists()
 
 
 @pytest.mark.parametrize(
@@ -320,8 +322,8 @@ def test_recipes_and_flags(call, trained):
         ("epochs: [", "my.yaml: given no YAML (while parsing a flow node"),
         ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
         (
-            "models: [hsa, nope]",
-            "models: given 'nope', expected some of hsa, multiscale, hsa-token, found, bottom-up, flat, trilinear",
+            "models: [hierarchical, nope]",
+            "models: given 'nope', expected some of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
         ),
         ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
     ],
@@ -337,7 +339,7 @@ def test_bad_recipes(fails, text, said):
     [
         (
             ("--models", "nope"),
-            "models: given 'nope', expected some of hsa, multiscale, hsa-token, found, bottom-up, flat, trilinear",
+            "models: given 'nope', expected some of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
         ),
         (("--epochs", "0"), "epochs: given 0, expected more than 0"),
         (
@@ -405,10 +407,10 @@ def test_bad_rows_stop_or_are_counted(call, fails, tmp_path):
     assert code == 0
     assert f"left out: 1, the first: {data}: row 7 (line 8): given no values" in " ".join(out.split())
 
-    assert fails("evaluate", "runs/a/hsa", data).startswith(said)
-    code, out, _ = call("evaluate", "runs/a/hsa", data, "--skip-bad", "--json")
+    assert fails("evaluate", "runs/a/hierarchical", data).startswith(said)
+    code, out, _ = call("evaluate", "runs/a/hierarchical", data, "--skip-bad", "--json")
     assert (code, json.loads(out)["examples"], json.loads(out)["skipped"]) == (0, 39, 1)
-    code, out, err = call("predict", "runs/a/hsa", data, "--skip-bad")
+    code, out, err = call("predict", "runs/a/hierarchical", data, "--skip-bad")
     assert (code, len(out.splitlines())) == (0, 39)
     assert err.startswith(f"left out: 1, the first: {data}: row 7 (line 8): given no values")
 
@@ -493,5 +495,5 @@ def test_weights_of_another_model(fails, call, trained):
     model, data = trained
     shutil.copytree(model, "mixed")
     call("train", data, *COLUMNS, *TINY, *SIZES[2:], *ONE, "--width", "10", "--out", "wider")
-    shutil.copy("wider/hsa/model.safetensors", "mixed")
+    shutil.copy("wider/hierarchical/model.safetensors", "mixed")
     assert "they belong to another model" in fails("predict", "mixed", data)

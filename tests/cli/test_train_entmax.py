@@ -21,50 +21,50 @@ def data(tmp_path, monkeypatch):
 
 
 def test_train_report_and_predict(call, data, tmp_path):
-    chosen = ("--entmax", "learned", "--layers", "2", "--models", "hsa", "multiscale", "flat", "han")
+    chosen = ("--entmax", "learned", "--layers", "2", "--models", "hierarchical", "multiscale", "flat", "han")
     code, _, err = call("train", data, *COLUMNS, *SIZES, *chosen, "--out", tmp_path / "run")
     assert (code, err) == (0, "")
     configs = {
         name: json.loads((tmp_path / "run" / name / "config.json").read_text())["encoder"] for name in chosen[5:]
     }
     assert [configs[name].get("entmax") for name in chosen[5:]] == ["learned", "learned", None, None]
-    assert configs["hsa"]["entmax_levels"] == 3  # paragraphs, sentences, tokens
-    result = json.loads((tmp_path / "run" / "hsa" / "result.json").read_text())
+    assert configs["hierarchical"]["entmax_levels"] == 3  # paragraphs, sentences, tokens
+    result = json.loads((tmp_path / "run" / "hierarchical" / "result.json").read_text())
     assert [(level["layer"], level["level"]) for level in result["sparsity"]] == [
         (i, j) for i in (1, 2) for j in (1, 2, 3)
     ]
     assert all(1 < alpha < 2 for level in result["sparsity"] for alpha in level["alpha"])
-    assert Result.load(tmp_path / "run" / "hsa").sparsity[0].alpha == tuple(result["sparsity"][0]["alpha"])
+    assert Result.load(tmp_path / "run" / "hierarchical").sparsity[0].alpha == tuple(result["sparsity"][0]["alpha"])
     assert Result.load(tmp_path / "run" / "flat").sparsity == ()
     report = (tmp_path / "run" / "report.md").read_text()
-    assert "## Sparsity of hsa" in report
+    assert "## Sparsity of hierarchical" in report
     assert "## Sparsity of multiscale" in report
     assert "## Sparsity of flat" not in report
     assert "entmax: learned" in report
     for picture in ("sparsity", "tree", "tree_of_a_leaf"):
         assert f"![{picture}]({picture}.png)" in report
         assert (tmp_path / "run" / f"{picture}.png").stat().st_size > 5_000
-    code, out, err = call("predict", tmp_path / "run" / "hsa", data, "--json")
+    code, out, err = call("predict", tmp_path / "run" / "hierarchical", data, "--json")
     assert (code, err) == (0, "")
     assert {json.loads(line)["label"] for line in out.splitlines()} <= {row["label"] for row in reviews()}
     code, _, err = call("train", data, *COLUMNS, *SIZES, *chosen, "--out", tmp_path / "run", "--resume")
     assert (code, err) == (0, "")
-    assert json.loads((tmp_path / "run" / "hsa" / "result.json").read_text()) == result
+    assert json.loads((tmp_path / "run" / "hierarchical" / "result.json").read_text()) == result
 
 
 def test_a_number_and_a_recipe(call, data, tmp_path):
     (tmp_path / "sparse.yaml").write_text(
-        "data: reviews.csv\nmodels: hsa\ntext: text\nlabel: label\nentmax: learned\nwidth: 8\nheads: 2\n"
+        "data: reviews.csv\nmodels: hierarchical\ntext: text\nlabel: label\nentmax: learned\nwidth: 8\nheads: 2\n"
         "vocabulary: 300\nepochs: 1\nposition_width: 8\nwindows: [4]\n"
     )
     for arguments, wanted in (((), "learned"), (("--entmax", "1.25"), 1.25)):
         folder = tmp_path / f"run {wanted}"
         code, _, err = call("train", tmp_path / "sparse.yaml", "--cpu", *arguments, "--out", folder)
         assert (code, err) == (0, "")
-        model, _ = load_model(folder / "hsa")
+        model, _ = load_model(folder / "hierarchical")
         assert model.config.encoder.entmax == wanted
         assert model.config.encoder.entmax_levels == 2  # windows, and what they are in
-        alphas = [level.alpha for level in Result.load(folder / "hsa").sparsity]
+        alphas = [level.alpha for level in Result.load(folder / "hierarchical").sparsity]
         assert all(len(alpha) == 2 for alpha in alphas)
         assert wanted == "learned" or torch.tensor(alphas).sub(1.25).abs().max() < 1e-6
 
@@ -73,12 +73,18 @@ def test_a_number_and_a_recipe(call, data, tmp_path):
     ("arguments", "said"),
     [
         (("--entmax", "2.5"), "entmax: given 2.5, expected 'learned', or a number from 1 (softmax) to 2 (sparsemax)"),
-        (("--entmax", "1.5", "--models", "flat", "han"), "entmax: given 1.5 for flat, han, expected one of hsa, "),
-        (("--entmax", "1.5", "--models", "hsa+talking"), "entmax: given 1.5 with heads that talk"),
-        (("--entmax", "1.5", "--task", "lm", "--models", "hsa"), "entmax: given 1.5 with the task lm, expected"),
+        (
+            ("--entmax", "1.5", "--models", "flat", "han"),
+            "entmax: given 1.5 for flat, han, expected one of hierarchical, ",
+        ),
+        (("--entmax", "1.5", "--models", "hierarchical+talking"), "entmax: given 1.5 with heads that talk"),
+        (
+            ("--entmax", "1.5", "--task", "lm", "--models", "multiscale"),
+            "entmax: given 1.5 with the task lm, expected",
+        ),
         (
             ("--entmax", "1.5", "--task", "seq2seq", "--models", "flat"),
-            "entmax: given 1.5 for flat, expected one of hsa,",
+            "entmax: given 1.5 for flat, expected one of hierarchical,",
         ),
     ],
 )

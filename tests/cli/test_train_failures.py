@@ -9,7 +9,7 @@ import torch
 from hsa.cli.main import run
 from hsa.training import loop
 from hsa.training.language_model import loop as lm_loop
-from hsa.training.seq2seq.loop import loop as seq2seq
+from hsa.training.seq2seq import loop as seq2seq
 from tests.tables import reviews, write_rows
 
 SIZES = ("--cpu", "--width", "8", "--heads", "2", "--vocabulary", "300", "--epochs", "1")
@@ -68,7 +68,7 @@ def failing(monkeypatch, owner, error, models):
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data, options, which):
     failing(monkeypatch, owner, torch.OutOfMemoryError("CUDA out of memory."), {which})
-    names = ["hsa", "flat"]
+    names = ["hierarchical", "flat"]
     code, out, err = call("train", data, *SIZES, *options, "--models", ",".join(names), "--out", "run")
     failed, finished = names[which], names[1 - which]
     assert code == 2  # as where it diverges
@@ -84,7 +84,7 @@ def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data,
 
 def test_no_model_has_a_result(call, monkeypatch):
     failing(monkeypatch, loop.Trainer, RuntimeError("DefaultCPUAllocator: can't allocate memory"), {0, 1})
-    code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, "--models", "hsa,flat", "--out", "run")
+    code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, "--models", "hierarchical,flat", "--out", "run")
     assert code == 2
     assert err.startswith("hsa: memory is full; ")
     assert "; flat: memory is full; " in err
@@ -92,7 +92,7 @@ def test_no_model_has_a_result(call, monkeypatch):
 
 
 def test_what_diverges_does_not_end_the_others_either(call):
-    chosen = ("--models", "hsa,deepsets", "--learning-rate", "1e30", "--batch-size", "4", "--out", "run")
+    chosen = ("--models", "hierarchical,deepsets", "--learning-rate", "1e30", "--batch-size", "4", "--out", "run")
     code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, *chosen)
     assert code == 2
     assert err.startswith("hsa: the loss is no longer a number")
@@ -102,4 +102,4 @@ def test_what_diverges_does_not_end_the_others_either(call):
 def test_other_errors_are_not_taken_for_it(monkeypatch):
     failing(monkeypatch, loop.Trainer, RuntimeError("a bug"), {0})
     with pytest.raises(RuntimeError, match="a bug"):
-        run(["train", "rows.csv", *SIZES, *CLASSES, "--models", "hsa,flat", "--out", "run"])
+        run(["train", "rows.csv", *SIZES, *CLASSES, "--models", "hierarchical,flat", "--out", "run"])

@@ -18,10 +18,10 @@ def data(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoder", ["attention", "gru"])
 def test_train_and_predict(call, data, tmp_path, encoder):
-    chosen = ("--models", "hsa", "han", "--level-encoder", encoder, "--levels", "2")
+    chosen = ("--models", "hierarchical", "han", "--level-encoder", encoder, "--levels", "2")
     code, out, err = call("train", data, *COLUMNS, *SIZES, *chosen, "--out", tmp_path / "run")
     assert (code, err) == (0, "")
-    assert "hsa against han" in out
+    assert "hierarchical against han" in out
     saved = json.loads((tmp_path / "run" / "han" / "config.json").read_text())["encoder"]
     assert (saved["architecture"], saved["encoder"], saved["levels"]) == ("han", encoder, 2)
     code, out, err = call("predict", tmp_path / "run" / "han", data, "--json")

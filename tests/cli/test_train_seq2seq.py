@@ -12,25 +12,25 @@ TINY = ("--cpu", "--width", "8", "--heads", "2", "--epochs", "1", "--position-wi
 def test_the_whole_way(call, tmp_path):
     rows = [{"long": f"A cat. It has {i} lives. Really.", "short": f"{i} lives."} for i in range(30)]
     data, out = write_rows(tmp_path / "cats.csv", rows), tmp_path / "run"
-    options = ("--task", "seq2seq", "--text", "long", "--label", "short", "--models", "hsa,multiscale")
-    code, printed, err = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, columns=120)
+    options = ("--task", "seq2seq", "--text", "long", "--label", "short", "--models", "hierarchical,multiscale")
+    code, printed, err = call("train", data, *options, *TINY, "--decoder", "multiscale", "--out", out, columns=120)
     assert (code, err) == (0, "")
     assert "24 to train, 3 to validate, 3 to test" in printed
     rows = [line.split() for line in printed.splitlines()]
     assert ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train", "s"] in rows
-    assert [row[1] for row in rows if row[:1] in (["hsa"], ["multiscale"]) and row[1] == "hierarchical"]
+    assert [row[1] for row in rows if row[:1] in (["hierarchical"], ["multiscale"]) and row[1] == "multiscale"]
     results = json.loads((out / "results.json").read_text())
-    assert [result["model"] for result in results] == ["hsa", "multiscale"]
+    assert [result["model"] for result in results] == ["hierarchical", "multiscale"]
     assert "## Answers of multiscale" in (out / "report.md").read_text()
-    model, reading = load_seq2seq(out / "hsa"), load_input_spec(out / "hsa")
+    model, reading = load_seq2seq(out / "hierarchical"), load_input_spec(out / "hierarchical")
     assert model.config.decoder.vocabulary == reading.tokenizer.get_vocab_size() + 2
-    code, printed, err = call("predict", out / "hsa", data, "--json")
+    code, printed, err = call("predict", out / "hierarchical", data, "--json")
     assert (code, err) == (0, "")
     said = [json.loads(line) for line in printed.splitlines()]
     assert [entry["where"] for entry in said] == [f"{data}: row {i + 1} (line {i + 2})" for i in range(30)]
     assert all(isinstance(entry["label"], str) for entry in said)
-    assert call("predict", out / "hsa", data)[0] == 0
-    again = call("train", data, *options, *TINY, "--decoder", "hierarchical", "--out", out, "--resume", columns=120)
+    assert call("predict", out / "hierarchical", data)[0] == 0
+    again = call("train", data, *options, *TINY, "--decoder", "multiscale", "--out", out, "--resume", columns=120)
     assert again[0] == 0
     measured = {"answers_per_second": 0}  # tested again, at another speed
     assert [r | measured for r in json.loads((out / "results.json").read_text())] == [r | measured for r in results]

@@ -15,11 +15,11 @@ def saved(tmp_path):
     """The folder of a model, the model and its tokenizer."""
     tokenizer = train_tokenizer(["the cat"], 260)
     config = LanguageModelConfig(
-        tokenizer.get_vocab_size(), width=8, heads=2, layers=2, attention=("flat", "hierarchical")
+        tokenizer.get_vocab_size(), width=8, heads=2, layers=2, attention=("flat", "multiscale")
     )
     model = LanguageModel(config)
-    save_language_model(tmp_path / "run" / "hsa", model, tokenizer)
-    return tmp_path / "run" / "hsa", model, tokenizer
+    save_language_model(tmp_path / "run" / "multiscale", model, tokenizer)
+    return tmp_path / "run" / "multiscale", model, tokenizer
 
 
 def test_what_was_saved_comes_back(saved):
@@ -34,7 +34,7 @@ def test_what_was_saved_comes_back(saved):
 
 def test_the_first_model_of_a_run(saved):
     folder = saved[0]
-    (folder.parent / "results.json").write_text(json.dumps([{"model": "hsa"}, {"model": "flat"}]))
+    (folder.parent / "results.json").write_text(json.dumps([{"model": "multiscale"}, {"model": "flat"}]))
     assert model_folder(folder.parent) == folder
     load_writer(folder.parent)
     (folder.parent / "results.json").write_text("[]")

@@ -13,7 +13,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def model(**changes):
-    sizes = {"width": 12, "heads": 2, "layers": 2, "branching": (3, 2), "attention": ("hierarchical", "flat")}
+    sizes = {"width": 12, "heads": 2, "layers": 2, "branching": (3, 2), "attention": ("multiscale", "flat")}
     return exact(LanguageModel(LanguageModelConfig(TOKENIZER.get_vocab_size(), **{**sizes, **changes})))
 
 

@@ -20,7 +20,7 @@ OPERATORS = ("hierarchical", "multiscale", "clustered", "bottom-up", "flat", "no
 
 
 def config(task="classification", name="hierarchical", outputs=OUTPUTS, **more):
-    encoder = EncoderConfig(**{"operator": name, **SIZES, **ENCODERS[name]})
+    encoder = EncoderConfig(**{"kind": name, **SIZES, **ENCODERS[name]})
     return ModelConfig(encoder, MODALITIES, outputs, kinds=KINDS, keys=KEYS, task=task, **more)
 
 
@@ -71,7 +71,7 @@ def test_numbers_are_scaled_back():
     torch.testing.assert_close(scaled(batch), plain(batch) * 7 + 31)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("kind", OPERATORS)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -81,10 +81,10 @@ def test_numbers_are_scaled_back():
     ],
 )
 @pytest.mark.parametrize("modalities", [MODALITIES, {"text": Modality(tokens=101)}])
-def test_variants_have_as_many_parameters(operator, sizes, modalities):
+def test_variants_have_as_many_parameters(kind, sizes, modalities):
     given = ModelConfig(EncoderConfig(**sizes), modalities, OUTPUTS, kinds=KINDS, keys=KEYS)
-    variant = equal_parameters(given, replace(given.encoder, operator=operator))
-    assert variant.encoder.operator == operator
+    variant = equal_parameters(given, replace(given.encoder, kind=kind))
+    assert variant.encoder.kind == kind
     ours, theirs = (count_parameters(Classifier(c)) for c in (variant, given))
     assert ours == pytest.approx(theirs, rel=0.01)
 

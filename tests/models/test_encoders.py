@@ -21,10 +21,10 @@ from hsa.signals.batch import collate
 
 SIZES = {"width": 26, "heads": 2}
 ENCODERS = {
-    "hsa": EncoderConfig(**SIZES, layers=2),
-    "multiscale": EncoderConfig(**SIZES, layers=2, operator="multiscale"),
-    "flat": EncoderConfig(**SIZES, layers=2, operator="flat"),
-    "deepsets": EncoderConfig(**SIZES, layers=2, operator="none"),
+    "hierarchical": EncoderConfig(**SIZES, layers=2),
+    "multiscale": EncoderConfig(**SIZES, layers=2, kind="multiscale"),
+    "flat": EncoderConfig(**SIZES, layers=2, kind="flat"),
+    "deepsets": EncoderConfig(**SIZES, layers=2, kind="none"),
     "han": HanConfig(**SIZES),
     "han, gru": HanConfig(**SIZES, encoder="gru"),
     "hat": HatConfig(**SIZES, segment=5),

@@ -18,11 +18,11 @@ TOKENS = 37
 SIZES = {"width": 12, "heads": 2, "kv_heads": 1, "layers": 3, "feed_forward": 11, "branching": (3, 2), "sinks": 1}
 FOUND = {"chunk": 8, "group": 2, "top_k": 2}
 CLOSES = {3: 1, 5: 2, 7: 3}
-MIXED = ("flat", "hierarchical", "clustered")
+MIXED = ("flat", "multiscale", "clustered")
 CASES = {
     "flat": {"attention": "flat"},
-    "hierarchical": {"attention": "hierarchical"},
-    "hierarchical, closing": {"attention": "hierarchical", "closes": CLOSES, "positions": "both"},
+    "multiscale": {"attention": "multiscale"},
+    "multiscale, closing": {"attention": "multiscale", "closes": CLOSES, "positions": "both"},
     "clustered": {"attention": "clustered"},
     "mixed": {"attention": MIXED, "positions": "places", "near": 2},
 }
@@ -32,7 +32,7 @@ def config(**changes):
     return LanguageModelConfig(TOKENS, **{**SIZES, **FOUND, **changes})
 
 
-def model(case="hierarchical", dtype=torch.float64, **changes):
+def model(case="multiscale", dtype=torch.float64, **changes):
     made = exact(LanguageModel(config(**CASES[case], **changes)))
     return made.to(dtype)
 
@@ -140,10 +140,10 @@ def test_loss_is_that_of_the_logits():
 
 
 def test_trees_made_ahead_are_those_made_in_passing():
-    made, (tokens,) = model("hierarchical, closing"), texts(23)
+    made, (tokens,) = model("multiscale, closing"), texts(23)
     trees = made.trees(tokens.numpy().astype(np.uint16), [14, 9])
     assert torch.equal(made(tokens, [14, 9], trees=trees), made(tokens, [14, 9]))
-    plain = model("hierarchical")
+    plain = model("multiscale")
     assert plain.trees(tokens, [14, 9]) is plain.trees(tokens.flip(0), [14, 9])
 
 
@@ -155,14 +155,14 @@ def test_trees_made_in_inference_mode_serve_training():
 
 
 def test_what_closes_families_changes_what_is_seen():
-    closing, (tokens,) = model("hierarchical, closing"), texts(60)
+    closing, (tokens,) = model("multiscale, closing"), texts(60)
     fixed = LanguageModel(replace(closing.config, closes={})).double().eval()
     fixed.load_state_dict(closing.state_dict())
     assert not torch.allclose(closing(tokens, [60]), fixed(tokens, [60]))
 
 
 def test_flat_and_hierarchical_differ_in_the_bias_of_pooled_nodes_alone():
-    shapes = [{n: p.shape for n, p in model(case).named_parameters()} for case in ("hierarchical", "flat")]
+    shapes = [{n: p.shape for n, p in model(case).named_parameters()} for case in ("multiscale", "flat")]
     extra = {n: s for n, s in shapes[0].items() if n not in shapes[1]}
     assert extra == {f"layers.{i}.attention.pooled_bias": (2,) for i in range(3)}
     assert all(shapes[0][n] == s for n, s in shapes[1].items())

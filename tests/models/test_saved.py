@@ -18,7 +18,7 @@ from tests.model_inputs import ENCODERS, KEYS, MODALITIES
 
 def model(name="hierarchical", **changes):
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, **changes}
-    config = EncoderConfig(**{"operator": name, **sizes, **ENCODERS[name]})
+    config = EncoderConfig(**{"kind": name, **sizes, **ENCODERS[name]})
     return Classifier(ModelConfig(config, MODALITIES, 2, kinds=KINDS, keys=KEYS)).eval()
 
 
@@ -94,7 +94,7 @@ def without(name):
         lambda about: about.update(novelty=1),
         lambda about: about.update(encoder=[1]),
         lambda about: about.update(encoder={"width": "wide"}),
-        lambda about: about["encoder"].update(operator="dense"),
+        lambda about: about["encoder"].update(kind="dense"),
         lambda about: about["modalities"].update(text={}),
     ],
 )

@@ -22,17 +22,17 @@ from tests.model_inputs import exact
 TOKENS = 19
 KINDS = [
     ("hierarchical", "flat", None),
-    ("hierarchical", "hierarchical", 1),
-    ("multiscale", "hierarchical", None),
+    ("hierarchical", "multiscale", 1),
+    ("multiscale", "multiscale", None),
     ("multiscale", "flat", 2),
     ("clustered", "flat", 1),
     ("flat", "flat", 1),
 ]
 
 
-def config(operator: str = "hierarchical", attention: str = "flat", top_k: int | None = None) -> Seq2SeqConfig:
+def config(kind: str = "hierarchical", attention: str = "flat", top_k: int | None = None) -> Seq2SeqConfig:
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "layers": 2, "position_width": 22, "position_dim": 2}
-    encoder = EncoderConfig(**sizes, operator=operator, position_input=True, dropout=0.0, group=2, top_k=1)
+    encoder = EncoderConfig(**sizes, kind=kind, position_input=True, dropout=0.0, group=2, top_k=1)
     decoder = LanguageModelConfig(
         TOKENS + 2, width=12, heads=2, layers=2, attention=attention, branching=(3, 2), near=1, positions="both"
     )
@@ -117,7 +117,7 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
 
 
 def test_generate_takes_the_most_likely_token_until_the_end() -> None:
-    model = make("hierarchical", "hierarchical", 1)
+    model = make("hierarchical", "multiscale", 1)
     batch, end = collate(prompts()), model.config.end
     found = model.generate(batch, max_tokens=7)
     for i, answer in enumerate(found):
@@ -164,7 +164,7 @@ def test_damaged_weights_do_not_write() -> None:
 
 
 def test_saved_and_loaded(tmp_path) -> None:
-    model = Seq2Seq(config("multiscale", "hierarchical", 1)).eval()
+    model = Seq2Seq(config("multiscale", "multiscale", 1)).eval()
     save_seq2seq(tmp_path, model)
     again = load_seq2seq(tmp_path)
     assert again.config == model.config

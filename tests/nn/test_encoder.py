@@ -119,15 +119,15 @@ class Bare:
     places: NodePositions
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up"])
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up"])
 @settings(max_examples=8)
 @given(readable())
-def test_windows_take_the_place_of_the_tree(operator, listed):
+def test_windows_take_the_place_of_the_tree(kind, listed):
     batch = collate(listed)
     regular = Hierarchy.regular(batch.hierarchy.lengths, (3, 2))
     inputs = Bare(batch.values, batch.leaves, regular, NodePositions.of_sequences(regular))
-    windows = encoder(operator, windows=(3, 2), position_input=True)
-    plain = encoder(operator, kinds=("sequence",), position_input=True)
+    windows = encoder(kind, windows=(3, 2), position_input=True)
+    plain = encoder(kind, kinds=("sequence",), position_input=True)
     plain.load_state_dict(windows.state_dict())
     with torch.no_grad():
         (x, forest), (wanted, same) = windows(batch), plain(inputs)
@@ -232,21 +232,21 @@ def test_an_unknown_modality(name, known):
             model(collate(signals))
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up"])
-def test_unknown_keys_and_kinds(operator):
-    model = encoder(operator, kinds=("sequence", "table"))
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up"])
+def test_unknown_keys_and_kinds(kind):
+    model = encoder(kind, kinds=("sequence", "table"))
     with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
     with pytest.raises(InvalidInput, match=r"places: given members of a grid.*add 'grid' to the kinds"):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
     with pytest.raises(InvalidInput, match=r"kinds: given \['line'\]"):
-        encoder(operator, kinds=("line",))
+        encoder(kind, kinds=("line",))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"operator": "dense"}, "operator: given 'dense', expected one of hierarchical"),
+        ({"kind": "dense"}, "kind: given 'dense', expected one of hierarchical"),
         ({"layers": 0}, "layers: given 0, expected 1 or more"),
         ({"width": 13, "heads": 2}, "heads: given 2 heads of a width of 13"),
         ({"position_width": 7}, "position_width: given 7, expected an even number"),

@@ -107,10 +107,10 @@ def test_higher_families_have_the_last_row():
 
 @settings(max_examples=15)
 @given(forests(), st.sampled_from(["hierarchical", "multiscale"]))
-def test_alpha_1_is_softmax(hierarchy, operator):
+def test_alpha_1_is_softmax(hierarchy, kind):
     q, k, v = random_inputs(hierarchy, 3)
     layers = {"hierarchical": Hierarchical, "multiscale": lambda **options: Multiscale(6, **options)}
-    softmax, one = (layers[operator](alpha=alpha)(q, k, v, hierarchy, None) for alpha in (None, 1.0))
+    softmax, one = (layers[kind](alpha=alpha)(q, k, v, hierarchy, None) for alpha in (None, 1.0))
     assert torch.equal(softmax, one)
 
 
@@ -129,9 +129,9 @@ def seen_by_operators(monkeypatch, model, example):
     return out, seen
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale"])
-def test_in_bf16_alpha_stays_exact(monkeypatch, operator):
-    model = classifier(operator, layers=2, entmax="learned").eval()
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale"])
+def test_in_bf16_alpha_stays_exact(monkeypatch, kind):
+    model = classifier(kind, layers=2, entmax="learned").eval()
     for layer in model.encoder.layers:
         with torch.no_grad():
             layer.attention.alpha.raw.fill_(0.1234)
@@ -209,10 +209,10 @@ def test_no_alpha(make, alpha):
         make(entmax=alpha)
 
 
-@pytest.mark.parametrize("operator", ["flat", "clustered", "bottom-up", "none", "trilinear", "hierarchical-trilinear"])
-def test_operators_without_it(operator):
-    with pytest.raises(InvalidInput, match=f"entmax: given 1.5 for the operator '{operator}', expected one of"):
-        EncoderConfig(operator=operator, entmax=1.5)
+@pytest.mark.parametrize("kind", ["flat", "clustered", "bottom-up", "none", "trilinear", "hierarchical-trilinear"])
+def test_operators_without_it(kind):
+    with pytest.raises(InvalidInput, match=f"entmax: given 1.5 for attention of the kind '{kind}', expected one of"):
+        EncoderConfig(kind=kind, entmax=1.5)
 
 
 def test_what_else_does_not_fit():

@@ -127,11 +127,11 @@ def test_models_have_as_many_parameters_as_the_first(prepared):
     assert meant.encoder.feed_forward is None
     assert (meant.task, meant.outputs, meant.modalities[MODALITY].tokens) == ("tokens", 2, 41)
     wanted = count_parameters(Classifier(meant))
-    for name, operator in (("flat", "flat"), ("deepsets", "none"), ("hsa", "hierarchical")):
+    for name, kind in (("flat", "flat"), ("deepsets", "none"), ("hierarchical", "hierarchical")):
         config = model_config(prepared, sizes, name, "trilinear")
-        assert (config.encoder.operator, config.encoder.position_input) == (operator, False)
+        assert (config.encoder.kind, config.encoder.position_input) == (kind, False)
         assert abs(count_parameters(Classifier(config)) - wanted) < 33
-    assert model_config(prepared, sizes, "hsa").encoder.feed_forward is None
+    assert model_config(prepared, sizes, "hierarchical").encoder.feed_forward is None
 
 
 def test_recipe_and_command_say_the_same():

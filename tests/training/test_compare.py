@@ -20,8 +20,8 @@ from hsa.training.loop import CHECKPOINT, Interrupted, Silent
 from hsa.training.significance import _student, margin
 from tests.comparisons import RECIPE, prepared, result, run
 
-PLAN = Plan(("hsa", "deepsets"), (1e-3, 1e-2, 3e-2), (5, 6))
-SHORT = Plan(("hsa", "deepsets"), (1e-3, 1e-2), (5, 6))
+PLAN = Plan(("hierarchical", "deepsets"), (1e-3, 1e-2, 3e-2), (5, 6))
+SHORT = Plan(("hierarchical", "deepsets"), (1e-3, 1e-2), (5, 6))
 
 
 class Notes:
@@ -75,9 +75,12 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"models": ("hsa", "flt")}, r"^models: given 'flt', expected some of hsa, .*; did you mean 'flat'\?$"),
+        (
+            {"models": ("hierarchical", "flt")},
+            r"^models: given 'flt', expected some of hierarchical, .*; did you mean 'flat'\?$",
+        ),
         ({"models": ()}, "^models: given none, expected one or more$"),
-        ({"models": ("hsa", "hsa")}, "^models: given hsa twice, expected each once$"),
+        ({"models": ("hierarchical", "hierarchical")}, "^models: given hierarchical twice, expected each once$"),
         ({"rates": ()}, "^rates: given none"),
         ({"rates": (1e-3, 0.0)}, "^rates: given 0, expected learning rates above 0"),
         ({"rates": (-1e-3,)}, "^rates: given -0.001, expected"),
@@ -98,7 +101,7 @@ def test_plans_that_are_none(change, said):
 
 def test_every_rate_then_every_seed_of_the_best(whole):
     folder, found, notes = whole
-    assert [model.model for model in found] == ["hsa", "deepsets"]
+    assert [model.model for model in found] == ["hierarchical", "deepsets"]
     assert len(notes.begun) == SHORT.num_runs == 6
     for model, begun in zip(found, (notes.begun[:3], notes.begun[3:]), strict=True):
         assert begun == [*((model.model, rate, 5) for rate in SHORT.rates), (model.model, model.rate, 6)]
@@ -120,7 +123,7 @@ def test_every_rate_then_every_seed_of_the_best(whole):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_on_a_device(tmp_path, device, precision):
     """Ours, a published one, and what comes of the second when its run is loaded there again."""
-    plan = Plan(("hsa", "transformer-xl"), (1e-2,), (5,))
+    plan = Plan(("hierarchical", "transformer-xl"), (1e-2,), (5,))
     recipe = replace(RECIPE, training=replace(RECIPE.training, mixed_precision=precision))
     data, accelerator = prepared(), make_accelerator(recipe.training, cpu=device == "cpu")
     assert accelerator.device.type == device
@@ -156,20 +159,25 @@ def test_the_best_on_validation_is_kept_not_the_best_in_the_test(tmp_path, monke
 def test_the_best_epoch_counts_and_the_loss_decides_ties():
     def best_of(*history):
         records = tuple(
-            replace(result("hsa", 0.5).history[0], validation=score, validation_loss=loss) for score, loss in history
+            replace(result("hierarchical", 0.5).history[0], validation=score, validation_loss=loss)
+            for score, loss in history
         )
-        return run("hsa", 1e-3, 0, result("hsa", 0.5, history=records)).validation
+        return run("hierarchical", 1e-3, 0, result("hierarchical", 0.5, history=records)).validation
 
     assert best_of((0.5, 1.0), (0.9, 0.5), (0.7, 0.2)) == (0.9, -0.5)
     assert best_of((0.5, 0.4)) > best_of((0.5, 0.5))
-    assert Run("hsa", 1e-3, 0, "diverged").validation < best_of((-1e9, 1e9))
+    assert Run("hierarchical", 1e-3, 0, "diverged").validation < best_of((-1e9, 1e9))
 
 
 def test_a_result_means_finished():
-    assert Run("hsa", 1e-3, 0).state == "begun"
-    for state, found in (("finished", None), ("begun", result("hsa", 0.5)), ("diverged", result("hsa", 0.5))):
+    assert Run("hierarchical", 1e-3, 0).state == "begun"
+    for state, found in (
+        ("finished", None),
+        ("begun", result("hierarchical", 0.5)),
+        ("diverged", result("hierarchical", 0.5)),
+    ):
         with pytest.raises(InvalidInput, match=f"^result: given .* of a run that is {state}, expected"):
-            Run("hsa", 1e-3, 0, state, found)
+            Run("hierarchical", 1e-3, 0, state, found)
 
 
 @pytest.mark.parametrize(("error", "state"), [(Diverged("no number"), "diverged"), (NoRoom("full"), "no room")])
@@ -226,7 +234,7 @@ def test_memory_that_is_full(tmp_path, monkeypatch):
 
 
 def test_a_learning_rate_that_is_far_too_high(tmp_path):
-    found = compare(tmp_path, Plan(("hsa", "deepsets"), (1e-2, 1e30), (0,)))
+    found = compare(tmp_path, Plan(("hierarchical", "deepsets"), (1e-2, 1e30), (0,)))
     for model in found:
         assert model.rate == 1e-2
         assert [(run.rate, run.seed, run.state) for run in model.failed] == [(1e30, 0, "diverged")]
@@ -322,16 +330,18 @@ def test_a_note_that_cannot_be_read(tmp_path):
 
 def test_means_over_seeds():
     ends = [
-        result("hsa", 0.5, operations=2.0, training_seconds=3.0, test_seconds=5.0, peak_memory=100.0),
-        result("hsa", 0.7, operations=4.0, training_seconds=5.0, test_seconds=9.0, peak_memory=7.0),
-        result("hsa", 0.9, operations=6.0, training_seconds=13.0, test_seconds=13.0, peak_memory=None),
+        result("hierarchical", 0.5, operations=2.0, training_seconds=3.0, test_seconds=5.0, peak_memory=100.0),
+        result("hierarchical", 0.7, operations=4.0, training_seconds=5.0, test_seconds=9.0, peak_memory=7.0),
+        result("hierarchical", 0.9, operations=6.0, training_seconds=13.0, test_seconds=13.0, peak_memory=None),
     ]
-    runs = tuple(run("hsa", 1e-3, seed, end) for seed, end in enumerate(ends))
-    found = Compared("hsa", runs[:1], (*runs, Run("hsa", 1e-3, 9, "diverged")))
+    runs = tuple(run("hierarchical", 1e-3, seed, end) for seed, end in enumerate(ends))
+    found = Compared("hierarchical", runs[:1], (*runs, Run("hierarchical", 1e-3, 9, "diverged")))
     assert found.scores == [0.5, 0.7, 0.9]
     assert (found.operations, found.training_seconds, found.test_seconds) == (4, 7, 9)
     assert found.peak_memory == 53.5
-    unknown = Compared("hsa", (), (run("hsa", 1e-3, 0, result("hsa", 0.5, peak_memory=None)),))
+    unknown = Compared(
+        "hierarchical", (), (run("hierarchical", 1e-3, 0, result("hierarchical", 0.5, peak_memory=None)),)
+    )
     assert unknown.peak_memory is None
 
 

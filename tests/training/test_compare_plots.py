@@ -7,7 +7,7 @@ from hsa.analysis.plots import save_figure
 from hsa.training import compare_plots as comparison_plots
 from hsa.training.compare_plots import Point, plot_frontiers
 
-NAMES = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+NAMES = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def frontier_line(axes):
 
 
 def test_the_frontier_is_drawn(figures, tmp_path):
-    points = [Point("hsa", 10, 0.8), Point("flat", 20, 0.7), Point("hat", 40, 0.9)]
+    points = [Point("hierarchical", 10, 0.8), Point("flat", 20, 0.7), Point("hat", 40, 0.9)]
     plot_frontiers(tmp_path / "a.png", {"seconds": points}, "accuracy", "")
     (axes,) = figures[0].axes
     assert frontier_line(axes) == [(10, 0.8), (40, 0.9), (axes.get_xlim()[1], 0.9)]
@@ -74,7 +74,7 @@ def test_the_frontier_is_drawn(figures, tmp_path):
 
 
 def test_nothing_has_a_place_on_a_logarithmic_axis(figures, tmp_path):
-    points = [Point("deepsets", 0, 0.6), Point("hsa", 1000, 0.8)]
+    points = [Point("deepsets", 0, 0.6), Point("hierarchical", 1000, 0.8)]
     plot_frontiers(tmp_path / "a.png", {"operations": points}, "accuracy", "")
     (axes,) = figures[0].axes
     ticks = dict(zip([tick.get_text() for tick in axes.get_xticklabels()], axes.get_xticks(), strict=True))
@@ -83,14 +83,16 @@ def test_nothing_has_a_place_on_a_logarithmic_axis(figures, tmp_path):
     assert all(tick > ticks["0"] for name, tick in ticks.items() if name != "0")
 
 
-@pytest.mark.parametrize("point", [Point("hsa", 3.0, 0.5), Point("deepsets", 0.0, 0.5), Point("hsa", 3.0, -2.5, 0.3)])
+@pytest.mark.parametrize(
+    "point", [Point("hierarchical", 3.0, 0.5), Point("deepsets", 0.0, 0.5), Point("hierarchical", 3.0, -2.5, 0.3)]
+)
 def test_one_model(tmp_path, point):
     plot_frontiers(tmp_path / "a.png", {"seconds": [point]}, "R²", "one")
     assert (tmp_path / "a.png").stat().st_size > 5000
 
 
 def test_error_bars_are_as_long_as_the_spread(figures, tmp_path):
-    plot_frontiers(tmp_path / "a.png", {"seconds": [Point("hsa", 3.0, 0.5, 0.07)]}, "accuracy", "")
+    plot_frontiers(tmp_path / "a.png", {"seconds": [Point("hierarchical", 3.0, 0.5, 0.07)]}, "accuracy", "")
     (axes,) = figures[0].axes
     (bar,) = axes.collections
     assert bar.get_segments()[0][:, 1].tolist() == pytest.approx([0.43, 0.57])

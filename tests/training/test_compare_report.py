@@ -41,16 +41,16 @@ def comparison(*models, task="classification", seeds=(0, 1, 2), **more):
     return Comparison(plan, RECIPE, prepared(task), models, **more)
 
 
-HSA = compared("hsa", (0.8, 0.85, 0.9), operations=2e6, training_seconds=4.0, test_seconds=0.34)
+HSA = compared("hierarchical", (0.8, 0.85, 0.9), operations=2e6, training_seconds=4.0, test_seconds=0.34)
 FLAT = compared("flat", (0.7, 0.72, 0.71), operations=8e6, training_seconds=8.0, test_seconds=0.17, peak_memory=None)
 DEEPSETS = compared("deepsets", (0.6, 0.61, 0.62), operations=0.0, training_seconds=1.0, test_seconds=0.017)
 
 
 def test_the_table():
-    header, rows = comparison(HSA, FLAT, DEEPSETS, lost("hsa-token")).columns()
+    header, rows = comparison(HSA, FLAT, DEEPSETS, lost("multiscale")).columns()
     assert [dict(zip(header, row, strict=True)) for row in rows] == [
         {
-            "model": "hsa",
+            "model": "hierarchical",
             "parameters": "1,000",
             "rate": "0.01",
             "accuracy": "0.8500 ± 0.0500",
@@ -86,7 +86,7 @@ def test_the_table():
             "on the frontier": "training, test, operations",
         },
         {
-            "model": "hsa-token",
+            "model": "multiscale",
             "parameters": "–",
             "rate": "–",
             "accuracy": "diverged",
@@ -102,56 +102,59 @@ def test_the_table():
 
 def test_what_it_means():
     assert comparison(HSA, FLAT, DEEPSETS).findings() == [
-        "hsa against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer attention "
+        "hierarchical against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer attention "
         "operations, trains 2.0 × faster",
-        "hsa against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), trains 4.0 × as long",
-        "on the frontier of accuracy against training time: hsa, deepsets",
+        "hierarchical against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), trains 4.0 × as long",
+        "on the frontier of accuracy against training time: hierarchical, deepsets",
     ]
 
 
 def test_more_than_chance():
-    first, second = compared("hsa", (0.99, 0.99, 1.0)), compared("flat", (0.01, 0.0, 0.0), training_seconds=3.01)
+    first, second = (
+        compared("hierarchical", (0.99, 0.99, 1.0)),
+        compared("flat", (0.01, 0.0, 0.0), training_seconds=3.01),
+    )
     (line, _) = comparison(first, second).findings()
-    assert line.startswith("hsa against flat: +99.0 points (more than chance: ± ")
+    assert line.startswith("hierarchical against flat: +99.0 points (more than chance: ± ")
     assert line.endswith(", as many attention operations, trains as long")
     (line, _) = comparison(second, first).findings()
-    assert line.startswith("flat against hsa: -99.0 points (more than chance: ± ")
+    assert line.startswith("flat against hierarchical: -99.0 points (more than chance: ± ")
 
 
 def test_one_seed():
-    found = comparison(compared("hsa", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
+    found = comparison(compared("hierarchical", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
     assert found.columns()[1][0][3] == "0.8000"
     assert "(within chance: ± 28.3 for 17 test examples and one seed)" in found.findings()[0]
     assert found.to_json()["models"][0]["accuracy_std"] is None
 
 
 def test_equal_minutes_are_no_cost():
-    first, second = compared("hsa", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
+    first, second = compared("hierarchical", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
     found = comparison(first, second)
     timed = replace(found, recipe=replace(found.recipe, training=replace(found.recipe.training, minutes=1.0)))
     assert "training" in found.frontiers()["flat"]  # 3 s against 60
     assert not any("training" in costs for costs in timed.frontiers().values())
     lines = timed.findings()
-    assert "on the frontier of accuracy against test time: hsa" in lines
+    assert "on the frontier of accuracy against test time: hierarchical" in lines
     assert "flat trained for less than 1 minutes: epochs or patience ended first" in lines
     assert not any("minutes" in line for line in found.findings())
 
 
 def test_numbers():
-    first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hsa", "flat"))
+    first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hierarchical", "flat"))
     found = comparison(first, second, task="regression", seeds=(0, 1))
     header, rows = found.columns()
     assert header[3:5] == ["R²", "error"]
     assert rows[0][3:5] == ["0.1000 ± 0.8485", "2.0000"]
     assert found.findings()[0].startswith(
-        "hsa against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
+        "hierarchical against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
     )
-    assert found.findings()[1] == "on the frontier of R² against training time: hsa, flat"
+    assert found.findings()[1] == "on the frontier of R² against training time: hierarchical, flat"
     model = found.to_json()["models"][0]
     assert model["r2"] == pytest.approx(0.1)
     assert model["mean_absolute_error"] == 2
     one = comparison(
-        compared("hsa", (0.5,), regression=True), compared("flat", (0.4,), regression=True), task="regression"
+        compared("hierarchical", (0.5,), regression=True), compared("flat", (0.4,), regression=True), task="regression"
     )
     assert "R² +0.100 (one seed does not tell whether by chance)" in one.findings()[0]
 
@@ -163,32 +166,32 @@ def test_rates_at_the_end():
         "the highest rate, 0.1, was the best for flat; higher ones may be better still",
         "the lowest rate, 0.001, was the best for deepsets; lower ones may be better still",
     ]
-    only = replace(comparison(HSA), plan=Plan(("hsa",), (1e-2,), (0,)))
-    assert only.findings() == ["on the frontier of accuracy against training time: hsa"]
+    only = replace(comparison(HSA), plan=Plan(("hierarchical",), (1e-2,), (0,)))
+    assert only.findings() == ["on the frontier of accuracy against training time: hierarchical"]
 
 
 def test_what_diverged():
     half = compared("flat", (0.7, "diverged", 0.9))
-    found = comparison(lost("hsa"), half, DEEPSETS)
+    found = comparison(lost("hierarchical"), half, DEEPSETS)
     lines = found.findings()
     assert lines[0].startswith("flat against deepsets: ")  # the first that has something to compare
     assert "and 2 seeds)" in lines[0]
-    assert lines[-2:] == ["hsa diverged at every rate; try lower ones", "flat diverged at rate 0.01, seed 1"]
-    assert comparison(lost("hsa"), lost("flat")).findings() == [
-        "hsa diverged at every rate; try lower ones",
+    assert lines[-2:] == ["hierarchical diverged at every rate; try lower ones", "flat diverged at rate 0.01, seed 1"]
+    assert comparison(lost("hierarchical"), lost("flat")).findings() == [
+        "hierarchical diverged at every rate; try lower ones",
         "flat diverged at every rate; try lower ones",
     ]
 
 
 def test_what_had_no_room():
     half = compared("flat", (0.7, "no room", 0.9))
-    found = comparison(lost("hsa", *NO_ROOM), half, DEEPSETS)
+    found = comparison(lost("hierarchical", *NO_ROOM), half, DEEPSETS)
     assert found.findings()[-3:] == [
-        "hsa had no room at any rate",
+        "hierarchical had no room at any rate",
         "flat had no room at rate 0.01, seed 1",
         HOW_TO_GET_ON,
     ]
-    assert found.columns()[1][0] == ["hsa", "–", "–", "no room", *["–"] * 6]
+    assert found.columns()[1][0] == ["hierarchical", "–", "–", "no room", *["–"] * 6]
     hsa, flat, _ = found.to_json()["models"]
     assert hsa["no_room"] == [{"rate": rate, "seed": 0} for rate in RATES]
     assert hsa["diverged"] == []
@@ -197,12 +200,12 @@ def test_what_had_no_room():
 
 
 def test_no_room_and_divergence():
-    found = comparison(lost("hsa", "no room", "no room", "diverged"))
+    found = comparison(lost("hierarchical", "no room", "no room", "diverged"))
     assert found.columns()[1][0][3] == "no room, diverged"
     assert found.findings() == [
-        "hsa had no room at rate 0.001, seed 0",
-        "hsa had no room at rate 0.01, seed 0",
-        "hsa diverged at rate 0.1, seed 0",
+        "hierarchical had no room at rate 0.001, seed 0",
+        "hierarchical had no room at rate 0.01, seed 0",
+        "hierarchical diverged at rate 0.1, seed 0",
         HOW_TO_GET_ON,
     ]
 
@@ -218,14 +221,14 @@ def test_a_warm_start_keeps_its_own_size():
 def test_models_of_other_sizes_are_named():
     larger = compared("flat", (0.7,), parameters=1250)
     smaller = compared("deepsets", (0.7,), parameters=900)
-    alike = compared("hsa-token", (0.7,), parameters=1015)
+    alike = compared("multiscale", (0.7,), parameters=1015)
     assert comparison(HSA, larger, smaller, alike).findings()[-2:] == [
         "flat has 25% more parameters: no size of it fits",
         "deepsets has 10% fewer parameters: no size of it fits",
     ]
 
 
-COSTS = (Cost("hsa", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
+COSTS = (Cost("hierarchical", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
 
 
 def test_everything_is_in_the_json(tmp_path):
@@ -238,7 +241,7 @@ def test_everything_is_in_the_json(tmp_path):
     assert data["examples"] == {"train": 31, "validation": 13, "test": TEST}
     assert (data["rates"], data["seeds"]) == (list(RATES), [0, 1, 2])
     assert data["findings"] == found.findings()
-    assert data["costs"][0] == {"model": "hsa", "length": 256, "operations": 1000, "seconds": 0.5}
+    assert data["costs"][0] == {"model": "hierarchical", "length": 256, "operations": 1000, "seconds": 0.5}
     assert data["options"]["width"] == 12
     assert data["options"]["epochs"] == 2
     assert not {"learning_rate", "seed"} & set(data["options"])
@@ -246,7 +249,7 @@ def test_everything_is_in_the_json(tmp_path):
     assert hsa["validation"] == {"0.001": 0.4, "0.01": 0.9, "0.1": 0.4}
     assert hsa["accuracy"] == pytest.approx(0.85)
     assert hsa["accuracy_std"] == pytest.approx(0.05)
-    assert hsa["folder"] == "hsa/0.01/0"
+    assert hsa["folder"] == "hierarchical/0.01/0"
     assert hsa["test_milliseconds"] == pytest.approx(20)
     assert [(run["seed"], run["accuracy"], run["epochs"]) for run in hsa["runs"]] == [
         (0, 0.8, 1),
@@ -268,12 +271,12 @@ def test_the_report_and_its_pictures(tmp_path):
             assert min(image.size) > 300
     report = (tmp_path / "report.md").read_text()
     for part in (
-        "# tiny: hsa, flat, deepsets\n",
-        "| hsa | 1,000 | 0.01 | 0.8500 ± 0.0500 |",
+        "# tiny: hierarchical, flat, deepsets\n",
+        "| hierarchical | 1,000 | 0.01 | 0.8500 ± 0.0500 |",
         f"- {found.findings()[0]}\n",
         "![frontier](frontier.png)\n",
         "| model | 0.001 | 0.01 | 0.1 |\n",
-        "| hsa | 0.4000 | 0.9000 | 0.4000 |\n",
+        "| hierarchical | 0.4000 | 0.9000 | 0.4000 |\n",
         "| deepsets | diverged | diverged | diverged |\n",
         "| 256 | 0.0 M, 500.00 ms | 0.0 M, – |\n",
         "\nwidth: 12\n",
@@ -281,16 +284,16 @@ def test_the_report_and_its_pictures(tmp_path):
         assert part in report
 
 
-@pytest.mark.parametrize("names", [("deepsets",), ("hsa", "deepsets")])
+@pytest.mark.parametrize("names", [("deepsets",), ("hierarchical", "deepsets")])
 def test_models_without_attention_and_lengths_that_were_not_measured(tmp_path, names):
-    kept = {"deepsets": DEEPSETS, "hsa": HSA}
-    costs = [Cost("hsa", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
+    kept = {"deepsets": DEEPSETS, "hierarchical": HSA}
+    costs = [Cost("hierarchical", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
     found = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
     assert len(found.write(tmp_path)) == 3
     report = (tmp_path / "report.md").read_text()
-    assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hsa" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
+    assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hierarchical" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
 
 
 def test_nothing_to_draw(tmp_path):
-    assert comparison(lost("hsa")).write(tmp_path) == []
-    assert "| hsa | – | – | diverged |" in (tmp_path / "report.md").read_text()
+    assert comparison(lost("hierarchical")).write(tmp_path) == []
+    assert "| hierarchical | – | – | diverged |" in (tmp_path / "report.md").read_text()

@@ -32,7 +32,7 @@ def train(data, folder, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HSA_CACHE", str(folder / "cache"))
         prepared = prepare(data, DataOptions(vocabulary=300, **options))
-    (result,) = train_models(["hsa"], TINY, prepared, OPTIONS, folder, make_accelerator(OPTIONS, cpu=True))
+    (result,) = train_models(["hierarchical"], TINY, prepared, OPTIONS, folder, make_accelerator(OPTIONS, cpu=True))
     return prepared, result
 
 
@@ -68,7 +68,7 @@ def stop(error):
 
 def test_predictions_are_those_of_training(rows, tmp_path):
     folder, prepared, result = rows
-    saved = Saved.load(folder / "hsa")
+    saved = Saved.load(folder / "hierarchical")
     assert saved.classes == ("neg", "pos")
     found = list(saved.predict(folder / "reviews.csv", stop))
     assert [p.where for p in found] == [f"{folder / 'reviews.csv'}: row {i} (line {i + 1})" for i in range(1, 41)]
@@ -84,7 +84,7 @@ def test_predictions_are_those_of_training(rows, tmp_path):
 
 def test_the_size_of_batches_does_not_matter(rows):
     folder = rows[0]
-    saved = Saved.load(folder / "hsa")
+    saved = Saved.load(folder / "hierarchical")
     wanted = list(saved.predict(folder / "reviews.csv", stop))
     for size in (1, 7, 40):
         found = list(saved.predict(folder / "reviews.csv", stop, batch=size))
@@ -94,12 +94,12 @@ def test_the_size_of_batches_does_not_matter(rows):
 
 def test_labels_are_not_needed_to_predict(rows, tmp_path):
     without = [{name: value for name, value in row.items() if name != "label"} for row in reviews(3)]
-    found = list(Saved.load(rows[0] / "hsa").predict(write_rows(tmp_path / "new.jsonl", without), stop))
+    found = list(Saved.load(rows[0] / "hierarchical").predict(write_rows(tmp_path / "new.jsonl", without), stop))
     assert len(found) == 3
 
 
 def test_evaluation_of_new_data(rows, tmp_path):
-    saved = Saved.load(rows[0] / "hsa")
+    saved = Saved.load(rows[0] / "hierarchical")
     data = saved.data_set(write_rows(tmp_path / "new.parquet", reviews(9, seed=5)), stop)
     assert len(data) == 9
     assert 0 <= saved.evaluate(data).scores.accuracy <= 1
@@ -107,14 +107,14 @@ def test_evaluation_of_new_data(rows, tmp_path):
 
 def test_evaluation_after_training_in_another_precision(rows):
     make_accelerator(replace(OPTIONS, mixed_precision="bf16"), cpu=True)
-    saved = Saved.load(rows[0] / "hsa")
+    saved = Saved.load(rows[0] / "hierarchical")
     assert saved.evaluate(rows[1].test).scores == rows[2].scores
 
 
 def test_numbers(tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     _, result = train(data, tmp_path, text=("text",), label="stars", task="regression")
-    saved = Saved.load(tmp_path / "hsa")
+    saved = Saved.load(tmp_path / "hierarchical")
     found = list(saved.predict(data, stop))
     assert all(isinstance(p.label, float) and p.probability is None and p.runner_up is None for p in found)
     assert 1 <= np.mean([p.label for p in found]) <= 5
@@ -124,7 +124,7 @@ def test_numbers(tmp_path):
 
 def test_files_and_folders(files, tmp_path):
     folder = files[0]
-    saved = Saved.load(folder / "hsa")
+    saved = Saved.load(folder / "hierarchical")
     (one,) = saved.predict(folder / "data" / "pos" / "0.html", stop)
     assert one.where == str(folder / "data" / "pos" / "0.html")
     every = list(saved.predict(folder / "data", stop))
@@ -139,7 +139,7 @@ def test_files_and_folders(files, tmp_path):
 
 
 def test_missing_columns_are_named(rows, tmp_path):
-    saved = Saved.load(rows[0] / "hsa")
+    saved = Saved.load(rows[0] / "hierarchical")
     path = write_rows(tmp_path / "new.csv", [{"txt": "good", "title": "a", "stars": 3}])
     message = "new.csv: given the column 'text', expected one of 'txt', 'title', 'stars'; did you mean 'txt'?"
     for read in (lambda: list(saved.predict(path, stop)), lambda: saved.data_set(path, stop)):
@@ -155,14 +155,14 @@ def test_unknown_classes_are_named_with_their_row(rows, tmp_path):
     with pytest.raises(
         InvalidInput, match=r"new.csv: row 2 \(line 3\): given the class 'so-so', expected one of neg, pos"
     ):
-        Saved.load(rows[0] / "hsa").data_set(path, stop)
+        Saved.load(rows[0] / "hierarchical").data_set(path, stop)
 
 
 def test_bad_rows_can_be_left_out(rows, tmp_path):
     new = reviews(4)
     new[1] = dict.fromkeys(new[1], "")
     path = write_rows(tmp_path / "new.csv", new)
-    saved, skipped = Saved.load(rows[0] / "hsa"), []
+    saved, skipped = Saved.load(rows[0] / "hierarchical"), []
     assert [p.where[-14:] for p in saved.predict(path, skipped.append)] == [
         f"row {i} (line {i + 1})" for i in (1, 3, 4)
     ]
@@ -182,12 +182,12 @@ def test_bad_rows_can_be_left_out(rows, tmp_path):
 def test_no_rows(rows, tmp_path, name, message):
     (tmp_path / "a.txt").write_text("good")
     with pytest.raises(InvalidInput, match=message):
-        list(Saved.load(rows[0] / "hsa").predict(tmp_path / name, stop))
+        list(Saved.load(rows[0] / "hierarchical").predict(tmp_path / name, stop))
 
 
 def test_kinds_of_leaves_that_the_model_does_not_know(texts, tmp_path):
     """The file is named, and may be left out."""
-    saved, skipped = Saved.load(texts[0] / "hsa"), []
+    saved, skipped = Saved.load(texts[0] / "hierarchical"), []
     picture(tmp_path / "a" / "0.png", 70)
     (tmp_path / "a" / "0.txt").write_text("b 3")
     message = r"0.png: given leaves of modality 'patch', expected what the model was trained on: text"
@@ -200,7 +200,7 @@ def test_kinds_of_leaves_that_the_model_does_not_know(texts, tmp_path):
 
 
 def test_no_files(files, tmp_path):
-    saved = Saved.load(files[0] / "hsa")
+    saved = Saved.load(files[0] / "hierarchical")
     (tmp_path / "a.xyz").write_text("")
     with pytest.raises(InvalidInput, match="given no files to read, expected some of"):
         list(saved.predict(tmp_path, stop))
@@ -214,7 +214,7 @@ def test_no_files(files, tmp_path):
 
 
 def test_the_folder_of_a_run_is_not_that_of_a_model(rows):
-    with pytest.raises(InvalidInput, match=rf"given a folder of models, expected one of {rows[0]}/hsa"):
+    with pytest.raises(InvalidInput, match=rf"given a folder of models, expected one of {rows[0]}/hierarchical"):
         Saved.load(rows[0])
 
 
@@ -227,7 +227,7 @@ def test_no_model(tmp_path):
 
 @pytest.fixture
 def copy(rows, tmp_path):
-    return shutil.copytree(rows[0] / "hsa", tmp_path / "model")
+    return shutil.copytree(rows[0] / "hierarchical", tmp_path / "model")
 
 
 def damaged(copy):

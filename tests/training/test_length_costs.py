@@ -77,14 +77,14 @@ def test_no_length():
 @pytest.fixture
 def folders(tmp_path):
     found = {}
-    for operator in ("flat", "none"):
+    for kind in ("flat", "none"):
         config = ModelConfig(
-            EncoderConfig(width=12, heads=2, layers=1, operator=operator, position_width=8),
+            EncoderConfig(width=12, heads=2, layers=1, kind=kind, position_width=8),
             {"text": Modality(tokens=TOKENS)},
             outputs=2,
         )
-        found[operator] = tmp_path / operator
-        save_model(found[operator], Classifier(config), ("no", "yes"))
+        found[kind] = tmp_path / kind
+        save_model(found[kind], Classifier(config), ("no", "yes"))
     return found
 
 

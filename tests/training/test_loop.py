@@ -51,22 +51,22 @@ def assert_same(run, other):
     assert np.array_equal(run.evaluate(test).outputs, other.evaluate(test).outputs)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_every_operator_learns(operator):
-    run = trainer(replace(QUICK, epochs=6), model=classifier(operator))
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_every_operator_learns(kind):
+    run = trainer(replace(QUICK, epochs=6), model=classifier(kind))
     before = run.evaluate(run.validation)
     history = run.fit()
     after = run.evaluate(run.validation)
     assert history[-1].loss < 0.5 * history[0].loss
     assert after.loss < 0.7 * before.loss
     assert after.scores.accuracy > 0.85
-    assert (after.operations == 0) == (operator == "none")
+    assert (after.operations == 0) == (kind == "none")
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "flat"])
+@pytest.mark.parametrize("kind", ["hierarchical", "flat"])
 @pytest.mark.parametrize("task", ["regression", "tokens"])
-def test_other_tasks_learn(operator, task):
-    run = trainer(replace(QUICK, epochs=5), model=classifier(operator, task), task=task)
+def test_other_tasks_learn(kind, task):
+    run = trainer(replace(QUICK, epochs=5), model=classifier(kind, task), task=task)
     before = run.evaluate(run.validation)
     run.fit()
     after = run.evaluate(run.validation)
@@ -84,10 +84,10 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_examples():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("operator", ["flat", "hierarchical", "multiscale"])
-def test_mixed_precision(operator, precision):
+@pytest.mark.parametrize("kind", ["flat", "hierarchical", "multiscale"])
+def test_mixed_precision(kind, precision):
     options = replace(QUICK, mixed_precision=precision)
-    run = trainer(options, model=classifier(operator), accelerator=make_accelerator(options, cpu=True))
+    run = trainer(options, model=classifier(kind), accelerator=make_accelerator(options, cpu=True))
     history = run.fit()
     assert history[-1].loss < history[0].loss
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
@@ -241,7 +241,7 @@ def test_patience(monkeypatch, patience, epochs):
 
 
 @pytest.mark.parametrize(
-    ("operator", "task"),
+    ("kind", "task"),
     [
         ("hierarchical", "classification"),
         ("clustered", "classification"),
@@ -249,13 +249,13 @@ def test_patience(monkeypatch, patience, epochs):
         ("multiscale", "tokens"),
     ],
 )
-def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, operator, task):
-    if operator == "multiscale" and torch.cuda.is_available():
+def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, kind, task):
+    if kind == "multiscale" and torch.cuda.is_available():
         pytest.skip("on a GPU its gradients add up in no fixed order")
     options = replace(QUICK, batch_size=5)
 
     def start(folder, watcher=None):
-        model = classifier(operator, task, dropout=0.3)
+        model = classifier(kind, task, dropout=0.3)
         return trainer(options, task=task, model=model, folder=tmp_path / folder, watcher=watcher)
 
     whole = start("a")
@@ -378,7 +378,7 @@ def test_no_thread_is_left_behind(tmp_path):
         ),
         ({"options": replace(QUICK, epochs=4)}, "epochs = 3, expected epochs = 4"),
         ({"model": classifier("none", width=14)}, r"encoder.width = 12, expected encoder.width = 14"),
-        ({"model": classifier("flat")}, "encoder.operator = none, expected encoder.operator = flat"),
+        ({"model": classifier("flat")}, "encoder.kind = none, expected encoder.kind = flat"),
         ({"model": classifier("none", include_self=True)}, "encoder.include_self = False, expected"),
         ({"train": data(41)}, "examples = 40, expected examples = 41"),
         ({"train": data(40, seed=7)}, "a checkpoint of a run on other data, expected the data of the first start"),
@@ -498,9 +498,9 @@ class LastProcessStops(Log):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def run(name, operator, count, watcher=None, resume=False, **more):
+def run(name, kind, count, watcher=None, resume=False, **more):
     made = trainer(
-        options, model=classifier(operator, seed=5 * resume, **more), train=data(count), validation=data(7, seed=1),
+        options, model=classifier(kind, seed=5 * resume, **more), train=data(count), validation=data(7, seed=1),
         folder=folder / name, accelerator=accelerator, watcher=watcher,
     )
     if resume:
@@ -530,11 +530,11 @@ def out_of_time():
     return made._gather([(made.progress.seconds, made.progress.epoch, sums)])
 
 
-def stopped_and_resumed(name, operator, count):
+def stopped_and_resumed(name, kind, count):
     try:
-        run(name, operator, count, LastProcessStops())
+        run(name, kind, count, LastProcessStops())
     except Interrupted as stop:
-        return {**run(name, operator, count, resume=True), "stopped": str(stop)[:24]}
+        return {**run(name, kind, count, resume=True), "stopped": str(stop)[:24]}
 
 
 found["even"] = run("even", "hierarchical", 16)

@@ -31,8 +31,8 @@ def prepared(depth):
     return PreparedData(data, data, data, reading, modalities, ("sequence",), (), "classification")
 
 
-@pytest.mark.parametrize("name", ["hsa", "hsa-token", "deepsets", *DOCUMENT_MODELS])
-@pytest.mark.parametrize("reference", ["hsa", *DOCUMENT_MODELS])
+@pytest.mark.parametrize("name", ["hierarchical", "multiscale", "deepsets", *DOCUMENT_MODELS])
+@pytest.mark.parametrize("reference", ["hierarchical", *DOCUMENT_MODELS])
 def test_as_many_parameters_as_the_first(name, reference):
     data = prepared(2)
     configs = (model_config(data, MODEL, one, reference) for one in (name, reference))
@@ -110,13 +110,13 @@ def test_more_that_does_not_fit():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("hats", "hat"), ("transformerxl", "transformer-xl"), ("Han", "han"), ("hsa-tokens", "hsa-token")],
+    [("hats", "hat"), ("transformerxl", "transformer-xl"), ("Han", "han"), ("multiscales", "multiscale")],
 )
 def test_the_nearest_name(name, meant):
     with pytest.raises(InvalidInput, match=f"did you mean '{meant}'") as error:
-        check_models(["hsa", name])
+        check_models(["hierarchical", name])
     assert repr(name) in str(error.value)
-    check_models(["hsa", meant])
+    check_models(["hierarchical", meant])
     with pytest.raises(InvalidInput) as error:
         check_models(["quux"])
     assert "did you mean" not in str(error.value)

@@ -25,7 +25,7 @@ def test_options_of_every_kind(load, tmp_path):
     found = load(
         """
         data: reviews.csv
-        models: [hsa, flat]
+        models: [hierarchical, flat]
         text: [title, body]
         number: stars
         label: label
@@ -45,7 +45,7 @@ def test_options_of_every_kind(load, tmp_path):
     )
     assert found == Recipe(
         tmp_path / "reviews.csv",
-        ("hsa", "flat"),
+        ("hierarchical", "flat"),
         DataOptions(
             text=("title", "body"),
             number=("stars",),
@@ -66,9 +66,9 @@ def test_what_is_not_said_is_the_default(load):
 
 
 def test_what_yaml_takes_for_something_else(load):
-    found = load("mixed_precision: no\nlabel: 2024\ntext: [1, 2]\nmodels: hsa")
+    found = load("mixed_precision: no\nlabel: 2024\ntext: [1, 2]\nmodels: hierarchical")
     assert (found.training.mixed_precision, found.read.label, found.read.text) == ("no", "2024", ("1", "2"))
-    assert found.models == ("hsa",)
+    assert found.models == ("hierarchical",)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -118,12 +118,14 @@ def test_a_recipe_that_is_not_there(tmp_path):
 
 def test_what_is_named_overrides_even_by_its_default(load):
     recipe = load("data: a.csv\nmodels: [flat]\nepochs: 20\nwidth: 32\nlabel: a\ntext: t")
-    given = Recipe(Path("recipe.yaml"), ("hsa",), DataOptions(label="b"), ModelOptions(width=64), TrainingOptions())
+    given = Recipe(
+        Path("recipe.yaml"), ("hierarchical",), DataOptions(label="b"), ModelOptions(width=64), TrainingOptions()
+    )
     assert overridden(recipe, given, ()) == recipe
     found = overridden(recipe, given, {"epochs", "label", "resume"})
     assert (found.training.epochs, found.read.label) == (TrainingOptions().epochs, "b")
     assert (found.models, found.model.width, found.data, found.read.text) == (("flat",), 32, recipe.data, ("t",))
-    assert overridden(recipe, given, {"models", "width"}).models == ("hsa",)
+    assert overridden(recipe, given, {"models", "width"}).models == ("hierarchical",)
 
 
 def test_every_option_has_one_meaning():

@@ -113,7 +113,7 @@ def has_matrix(model: Classifier) -> bool:
     """Bottom up, and in the published document models, no layer sees all leaves; three-way attention sees pairs of them."""
     encoder = model.config.encoder
     no_matrix = ("bottom-up", "trilinear", "hierarchical-trilinear")
-    return isinstance(encoder, EncoderConfig) and encoder.operator not in no_matrix
+    return isinstance(encoder, EncoderConfig) and encoder.kind not in no_matrix
 
 
 def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
@@ -138,7 +138,7 @@ def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.nda
     """
     if not has_matrix(model):
         encoder = model.config.encoder
-        kind = encoder.operator if isinstance(encoder, EncoderConfig) else encoder.architecture
+        kind = encoder.kind if isinstance(encoder, EncoderConfig) else encoder.architecture
         given = f"a {kind} encoder"
         raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
     layers = model.encoder.layers

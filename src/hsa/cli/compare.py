@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hsa.training.compare_report import Comparison
     from hsa.training.data.prepare import PreparedData
 
-MODELS = ("hsa", "hsa-token", "flat", "deepsets", "han", "hat", "transformer-xl")
+MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
 RATES = ("3e-4", "1e-3", "3e-3")
 _QUICK_RATES = ("3e-3", "1e-2")
 _QUICK_SEEDS = 2
@@ -61,7 +61,7 @@ def compare(
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
-        models: What to compare: hsa, hsa-token, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
+        models: What to compare: hsa, multiscale, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
         rates: Learning rates to choose from, for each model.
         seeds: How many: --seed and those that follow it.
         out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.

@@ -27,8 +27,8 @@ _RUNS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/ended.json")
 def words(given: tuple[str, ...]) -> tuple[str, ...]:
     """Lists with commas as well as without: each word once.
 
-    >>> words(("hsa,flat", "deepsets", "hsa"))
-    ('hsa', 'flat', 'deepsets')
+    >>> words(("hierarchical,flat", "deepsets", "hierarchical"))
+    ('hierarchical', 'flat', 'deepsets')
     """
     return tuple(dict.fromkeys(word for part in given for word in part.split(",") if word))
 

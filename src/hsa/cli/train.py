@@ -71,10 +71,11 @@ def train(
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hsa, multiscale (or hsa-token), found, bottom-up, flat, trilinear, hsa-trilinear, deepsets,
-            han, hat, transformer-xl; hsa, found, flat, transformer-xl for the task lm; hsa, multiscale, found, flat (the
-            encoder) for seq2seq. The first is the one that is meant.
-            Classifiers named NAME+FUSION fuse their heads so: hsa+talking beside hsa.
+        models: What to train: hierarchical, multiscale, clustered, bottom-up, flat, trilinear,
+            hierarchical-trilinear, deepsets, han, hat, transformer-xl; multiscale, clustered, flat, transformer-xl for the
+            task lm; hierarchical, multiscale, clustered, flat (the encoder) for seq2seq. The first model is the reference;
+            the others are matched to its size.
+            Classifiers named NAME+FUSION fuse their heads so: hierarchical+talking beside hsa.
         resume: Go on where a run in the same folder stopped.
         quick: Few examples and epochs: a look at how it works, in half a minute.
         cpu: Do not use a GPU.
@@ -120,7 +121,7 @@ def _lm_recipe(given: Recipe, quick: bool) -> Recipe:
     """Sizes that suit a megabyte of text and two cores."""
     default = Recipe(
         given.data,
-        ("hsa", "flat"),
+        ("multiscale", "flat"),
         DataOptions(task="lm", vocabulary=4096),
         ModelOptions(width=128, layers=2, dropout=0.0),
         TrainingOptions(
@@ -139,7 +140,7 @@ def _seq2seq_recipe(given: Recipe) -> Recipe:
     """Sizes that suit short documents and two cores."""
     default = Recipe(
         given.data,
-        ("hsa", "flat"),
+        ("hierarchical", "flat"),
         DataOptions(task="seq2seq", vocabulary=512 if given.data is None else 4096),
         ModelOptions(width=64, dropout=0.0),
         TrainingOptions(epochs=6, learning_rate=3e-3, batch_size=32, patience=0),

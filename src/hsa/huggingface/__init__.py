@@ -1,6 +1,6 @@
 """Hierarchical attention in pre-trained transformers models, and frozen encoders as embeddings.
 
-`convert` and `revert` change a model, `counting` counts its operations; `collaborate` lets its heads share projections.
+`convert` and `revert` change a model, `counting` counts its operations.
 Functions load when they are first used, and `convert` registers `attn_implementation="hsa"` with transformers.
 """
 
@@ -12,29 +12,24 @@ if TYPE_CHECKING:
     from hsa.huggingface.cache import memory_of, new_cache
     from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
-    from hsa.research.collaborative.huggingface import collaborate, prepare_collaborative
 
 _HOMES = {
-    "collaborate": "collaborative_heads",
     "convert": "conversion",
     "convert_as": "conversion",
     "counting": "attend",
     "memory_of": "cache",
     "new_cache": "cache",
-    "prepare_collaborative": "collaborative_heads",
     "register": "interface",
     "revert": "conversion",
     "settings_of": "conversion",
 }
 
 __all__ = [
-    "collaborate",
     "convert",
     "convert_as",
     "counting",
     "memory_of",
     "new_cache",
-    "prepare_collaborative",
     "register",
     "revert",
     "settings_of",

@@ -112,7 +112,7 @@ def equal_parameters(config: ModelConfig, encoder: AnyEncoderConfig) -> ModelCon
 
     >>> from hsa.nn.encoder import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
-    >>> deepsets = equal_parameters(config, replace(config.encoder, operator="none"))
+    >>> deepsets = equal_parameters(config, replace(config.encoder, kind="none"))
     >>> abs(count_parameters(Classifier(deepsets)) - count_parameters(Classifier(config))) < 40
     True
     """

@@ -75,7 +75,7 @@ class LanguageModelCache:
         """An empty cache meets its prompts."""
         closes = model.heights(tokens)
         forests = {
-            kind: part.begin(lengths, closes if kind == "hierarchical" else None) for kind, part in self.parts.items()
+            kind: part.begin(lengths, closes if kind == "multiscale" else None) for kind, part in self.parts.items()
         }
         if self._counters is not None:
             by_text = None if closes is None else [part.tolist() for part in np.split(closes, np.cumsum(lengths)[:-1])]
@@ -95,7 +95,7 @@ class LanguageModelCache:
         positions, places = torch.tensor(self._lengths, device=model.device), None
         closes = model.heights(tokens)
         for kind, part in self.parts.items():
-            part.append(closes if kind == "hierarchical" else None)
+            part.append(closes if kind == "multiscale" else None)
         if self._counters is not None:
             places = torch.from_numpy(self._counters.places.copy()).to(model.device)
             self._counters.append(None if closes is None else closes.tolist())

@@ -24,7 +24,7 @@ from hsa.nn.token_positions import PlaceEmbedding, token_positions
 from hsa.tree.causal_tree import causal_tree, check_branching
 from hsa.tree.hierarchy import Hierarchy
 
-AttentionKind = Literal["flat", "hierarchical", "clustered"]
+AttentionKind = Literal["flat", "multiscale", "clustered"]
 PositionKind = Literal["rope", "places", "both"]
 _KEPT = 16  # forests of recent batches: plans hang on them, and batches of the same lengths come again
 
@@ -41,7 +41,7 @@ class LanguageModelConfig:
         feed_forward: inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
         activation: "swiglu" or "gelu".
         dropout: on embeddings and residual branches.
-        attention: of all layers, or one per layer: "flat" (all tokens so far), "hierarchical" (the own leaf family and
+        attention: of all layers, or one per layer: "flat" (all tokens so far), "multiscale" (the own leaf family and
             `near` before it token by token, the rest pooled on the tree), "clustered" (trees found from the keys of chunks).
         fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see
             `hsa.nn.head_fusion.head_fusion`, also for `shared_dim` and `fusion_penalty`.
@@ -66,7 +66,7 @@ class LanguageModelConfig:
     feed_forward: int | None = None
     activation: Activation = "swiglu"
     dropout: float = 0.0
-    attention: AttentionKind | tuple[AttentionKind, ...] = "hierarchical"
+    attention: AttentionKind | tuple[AttentionKind, ...] = "multiscale"
     fusion: FusionName = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
@@ -377,7 +377,7 @@ def check_length(length: int, max_length: int | None) -> None:
 def _attention(kind: AttentionKind, config: LanguageModelConfig) -> CausalAttention:
     if kind == "flat":
         return CausalFlat()
-    if kind == "hierarchical":
+    if kind == "multiscale":
         return CausalMultiscale(config.heads, near=config.near)
     return CausalClustered(config.heads, chunk=config.chunk, top_k=config.top_k, beam=config.beam)
 
@@ -385,6 +385,6 @@ def _attention(kind: AttentionKind, config: LanguageModelConfig) -> CausalAttent
 def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config: LanguageModelConfig) -> Hierarchy:
     if kind == "flat":
         return Hierarchy.flat(lengths)
-    if kind == "hierarchical":
+    if kind == "multiscale":
         return causal_tree(lengths, config.branching, closes, config.sinks)
     return causal_tree(lengths, (config.group, 2), None, config.sinks)

@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         cross: a module `cross(x, memory)` that gives what another text adds to `x`; norms are its own business.
 
     >>> import torch
-    >>> from hsa.tree.causal_tree import grown
+    >>> from hsa.tree.causal_tree import causal_tree
     >>> from hsa.nn.causal_attention import CausalMultiscale
     >>> layer = DecoderLayer(16, 2, CausalMultiscale(2))
     >>> layer(torch.randn(11, 16), causal_tree([7, 4], (3, 2))).shape

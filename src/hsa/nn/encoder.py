@@ -27,7 +27,7 @@ from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
 from hsa.tree.hierarchy import Hierarchy
 from hsa.tree.positions import NodePositions
 
-Operator = Literal[
+Kind = Literal[
     "hierarchical", "multiscale", "clustered", "bottom-up", "flat", "trilinear", "hierarchical-trilinear", "none"
 ]
 
@@ -47,7 +47,7 @@ class EncoderConfig:
         layers: how many.
         feed_forward: inner width of the feed-forward networks; 2·width by default.
         dropout: on embeddings and residual branches.
-        operator: "hierarchical" (the paper's), "multiscale" (own rows), "clustered" (own rows over trees found from the
+        kind: "hierarchical" (the paper's), "multiscale" (own rows), "clustered" (own rows over trees found from the
             keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention over
             all leaves), "trilinear" (over all pairs of leaves), "hierarchical-trilinear" (over pairs of siblings on the
             tree), "none" (no attention: DeepSets).
@@ -73,7 +73,7 @@ class EncoderConfig:
     layers: int = 2
     feed_forward: int | None = None
     dropout: float = 0.1
-    operator: Operator = "hierarchical"
+    kind: Kind = "hierarchical"
     fusion: FusionName = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
@@ -91,10 +91,8 @@ class EncoderConfig:
     pool: Literal["none", "families"] = "none"
 
     def __post_init__(self) -> None:
-        if self.operator not in get_args(Operator):
-            raise InvalidInput(
-                "operator", given=repr(self.operator), expected=f"one of {', '.join(get_args(Operator))}"
-            )
+        if self.kind not in get_args(Kind):
+            raise InvalidInput("kind", given=repr(self.kind), expected=f"one of {', '.join(get_args(Kind))}")
         check_sizes(self)
         self._check_entmax()
         with torch.device("meta"):  # takes no random numbers from the models that follow
@@ -103,17 +101,17 @@ class EncoderConfig:
     @property
     def keeps_leaves(self) -> bool:
         """Whether the encoder gives a vector for every leaf of its input."""
-        return self.pool == "none" and self.operator != "bottom-up"
+        return self.pool == "none" and self.kind != "bottom-up"
 
     def _check_entmax(self) -> None:
         check_alpha(self.entmax)
         if self.entmax_levels < 1:
             raise InvalidInput("entmax_levels", given=self.entmax_levels, expected="1 or more")
-        if self.entmax is not None and self.operator not in WITH_ENTMAX:
+        if self.entmax is not None and self.kind not in WITH_ENTMAX:
             raise InvalidInput(
                 "entmax",
-                given=f"{self.entmax} for the operator {self.operator!r}",
-                expected=f"one of the operators {', '.join(WITH_ENTMAX)}: the others have softmax kernels, or no weights",
+                given=f"{self.entmax} for attention of the kind {self.kind!r}",
+                expected=f"one of the kinds {', '.join(WITH_ENTMAX)}: the others have softmax kernels, or no weights",
             )
         if self.entmax is not None and self.fusion == "talking":
             raise InvalidInput(
@@ -162,7 +160,7 @@ class HierarchicalEncoder(nn.Module):
         self.names = tuple(modalities)
         # Pooled leaves mix modalities: they get projections of their own. Bottom-up, one layer is for all levels.
         pools = config.pool != "none" and len(modalities) > 1
-        self.num_groups = 1 if config.operator == "bottom-up" else len(modalities) + pools
+        self.num_groups = 1 if config.kind == "bottom-up" else len(modalities) + pools
         self.embedding = Embedding(modalities, config.width)
         self.dropout = nn.Dropout(config.dropout)
         attentions = [_attention(config) for _ in range(config.layers)]
@@ -181,7 +179,7 @@ class HierarchicalEncoder(nn.Module):
         )
         self.features: PositionFeatures | None = None
         self.positions = nn.ModuleList()
-        kinds = ("sequence",) if config.operator in _ON_ALL_LEAVES or config.windows else kinds
+        kinds = ("sequence",) if config.kind in _ON_ALL_LEAVES or config.windows else kinds
         uses = config.position_width > 0 and bool(kinds)
         in_logits = attentions[0].uses_positions and config.position_dim > 0
         if uses and (in_logits or config.position_input):
@@ -204,7 +202,7 @@ class HierarchicalEncoder(nn.Module):
         if self.place is not None and features is not None:
             x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
         x = self.dropout(x)
-        if self.config.operator == "bottom-up":
+        if self.config.kind == "bottom-up":
             return bottom_up(x, hierarchy, self.layers, self.positions, features, places)
         groups = Groups.of(inputs.leaves, self.names, self.num_groups)
         for i, layer in enumerate(self.layers):
@@ -218,7 +216,7 @@ class HierarchicalEncoder(nn.Module):
     def prepare(self, inputs: Inputs) -> None:
         """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
         hierarchy, _ = self._tree(inputs)
-        if self.config.operator == "bottom-up":
+        if self.config.kind == "bottom-up":
             for step in steps(hierarchy)[0]:
                 self.layers[0].attention.prepare(step.families)  # type: ignore[union-attr, operator]
             return
@@ -227,7 +225,7 @@ class HierarchicalEncoder(nn.Module):
     def _tree(self, inputs: Inputs) -> tuple[Hierarchy, NodePositions]:
         """The forest attention runs on."""
         config, hierarchy = self.config, inputs.hierarchy
-        if config.operator in _ON_ALL_LEAVES:
+        if config.kind in _ON_ALL_LEAVES:
             flat = flat_tree(hierarchy)
             return flat, NodePositions.of_sequences(flat)
         if config.windows:
@@ -241,14 +239,14 @@ class HierarchicalEncoder(nn.Module):
 
 
 def _attention(config: EncoderConfig) -> Attention:
-    if config.operator == "hierarchical":
+    if config.kind == "hierarchical":
         return Hierarchical(include_self=config.include_self, alpha=config.new_alpha())
-    if config.operator == "multiscale":
+    if config.kind == "multiscale":
         return Multiscale(config.heads, near=config.near, top_k=config.top_k, alpha=config.new_alpha())
-    if config.operator == "clustered":
+    if config.kind == "clustered":
         return Clustered(config.heads, group=config.group, top_k=config.top_k, window=config.window)
-    if config.operator == "trilinear":
+    if config.kind == "trilinear":
         return Trilinear()
-    if config.operator == "hierarchical-trilinear":
+    if config.kind == "hierarchical-trilinear":
         return HierarchicalTrilinear()
-    return NoAttention() if config.operator == "none" else Flat()  # bottom-up, a family is a flat tree
+    return NoAttention() if config.kind == "none" else Flat()  # bottom-up, a family is a flat tree

@@ -61,7 +61,7 @@ class Plan:
     @property
     def num_runs(self) -> int:
         """
-        >>> Plan(("hsa", "flat"), (1e-3, 3e-3), (0, 1, 2)).num_runs  # two rates, then two more seeds, of either
+        >>> Plan(("hierarchical", "flat"), (1e-3, 3e-3), (0, 1, 2)).num_runs  # two rates, then two more seeds, of either
         8
         """
         return len(self.models) * (len(self.rates) + len(self.seeds) - 1)

@@ -28,18 +28,17 @@ from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
 from hsa.tree.hierarchy import Hierarchy
 
 # NodePositions in the input: kernels of multiscale attention have none in the logits.
-_OWN_ROWS = {"operator": "multiscale", "position_input": True, "position_dim": 0}
+_OWN_ROWS = {"kind": "multiscale", "position_input": True, "position_dim": 0}
 MODELS: dict[str, dict[str, Any]] = {
-    "hsa": {},
+    "hierarchical": {},
     "multiscale": _OWN_ROWS,
-    "hsa-token": _OWN_ROWS,
-    "clustered": {"operator": "clustered"},
-    "bottom-up": {"operator": "bottom-up"},
-    "flat": {"operator": "flat"},
+    "clustered": {"kind": "clustered"},
+    "bottom-up": {"kind": "bottom-up"},
+    "flat": {"kind": "flat"},
     # Here heads have nothing to talk about and no one key to share.
-    "trilinear": {"operator": "trilinear", "position_input": True, "fusion": "concatenation"},
-    "hsa-trilinear": {"operator": "hierarchical-trilinear", "position_input": True, "fusion": "concatenation"},
-    "deepsets": {"operator": "none", "fusion": "concatenation"},
+    "trilinear": {"kind": "trilinear", "position_input": True, "fusion": "concatenation"},
+    "hierarchical-trilinear": {"kind": "hierarchical-trilinear", "position_input": True, "fusion": "concatenation"},
+    "deepsets": {"kind": "none", "fusion": "concatenation"},
 }
 """How each model of ours differs from the one the options describe. All have as many parameters."""
 RESULT = "result.json"
@@ -77,7 +76,7 @@ def changes(name: str) -> dict[str, Any]:
     """How a model differs from the one the options describe.
 
     >>> changes("flat+talking")
-    {'operator': 'flat', 'fusion': 'talking'}
+    {'kind': 'flat', 'fusion': 'talking'}
     """
     base, plus, fusion = name.partition("+")
     if plus and base in DOCUMENT_MODELS:
@@ -116,7 +115,7 @@ def check_entmax(names: Iterable[str], model: ModelOptions) -> None:
 
 
 def _has_entmax(name: str) -> bool:
-    return name not in DOCUMENT_MODELS and changes(name).get("operator", "hierarchical") in WITH_ENTMAX
+    return name not in DOCUMENT_MODELS and changes(name).get("kind", "hierarchical") in WITH_ENTMAX
 
 
 def encoder_config(
@@ -140,7 +139,7 @@ def model_config(
     prepared: PreparedData,
     model: ModelOptions,
     name: str,
-    reference: str = "hsa",
+    reference: str = "hierarchical",
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
 ) -> ModelConfig:
     """The configuration of a model by its name, for these data, with as many parameters as the `reference` has."""

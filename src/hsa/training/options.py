@@ -243,13 +243,13 @@ class Seq2SeqOptions:
     """For the task seq2seq: the decoder of the answers.
 
     Args:
-        decoder: How answers attend to themselves: flat, or hierarchical with the branching above.
+        decoder: How answers attend to themselves: flat, or multiscale with the branching above.
         decoder_layers: Of the decoder; as many as the encoder has by default.
         cross_top_k: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
         max_answer: Tokens of an answer that are read; the rest is cut off.
     """
 
-    decoder: Literal["flat", "hierarchical"] = "flat"
+    decoder: Literal["flat", "multiscale"] = "flat"
     decoder_layers: int | None = None
     cross_top_k: int | None = None
     max_answer: int = 256

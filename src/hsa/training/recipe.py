@@ -34,7 +34,7 @@ class Recipe:
     """
 
     data: Path | None = None
-    models: tuple[str, ...] = ("hsa", "flat", "deepsets")
+    models: tuple[str, ...] = ("hierarchical", "flat", "deepsets")
     read: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)

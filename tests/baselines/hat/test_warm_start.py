@@ -185,7 +185,9 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     documents = DocumentOptions(warm_start=name, segment=5)
     prepared = prepare(data, READ, warm_start=name)
     accelerator = make_accelerator(options, cpu=True)
-    hat, hsa = train_models(("hat", "hsa"), TINY, prepared, options, tmp_path / "run", accelerator, documents=documents)
+    hat, hsa = train_models(
+        ("hat", "hierarchical"), TINY, prepared, options, tmp_path / "run", accelerator, documents=documents
+    )
     model, _ = load_model(tmp_path / "run" / "hat")
     config, tensors = warm_start(name, segment=5, dropout=0.0)
     assert model.config.encoder == config
@@ -193,7 +195,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     assert all(torch.allclose(own[key], tensor, atol=1e-8) for key, tensor in tensors.items())
     assert model.config.modalities["text"] == Modality(tokens=pretrained_tokenizer(name).get_vocab_size())
     assert hsa.parameters == pytest.approx(hat.parameters, rel=0.02)  # those of the first
-    last = model_config(prepared, TINY, "hat", "hsa", documents)
+    last = model_config(prepared, TINY, "hat", "hierarchical", documents)
     assert last.encoder == config  # no feed-forward networks of another width
 
 
@@ -266,7 +268,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     code, out = call("predict", "run/hat", "reviews.csv")  # with nothing but what was saved
     assert code == 0, out
     assert out.count("reviews.csv: row") == len(reviews())
-    code, out = call("train", *columns, "--models", "hsa", *warm)
+    code, out = call("train", *columns, "--models", "hierarchical", *warm)
     assert code != 0
     assert "hat among the models" in out
     code, out = call("train", *columns, "--models", "hat", *warm[:4], "--segment-level", "9")

@@ -21,7 +21,7 @@ def trained(**changes):
     return model
 
 
-@pytest.mark.parametrize("attention", ["flat", "hierarchical", "clustered"])
+@pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
 def test_as_many_channels_as_heads_have_change_nothing(attention):
     model = trained(attention=attention)
     shared, layers = collaborative(model, 24)

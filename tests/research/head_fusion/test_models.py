@@ -34,10 +34,10 @@ TOKENS, LONGEST = 37, 40
 FUSIONS = ("talking", "collaborative", "over-heads")
 ATTENTIONS = {
     "flat": {"attention": "flat"},
-    "hierarchical": {"attention": "hierarchical"},
-    "hierarchical, closing": {"attention": "hierarchical", "closes": {3: 1, 5: 2}, "positions": "both", "sinks": 1},
+    "multiscale": {"attention": "multiscale"},
+    "multiscale, closing": {"attention": "multiscale", "closes": {3: 1, 5: 2}, "positions": "both", "sinks": 1},
     "clustered": {"attention": "clustered"},
-    "mixed": {"attention": ("flat", "hierarchical"), "positions": "places", "near": 2},
+    "mixed": {"attention": ("flat", "multiscale"), "positions": "places", "near": 2},
 }
 CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "clustered")]
 
@@ -129,7 +129,7 @@ def test_caches_say_which_heads_cannot_talk():
     refusals = {
         "clustered": (3, "a ClusteredCache cannot mix heads: each looks at nodes of its own"),
         "flat": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
-        "hierarchical": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
+        "multiscale": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
     }
     for attention, (heads, message) in refusals.items():
         part = LanguageModel(config("over-heads", attention)).new_cache(1).parts[attention]
@@ -154,12 +154,12 @@ def test_texts_do_not_see_each_other_and_nothing_changes_as_they_grow(case, leng
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "bottom-up", "flat"])
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up", "flat"])
 @settings(max_examples=4)
 @given(readable(trees=(2, 4)))
-def test_trees_do_not_see_each_other(fusion, operator, listed):
+def test_trees_do_not_see_each_other(fusion, kind, listed):
     """With modalities, domains and positions of all kinds."""
-    model = encoder(operator, fusion=fusion, near=1)
+    model = encoder(kind, fusion=fusion, near=1)
     with torch.no_grad():
         x, forest = model(collate(listed))
         for signal, rows in zip(listed, x.split(forest.lengths), strict=True):
@@ -188,7 +188,7 @@ def test_half_precision_is_close(fusion):
 # Their start
 
 
-@pytest.mark.parametrize("attention", ["flat", "hierarchical"])
+@pytest.mark.parametrize("attention", ["flat", "multiscale"])
 def test_weights_over_heads_start_as_large_as_their_number(attention):
     """Once, not once for every time that something is initialised."""
     made = [LanguageModel(config(f, attention, width=96, layers=3)) for f in ("concatenation", "over-heads")]
@@ -266,7 +266,7 @@ def prompts():
 SEQ2SEQ = [("talking", None), ("talking", 0), ("collaborative", None), ("collaborative", 1), ("over-heads", 1)]
 
 
-@pytest.mark.parametrize("attention", ["flat", "hierarchical"])
+@pytest.mark.parametrize("attention", ["flat", "multiscale"])
 @pytest.mark.parametrize(("fusion", "top_k"), SEQ2SEQ)
 def test_answers_token_by_token(fusion, top_k, attention):
     model, steps = exact(Seq2Seq(seq2seq_config(fusion, top_k, attention))), 11
@@ -330,11 +330,11 @@ def test_models_say_what_does_not_fit():
         language_model("talking", "mixed", attention=("flat", "clustered"))
     with pytest.raises(InvalidInput, match=own):
         Seq2Seq(seq2seq_config("talking", top_k=1))
-    for operator, changes in (("clustered", {}), ("multiscale", {"top_k": 1})):
+    for kind, changes in (("clustered", {}), ("multiscale", {"top_k": 1})):
         with pytest.raises(InvalidInput, match=own):
-            encoder(operator, fusion="talking", **changes)
-    for operator in ("none", "trilinear", "hierarchical-trilinear"):
+            encoder(kind, fusion="talking", **changes)
+    for kind in ("none", "trilinear", "hierarchical-trilinear"):
         for fusion in ("talking", "collaborative"):
             with pytest.raises(InvalidInput, match="expected one query and one key to compare; use concatenation or"):
-                encoder(operator, fusion=fusion)
-        assert encoder(operator, fusion="over-heads")
+                encoder(kind, fusion=fusion)
+        assert encoder(kind, fusion="over-heads")

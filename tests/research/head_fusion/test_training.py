@@ -26,8 +26,8 @@ from hsa.training.options import (
     TrainingOptions,
     decoder_sizes,
 )
+from hsa.training.seq2seq import loop as seq2seq
 from hsa.training.seq2seq.data import prepare_pairs
-from hsa.training.seq2seq.loop import loop as seq2seq
 from tests.tables import reviews, write_rows
 from tests.tasks import classifier, data, trainer
 
@@ -114,7 +114,7 @@ def pairs(tmp_path_factory):
 
 def seq2seq_config(pairs, **model):
     sizes = ModelOptions(**{"width": 12, "heads": 2, "dropout": 0.0, "position_width": 8, "near": 0, **model})
-    return seq2seq.seq2seq_config(pairs, "hsa", sizes, LanguageOptions(branching=(2, 2)), Seq2SeqOptions())
+    return seq2seq.seq2seq_config(pairs, "hierarchical", sizes, LanguageOptions(branching=(2, 2)), Seq2SeqOptions())
 
 
 @pytest.fixture
@@ -197,22 +197,22 @@ def test_models_are_as_large_as_each_other(fusion, sizes):
 
 
 def test_names_of_models():
-    assert changes("hsa") == {}
-    assert changes("hsa+talking") == {"fusion": "talking"}
-    assert changes("found+over-heads") == {"operator": "clustered", "fusion": "over-heads"}
-    check_models(["hsa", "flat+collaborative", "deepsets+over-heads"])
-    for name in ("hsa+nonsense", "hsa+", "flat+talking+talking"):
+    assert changes("hierarchical") == {}
+    assert changes("hierarchical+talking") == {"fusion": "talking"}
+    assert changes("found+over-heads") == {"kind": "clustered", "fusion": "over-heads"}
+    check_models(["hierarchical", "flat+collaborative", "deepsets+over-heads"])
+    for name in ("hierarchical+nonsense", "hsa+", "flat+talking+talking"):
         base = name.partition("+")[0]
         expected = (
             rf"^models: given '{name.replace('+', '.')}', expected {base}\+ and one of concatenation, talking, coll"
         )
         with pytest.raises(InvalidInput, match=expected):
-            check_models(["hsa", name])
+            check_models(["hierarchical", name])
     for name in ("nonsense+talking", "+talking", ""):
         with pytest.raises(
-            InvalidInput, match=rf"^models: given '{name.replace('+', '.')}', expected some of hsa, mult"
+            InvalidInput, match=rf"^models: given '{name.replace('+', '.')}', expected some of hierarchical, mult"
         ):
-            check_models(["hsa", name])
+            check_models(["hierarchical", name])
 
 
 def test_options_reach_the_models(pairs):
@@ -240,22 +240,24 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_the_command_says_what_does_not_fit(command, tmp_path):
     out = ("--out", str(tmp_path / "out"))
-    code, said = command(*out, "--models", "hsa+nonsense")
+    code, said = command(*out, "--models", "hierarchical+nonsense")
     assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("models: given 'hsa+nonsense', expected hsa+ and one of concatenation, talking")
-    code, said = command(*out, "--models", "hsa", "nonsense+talking")
+    assert said.startswith("models: given 'hierarchical+nonsense', expected hsa+ and one of concatenation, talking")
+    code, said = command(*out, "--models", "hierarchical", "nonsense+talking")
     assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("models: given 'nonsense+talking', expected some of hsa, multiscale")
-    code, said = command(*out, "--models", "hsa", "--fusion", "collaborative", "--shared-dim", "3")
+    assert said.startswith("models: given 'nonsense+talking', expected some of hierarchical, multiscale")
+    code, said = command(*out, "--models", "hierarchical", "--fusion", "collaborative", "--shared-dim", "3")
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith("shared_dim: given 3, expected a multiple of 4")
-    code, said = command(*out, "--models", "hsa", "--fusion", "over-heads", "--fusion-penalty", "-1")
+    code, said = command(*out, "--models", "hierarchical", "--fusion", "over-heads", "--fusion-penalty", "-1")
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith("penalty: given -1.0, expected a number, 0 or more")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("models", [("hsa+talking", "hsa"), ("bottom-up+over-heads", "flat+collaborative")])
+@pytest.mark.parametrize(
+    "models", [("hierarchical+talking", "hierarchical"), ("bottom-up+over-heads", "flat+collaborative")]
+)
 def test_the_command_compares_them(command, tmp_path, models):
     """To the report and its pictures, which show attention where there is a matrix."""
     assert command("--out", str(tmp_path / "out"), "--models", *models) == (0, "")

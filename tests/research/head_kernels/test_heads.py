@@ -12,9 +12,9 @@ from tests.tasks import classifier, data
 HEADS, LAYERS = 3, 2
 
 
-def model_of(operator="hierarchical", **changes):
+def model_of(kind="hierarchical", **changes):
     """Weights far from 0, so that heads differ."""
-    model = classifier(operator, width=15, heads=HEADS, layers=LAYERS, **changes).double().eval()
+    model = classifier(kind, width=15, heads=HEADS, layers=LAYERS, **changes).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -28,15 +28,13 @@ def answer_of(model, examples):
 BATCHES = [np.array([4, 1]), np.array([0]), np.array([3, 2])]
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "multiscale", "clustered", "flat", "none"])
+@pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "clustered", "flat", "none"])
 @pytest.mark.parametrize("fusion", ["concatenation", "talking", "collaborative", "over-heads"])
-def test_what_is_seen(operator, fusion):
+def test_what_is_seen(kind, fusion):
     """Outputs are what the layer's output projection gets, per example, whatever examples share a batch."""
-    if (operator in ("clustered", "none") and fusion == "talking") or (
-        operator == "none" and fusion == "collaborative"
-    ):
+    if (kind in ("clustered", "none") and fusion == "talking") or (kind == "none" and fusion == "collaborative"):
         pytest.skip("nothing to mix or compare")
-    model, examples = model_of(operator, fusion=fusion, near=0), data(5)
+    model, examples = model_of(kind, fusion=fusion, near=0), data(5)
     features = collect(EncoderHeads(model.encoder), answer_of(model, examples), BATCHES)
     assert features.heads == [(n, m) for n in range(LAYERS) for m in range(HEADS)]
     torch.testing.assert_close(features.answers, model(examples.batch).float())
@@ -117,10 +115,10 @@ def test_tokens_are_drawn_of_all_examples():
     assert not torch.equal(other.keys[0], found.keys[0])
 
 
-@pytest.mark.parametrize("operator", ["hierarchical", "flat", "none"])
-def test_without_heads(operator):
+@pytest.mark.parametrize("kind", ["hierarchical", "flat", "none"])
+def test_without_heads(kind):
     """As if their columns of the output projection were 0."""
-    model, examples = model_of(operator), data(5)
+    model, examples = model_of(kind), data(5)
     heads, every = EncoderHeads(model.encoder), np.arange(5)
     with torch.no_grad():
         whole = answer_of(model, examples)(every)

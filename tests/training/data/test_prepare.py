@@ -35,7 +35,7 @@ def same(a: DataSet, b: DataSet) -> bool:
     return (a.digest, a.names, a.classes) == (b.digest, b.names, b.classes) and a.batch.domains == b.batch.domains
 
 
-def train(prepared, folder, models=("hsa", "deepsets"), **options):
+def train(prepared, folder, models=("hierarchical", "deepsets"), **options):
     accelerator = make_accelerator(ONCE, cpu=True)
     return train_models(models, TINY, prepared, replace(ONCE, **options), folder, accelerator)
 
@@ -84,7 +84,7 @@ def test_texts_images_and_numbers_make_a_table_that_trains(tmp_path):
     stars = found.train.batch.values["number"]
     assert found.modalities["number"].center == pytest.approx(float(stars.mean()))
     results = train(found, tmp_path / "out")
-    assert [result.model for result in results] == ["hsa", "deepsets"]
+    assert [result.model for result in results] == ["hierarchical", "deepsets"]
     assert all(np.isfinite(result.history[0].loss) for result in results)
 
 
@@ -105,7 +105,7 @@ def test_numbers_to_predict(tmp_path):
     path = write_rows(tmp_path / "a.csv", reviews())
     found = prepare(path, replace(TEXT, label="stars", task="regression"))
     assert (found.task, found.train.classes, found.train.targets.dtype) == ("regression", (), torch.float32)
-    (result,) = train(found, tmp_path / "out", models=("hsa",))
+    (result,) = train(found, tmp_path / "out", models=("hierarchical",))
     assert result.scores.r2 is not None
     assert result.confusion == ()
 
@@ -284,7 +284,7 @@ def test_word_vectors(tmp_path):
     found = prepare(path, options)
     assert (found.modalities["text"].width, found.modalities["text"].frozen) == (3, True)
     assert found.modalities["text"].tokens == found.reading.tokenizer.get_vocab_size() == len(found.vectors)
-    (result,) = train(found, tmp_path / "out", models=("hsa",))
+    (result,) = train(found, tmp_path / "out", models=("hierarchical",))
     assert np.isfinite(result.history[0].loss)
     vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words[::-1])))
     other = prepare(path, options)  # other ids for the same words: not from the cache

@@ -42,7 +42,7 @@ class Watcher:
         self.ended = True
 
 
-@pytest.mark.parametrize("attention", ["flat", "hierarchical", "clustered"])
+@pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
 def test_a_text_is_learned(attention):
     config = replace(CONFIG, attention=attention, dropout=0.0, chunk=16)
     found = train(config, language=replace(LANGUAGE, steps=40))

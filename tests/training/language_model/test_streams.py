@@ -170,7 +170,9 @@ def test_models_have_as_many_parameters_and_read_in_their_way():
     data = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab_size=lambda: 53), closes={})
     model, documents = ModelOptions(width=28, heads=2, layers=3), DocumentOptions(memory=31, test_memory=57)
     language = LanguageOptions(context=24, kv_heads=1, positions="both", max_length=1000)
-    ours, theirs = (language_model_config(data, model, language, n, documents) for n in ("hsa", "transformer-xl"))
+    ours, theirs = (
+        language_model_config(data, model, language, n, documents) for n in ("multiscale", "transformer-xl")
+    )
     assert isinstance(ours, LanguageModelConfig)
     assert isinstance(theirs, TransformerXLLanguageConfig)
     assert (theirs.segment, theirs.memory, theirs.test_memory, theirs.max_length) == (24, 31, 57, 1000)
@@ -193,10 +195,10 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
 
     tiny = ("--task", "lm", "--cpu", "--width", "16", "--heads", "2", "--layers", "1", "--vocabulary", "300")
     short = ("--context", "32", "--steps", "6", "--batch-tokens", "128", "--branching", "4", "2", "--memory", "40")
-    names = ("--models", "transformer-xl,hsa", "--test-memory", "90")
+    names = ("--models", "transformer-xl,multiscale", "--test-memory", "90")
     code, out, err = call("train", "tale.txt", *tiny, *short, *names, "--out", "run")
     assert (code, err) == (0, "")
-    assert "transformer-xl against hsa: perplexity" in out
+    assert "transformer-xl against multiscale: perplexity" in out
     theirs, ours = json.loads(Path("run/results.json").read_text())
     assert theirs["tokens"] == ours["tokens"] == 6 * 128
     assert abs(theirs["parameters"] - ours["parameters"]) <= 3 * 16

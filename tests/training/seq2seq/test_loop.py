@@ -70,7 +70,9 @@ def test_pairs(marked: PreparedPairs) -> None:
     assert isinstance(part, Pairs)
 
 
-@pytest.mark.parametrize(("name", "decoder", "top_k"), [("hsa", "flat", None), ("multiscale", "hierarchical", 1)])
+@pytest.mark.parametrize(
+    ("name", "decoder", "top_k"), [("hierarchical", "flat", None), ("multiscale", "multiscale", 1)]
+)
 def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, top_k: int | None) -> None:
     """The answer hangs on one word of the prompt. Whole answers, written token by token, are right."""
     options = TrainingOptions(epochs=24, learning_rate=1e-2, batch_size=8, patience=0)
@@ -88,7 +90,7 @@ def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, top_k: int 
 def test_the_best_epoch_is_kept(prepared: PreparedPairs) -> None:
     options = TrainingOptions(epochs=4, learning_rate=1e-2, batch_size=8, patience=0)
     model, history = train_seq2seq(
-        seq2seq_config(prepared, "hsa", MODEL, LANGUAGE, Seq2SeqOptions()), prepared, options
+        seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions()), prepared, options
     )
     scores, answers, _ = evaluate_seq2seq(model, prepared.validation, options)
     assert scores.tokens == max(record.validation for record in history)
@@ -98,7 +100,7 @@ def test_the_best_epoch_is_kept(prepared: PreparedPairs) -> None:
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(prepared: PreparedPairs, tmp_path) -> None:
     options = TrainingOptions(epochs=2, learning_rate=1e-2, batch_size=8)
-    config = seq2seq_config(prepared, "hsa", MODEL, LANGUAGE, Seq2SeqOptions())
+    config = seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions())
     whole, history = train_seq2seq(config, prepared, options)
 
     class Impatient(Silent):
@@ -111,7 +113,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(prepared: PreparedPai
     model, again = train_seq2seq(config, prepared, options, folder=tmp_path, resume=True)
     assert [r.loss for r in again] == [r.loss for r in history]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
-    other = seq2seq_config(prepared, "hsa", MODEL, LANGUAGE, Seq2SeqOptions(cross_top_k=1))
+    other = seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions(cross_top_k=1))
     with pytest.raises(InvalidInput, match="top_k"):
         train_seq2seq(other, prepared, options, folder=tmp_path, resume=True)
 
@@ -128,7 +130,7 @@ def test_bad_input(tmp_path, prepared: PreparedPairs) -> None:
         prepare_pairs(write_rows(tmp_path / "two.csv", colours(2)), READ)
     with pytest.raises(InvalidInput, match="deepsets"):
         seq2seq_config(prepared, "deepsets", MODEL, LANGUAGE, Seq2SeqOptions())
-    config = seq2seq_config(prepared, "hsa", MODEL, LANGUAGE, Seq2SeqOptions())
+    config = seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions())
     with pytest.raises(InvalidInput, match="fp16"):
         train_seq2seq(config, prepared, TrainingOptions(mixed_precision="fp16"))
     empty = write_rows(tmp_path / "empty.csv", [*colours(6), {"question": "Who?", "answer": ""}])

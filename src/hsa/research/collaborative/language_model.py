@@ -64,7 +64,7 @@ def _check(model: Any) -> None:
         reason = (
             "its queries and keys are normalised after projection, which leaves no bilinear form to share"
             if isinstance(model, nn.Module) and any(isinstance(m, HierarchicalEncoderLayer) for m in model.modules())
-            else "it is no LanguageModel; for Hugging Face encoders there is hsa.huggingface.collaborate"
+            else "it is no LanguageModel; for Hugging Face encoders there is hsa.research.collaborative.huggingface.collaborate"
         )
         raise Unsupported(f"{type(model).__name__} cannot share trained projections: {reason}")
     config = model.config

@@ -74,7 +74,7 @@ class EncoderHeads:
                 "published document models (han, hat, transformer-xl) read a document part by part, so their heads have no "
                 "one output per example; hierarchical, multiscale, found and flat encoders have"
             )
-        if encoder.config.operator == "bottom-up":
+        if encoder.config.kind == "bottom-up":
             raise Unsupported(
                 "a bottom-up encoder uses the same heads on every level of the tree, so they have no one output per "
                 "example; hierarchical, multiscale, found and flat encoders have"

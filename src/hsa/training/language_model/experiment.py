@@ -34,7 +34,7 @@ from hsa.training.language_model.loop import (
 )
 from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
 
-LM_MODELS: dict[str, Any] = {"hsa": "hierarchical", "flat": "flat", "clustered": "clustered"}
+LM_MODELS: dict[str, Any] = {"multiscale": "multiscale", "flat": "flat", "clustered": "clustered"}
 """The attention of all layers of each model of ours."""
 TRANSFORMER_XL = "transformer-xl"
 
@@ -90,7 +90,7 @@ def language_model_config(
             **transformer_xl_sizes(model, documents, language.context),
             max_length=language.max_length,
         )
-        return as_large_as(language_model_config(data, model, language, "hsa"), sizes)
+        return as_large_as(language_model_config(data, model, language, "multiscale"), sizes)
     return LanguageModelConfig(
         vocabulary=data.tokenizer.get_vocab_size(),
         layers=model.layers,

@@ -41,7 +41,7 @@ from hsa.training.loop import (
 from hsa.training.options import LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions, decoder_sizes
 from hsa.training.seq2seq.data import Pairs, PreparedPairs
 
-MODELS = {"hsa": "hierarchical", "multiscale": "multiscale", "clustered": "clustered", "flat": "flat"}
+MODELS = {"hierarchical": "hierarchical", "multiscale": "multiscale", "clustered": "clustered", "flat": "flat"}
 """The attention of the encoder."""
 
 
@@ -94,7 +94,7 @@ def seq2seq_config(
 ) -> Seq2SeqConfig:
     """The configuration of one of `MODELS`. Leaves of the prompt know their places: nothing else tells the decoder."""
     check_seq2seq_models([name])
-    sizes = {**asdict(model), "operator": MODELS[name], "position_input": True}
+    sizes = {**asdict(model), "kind": MODELS[name], "position_input": True}
     if MODELS[name] not in WITH_ENTMAX:
         sizes["entmax"] = None
     del sizes["pooling"]
