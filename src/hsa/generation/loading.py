@@ -9,12 +9,12 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json
-from hsa.models.language_models import AnyLanguageModel
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model
 from hsa.signals.readers.tokens import load_tokenizer
 
 
-def load_writer(folder: Path, device: torch.device | str = "cpu") -> tuple[AnyLanguageModel, Any]:
+def load_writer(folder: Path, device: torch.device | str = "cpu") -> tuple[CausalLanguageModel, Any]:
     """The model and the tokenizer of a folder, or of the first model of a run.
 
     Raises:

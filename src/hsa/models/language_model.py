@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
 from hsa.nn.causal_attention import CausalAttention, CausalClustered, CausalFlat, CausalMultiscale
@@ -82,6 +83,7 @@ class LanguageModelConfig:
     group: int = 8
     closes: Mapping[int, int] = field(default_factory=dict)
     max_length: int | None = None
+    architecture: str = field(default="decoder", init=False)
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "heads", "layers", "place_levels", "chunk", "group"):
@@ -152,7 +154,7 @@ class LanguageModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
-        given = known_fields(LanguageModelConfig, data)
+        given = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
         given["branching"] = tuple(given.get("branching", LanguageModelConfig.branching))
         given["closes"] = {int(token): int(height) for token, height in given.get("closes", {}).items()}
         if not isinstance(given.get("attention", ""), str):
@@ -169,7 +171,7 @@ class Trees:
     places: Tensor | None  # [tokens, levels] see `token_positions`
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(CausalLanguageModel):
     """Embedding, decoder layers, a last norm, and an output that shares the embedding's weights.
 
     >>> model = LanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
@@ -210,10 +212,6 @@ class LanguageModel(nn.Module):
         heights[list(config.closes)] = list(config.closes.values())
         self._heights = heights
         self._trees: OrderedDict[Any, Trees] = OrderedDict()
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
 
     def forward(
         self,
@@ -336,9 +334,6 @@ class LanguageModel(nn.Module):
         if config.positions == "places":
             return self.dropout(x), None
         return self.dropout(x), rotary_angles(positions, config.width // config.heads, config.rope_base)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.embedding.weight)
 
 
 def check_texts(tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:

@@ -73,6 +73,10 @@ class HanConfig:
         """A document is one vector in the end."""
         return False
 
+    @property
+    def has_fixed_size(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class LevelWeights:

@@ -24,8 +24,8 @@ from hsa.training import checkpoint
 from hsa.training.data.loading import prefetched
 from hsa.training.failures import Diverged
 from hsa.training.language_model.blocks import BlockReader
-from hsa.training.language_model.input_spec import Reader, blocks_of
-from hsa.training.language_model.streams import StreamReader
+from hsa.training.language_model.reader import Reader, blocks_of
+from hsa.baselines.transformer_xl.streams import StreamReader
 from hsa.training.loop import (
     CHECKPOINT,
     Interrupted,

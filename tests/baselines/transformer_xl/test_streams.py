@@ -20,7 +20,7 @@ from hsa.models.language_model import LanguageModelConfig
 from hsa.models.language_models import build_language_model
 from hsa.training.language_model.experiment import language_model_config
 from hsa.training.language_model.loop import evaluate_language_model, reader_of, train_language_model
-from hsa.training.language_model.streams import StreamCourse, StreamReader, Streams
+from hsa.baselines.transformer_xl.streams import StreamCourse, StreamReader, Streams
 from hsa.training.loop import CHECKPOINT, Interrupted
 from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions
 from tests.model_inputs import exact

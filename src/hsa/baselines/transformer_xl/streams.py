@@ -13,7 +13,7 @@ from torch import Tensor
 from hsa.baselines.transformer_xl.encoder import SegmentMemory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
 from hsa.nn.attention import counting_operations
-from hsa.training.language_model.input_spec import Course, Reader, blocks_of, to_device
+from hsa.training.language_model.reader import Course, Reader, blocks_of, to_device
 
 
 class Streams:
