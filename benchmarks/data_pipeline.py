@@ -51,7 +51,7 @@ def run() -> None:
             part = data.select(chosen).batch  # noqa: B023
             if model is not None:
                 models[model].encoder.prepare(part)  # noqa: B023
-            _ = part.places
+            _ = part.positions
 
         def step(model: str) -> None:
             models[model](batch).sum().backward()  # noqa: B023

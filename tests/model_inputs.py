@@ -91,7 +91,7 @@ ENCODERS = {
     "flat": {},
     "flat pooled": {"kind": "flat", "pool": "families", "position_input": True},
     "none": {},
-    "none with places": {"kind": "none", "position_input": True},
+    "none with positions": {"kind": "none", "position_input": True},
 }
 """Names of the cases, and what each changes."""
 
@@ -101,15 +101,15 @@ def encoder_named(name: str, **more):
     return encoder(**options)
 
 
-def place_of_nodes(places: NodePositions) -> list[tuple | None]:
+def position_of_nodes(positions: NodePositions) -> list[tuple | None]:
     """What is known of every node: None, (kind, numbers) or ("table", key)."""
     known: list[tuple | None] = [None]
     for kind in KINDS:
         if kind == "table":
-            known += [(kind, key) for key in places.keys]
-        elif kind in places.numbers:
-            known += [(kind, tuple(row)) for row in places.numbers[kind].tolist()]
-    return [known[row] for row in places.row.tolist()]
+            known += [(kind, key) for key in positions.keys]
+        elif kind in positions.numbers:
+            known += [(kind, tuple(row)) for row in positions.numbers[kind].tolist()]
+    return [known[row] for row in positions.row.tolist()]
 
 
 def num_leaves(signal: Signal | Leaf) -> int:

@@ -24,7 +24,7 @@ CASES = {
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": CLOSES, "positions": "both"},
     "clustered": {"attention": "clustered"},
-    "mixed": {"attention": MIXED, "positions": "places", "near": 2},
+    "mixed": {"attention": MIXED, "positions": "tree", "near": 2},
 }
 
 

@@ -105,7 +105,7 @@ class TextEncoder(_Encoder):
             begin, end = windows[window]
             vectors[begin:end] = states[len(self._before) : len(states) - len(self._after)]
         encoded = replace(batch, values={**batch.values, modality: vectors})
-        encoded.__dict__["places"] = batch.places
+        encoded.__dict__["positions"] = batch.positions
         return encoded
 
     def text_vectors(self, texts: Sequence[str], *, prefix: str = "", normalize: bool = True) -> Tensor:

@@ -14,7 +14,7 @@ from hsa.attention.cache.flat import FlatCache
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.errors import InvalidInput
-from hsa.nn.token_positions import PlaceCounters
+from hsa.nn.token_positions import TreePositionCounters
 
 if TYPE_CHECKING:
     from hsa.models.language_model import LanguageModel, LanguageModelConfig, Trees
@@ -49,7 +49,7 @@ class LanguageModelCache:
         self._place = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._counters = None
         if config.positions != "rope":
-            self._counters = PlaceCounters(batch, config.branching, config.sinks, config.place_levels)
+            self._counters = TreePositionCounters(batch, config.branching, config.sinks, config.position_levels)
 
     @property
     def batch(self) -> int:
@@ -84,7 +84,7 @@ class LanguageModelCache:
         return model.trees_of(forests, lengths, closes, model.device)
 
     def append(self, model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A token more in every text; returns the positions and places of these tokens."""
+        """Append a token to every text; return the positions of these tokens in their sequence and in the tree."""
         longest = max(self._lengths) + 1
         if self.config.max_length is not None and longest > self.config.max_length:
             raise InvalidInput(
@@ -92,15 +92,15 @@ class LanguageModelCache:
                 given=f"token {longest:,} of a text",
                 expected=f"at most {self.config.max_length:,}, the max_length of the model",
             )
-        positions, places = torch.tensor(self._lengths, device=model.device), None
+        positions, tree_positions = torch.tensor(self._lengths, device=model.device), None
         closes = model.heights(tokens)
         for kind, part in self.parts.items():
             part.append(closes if kind == "multiscale" else None)
         if self._counters is not None:
-            places = torch.from_numpy(self._counters.places.copy()).to(model.device)
+            tree_positions = torch.from_numpy(self._counters.positions.copy()).to(model.device)
             self._counters.append(None if closes is None else closes.tolist())
         self._lengths = [length + 1 for length in self._lengths]
-        return positions, places
+        return positions, tree_positions
 
     def reorder(self, index: Tensor) -> None:
         """Beam search: text `index[i]` is copied into place i."""

@@ -61,8 +61,8 @@ class EncoderConfig:
         group, window: for "clustered": keys per group, queries that share a choice.
         windows: fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
         position_width: of the position features; 0 for no positions.
-        position_dim: channels of ε per head; 0 to keep places out of the logits.
-        position_input: also add a projection of every leaf's place to its vector.
+        position_dim: channels of ε per head; 0 to keep positions out of the logits.
+        position_input: also add a projection of every leaf's position to its vector.
         pool: "families": after every layer but the last, leaf families are pooled into their parents, so that the
             signal coarsens by a level; "none": the tree stays.
     """
@@ -188,7 +188,7 @@ class HierarchicalEncoder(nn.Module):
             self.positions = nn.ModuleList(
                 PositionProjection(self.features.widths, config.heads, config.position_dim) for _ in attentions
             )
-        self.place = (
+        self.input_position = (
             PositionProjection(self.features.widths, 1, config.width)
             if self.features is not None and config.position_input
             else None
@@ -196,20 +196,20 @@ class HierarchicalEncoder(nn.Module):
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
         """A vector per leaf, and the forest these leaves hang in: that of the inputs unless the encoder pools."""
-        hierarchy, places = self._tree(inputs)
+        hierarchy, node_positions = self._tree(inputs)
         x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)  # knows unknown modalities
-        features = None if self.features is None else self.features(places)
-        if self.place is not None and features is not None:
-            x = x + self.place(features, places.row[hierarchy.tensor("leaf_nodes")])[:, 0]
+        features = None if self.features is None else self.features(node_positions)
+        if self.input_position is not None and features is not None:
+            x = x + self.input_position(features, node_positions.row[hierarchy.tensor("leaf_nodes")])[:, 0]
         x = self.dropout(x)
         if self.config.kind == "bottom-up":
-            return bottom_up(x, hierarchy, self.layers, self.positions, features, places)
+            return bottom_up(x, hierarchy, self.layers, self.positions, features, node_positions)
         groups = Groups.of(inputs.leaves, self.names, self.num_groups)
         for i, layer in enumerate(self.layers):
             if i and self.config.pool == "families":  # lone leaves too, whatever else is in the batch
-                x, hierarchy, places = pool_families(x, hierarchy, places)
+                x, hierarchy, node_positions = pool_families(x, hierarchy, node_positions)
                 groups = Groups((0,) * (self.num_groups - 1) + (len(x),), None, None)
-            positions = self.positions[i](features, places.row) if len(self.positions) else None
+            positions = self.positions[i](features, node_positions.row) if len(self.positions) else None
             x = layer(x, hierarchy, groups, positions)
         return x, hierarchy
 
@@ -234,8 +234,9 @@ class HierarchicalEncoder(nn.Module):
                 lambda: Hierarchy.regular(hierarchy.lengths, config.windows).to(hierarchy.device),
             )
             return regular, NodePositions.of_sequences(regular)
-        # Models without positions ask for no places: those of large graphs cost, those of some grids do not exist.
-        return hierarchy, inputs.places if self.features is not None else NodePositions.of_sequences(hierarchy)
+        # Without position features the batch's positions are never built: they cost time on large graphs, and grids of
+        # more than three axes have none.
+        return hierarchy, inputs.positions if self.features is not None else NodePositions.of_sequences(hierarchy)
 
 
 def _attention(config: EncoderConfig) -> Attention:

@@ -116,7 +116,7 @@ class LanguageOptions:
         structure: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
         branching: Members per family of the tree, from the leaves up; the last factor repeats.
         sinks: First tokens that every token reads exactly.
-        positions: rope, places (in the families of the tree) or both.
+        positions: rope, tree (positions in the families of the tree) or both.
         kv_heads: Heads of keys and values; as many as heads by default.
         feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
         chunk: For found: tokens whose keys are put in order together.
@@ -131,7 +131,7 @@ class LanguageOptions:
     structure: Literal["windows", "text"] = "windows"
     branching: tuple[int, ...] = (32, 4)
     sinks: int = 0
-    positions: Literal["rope", "places", "both"] = "rope"
+    positions: Literal["rope", "tree", "both"] = "rope"
     kv_heads: int | None = None
     feed_forward: int | None = None
     chunk: int = 256

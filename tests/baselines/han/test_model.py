@@ -56,8 +56,8 @@ def encoded_alone(model, level, rows, members, batch):
     for layer, project in zip(level.layers, level.positions or [None] * len(level.layers), strict=True):
         positions = None
         if project is not None:
-            row = torch.cat([torch.zeros(1, dtype=torch.int64), batch.places.row[members]])
-            positions = project(model.features(batch.places), row)
+            row = torch.cat([torch.zeros(1, dtype=torch.int64), batch.positions.row[members]])
+            positions = project(model.features(batch.positions), row)
         rows = layer(rows, Hierarchy.flat([len(members)]), Groups((len(members),), None, None), positions)
     return rows
 
@@ -307,7 +307,7 @@ def test_unknown_modalities_keys_and_kinds():
         model(collate([Leaf(0.5, "number")]))
     with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
-    with pytest.raises(InvalidInput, match=r"places: given members of a grid.*add 'grid' to the kinds"):
+    with pytest.raises(InvalidInput, match=r"positions: given members of a grid.*add 'grid' to the kinds"):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
 
 

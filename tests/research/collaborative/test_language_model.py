@@ -10,7 +10,7 @@ from hsa.nn.embedding import Modality
 from hsa.nn.encoder import EncoderConfig
 from hsa.research.collaborative.language_model import collaborative
 
-SIZES = {"width": 24, "heads": 3, "layers": 2, "branching": (3, 2), "positions": "places"}
+SIZES = {"width": 24, "heads": 3, "layers": 2, "branching": (3, 2), "positions": "tree"}
 
 
 def trained(**changes):

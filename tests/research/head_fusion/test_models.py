@@ -37,7 +37,7 @@ ATTENTIONS = {
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": {3: 1, 5: 2}, "positions": "both", "sinks": 1},
     "clustered": {"attention": "clustered"},
-    "mixed": {"attention": ("flat", "multiscale"), "positions": "places", "near": 2},
+    "mixed": {"attention": ("flat", "multiscale"), "positions": "tree", "near": 2},
 }
 CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "clustered")]
 

@@ -31,7 +31,7 @@ def collaborative(model: LanguageModel, shared_dim: int) -> tuple[LanguageModel,
         InvalidInput: a `shared_dim` that does not fit.
 
     >>> from hsa.models.language_model import LanguageModelConfig
-    >>> model = LanguageModel(LanguageModelConfig(17, width=16, heads=4, layers=1, positions="places"))
+    >>> model = LanguageModel(LanguageModelConfig(17, width=16, heads=4, layers=1, positions="tree"))
     >>> shared, layers = collaborative(model, shared_dim=8)
     >>> layers[0].parameters_before, layers[0].parameters_after
     (512, 288)
@@ -68,10 +68,10 @@ def _check(model: Any) -> None:
         )
         raise Unsupported(f"{type(model).__name__} cannot share trained projections: {reason}")
     config = model.config
-    if config.positions != "places":
+    if config.positions != "tree":
         raise Unsupported(
             f"a language model with positions={config.positions!r} cannot share trained projections: queries and keys are "
-            "rotated before they are compared, which leaves no bilinear form to share; train one with positions='places'"
+            "rotated before they are compared, which leaves no bilinear form to share; train one with positions='tree'"
         )
     if config.fusion != "concatenation" or (config.kv_heads or config.heads) != config.heads:
         raise InvalidInput(

@@ -92,7 +92,7 @@ def check_seq2seq_models(names: Iterable[str]) -> None:
 def seq2seq_config(
     prepared: PreparedPairs, name: str, model: ModelOptions, language: LanguageOptions, options: Seq2SeqOptions
 ) -> Seq2SeqConfig:
-    """The configuration of one of `MODELS`. Leaves of the prompt know their places: nothing else tells the decoder."""
+    """The configuration of one of `MODELS`. Positions are added to the leaves of the prompt: the decoder needs them."""
     check_seq2seq_models([name])
     sizes = {**asdict(model), "kind": MODELS[name], "position_input": True}
     if MODELS[name] not in WITH_ENTMAX:
