@@ -8,7 +8,7 @@ import torch
 from benchmarks.measure import medians, write_table
 from hsa.models.classifier import Classifier, ModelConfig, equal_parameters
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Sequence, Signal
 from hsa.training.data.data_set import DataSet, Example, build
 

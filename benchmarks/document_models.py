@@ -27,8 +27,10 @@ import torch
 
 from benchmarks.measure import RESULTS, write_table
 from hsa.analysis.frontier import on_frontier
+from hsa.baselines.options import DocumentOptions
 from hsa.files import read_json, write_json
 from hsa.models.classifier import Classifier
+from hsa.models.options import ModelOptions
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
 from hsa.training.compare import Compared, Plan, Run, compare_models
@@ -37,7 +39,7 @@ from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import PreparedData, load_input_spec, prepare, save_input_spec
 from hsa.training.experiment import RESULT, Result, model_config
 from hsa.training.loop import Trainer
-from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
 MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
@@ -89,7 +91,7 @@ def pack(name: str, tables: Path, packed: Path) -> None:
     for split in SPLITS:
         getattr(data, split).save(packed / name / f"{split}.safetensors")
     np.save(packed / name / "vectors.npy", data.vectors.numpy().astype(np.float16))
-    save_input_spec(packed / name, data.reading)
+    save_input_spec(packed / name, data.input_spec)
 
 
 def load(name: str, packed: Path) -> PreparedData:

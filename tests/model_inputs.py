@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.tree.positions import KINDS, NodePositions
 

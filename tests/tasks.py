@@ -11,7 +11,7 @@ import torch
 
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal, Table
 from hsa.training.data.data_set import DataSet, Example, build
 from hsa.training.loop import EpochRecord, Trainer

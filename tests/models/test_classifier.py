@@ -8,7 +8,7 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Leaf, Set, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS

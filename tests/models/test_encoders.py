@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hsa.models.encoders import encoder_from_dict
 
 from hsa.baselines.han.model import HanConfig
 from hsa.baselines.hat.model import HatConfig
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, closest_size, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal
 from hsa.signals.batch import collate
 

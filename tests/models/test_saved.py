@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import CONFIG, WEIGHTS, load_model, save_model
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS

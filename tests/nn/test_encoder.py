@@ -11,7 +11,8 @@ from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import Batch, collate
 from hsa.tree.positions import KINDS, NodePositions

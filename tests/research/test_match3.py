@@ -16,14 +16,16 @@ from hsa.cli.runs import NAMED
 from hsa.cli.train import _match3_recipe
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, count_parameters
+from hsa.models.options import ModelOptions
 from hsa.nn.attention import Flat
-from hsa.research.match3 import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
+from hsa.research.match3.data import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
+from hsa.research.match3.options import Match3Options
 from hsa.research.trilinear.counts import flops_trilinear
 from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
 from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import model_config
 from hsa.training.loop import Trainer
-from hsa.training.options import Match3Options, ModelOptions, TrainingOptions
+from hsa.training.options import TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 from hsa.tree.hierarchy import Hierarchy
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.models.options import ModelOptions
 from hsa.models.saved import save_model
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.prepare import prepare
 from hsa.training.experiment import train_models
 from hsa.training.inference import Saved
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from tests.tables import mixed_folder, picture, reviews, write_rows
 from tests.tasks import classifier
 

@@ -2,17 +2,18 @@
 
 import pytest
 import torch
+from hsa.training.document_models import DOCUMENT_MODELS, start_warm
 
 from hsa.baselines.hat.model import HatConfig, HatEncoder
+from hsa.baselines.options import DocumentOptions
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, count_parameters
+from hsa.models.options import ModelOptions
 from hsa.nn.embedding import Modality
 from hsa.signals import Sequence, Signal
 from hsa.training.data.data_set import Example, build
 from hsa.training.data.prepare import Columns, InputSpec, PreparedData
-from hsa.training.document_models import DOCUMENT_MODELS, start_warm
 from hsa.training.experiment import check_models, encoder_config, model_config
-from hsa.training.options import DocumentOptions, ModelOptions
 
 MODEL = ModelOptions(width=64, heads=4, layers=2)
 

@@ -72,7 +72,7 @@ class Classifier(nn.Module):
     """Encoder, global pooling, and an MLP with one hidden layer.
 
     >>> from hsa import Signal, collate
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
     >>> Classifier(config)(batch).shape  # logits per tree
@@ -110,7 +110,7 @@ def equal_parameters(config: ModelConfig, encoder: EncoderConfigLike) -> ModelCo
 
     For fair baselines: a model without attention lacks query and key projections, and gets wider networks instead.
 
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> deepsets = equal_parameters(config, replace(config.encoder, kind="none"))
     >>> abs(count_parameters(Classifier(deepsets)) - count_parameters(Classifier(config))) < 40

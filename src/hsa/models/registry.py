@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hsa.models.classifier import Classifier
     from hsa.models.causal_language_model import CausalLanguageModel
+    from hsa.models.classifier import Classifier
     from hsa.models.options import ModelOptions
     from hsa.nn.embedding import Modality
     from hsa.tree.hierarchy import Hierarchy
@@ -75,8 +75,8 @@ class Architecture:
             leaves they are, and has `embedding` and `prepare(inputs)`.
         configure: `configure(options, extra, hierarchy, changes)`: the config for the options of a run, the trees of its
             data and the changes of a `Model`; raises `InvalidInput` where the trees lack a level that it needs.
-        warm_start: `warm_start(encoder)` loads the pre-trained weights that the config names into a new encoder, if any, and
-            returns the parameters that they set.
+        warm_start: `warm_start(encoder, load)` returns the parameters that the pre-trained weights named by the config set,
+            if it names any, and loads these weights if asked to.
         tokenizer: `tokenizer(extra, say)`: the tokenizer that texts must be read with, or None; `say` is told what is loaded.
         explanation: `"module:attribute"` of an `Explanation`.
     """
@@ -84,7 +84,7 @@ class Architecture:
     config: type[Any]
     encoder: type[nn.Module]
     configure: Callable[[ModelOptions, Extra, Hierarchy, Mapping[str, Any]], Any]
-    warm_start: Callable[[nn.Module], list[nn.Parameter]] | None = None
+    warm_start: Callable[[nn.Module, bool], list[nn.Parameter]] | None = None
     tokenizer: Callable[[Extra, Callable[[str], None]], Any] | None = None
     explanation: str | None = None
 
@@ -159,10 +159,14 @@ def config_from_dict(data: Mapping[str, Any]) -> EncoderConfigLike:
     return kind(**known_fields(kind, given))
 
 
-def start_warm(encoder: nn.Module) -> list[nn.Parameter]:
-    """Load the pre-trained weights that the encoder's configuration names, if any; return the parameters they set."""
+def start_warm(encoder: nn.Module, *, load: bool = True) -> list[nn.Parameter]:
+    """Return the parameters that the pre-trained weights of the encoder's configuration set, if it names any.
+
+    Args:
+        load: Load these weights; False where a checkpoint replaces them anyway.
+    """
     hook = ARCHITECTURES.get(encoder.config.architecture).warm_start  # type: ignore[union-attr, arg-type]
-    return [] if hook is None else hook(encoder)
+    return [] if hook is None else hook(encoder, load)
 
 
 def required_tokenizer(names: Iterable[str], extra: Extra, say: Callable[[str], None]) -> Any:

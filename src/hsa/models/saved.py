@@ -11,8 +11,8 @@ from torch import nn
 
 from hsa.errors import InvalidInput
 from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
-from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.causal_language_model import CausalLanguageModel
+from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.registry import LANGUAGE_ARCHITECTURES
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
@@ -46,7 +46,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classi
 
     >>> import tempfile
     >>> from hsa.nn.embedding import Modality
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(Path(folder), model, ("no", "yes"))

@@ -16,7 +16,8 @@ from hsa.models.language_model import LanguageModel, LanguageModelConfig, check_
 from hsa.models.registry import config_from_dict
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.token_loss import mean_token_loss
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hsa.errors import InvalidInput
 from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.sizes import check_sizes
 from hsa.registry import KINDS
+
+if TYPE_CHECKING:
+    from hsa.nn.head_fusion import HeadFusion
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,27 @@ class EncoderConfig:
                 given=f"{self.entmax} for attention of the kind {self.kind!r}",
                 expected=f"one of the kinds {', '.join(able)}: the others have softmax kernels, or no weights",
             )
-        from hsa.nn.head_fusion import check_fusion_name  # needs torch
+        self._check_fusion()
 
-        check_fusion_name(self)
+    def new_fusion(self) -> HeadFusion:
+        """Build the fusion of heads of one layer."""
+        from hsa.nn.head_fusion import head_fusion  # here, because it imports torch
+
+        sizes = self.width, self.heads, self.head_dim or self.width // self.heads
+        return head_fusion(self.fusion, *sizes, shared_dim=self.shared_dim, penalty=self.fusion_penalty)
+
+    def _check_fusion(self) -> None:
+        """Raise where the fusion does not fit the sizes, or entmax."""
+        import torch
+
+        with torch.device("meta"):  # takes no random numbers from the models that follow
+            fusion = self.new_fusion()
+        if self.entmax is not None and fusion.mixing is not None:
+            raise InvalidInput(
+                "entmax",
+                given=f"{self.entmax} with heads that talk",
+                expected="another fusion: mixed rows would have zeros only where all heads have them",
+            )
 
     @property
     def keeps_leaves(self) -> bool:

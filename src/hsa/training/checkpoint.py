@@ -91,7 +91,9 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidInput(
             str(path),
-            given="a checkpoint of hsa 0.1" if isinstance(content, dict) and content.get("format") == 1 else "something else",
+            given="a checkpoint of hsa 0.1"
+            if isinstance(content, dict) and content.get("format") == 1
+            else "something else",
             expected=f"a checkpoint of hsa, format {FORMAT}",
             fix="remove it to train this model from the start",
         )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from hsa.baselines.hat.layouts import layout_pattern
 from hsa.errors import InvalidInput
-from hsa.nn.alpha_option import AlphaOption, check_alpha
-from hsa.nn.fusion_names import FusionName
+from hsa.registry import Registry
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
-LevelEncoder = Literal["attention", "gru"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ class DataOptions:
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
         task: classification (the label names a class), regression (it is a number), lm (a language model of the texts),
-            seq2seq (the label is a text, to be written) or match3 (made-up numbers, of which three are to match).
+            seq2seq (the label is a text, to be written), or a task of a study: match3 (generated numbers, of which three are
+            to match).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -92,7 +91,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
-    task: Literal["classification", "regression", "lm", "seq2seq", "match3"] = "classification"
+    task: str = "classification"
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
@@ -174,9 +173,12 @@ class Seq2SeqOptions:
             raise InvalidInput("max_answer", given=self.max_answer, expected="1 or more")
 
 
-def decoder_sizes(model: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
-    """What options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
-    names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
-    shared = {name: getattr(model, name) for name in names}
-    own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
-    return {**shared, **{name: getattr(language, name) for name in own}}
+class ExtraOptions(Protocol):
+    """A dataclass of options that a plug-in adds to `hsa train` and to recipes."""
+
+    def check_models(self, names: Sequence[str]) -> None:
+        """Raise where an option is given that none of the models uses."""
+
+
+EXTRA_OPTIONS: Registry[type[Any]] = Registry("options")
+"""Groups of options of plug-ins, by name; each is an `ExtraOptions`."""

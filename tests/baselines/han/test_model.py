@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from hsa.models.encoders import encoder_from_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,11 +14,10 @@ from hsa.attention.flops import flops_flat
 from hsa.baselines.han.model import HanConfig, HanEncoder, check_levels
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
 from hsa.models.saved import load_model, save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.grouped_linear import Groups
 from hsa.signals import Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import collate

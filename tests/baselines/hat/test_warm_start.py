@@ -9,14 +9,16 @@ import torch
 from hsa import Signal, collate
 from hsa.baselines.hat.model import HatEncoder
 from hsa.baselines.hat.warm_start import pretrained_tokenizer, warm_start
+from hsa.baselines.options import DocumentOptions
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier
+from hsa.models.options import ModelOptions
 from hsa.models.saved import load_model
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.prepare import prepare
 from hsa.training.experiment import model_config, train_model, train_models
-from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from tests.tables import FILLERS, WORDS, reviews, write_rows
 
 transformers = pytest.importorskip("transformers")
@@ -235,7 +237,7 @@ def test_data_are_read_with_the_tokenizer_of_the_pretrained_model(tmp_path, pret
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.csv", reviews())
     own, prepared, again = prepare(data, READ), prepare(data, READ, warm_start=name), prepare(data, READ)
-    assert prepared.reading.tokenizer.to_str() == pretrained_tokenizer(name).to_str()
+    assert prepared.input_spec.tokenizer.to_str() == pretrained_tokenizer(name).to_str()
     assert own.train.digest == again.train.digest != prepared.train.digest
     for conflict in ({"encoder": name}, {"word_vectors": tmp_path / "vectors.txt"}):
         with pytest.raises(InvalidInput, match=f"{next(iter(conflict))} too"):

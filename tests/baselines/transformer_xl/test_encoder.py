@@ -5,15 +5,15 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from hsa.models.encoders import encoder_from_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig, TransformerXLEncoder
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch, collate
 from tests.model_inputs import MODALITIES, exact, num_leaves, readable

@@ -9,20 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hsa.models.language_models import build_language_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsa.baselines.options import DocumentOptions
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
+from hsa.baselines.transformer_xl.streams import StreamCourse, StreamReader, Streams
 from hsa.cli.main import run
 from hsa.errors import InvalidInput
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
-from hsa.models.language_models import build_language_model
+from hsa.models.options import ModelOptions
 from hsa.training.language_model.experiment import language_model_config
 from hsa.training.language_model.loop import evaluate_language_model, reader_of, train_language_model
-from hsa.baselines.transformer_xl.streams import StreamCourse, StreamReader, Streams
 from hsa.training.loop import CHECKPOINT, Interrupted
-from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions
+from hsa.training.options import LanguageOptions, TrainingOptions
 from tests.model_inputs import exact
 
 TEXT = np.tile(np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.uint16), 60)

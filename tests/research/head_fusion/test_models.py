@@ -24,7 +24,7 @@ from hsa.models.saved import (
 )
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.head_fusion import HeadFusion
 from hsa.nn.penalties import collecting_penalties
 from hsa.signals.readers.nested import from_nested

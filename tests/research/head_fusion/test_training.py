@@ -11,21 +11,15 @@ from hsa.cli.main import run
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.options import ModelOptions
 from hsa.models.seq2seq import Seq2Seq
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.head_fusion import AttentionOverHeads
 from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import changes, check_models
 from hsa.training.language_model.loop import train_language_model
-from hsa.training.options import (
-    DataOptions,
-    LanguageOptions,
-    ModelOptions,
-    Seq2SeqOptions,
-    TrainingOptions,
-    decoder_sizes,
-)
+from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions, decoder_sizes
 from hsa.training.seq2seq import loop as seq2seq
 from hsa.training.seq2seq.data import prepare_pairs
 from tests.tables import reviews, write_rows

@@ -38,10 +38,10 @@ def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes
     return config if config.warm_start is None else _pretrained(config)[0]
 
 
-def start_warm(encoder: nn.Module) -> list[nn.Parameter]:
-    """Load the weights that the encoder's config names, if any, and return the parameters that they set."""
+def start_warm(encoder: nn.Module, load: bool) -> list[nn.Parameter]:
+    """Return the parameters that the weights named by the config set, if it names any; load these if asked to."""
     assert isinstance(encoder, HatEncoder)
-    if encoder.config.warm_start is not None:
+    if load and encoder.config.warm_start is not None:
         encoder.start_from(_pretrained(encoder.config)[1])
     return encoder.pretrained_parameters()
 

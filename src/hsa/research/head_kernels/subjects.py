@@ -77,7 +77,7 @@ def our_model(
     _check_count(str(data), len(examples))
     numbers = examples.targets.numpy()
     targets = Targets.of_classes(numbers) if saved.classes else Targets.of_numbers(numbers)
-    transform = saved.reading.transform
+    transform = saved.input_spec.transform
     lengths = examples.lengths
 
     @torch.no_grad()

@@ -13,21 +13,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hsa.analysis.cost_plots import cost_table, costs, plot_costs
-from hsa.analysis.tables import markdown_table
 from hsa.errors import InvalidInput
 from hsa.nn.embedding import Modality
+from hsa.research.match3.options import Match3Options
 from hsa.signals.batch import Batch
 from hsa.signals.domains import Set
 from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import InputSpec, PreparedData
 from hsa.training.data.sources import Columns
-from hsa.training.options import Match3Options, ModelOptions
 from hsa.tree.hierarchy import Hierarchy
 
 CLASSES = ("no", "yes")
 MODALITY = "number"
-COSTS = "cost.png"
 
 
 def three_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
@@ -94,7 +91,10 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
     """
     if data is not None:
         raise InvalidInput(
-            str(data), given="data for the task match3", expected="none: its numbers are made up", fix="leave DATA out"
+            str(data),
+            given="data for the task match3",
+            expected="none: its numbers are generated",
+            fix="leave DATA out",
         )
     held = max(1, options.sequences // 10)
     train = match3_data(options, options.sequences, options.shortest, (seed, 0), "train")
@@ -113,7 +113,7 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
         train,
         validation,
         test,
-        reading=InputSpec("match3", Columns(), max_tokens=0, max_family=0),
+        input_spec=InputSpec("generated", Columns(), max_tokens=0, max_family=0),
         modalities={MODALITY: Modality(tokens=options.modulus)},
         kinds=(),
         keys=(),
@@ -136,24 +136,3 @@ def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
         "yes where two numbers suffice, x_i + 2·x_j or 2·x_i + x_j": in_pairs == answers,
     }
     return {name: float(right.mean()) for name, right in found.items()}
-
-
-def match3_report(folder: Path, data: PreparedData, options: Match3Options, model: ModelOptions) -> list[str]:
-    """What the report of this task says beside the table: rules that need no learning, and the cost by length."""
-    found = [[name, f"{accuracy:.4f}"] for name, accuracy in rules(data, options.modulus).items()]
-    width = model.heads * (model.head_dim or model.width // model.heads)
-    measured = costs(model.heads, width)
-    plot_costs(folder / COSTS, measured)
-    return [
-        "## Rules without three numbers",
-        "",
-        *markdown_table(["rule", "test accuracy"], found),
-        "",
-        "## Cost of attention by length",
-        "",
-        *markdown_table(*cost_table(measured)),
-        "",
-        f"Operations of one layer ({model.heads} heads, {width} channels), and the median time of a pass on this CPU.",
-        "",
-        f"![cost]({COSTS})",
-    ]
