@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hsa.cli.main import run
 from hsa.errors import InvalidInput
+from hsa.generation.generate import generate
 from hsa.generation.sampling import Sampling
-from hsa.generation.writing import generate
 from hsa.huggingface import convert
 from hsa.huggingface.writer import load_pretrained_writer
 from hsa.signals.readers.tokens import train_tokenizer
@@ -35,22 +35,22 @@ def test_it_writes_what_the_models_own_generate_writes(tmp_path):
     model = save(tmp_path, branching=(4, 2), chunk=16, top_k=2, beam=4)
     writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
     assert ends == {2, tokenizer.token_to_id("<|stop|>")}  # of the generation config, and of the tokenizer
-    writing = generate(writer, tokenizer, PROMPT, tokens=25, sampling=Sampling(temperature=0), ends=ends)
-    text = "".join(writing)
-    ids = torch.tensor([writing.prompt])
+    stream = generate(writer, tokenizer, PROMPT, max_new_tokens=25, sampling=Sampling(temperature=0), ends=ends)
+    text = "".join(stream)
+    ids = torch.tensor([stream.prompt])
     model.generation_config.eos_token_id = sorted(ends)
     forbidden = {"suppress_tokens": list(range(tokenizer.get_vocab_size(), 320))}
     wanted = model.generate(ids, max_new_tokens=25, do_sample=False, **forbidden)[0, ids.shape[1] :]
-    assert writing.ids == wanted.tolist()
+    assert stream.ids == wanted.tolist()
     assert text.strip()
-    assert writing.cache.lengths == [len(writing.prompt) + 24]
-    assert writing.cache.memory().leaves_kept
+    assert stream.cache.lengths == [len(stream.prompt) + 24]
+    assert stream.cache.memory().leaves_kept
 
 
 def test_from_the_command_line(tmp_path, capsys):
     save(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        run(["generate", str(tmp_path), "--prompt", "The cat", "--tokens", "5", "--seed", "3", "--cpu"])
+        run(["generate", str(tmp_path), "--prompt", "The cat", "--max-new-tokens", "5", "--seed", "3", "--cpu"])
     out = capsys.readouterr()
     assert stopped.value.code == 0
     assert out.out
@@ -82,5 +82,5 @@ def test_special_tokens_stand_before_the_prompt(tmp_path):
     backend.post_processor = TemplateProcessing(single="<|stop|> $A", special_tokens=[("<|stop|>", stop)])
     save(tmp_path, tokenizer=backend)
     writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
-    writing = generate(writer, tokenizer, "The cat", ends=ends, special_tokens=True)
-    assert writing.prompt == [stop, *tokenizer.encode("The cat", add_special_tokens=False).ids]
+    stream = generate(writer, tokenizer, "The cat", ends=ends, special_tokens=True)
+    assert stream.prompt == [stop, *tokenizer.encode("The cat", add_special_tokens=False).ids]

@@ -13,9 +13,9 @@ from hsa.baselines.transformer_xl import encoder as transformer_xl
 from hsa.baselines.transformer_xl.encoder import SegmentMemory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.errors import InvalidInput
+from hsa.generation.generate import generate
 from hsa.generation.loading import load_writer
 from hsa.generation.sampling import Sampling
-from hsa.generation.writing import generate
 from hsa.models.saved import CONFIG as CONFIG_FILE
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.tokens import train_tokenizer
@@ -202,15 +202,15 @@ def test_saved_and_loaded_and_writing(tmp_path):
     made, found = load_writer(tmp_path)
     assert made.config == saved.config
     assert not made.training
-    writing = generate(made, found, "the cat", tokens=90, sampling=Sampling(temperature=0))
-    text = "".join(writing)
-    assert text == found.decode(writing.ids, skip_special_tokens=False)
-    assert writing.reason == "max_length"
-    whole = torch.tensor([*writing.prompt, *writing.ids])
+    stream = generate(made, found, "the cat", max_new_tokens=90, sampling=Sampling(temperature=0))
+    text = "".join(stream)
+    assert text == found.decode(stream.ids, skip_special_tokens=False)
+    assert stream.reason == "max_length"
+    whole = torch.tensor([*stream.prompt, *stream.ids])
     assert len(whole) == 41  # nothing is asked after the last
     likeliest = saved(whole[:-1], [40]).argmax(-1).tolist()
-    assert writing.ids == likeliest[len(writing.prompt) - 1 :]
-    assert "flat cache" in str(writing.cache.memory())
+    assert stream.ids == likeliest[len(stream.prompt) - 1 :]
+    assert "flat cache" in str(stream.cache.memory())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**about, "branching": 3}))
     with pytest.raises(InvalidInput, match="unknown field 'branching'"):
         load_language_model(tmp_path)

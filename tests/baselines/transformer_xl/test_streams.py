@@ -207,7 +207,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert theirs["test_tokens"] == ours["test_tokens"]
     report = Path("run/report.md").read_text()
     assert "\nmemory: 40\ntest_memory: 90\n" in report
-    code, out, err = call("generate", "run", "--prompt", "The cat", "--tokens", "7", "--seed", "1", "--cpu")
+    code, out, err = call("generate", "run", "--prompt", "The cat", "--max-new-tokens", "7", "--seed", "1", "--cpu")
     assert code == 0
     assert "7 written" in err
     code, out, _ = call("train", "tale.txt", *tiny, *short, *names, "--out", "run", "--resume")

@@ -1,4 +1,4 @@
-"""Token ids → text that can be shown at once: whole characters, and nothing that may belong to a stop string."""
+"""Decode tokens one at a time into text that can be shown at once: whole characters, no part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from hsa.errors import InvalidInput
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The printable characters that byte-level BPE writes for bytes."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    """Return the printable characters by which byte-level BPE writes bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTES = _bytes_of_characters()
 
 
-class Pieces:
-    """The text of tokens that come one at a time.
+class TokenDecoder:
+    """Decode the tokens of one text as they arrive.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer` that works on bytes.
-        stop: strings that end the text; they are left out.
+        tokenizer: A byte-level `tokenizers.Tokenizer`.
+        stop: Strings that end the text; they are left out.
 
     >>> from hsa.signals.readers.tokens import train_tokenizer
     >>> tokenizer = train_tokenizer(["a cat"], 260)
-    >>> pieces = Pieces(tokenizer, stop=["END"])
-    >>> [pieces.add(token) for token in tokenizer.encode("é END!").ids]  # the first of two bytes is not shown yet
+    >>> decoder = TokenDecoder(tokenizer, stop=["END"])
+    >>> [decoder.add(token) for token in tokenizer.encode("é END!").ids]  # the first of two bytes is not shown yet
     ['', 'é', ' ', '', '', '', '']
-    >>> pieces.stopped
+    >>> decoder.stopped
     True
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise InvalidInput("stop", given=repr(text), expected="strings of a character or more")
+                raise InvalidInput("stop", given=repr(text), expected="strings of at least one character")
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # may be the beginning of a stop string
 
     def add(self, token: int) -> str:
-        """What can be shown now."""
-        return self._show(self._decoder.decode(self._bytes(token)))
+        """Add a token and return the text that can be shown now."""
+        return self._release(self._utf8.decode(self._bytes(token)))
 
     def end(self) -> str:
-        """What was held back."""
-        text = self._show(self._decoder.decode(b"", final=True))
+        """Return the text that was held back."""
+        text = self._release(self._utf8.decode(b"", final=True))
         held, self._held = self._held, ""
         return text if self.stopped else text + held
 
@@ -62,14 +62,14 @@ class Pieces:
             return bytes(_BYTES[character] for character in name)
         return name.encode()
 
-    def _show(self, new: str) -> str:
+    def _release(self, new: str) -> str:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [(place + len(stop), place) for stop in self.stop if (place := text.find(stop)) >= 0]
-        if found:  # the first to be complete ends the text, whatever tokens it came in
+        matches = [(begin + len(stop), begin) for stop in self.stop if (begin := text.find(stop)) >= 0]
+        if matches:  # the first to be complete ends the text, whatever tokens it came in
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         keep = 0
         for stop in self.stop:
             longest = min(len(stop) - 1, len(text))

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.generation.generate import END, generate
 from hsa.generation.sampling import Sampling
-from hsa.generation.writing import END, generate
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.signals.readers.tokens import train_tokenizer
 from tests.model_inputs import exact
@@ -29,64 +29,66 @@ def saying(text, end=False):
 @torch.no_grad()
 def test_the_likeliest_text_is_that_of_the_full_pass():
     made, prompt = model(), "the cat"
-    writing = generate(made, TOKENIZER, prompt, tokens=30, sampling=GREEDY)
-    text = "".join(writing)
-    whole = torch.tensor([*writing.prompt, *writing.ids])
+    stream = generate(made, TOKENIZER, prompt, max_new_tokens=30, sampling=GREEDY)
+    text = "".join(stream)
+    whole = torch.tensor([*stream.prompt, *stream.ids])
     likeliest = made(whole, [len(whole)]).argmax(-1).tolist()
-    assert writing.prompt == TOKENIZER.encode(prompt).ids
-    assert writing.ids == likeliest[len(writing.prompt) - 1 : -1]
-    assert text == TOKENIZER.decode(writing.ids, skip_special_tokens=False)
-    assert writing.cache.lengths == [len(whole) - 1]  # nothing is asked after the last token
-    assert writing.reason == "tokens"
-    assert writing.seconds > 0
+    assert stream.prompt == TOKENIZER.encode(prompt).ids
+    assert stream.ids == likeliest[len(stream.prompt) - 1 : -1]
+    assert text == TOKENIZER.decode(stream.ids, skip_special_tokens=False)
+    assert stream.cache.lengths == [len(whole) - 1]  # nothing is asked after the last token
+    assert stream.reason == "tokens"
+    assert stream.seconds > 0
 
 
 def test_a_seed_writes_the_same_again():
     made = model()
     first, second, other = (
-        "".join(generate(made, TOKENIZER, "the", tokens=20, sampling=Sampling(seed=seed))) for seed in (3, 3, 4)
+        "".join(generate(made, TOKENIZER, "the", max_new_tokens=20, sampling=Sampling(seed=seed))) for seed in (3, 3, 4)
     )
     assert first == second != other
 
 
 def test_the_end_of_the_document_ends_it():
-    writing = generate(saying("on a mat", end=True), TOKENIZER, "the cat sat ", sampling=GREEDY)
-    assert "".join(writing) == "on a mat"
-    assert writing.reason == "end"
+    stream = generate(saying("on a mat", end=True), TOKENIZER, "the cat sat ", sampling=GREEDY)
+    assert "".join(stream) == "on a mat"
+    assert stream.reason == "end"
 
 
 def test_stop_strings_end_it():
-    writing = generate(saying("on a mat. And"), TOKENIZER, "the cat", sampling=GREEDY, stop=["xyz", "t. "])
-    assert "".join(writing) == "on a ma"
-    assert writing.reason == "stop"
+    stream = generate(saying("on a mat. And"), TOKENIZER, "the cat", sampling=GREEDY, stop=["xyz", "t. "])
+    assert "".join(stream) == "on a ma"
+    assert stream.reason == "stop"
 
 
 def test_what_was_held_back_comes_at_the_end():
     made = saying("on😀 E")
-    writing = generate(made, TOKENIZER, "a", tokens=len(TOKENIZER.encode("on😀 E").ids), sampling=GREEDY, stop=["END"])
-    assert list(writing)[-1] == "E"
+    stream = generate(
+        made, TOKENIZER, "a", max_new_tokens=len(TOKENIZER.encode("on😀 E").ids), sampling=GREEDY, stop=["END"]
+    )
+    assert list(stream)[-1] == "E"
 
 
 def test_a_model_of_bounded_length_stops_there():
-    writing = generate(model(max_length=9), TOKENIZER, "the", tokens=50, sampling=GREEDY)
-    list(writing)
-    assert writing.reason == "max_length"
-    assert writing.cache.lengths == [9]
-    assert len(writing.prompt) + len(writing.ids) == 10  # what follows the last place is known too
+    stream = generate(model(max_length=9), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
+    list(stream)
+    assert stream.reason == "max_length"
+    assert stream.cache.lengths == [9]
+    assert len(stream.prompt) + len(stream.ids) == 10  # the token after the last position is known too
 
 
 def test_interrupted_it_can_still_be_asked():
-    writing = generate(model(), TOKENIZER, "the", tokens=50, sampling=GREEDY)
-    next(writing)
-    assert writing.reason == "running"
-    assert len(writing.ids) >= 1
-    assert writing.cache.memory().flat_bytes > 0
+    stream = generate(model(), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
+    next(stream)
+    assert stream.reason == "running"
+    assert len(stream.ids) >= 1
+    assert stream.cache.memory().flat_bytes > 0
 
 
 def test_nothing_is_kept_for_gradients():
-    writing = generate(model(), TOKENIZER, "the", tokens=3)
-    list(writing)
-    assert not any(part.keys.requires_grad for part in writing.cache.parts.values())
+    stream = generate(model(), TOKENIZER, "the", max_new_tokens=3)
+    list(stream)
+    assert not any(part.keys.requires_grad for part in stream.cache.parts.values())
 
 
 @pytest.mark.parametrize(
@@ -94,8 +96,8 @@ def test_nothing_is_kept_for_gradients():
     [
         ({"prompt": ""}, "prompt: given an empty text"),
         ({"prompt": "the cat sat on the mat"}, "prompt: given .* expected at most 3, the max_length of the model"),
-        ({"tokens": 0}, "tokens: given 0"),
-        ({"tokens": 2.5}, "tokens: given 2.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens: given 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: given 2.5"),
         ({"stop": [""]}, "stop: given"),
     ],
 )
@@ -115,7 +117,7 @@ def test_logits_that_are_no_numbers_name_the_step(bad):
     steps = iter([0.0, 0.0, bad])
     plain = made._logits
     made._logits = lambda hidden: plain(hidden) + next(steps)
-    writing = generate(made, TOKENIZER, "the", sampling=GREEDY)
+    stream = generate(made, TOKENIZER, "the", sampling=GREEDY)
     with pytest.raises(InvalidInput, match=r"logits: given .* at step 2 \(token 3 of the text\)"):
-        list(writing)
-    assert len(writing.ids) == 2
+        list(stream)
+    assert len(stream.ids) == 2
