@@ -14,7 +14,6 @@ from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.attention import Attention, Clustered, Flat, Hierarchical, Multiscale, NoAttention, flat_tree
 from hsa.nn.bottom_up import bottom_up, steps
 from hsa.nn.embedding import Embedding, Modality
-from hsa.nn.fusion_names import FusionName
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.inputs import Inputs
@@ -74,7 +73,7 @@ class EncoderConfig:
     feed_forward: int | None = None
     dropout: float = 0.1
     kind: Kind = "hierarchical"
-    fusion: FusionName = "concatenation"
+    fusion: str = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
     entmax: AlphaOption = None
@@ -94,16 +93,15 @@ class EncoderConfig:
         if self.kind not in get_args(Kind):
             raise InvalidInput("kind", given=repr(self.kind), expected=f"one of {', '.join(get_args(Kind))}")
         check_sizes(self)
-        self._check_entmax()
         with torch.device("meta"):  # takes no random numbers from the models that follow
-            self.new_fusion()  # says what does not fit
+            self._check_entmax(self.new_fusion())  # which raises if the sizes do not fit
 
     @property
     def keeps_leaves(self) -> bool:
         """Whether the encoder gives a vector for every leaf of its input."""
         return self.pool == "none" and self.kind != "bottom-up"
 
-    def _check_entmax(self) -> None:
+    def _check_entmax(self, fusion: HeadFusion) -> None:
         check_alpha(self.entmax)
         if self.entmax_levels < 1:
             raise InvalidInput("entmax_levels", given=self.entmax_levels, expected="1 or more")
@@ -113,7 +111,7 @@ class EncoderConfig:
                 given=f"{self.entmax} for attention of the kind {self.kind!r}",
                 expected=f"one of the kinds {', '.join(WITH_ENTMAX)}: the others have softmax kernels, or no weights",
             )
-        if self.entmax is not None and self.fusion == "talking":
+        if self.entmax is not None and fusion.mixing is not None:
             raise InvalidInput(
                 "entmax",
                 given=f"{self.entmax} with heads that talk",

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equ
 from hsa.models.encoders import AnyEncoderConfig
 from hsa.models.saved import load_model
 from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
-from hsa.nn.fusion_names import FusionName
+from hsa.registry import FUSIONS
 from hsa.training.data.prepare import PreparedData, save_input_spec
 from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
 from hsa.training.failures import OnFailure, catch_oom, results_of
@@ -83,8 +83,8 @@ def changes(name: str) -> dict[str, Any]:
         raise InvalidInput("models", given=repr(name), expected=f"{base}: how its heads are fused is part of it")
     if base not in MODELS:
         raise unknown_model(name, [*MODELS, *DOCUMENT_MODELS])
-    if plus and fusion not in get_args(FusionName):
-        raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(get_args(FusionName))}")
+    if plus and fusion not in FUSIONS:
+        raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(FUSIONS.names())}")
     return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from hsa.baselines.hat.layouts import layout_pattern
 from hsa.errors import InvalidInput
 from hsa.nn.alpha_option import AlphaOption, check_alpha
-from hsa.nn.fusion_names import FusionName
+from hsa.registry import FUSIONS
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -95,7 +95,7 @@ class ModelOptions:
     head_dim: int | None = None
     layers: int = 1
     dropout: float = 0.1
-    fusion: FusionName = "concatenation"
+    fusion: str = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
     entmax: AlphaOption = None
@@ -109,6 +109,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_alpha(self.entmax)
+        FUSIONS.check(self.fusion)
 
 
 @dataclass(frozen=True)
