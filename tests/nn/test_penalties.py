@@ -11,9 +11,9 @@ from hsa import Hierarchy
 from hsa.nn.attention import Hierarchical
 from hsa.nn.bottom_up import bottom_up
 from hsa.nn.grouped_linear import Groups
-from hsa.nn.head_fusion import AttentionOverHeads, concentration
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.penalties import add_penalty, collecting_penalties
+from hsa.research.head_fusion.over_heads import AttentionOverHeads, concentration
 from hsa.tree.positions import NodePositions
 from tests.model_inputs import exact
 

@@ -17,7 +17,6 @@ from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
 from hsa.nn.causal_attention import CausalAttention, CausalClustered, CausalFlat, CausalMultiscale
 from hsa.nn.decoder import Activation, DecoderLayer, initialise, inner_width
-from hsa.nn.fusion_names import FusionName
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.rotary import rotary_angles
 from hsa.nn.token_loss import mean_token_loss, token_losses
@@ -68,7 +67,7 @@ class LanguageModelConfig:
     activation: Activation = "swiglu"
     dropout: float = 0.0
     attention: AttentionKind | tuple[AttentionKind, ...] = "multiscale"
-    fusion: FusionName = "concatenation"
+    fusion: str = "concatenation"
     shared_dim: int | None = None
     fusion_penalty: float = 0.01
     branching: tuple[int, ...] = (32, 4)

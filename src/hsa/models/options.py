@@ -7,6 +7,7 @@ from typing import Literal
 
 from hsa.nn.alpha_option import AlphaOption, check_alpha
 from hsa.nn.encoder_config import EncoderConfig
+from hsa.registry import FUSIONS
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,4 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_alpha(self.entmax)
+        FUSIONS.check(self.fusion)

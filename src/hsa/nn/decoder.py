@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hsa.attention.cache.interface import Cache
 from hsa.errors import InvalidInput
 from hsa.nn.causal_attention import CausalAttention
-from hsa.nn.head_fusion import CollaborativeHeads, Concatenation, HeadFusion, check_fusion
+from hsa.nn.head_fusion import Concatenation, HeadFusion, check_fusion
 from hsa.nn.rotary import rotate
 from hsa.tree.hierarchy import Hierarchy
 
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.fusion = Concatenation(heads, self.head_dim) if fusion is None else fusion
         check_fusion(self.fusion, heads, self.head_dim, mixes=attention.mixes)
         blocks = [heads, self.kv_heads, self.kv_heads]
-        if isinstance(self.fusion, CollaborativeHeads):
+        if self.fusion.shares_keys:
             if self.kv_heads != heads:
                 raise InvalidInput(
                     "kv_heads",

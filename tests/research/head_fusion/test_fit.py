@@ -12,8 +12,9 @@ from hsa.nn.attention import Hierarchical, counting_operations
 from hsa.nn.causal_attention import CausalFlat
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.decoder import DecoderLayer
-from hsa.nn.head_fusion import AttentionOverHeads, CollaborativeHeads, Concatenation, TalkingHeads, head_fusion
+from hsa.nn.head_fusion import Concatenation, head_fusion
 from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.research.head_fusion import AttentionOverHeads, CollaborativeHeads, TalkingHeads
 from tests.fused_layers import (
     ATTENTIONS,
     CAUSAL,
@@ -141,14 +142,14 @@ def test_fusions_that_an_attention_has_no_use_for(attention):
     for fusion in (f for f in FUSIONS if not fits(f, attention)):
         expected, fix = "one query and one key to compare", "use concatenation or over-heads"
         if attention in CHOOSING:
-            expected, fix = "heads that look at the same nodes", "use multiscale attention without top_k"
+            expected, fix = "heads that attend to the same nodes", "use multiscale attention without top_k"
         kind = {"talking": "TalkingHeads", "collaborative": "CollaborativeHeads"}[fusion]
         with pytest.raises(InvalidInput, match=rf"^fusion: given {kind} for .*, expected {expected}; {fix}"):
             encoder_layer(attention, fusion)
 
 
 def test_fusions_that_decoders_have_no_use_for():
-    own = r"^fusion: given TalkingHeads for heads that each look at nodes of their own choice"
+    own = r"^fusion: given TalkingHeads for heads that each attend to nodes of their own selection"
     with pytest.raises(InvalidInput, match=own):
         decoder_layer("clustered", "talking")
     with pytest.raises(InvalidInput, match=own):
@@ -196,3 +197,5 @@ def test_fusions_by_name():
     assert head_fusion("over-heads", WIDTH, HEADS, DIM, penalty=0.25).penalty == 0.25
     with pytest.raises(InvalidInput, match=r"^fusion: given 'sum', expected one of concatenation, talking, collab"):
         head_fusion("sum", WIDTH, HEADS, DIM)
+    with pytest.raises(InvalidInput, match=r"did you mean 'talking'\?$"):
+        head_fusion("talkin", WIDTH, HEADS, DIM)

@@ -14,9 +14,10 @@ from hsa.nn.causal_attention import CausalFlat, CausalMultiscale
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.decoder import DecoderLayer, initialise
 from hsa.nn.grouped_linear import Groups
-from hsa.nn.head_fusion import AttentionOverHeads, CollaborativeHeads, Concatenation, TalkingHeads, head_fusion
+from hsa.nn.head_fusion import Concatenation, head_fusion
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.rotary import rotate
+from hsa.research.head_fusion import AttentionOverHeads, CollaborativeHeads, TalkingHeads
 from hsa.tree.causal_tree import causal_tree
 from tests.forests import forests, random_positions
 from tests.fused_layers import (

@@ -323,7 +323,7 @@ def test_configurations_say_what_does_not_fit(kind, changes, message):
 
 
 def test_models_say_what_does_not_fit():
-    own = "fusion: given TalkingHeads for heads that each look at nodes of their own choice"
+    own = "fusion: given TalkingHeads for heads that each attend to nodes of their own selection"
     with pytest.raises(InvalidInput, match=own):
         language_model("talking", "clustered")
     with pytest.raises(InvalidInput, match=own):

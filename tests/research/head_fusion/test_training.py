@@ -193,9 +193,9 @@ def test_models_are_as_large_as_each_other(fusion, sizes):
 def test_names_of_models():
     assert changes("hierarchical") == {}
     assert changes("hierarchical+talking") == {"fusion": "talking"}
-    assert changes("found+over-heads") == {"kind": "clustered", "fusion": "over-heads"}
+    assert changes("clustered+over-heads") == {"kind": "clustered", "fusion": "over-heads"}
     check_models(["hierarchical", "flat+collaborative", "deepsets+over-heads"])
-    for name in ("hierarchical+nonsense", "hsa+", "flat+talking+talking"):
+    for name in ("hierarchical+nonsense", "hierarchical+", "flat+talking+talking"):
         base = name.partition("+")[0]
         expected = (
             rf"^models: given '{name.replace('+', '.')}', expected {base}\+ and one of concatenation, talking, coll"
@@ -236,10 +236,15 @@ def test_the_command_says_what_does_not_fit(command, tmp_path):
     out = ("--out", str(tmp_path / "out"))
     code, said = command(*out, "--models", "hierarchical+nonsense")
     assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("models: given 'hierarchical+nonsense', expected hsa+ and one of concatenation, talking")
+    assert said.startswith(
+        "models: given 'hierarchical+nonsense', expected hierarchical+ and one of concatenation, talking"
+    )
     code, said = command(*out, "--models", "hierarchical", "nonsense+talking")
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith("models: given 'nonsense+talking', expected some of hierarchical, multiscale")
+    code, said = command(*out, "--fusion", "talkin")
+    assert code == 2
+    assert "did you mean 'talking'?" in said
     code, said = command(*out, "--models", "hierarchical", "--fusion", "collaborative", "--shared-dim", "3")
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith("shared_dim: given 3, expected a multiple of 4")
@@ -260,4 +265,4 @@ def test_the_command_compares_them(command, tmp_path, models):
     sizes = [result["parameters"] for result in results]
     assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[0]
     assert (tmp_path / "out" / "report.md").is_file()
-    assert (tmp_path / "out" / "attention.png").is_file() == models[0].startswith("hsa")
+    assert (tmp_path / "out" / "attention.png").is_file() == models[0].startswith("hierarchical")

@@ -1,0 +1,7 @@
+"""Three ways to fuse the heads of a layer beside concatenation; each plugs into every layer (see `hsa.nn.head_fusion`)."""
+
+from hsa.research.head_fusion.collaborative import CollaborativeHeads
+from hsa.research.head_fusion.over_heads import AttentionOverHeads
+from hsa.research.head_fusion.talking import TalkingHeads
+
+__all__ = ["AttentionOverHeads", "CollaborativeHeads", "TalkingHeads"]

@@ -1,0 +1,30 @@
+"""Talking heads: logits and weights are mixed across heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hsa.attention.mixing import HeadMixing
+from hsa.nn.head_fusion import HeadFusion
+
+
+class TalkingHeads(HeadFusion):
+    """Mix logits and weights across heads (Shazeer et al., 2020, arXiv:2003.02436). Starts as concatenation.
+
+    >>> TalkingHeads(3, 8).mixing.logits
+    tensor([[1., 0., 0.],
+            [0., 1., 0.],
+            [0., 0., 1.]], grad_fn=...)
+    """
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__(heads, head_dim)
+        # Added to the identity, so that weight decay leads back to it.
+        self.mix_logits = nn.Parameter(torch.zeros(heads, heads))
+        self.mix_weights = nn.Parameter(torch.zeros(heads, heads))
+
+    @property
+    def mixing(self) -> HeadMixing:
+        same = torch.eye(self.heads, dtype=self.mix_logits.dtype, device=self.mix_logits.device)
+        return HeadMixing(same + self.mix_logits, same + self.mix_weights)
