@@ -27,7 +27,6 @@ import torch
 
 from benchmarks.measure import RESULTS, write_table
 from hsa.analysis.frontier import on_frontier
-from hsa.baselines.options import DocumentOptions
 from hsa.files import read_json, write_json
 from hsa.models.classifier import Classifier
 from hsa.models.options import ModelOptions
@@ -75,7 +74,7 @@ def recipe(task: Task) -> Recipe:
         checkpoint_minutes=60,
     )
     model = ModelOptions(width=128, heads=4, layers=2, dropout=0.2, pooling="max")
-    return Recipe(models=MODELS, model=model, training=training, documents=DocumentOptions())
+    return Recipe(models=MODELS, model=model, training=training)
 
 
 def pack(name: str, tables: Path, packed: Path) -> None:
@@ -141,7 +140,7 @@ def time_model(name: str, model: str, data: PreparedData) -> dict[str, float]:
     some = np.random.default_rng(0).permutation(len(data.train))[: TASKS[name].timed]
     part = data.train.select(some)
     test = data.test.select(np.arange(min(len(data.test), TASKS[name].timed)))
-    config = model_config(data, given.model, model, MODELS[0], given.documents)
+    config = model_config(data, given.model, model, MODELS[0])
     options = replace(given.training, epochs=6)
     accelerator = make_accelerator(options)
     trainer = Trainer(Classifier(config), part, test.select([0, 1]), options, accelerator=accelerator)

@@ -53,12 +53,15 @@ class Registry(Generic[T]):
         self._plugins = plugins
         self._plugged_in = False
         self._values: dict[str, T | str] = {}
+        self._ranks: dict[str, int] = {}
 
     def register(self, name: str, value: T | str) -> None:
         """Add a value under a new name: the value itself, or `"module:attribute"`, imported by the first `get`."""
         if self._values.get(name, value) != value:
             raise InvalidInput(self.what, given=f"a second {name!r}", expected="a name that is not registered yet")
         self._values[name] = value
+        module = value if isinstance(value, str) else getattr(value, "__module__", "")
+        self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
 
     def check(self, name: str) -> None:
         """Raise an error that lists the names unless this is one of them; imports no value."""
@@ -82,7 +85,7 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         """List all names: the core's, then those of each plug-in package, whichever was imported first."""
         self._plug_in()
-        return tuple(sorted(self._values, key=self._rank))
+        return tuple(sorted(self._values, key=self._ranks.__getitem__))
 
     def __contains__(self, name: object) -> bool:
         if name not in self._values:
@@ -94,11 +97,6 @@ class Registry(Generic[T]):
             for package in self._plugins:
                 import_module(package)
             self._plugged_in = True
-
-    def _rank(self, name: str) -> int:
-        value = self._values[name]
-        module = value if isinstance(value, str) else getattr(value, "__module__", "")
-        return next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
 
 
 FUSIONS: Registry[type[HeadFusion]] = Registry("fusion")

@@ -301,7 +301,7 @@ class LanguageModel(CausalLanguageModel):
         with torch.inference_mode(False):  # what is made now must serve later calls with gradients too
             forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
             for kind, layer in dict(zip(config.kinds, self.layers, strict=True)).items():
-                layer.attention.prepare(forests[kind])  # type: ignore[operator, union-attr]
+                layer.attention.prepare(forests[kind])
             made = self.trees_of(forests, lengths, closes, device)
         if closes is None:
             self._trees[key] = made

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hsa.errors import InvalidInput
 from hsa.models.known_fields import known_fields
@@ -35,9 +35,19 @@ Extra = Mapping[str, Any]
 class EncoderConfigLike(Protocol):
     """What the configuration of every encoder has. It is a frozen dataclass."""
 
-    width: int
-    dropout: float
-    architecture: str
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def width(self) -> int:
+        """Size of the vectors."""
+
+    @property
+    def dropout(self) -> float:
+        """Dropout of the encoder, and of the head."""
+
+    @property
+    def architecture(self) -> str:
+        """Name in `ARCHITECTURES`."""
 
     @property
     def keeps_leaves(self) -> bool:

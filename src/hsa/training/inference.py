@@ -143,7 +143,7 @@ def _check_tokenizer(folder: Path, model: Classifier, input_spec: InputSpec) -> 
     text = model.config.modalities.get("text")
     if text is None or not text.tokens:
         return
-    size = 0 if spec.tokenizer is None else spec.tokenizer.get_vocab_size()
+    size = 0 if input_spec.tokenizer is None else input_spec.tokenizer.get_vocab_size()
     if size != text.tokens:
         raise InvalidInput(
             str(folder / "tokenizer.json"),

@@ -162,7 +162,8 @@ def prepare(
         tokenizer: One that a model must read texts with, in place of a new one.
         say: is told what is going on.
     """
-    if options.task != "classification" and options.task != "regression":
+    task: Task = "regression" if options.task == "regression" else "classification"
+    if options.task != task:
         raise InvalidInput(
             "task",
             given=options.task,
@@ -212,9 +213,9 @@ def prepare(
     sets = {} if skipped or options.skip_bad else _load_cached(folder)
     if not sets:
         say("reading")
-        whole = build(spec.examples(source, on_bad), options.task)
+        whole = build(spec.examples(source, on_bad), task)
         for name, other in others.items():
-            sets[name] = build(spec.examples(other, on_bad), options.task, whole.classes or None)
+            sets[name] = build(spec.examples(other, on_bad), task, whole.classes or None)
         missing = [name for name in ("validation", "test") if name not in sets]
         parts = split_at_random(whole, (1 - 0.1 * len(missing), *(0.1 for _ in missing)), seed)
         sets = dict(zip(["train", *missing], parts, strict=True)) | sets
@@ -233,7 +234,7 @@ def prepare(
         modalities=_modalities(sets["train"], tokenizer, vectors, encoder),
         kinds=kinds,
         keys=keys,
-        task=options.task,
+        task=task,
         vectors=vectors,
         skipped=tuple(skipped),
         name="Python standard library" if data is None else data.name,
