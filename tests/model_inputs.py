@@ -87,7 +87,7 @@ ENCODERS = {
     "multiscale": {},
     "multiscale sparse": {"kind": "multiscale", "entmax": "learned", "near": 1},
     "multiscale refined": {"kind": "multiscale", "near": 1, "top_k": 1},
-    "clustered": {"group": 2, "top_k": 1, "window": 3},
+    "clustered": {"group": 2, "top_k": 1, "tile": 3},
     "bottom-up": {},
     "flat": {},
     "flat pooled": {"kind": "flat", "pool": "families", "position_input": True},

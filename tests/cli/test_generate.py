@@ -202,7 +202,7 @@ def test_folders_without_a_language_model(fails, tmp_path):
     [
         (
             ("--models", "deepsets"),
-            "given 'deepsets', expected some of multiscale, flat, clustered, transformer-xl, for the task lm",
+            "given 'deepsets', expected one of multiscale, clustered, flat, transformer-xl",
         ),
         (("--fsdp",), "lm in several processes"),
         (("--context", "1"), "context: given 1"),

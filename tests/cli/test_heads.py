@@ -319,7 +319,7 @@ def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
     )
     assert "given a folder of models, expected one of" in fails("kernels", ours / "plain", "--data", table)
     line = fails("kernels", ours / "lm" / "flat", "--data", table)
-    assert "given that of a hierarchical language model, expected the configuration of a model of hsa" in line
+    assert "given that of a language model, expected the configuration of a classifier of hsa" in line
     line = fails("kernels", ours / "plain/hierarchical", "--data", table, "--text", "text")
     assert line == "--text: given an option, for a model of hsa, expected none; it reads data as it was trained to"
     assert "given no such file or folder" in fails("kernels", ours / "plain/hierarchical", "--data", "none.csv")

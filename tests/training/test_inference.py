@@ -255,10 +255,13 @@ def other_config(copy):
     [
         (damaged, "model.safetensors: given a damaged file"),
         (other_weights, "model.safetensors: given .* they belong to another model"),
-        (other_config, "config.json: given something else, expected the configuration of a model of hsa"),
+        (other_config, "config.json: given something else, expected the configuration of a classifier of hsa"),
         (lambda copy: (copy / "config.json").write_text("{"), "config.json: given a file that cannot be read"),
         (lambda copy: (copy / "model.safetensors").unlink(), "model.safetensors: given no such file"),
-        (lambda copy: (copy / "reading.json").unlink(), "reading.json: given no such file, expected how a model reads"),
+        (
+            lambda copy: (copy / "input_spec.json").unlink(),
+            "input_spec.json: given no such file, expected how a model reads",
+        ),
         (
             lambda copy: (copy / "tokenizer.json").unlink(),
             "tokenizer.json: given no such file, expected the model's own",

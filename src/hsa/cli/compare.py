@@ -105,7 +105,7 @@ def compare(
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
-    recipe = completed(given, quick)
+    recipe = completed(given, quick, MODELS)
     if recipe.read.task not in ("classification", "regression"):
         raise InvalidInput(
             "task",

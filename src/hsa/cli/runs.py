@@ -38,12 +38,17 @@ def is_recipe(data: Path | None) -> bool:
     return data is not None and data.suffix.lower() in (".yaml", ".yml")
 
 
-def completed(given: Recipe, quick: bool) -> Recipe:
-    """Return the recipe with what stands on the command line, over a recipe file or the preset of the task."""
+def completed(given: Recipe, quick: bool, models: tuple[str, ...] | None = None) -> Recipe:
+    """Return the recipe with what stands on the command line, over a recipe file or the preset of the task.
+
+    Args:
+        models: Models where neither the command line nor a recipe file names any, in place of the preset's.
+    """
     if given.data is not None and is_recipe(given.data):
         base = load_recipe(given.data)
     else:
         base = TASKS.get(given.read.task).preset(given.data, quick)
+        base = base if models is None else replace(base, models=models)
     recipe = overridden(base, given, NAMED.get())
     return quicker(recipe) if quick else recipe
 

@@ -15,6 +15,7 @@ from hsa.errors import InvalidInput
 from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
+from hsa.models.registry import LanguageArchitecture
 from hsa.nn.causal_attention import CausalAttention, CausalClustered, CausalFlat, CausalMultiscale
 from hsa.nn.decoder import Activation, DecoderLayer, initialise, inner_width
 from hsa.nn.head_fusion import HeadFusion, head_fusion
@@ -382,3 +383,11 @@ def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config
     if kind == "multiscale":
         return causal_tree(lengths, config.branching, closes, config.sinks)
     return causal_tree(lengths, (config.group, 2), None, config.sinks)
+
+
+DECODER = LanguageArchitecture(
+    LanguageModelConfig,
+    LanguageModel,
+    configure="hsa.training.language_model.decoder:configure",
+    reader="hsa.training.language_model.blocks:BlockReader",
+)

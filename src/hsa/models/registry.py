@@ -204,20 +204,21 @@ class LanguageArchitecture:
     Attributes:
         config: Dataclass of the sizes, with `to_dict` and `from_dict`; its field `architecture` holds the name of this entry.
         module: `CausalLanguageModel` made from a config.
-        configure: `configure(data, options, language, extra, changes)`: the config for the options of a run.
+        configure: `"module:attribute"`: `configure(data, options, language, extra, changes)` returns the config for the
+            options of a run.
         reader: `"module:attribute"` of the `Reader` that feeds texts to the model in training and evaluation.
         matched: Whether the width of the feed-forward networks is fitted to the parameters of our model.
     """
 
     config: type[Any]
     module: type[CausalLanguageModel]
-    configure: Callable[..., Any]
+    configure: str
     reader: str
     matched: bool = False
 
 
 LANGUAGE_ARCHITECTURES: Registry[LanguageArchitecture] = Registry("architecture")
-LANGUAGE_ARCHITECTURES.register("decoder", "hsa.training.language_model.decoder:DECODER")
+LANGUAGE_ARCHITECTURES.register("decoder", "hsa.models.language_model:DECODER")
 
 LANGUAGE_MODELS: Registry[Model] = Registry("models")
 for _name in ("multiscale", "clustered", "flat"):

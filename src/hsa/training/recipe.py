@@ -75,7 +75,7 @@ def load_recipe(path: Path) -> Recipe:
             expected=f"data, models, {', '.join(known)}",
             fix=f"did you mean {close[0]!r}?" if close else None,
         )
-    extra = {name: parts.pop(name) for name in EXTRA_OPTIONS.names()}
+    extra = {name: group for name in EXTRA_OPTIONS.names() if (group := parts.pop(name)) != kinds[name]()}
     return Recipe(None if data is None else path.parent / str(data), models, **parts, extra=extra)
 
 

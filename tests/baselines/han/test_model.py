@@ -4,7 +4,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hsa.models.encoders import encoder_from_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,6 +13,7 @@ from hsa.attention.flops import flops_flat
 from hsa.baselines.han.model import HanConfig, HanEncoder, check_levels
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.registry import config_from_dict
 from hsa.models.saved import load_model, save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
@@ -373,7 +373,7 @@ def test_it_has_no_classes_per_leaf():
 
 def test_the_configuration_goes_through_json():
     config = HanConfig(levels=5, encoder="gru", feed_forward=7)
-    assert encoder_from_dict(json.loads(json.dumps(asdict(config)))) == config
+    assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_LEVELS)

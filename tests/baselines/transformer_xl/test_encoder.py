@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hsa.models.encoders import encoder_from_dict
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig, TransformerXLEncoder
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
+from hsa.models.registry import config_from_dict
 from hsa.nn.embedding import Modality
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Signal
@@ -152,7 +152,7 @@ def test_sizes_without_meaning(changes, message):
 
 
 def test_a_classifier_of_equal_size_that_goes_through_json():
-    assert encoder_from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
+    assert config_from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
     ours = ModelConfig(EncoderConfig(width=26, heads=2), TEXT, outputs=3)
     config = equal_parameters(ours, replace(CONFIG, width=26))
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

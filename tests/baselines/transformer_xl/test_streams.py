@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hsa.models.language_models import build_language_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
 from hsa.models.options import ModelOptions
+from hsa.models.registry import create_language_model
 from hsa.training.language_model.experiment import language_model_config
 from hsa.training.language_model.loop import evaluate_language_model, reader_of, train_language_model
 from hsa.training.loop import CHECKPOINT, Interrupted
@@ -170,15 +170,14 @@ def test_operations_are_those_with_a_full_memory():
 
 def test_models_have_as_many_parameters_and_read_in_their_way():
     data = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab_size=lambda: 53), closes={})
-    model, documents = ModelOptions(width=28, heads=2, layers=3), DocumentOptions(memory=31, test_memory=57)
+    model = ModelOptions(width=28, heads=2, layers=3)
+    extra = {"documents": DocumentOptions(memory=31, test_memory=57)}
     language = LanguageOptions(context=24, kv_heads=1, positions="both", max_length=1000)
-    ours, theirs = (
-        language_model_config(data, model, language, n, documents) for n in ("multiscale", "transformer-xl")
-    )
+    ours, theirs = (language_model_config(data, model, language, n, extra) for n in ("multiscale", "transformer-xl"))
     assert isinstance(ours, LanguageModelConfig)
     assert isinstance(theirs, TransformerXLLanguageConfig)
     assert (theirs.segment, theirs.memory, theirs.test_memory, theirs.max_length) == (24, 31, 57, 1000)
-    made = [build_language_model(config) for config in (ours, theirs)]
+    made = [create_language_model(config) for config in (ours, theirs)]
     first, second = map(count_parameters, made)
     assert abs(first - second) <= 3 * 28 * model.layers / 2
     assert [type(reader_of(each, 24)).__name__ for each in made] == ["BlockReader", "StreamReader"]

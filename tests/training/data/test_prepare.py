@@ -304,8 +304,8 @@ def test_reading_is_kept_with_a_model(tmp_path):
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "rows"}', '{"kind": 1, "columns": 2}'])
 def test_readings_that_are_none(tmp_path, content):
-    (tmp_path / "reading.json").write_text(content)
-    with pytest.raises(InvalidInput, match=r"reading.json: given other content, expected how a model reads data"):
+    (tmp_path / "input_spec.json").write_text(content)
+    with pytest.raises(InvalidInput, match=r"input_spec.json: given other content, expected how a model reads data"):
         load_input_spec(tmp_path)
 
 

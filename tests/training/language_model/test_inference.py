@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hsa.baselines.transformer_xl.encoder import set_test_memory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.cli.main import run
 from hsa.errors import InvalidInput
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.memory import set_test_memory
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.text import train_tokenizer
 from hsa.training.language_model.data import CHAPTER, END, PARAGRAPH, encode_documents

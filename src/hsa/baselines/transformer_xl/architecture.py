@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hsa.baselines.options import document_options
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig, TransformerXLEncoder
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.models.options import ModelOptions
 from hsa.models.registry import Architecture, Extra, LanguageArchitecture
-from hsa.training.language_model.data import LmData
-from hsa.training.options import LanguageOptions
 from hsa.tree.hierarchy import Hierarchy
+
+if TYPE_CHECKING:
+    from hsa.training.language_model.data import LmData
+    from hsa.training.options import LanguageOptions
 
 
 def configure(
@@ -44,7 +46,7 @@ ENCODER = Architecture(TransformerXLConfig, TransformerXLEncoder, configure)
 LANGUAGE_MODEL = LanguageArchitecture(
     TransformerXLLanguageConfig,
     TransformerXLLanguageModel,
-    configure=configure_language_model,
+    configure="hsa.baselines.transformer_xl.architecture:configure_language_model",
     reader="hsa.baselines.transformer_xl.streams:StreamReader",
     matched=True,
 )

@@ -48,7 +48,7 @@ def is_ours(folder: Path) -> bool:
     if not (folder / CONFIG).exists():  # a run of hsa train has a folder per model
         return any(is_ours(path) for path in sorted(folder.iterdir()) if path.is_dir())
     about = read_json(folder / CONFIG, "the configuration of a model")
-    return isinstance(about, dict) and str(about.get("model", "")).startswith("hierarchical ")
+    return isinstance(about, dict) and isinstance(about.get("model"), str)
 
 
 def our_model(

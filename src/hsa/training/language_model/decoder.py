@@ -1,13 +1,13 @@
-"""Our decoder as an architecture of language models."""
+"""The configuration of our decoder from the options of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.language_model import LanguageModelConfig
 from hsa.models.options import ModelOptions
-from hsa.models.registry import Extra, LanguageArchitecture
+from hsa.models.registry import Extra
 from hsa.training.language_model.data import LmData
 from hsa.training.options import LanguageOptions
 
@@ -34,8 +34,3 @@ def configure(
         max_length=language.max_length,
         **changes,
     )
-
-
-DECODER = LanguageArchitecture(
-    LanguageModelConfig, LanguageModel, configure, reader="hsa.training.language_model.blocks:BlockReader"
-)

@@ -19,6 +19,7 @@ from hsa.models.classifier import closest_size, count_parameters
 from hsa.models.options import ModelOptions
 from hsa.models.registry import LANGUAGE_ARCHITECTURES, LANGUAGE_MODELS, Extra, create_language_model
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
+from hsa.registry import resolve
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.experiment import RESULT
 from hsa.training.failures import OnFailure, catch_oom, results_of
@@ -81,7 +82,7 @@ def language_model_config(
         raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
     entry = LANGUAGE_MODELS.get(name)
     architecture = LANGUAGE_ARCHITECTURES.get(entry.architecture)
-    config = architecture.configure(data, model, language, extra, entry.changes)
+    config = resolve(architecture.configure)(data, model, language, extra, entry.changes)
     if not architecture.matched:
         return config
     return as_large_as(language_model_config(data, model, language, "multiscale"), config)

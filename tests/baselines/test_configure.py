@@ -2,20 +2,25 @@
 
 import pytest
 import torch
-from hsa.training.document_models import DOCUMENT_MODELS, start_warm
 
 from hsa.baselines.hat.model import HatConfig, HatEncoder
 from hsa.baselines.options import DocumentOptions
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, count_parameters
 from hsa.models.options import ModelOptions
+from hsa.models.registry import configure, start_warm
 from hsa.nn.embedding import Modality
 from hsa.signals import Sequence, Signal
 from hsa.training.data.data_set import Example, build
 from hsa.training.data.prepare import Columns, InputSpec, PreparedData
-from hsa.training.experiment import check_models, encoder_config, model_config
+from hsa.training.experiment import check_models, model_config
 
 MODEL = ModelOptions(width=64, heads=4, layers=2)
+OTHERS = ("han", "hat", "transformer-xl")
+
+
+def config_of(name, model, documents, forest):
+    return configure(name, model, {"documents": documents}, forest)
 
 
 def prepared(depth):
@@ -27,13 +32,13 @@ def prepared(depth):
         return Signal(Sequence(2), [signal(level - 1, i), signal(level - 1, i + 1)])
 
     data = build((Example(signal(depth, i), str(i % 2), f"document {i}") for i in range(6)), "classification")
-    reading = InputSpec("rows", Columns(("text",), label="label"), 0, 0)
+    spec = InputSpec("rows", Columns(("text",), label="label"), 0, 0)
     modalities = {"text": Modality(tokens=4096)}
-    return PreparedData(data, data, data, reading, modalities, ("sequence",), (), "classification")
+    return PreparedData(data, data, data, spec, modalities, ("sequence",), (), "classification")
 
 
-@pytest.mark.parametrize("name", ["hierarchical", "multiscale", "deepsets", *DOCUMENT_MODELS])
-@pytest.mark.parametrize("reference", ["hierarchical", *DOCUMENT_MODELS])
+@pytest.mark.parametrize("name", ["hierarchical", "multiscale", "deepsets", *OTHERS])
+@pytest.mark.parametrize("reference", ["hierarchical", *OTHERS])
 def test_as_many_parameters_as_the_first(name, reference):
     data = prepared(2)
     configs = (model_config(data, MODEL, one, reference) for one in (name, reference))
@@ -44,10 +49,10 @@ def test_as_many_parameters_as_the_first(name, reference):
 def test_han_has_the_levels_of_the_data():
     for depth, levels in ((1, 1), (2, 2), (3, 3), (5, 3)):
         forest = prepared(depth).train.batch.hierarchy
-        found = encoder_config("han", MODEL, DocumentOptions(), forest)
+        found = config_of("han", MODEL, DocumentOptions(), forest)
         assert found.levels == levels
         assert found.head_dim == 16 // levels  # together the channels of one layer
-    assert encoder_config("han", MODEL, DocumentOptions(levels=1, level_encoder="gru"), forest).encoder == "gru"
+    assert config_of("han", MODEL, DocumentOptions(levels=1, level_encoder="gru"), forest).encoder == "gru"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +67,15 @@ def test_han_has_the_levels_of_the_data():
 )
 def test_hat_has_as_many_layers_in_all(layers, layout, pattern):
     forest, options = prepared(2).train.batch.hierarchy, DocumentOptions(layout=layout)
-    assert encoder_config("hat", ModelOptions(layers=layers), options, forest).pattern == pattern
+    assert config_of("hat", ModelOptions(layers=layers), options, forest).pattern == pattern
 
 
 def test_levels_that_data_lack():
     forest = prepared(2).train.batch.hierarchy
     with pytest.raises(InvalidInput, match=r"levels: given 3, expected at most 2: the trees of these data have"):
-        encoder_config("han", MODEL, DocumentOptions(levels=3), forest)
+        config_of("han", MODEL, DocumentOptions(levels=3), forest)
     with pytest.raises(InvalidInput, match=r"segment_level: given 3, for trees of 2 levels above their leaves"):
-        encoder_config("hat", MODEL, DocumentOptions(segment_level=3), forest)
+        config_of("hat", MODEL, DocumentOptions(segment_level=3), forest)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_what_hat_starts_from_is_loaded_once(monkeypatch):
 
     monkeypatch.setattr("hsa.baselines.hat.warm_start.warm_start", warm_start)
     options = DocumentOptions(segment=5, warm_start="a model")
-    config = encoder_config("hat", MODEL, options, prepared(2).train.batch.hierarchy)
+    config = config_of("hat", MODEL, options, prepared(2).train.batch.hierarchy)
     encoder = HatEncoder(config, {"text": Modality(tokens=11)})
     fresh = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     start_warm(encoder)
@@ -106,7 +111,7 @@ def test_more_that_does_not_fit():
     with pytest.raises(InvalidInput, match=r"'hat\+talking', expected hat: how its heads are fused is part of it"):
         check_models(["hat+talking"])
     with pytest.raises(InvalidInput, match="heads that divide the width"):
-        encoder_config("han", ModelOptions(width=16, heads=3), DocumentOptions(), prepared(2).train.batch.hierarchy)
+        config_of("han", ModelOptions(width=16, heads=3), DocumentOptions(), prepared(2).train.batch.hierarchy)
 
 
 @pytest.mark.parametrize(
