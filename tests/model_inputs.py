@@ -74,6 +74,7 @@ def exact(module: nn.Module, seed: int = 3) -> nn.Module:
 def encoder(kind: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
     """Small, with dimensions that are different primes (twice a prime for sines and cosines)."""
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 22, "position_dim": 2}
+    sizes |= {"layers": 2, "near": 0, "include_self": False}
     config = EncoderConfig(kind=kind, **{**sizes, **changes})
     return exact(HierarchicalEncoder(config, modalities, kinds, keys))
 

@@ -107,7 +107,12 @@ def test_a_configuration_goes_through_json(name):
 
 def test_what_a_configuration_leaves_out_has_its_default():
     least = ModelConfig(EncoderConfig(), {"text": Modality(tokens=3)}, 2)
-    assert ModelConfig.from_dict({"encoder": {}, "modalities": {"text": {"tokens": 3}}, "outputs": 2}) == least
+    assert (
+        ModelConfig.from_dict(
+            {"encoder": {"architecture": "tree"}, "modalities": {"text": {"tokens": 3}}, "outputs": 2}
+        )
+        == least
+    )
 
 
 @pytest.mark.parametrize("where", ["ModelConfig", "EncoderConfig", "Modality"])

@@ -189,7 +189,7 @@ def test_a_class_per_leaf(name):
 
 
 def test_an_encoder_of_a_newer_version():
-    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of hierarchical, han, hat"):
+    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of tree, han, hat"):
         config_from_dict({"architecture": "mamba"})
     with pytest.raises(InvalidInput, match="unknown field 'depth'"):
         config_from_dict({"architecture": "han", "depth": 3})

@@ -17,7 +17,7 @@ from tests.model_inputs import ENCODERS, KEYS, MODALITIES
 
 
 def model(name="hierarchical", **changes):
-    sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, **changes}
+    sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, "layers": 2, **changes}
     config = EncoderConfig(**{"kind": name, **sizes, **ENCODERS[name]})
     return Classifier(ModelConfig(config, MODALITIES, 2, kinds=KINDS, keys=KEYS)).eval()
 

@@ -153,7 +153,7 @@ def test_sizes_without_meaning(changes, message):
 
 def test_a_classifier_of_equal_size_that_goes_through_json():
     assert config_from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
-    ours = ModelConfig(EncoderConfig(width=26, heads=2), TEXT, outputs=3)
+    ours = ModelConfig(EncoderConfig(width=26, heads=2, layers=2), TEXT, outputs=3)
     config = equal_parameters(ours, replace(CONFIG, width=26))
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     wanted, found = (count_parameters(Classifier(c)) for c in (ours, config))

@@ -214,7 +214,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert json.loads(Path("run/results.json").read_text())[0]["loss"] == theirs["loss"]
     code, _, err = call("train", "tale.txt", *tiny, "--models", "transformer-lx")
     assert code != 0
-    assert "for the task lm; did you mean 'transformer-xl'?" in err
+    assert "flat, transformer-xl; did you mean 'transformer-xl'?" in err
     code, _, err = call("train", "tale.txt", *tiny, "--models", "transformer-xl", "--memory", "-1")
     assert code != 0
     assert "memory: given -1, expected 0" in err

@@ -105,7 +105,8 @@ def test_blocks_as_long_as_in_training(ours):
 def test_what_does_not_fit_the_model(saved, ours):
     folder, text, _ = ours
     with pytest.raises(
-        InvalidInput, match=r"^memory: given 7 tokens for a model without a memory, expected a Transformer"
+        InvalidInput,
+        match=r"^memory: given 7 tokens for a model without a memory, expected a model that reads texts in segments",
     ):
         evaluate_text(folder, text, memory=7)
     with pytest.raises(
@@ -118,7 +119,7 @@ def test_what_does_not_fit_the_model(saved, ours):
 
 def test_a_transformer_xl_has_segments(saved):
     folder, text, _ = saved
-    with pytest.raises(InvalidInput, match=r"^context: given 9 tokens .* segments of 24; say how much it remembers"):
+    with pytest.raises(InvalidInput, match=r"^context: given 9 tokens .* segments of 24; set how much it remembers"):
         evaluate_text(folder, text, context=9)
 
 
