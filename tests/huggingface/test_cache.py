@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import cache as caches
-from hsa.huggingface import convert, counting, interface, memory_of, new_cache, revert
-from hsa.huggingface.attend import exact_is_cheaper
+from hsa.huggingface import convert, counting, layer_plan, memory_of, new_cache, revert
 from hsa.huggingface.cache import CacheLayer
+from hsa.huggingface.layer_plan import exact_is_cheaper
 from tests.huggingface.tiny_models import PAD, random_ids, run, tiny, transformers
 
-FOUND = {"branching": (4, 2), "top_k": 1, "chunk": 8}
-WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1}
+CLUSTERED = {"branching": (4, 2), "top_k": 1, "chunk": 8}
+WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 1}
 WAYS = {
-    "clustered": FOUND,
-    "found, a beam": {"branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
-    "found, bias per head": {**FOUND, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
+    "clustered": CLUSTERED,
+    "clustered, a beam": {"branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
+    "clustered, bias per head": {**CLUSTERED, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
     "windows": WINDOWS,
 }
 
@@ -73,7 +72,7 @@ def test_generate_is_full_passes_and_needs_no_argument(steps, family, way, lengt
 
 @pytest.mark.parametrize("way", ["clustered", "windows"])
 def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
-    monkeypatch.setattr(interface, "exact_is_cheaper", exact_is_cheaper)
+    monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
     model = ready(way=way)
     ids, mask = random_ids([3, 14], side="left")
     whole, logits = stepwise(model, ids, mask, 40)
@@ -97,7 +96,7 @@ def test_beam_search(steps, way):
 @pytest.mark.parametrize("few", [1, 16])
 def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
     """Prompt lookup: several new tokens at once, of which some are taken back."""
-    monkeypatch.setattr(caches, "FEW", few)
+    monkeypatch.setattr(layer_plan, "FEW", few)
     model = ready(way=way)
     ids, mask = random_ids([9])
     ids = torch.cat([ids, ids, ids], 1)
@@ -136,7 +135,7 @@ def test_crop_as_any_version_of_transformers_asks_for_it(kind):
 @pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_several_new_tokens_at_once_with_padding_anywhere(monkeypatch, few, side):
-    monkeypatch.setattr(caches, "FEW", few)
+    monkeypatch.setattr(layer_plan, "FEW", few)
     model = ready()
     lengths = [40, 33]
     ids, mask = random_ids(lengths, side=side)
@@ -161,8 +160,8 @@ def test_several_new_tokens_at_once_with_padding_anywhere(monkeypatch, few, side
 def test_layers_differ_and_some_are_exact(steps):
     model = tiny("llama", num_hidden_layers=4)
     convert(model, [0], **WINDOWS)
-    convert(model, [2], **FOUND)
-    convert(model, [3], **{**FOUND, "top_k": 2, "chunk": 16})
+    convert(model, [2], **CLUSTERED)
+    convert(model, [3], **{**CLUSTERED, "top_k": 2, "chunk": 16})
     model.generation_config.eos_token_id = None
     ids, mask = random_ids([19, 11], side="left")
     whole, logits = stepwise(model, ids, mask, 20)
@@ -174,9 +173,9 @@ def test_layers_differ_and_some_are_exact(steps):
 
 
 def test_what_has_no_cache_of_trees_writes_as_before(steps):
-    """Windows that are opened; trees of three factors; a cache of fixed size; gradients."""
+    """Windows with top_k; trees of three factors; a cache of fixed size; gradients."""
     ids, mask = random_ids([19, 11], side="left")
-    for changes in ({"hierarchy": "windows", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
+    for changes in ({"kind": "multiscale", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
         model = convert(tiny("llama"), **{"branching": (4, 2), **changes})
         model.generation_config.eos_token_id = None
         whole, _ = stepwise(model, ids, mask, 10)
@@ -278,7 +277,7 @@ def test_what_is_refused():
     with pytest.raises(InvalidInput, match=r"attention_mask: given .*\[19, 19\].*expected \[19, 15\]"):
         run(model, input_ids=token, past_key_values=filled())
     with pytest.raises(InvalidInput, match="other settings of layer 0"):
-        run(ready(way="found, a beam"), input_ids=token, past_key_values=filled())
+        run(ready(way="clustered, a beam"), input_ids=token, past_key_values=filled())
     longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
     with pytest.raises(InvalidInput, match=r"gradients are asked for.*torch.no_grad"):
         model(token, attention_mask=longer, past_key_values=filled())

@@ -9,11 +9,11 @@ from hsa.huggingface import convert, revert
 from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
-    "chunks, beam": {"hierarchy": "keys", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, shared": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "share": 6, "pooled_bias": -0.5},
-    "windows, sinks": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "sinks": 3, "share": 6},
+    "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
+    "chunks, beam": {"kind": "clustered", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, shared": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "tile": 6, "pooled_bias": -0.5},
+    "windows, sinks": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "sinks": 3, "tile": 6},
 }
 
 
@@ -93,13 +93,17 @@ def test_several_tokens_at_once_after_a_cache(layers, lengths):
 
 def test_what_would_let_later_tokens_through():
     """The paper's operator ties rows; where a sentence ends depends on what follows."""
-    paper = {"operator": "hierarchical", "hierarchy": "windows"}
+    paper = {"kind": "hierarchical"}
     for family, changes in (("llama", {}), ("gpt2", {}), ("bert", {"is_decoder": True})):
         model = tiny(family, **changes)
-        with pytest.raises(InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'multiscale'"):
+        with pytest.raises(
+            InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'clustered' or 'multiscale'"
+        ):
             convert(model, **paper)
-        with pytest.raises(InvalidInput, match=r"'sentences' in layer 1, which is causal.*'keys' or 'windows'"):
-            convert(model, layers=[1], hierarchy="sentences", tokenizer=word_tokenizer())
+        with pytest.raises(
+            InvalidInput, match=r"'sentences' in layer 1, which is causal.*'windows', or kind='clustered'"
+        ):
+            convert(model, layers=[1], kind="multiscale", tree="sentences", tokenizer=word_tokenizer())
         assert not hasattr(model.config, "hsa")
         assert model.config._attn_implementation != "hsa"
 
@@ -112,14 +116,14 @@ def test_a_decoder_that_looks_both_ways():
     later = ids.clone()
     later[:, 25] = 5
     assert (run(model, input_ids=later, attention_mask=mask, use_cache=False) - exact)[:, :25].abs().max() > 1e-3
-    convert(model, operator="hierarchical", hierarchy="windows", branching=(64,), sinks=None)
+    convert(model, kind="hierarchical", branching=(64,), sinks=None)
     tied = run(model, input_ids=ids, attention_mask=mask, use_cache=False)
     torch.testing.assert_close(tied[mask.bool()], exact[mask.bool()])
 
 
 def test_ids_of_a_cache_are_not_known():
     """Trees of one's own need all ids; the message says what to do instead."""
-    model = convert(tiny("llama"), hierarchy=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
+    model = convert(tiny("llama"), kind="multiscale", tree=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
     ids, _ = random_ids([20])
     run(model, input_ids=ids)
     with pytest.raises(InvalidInput, match=r"given shape \(1, 1\) for keys \(1, 21\).*with a cache of earlier keys"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import convert, interface, revert
+from hsa.huggingface import convert, revert
+from hsa.huggingface.masks import BINDINGS
 from tests.huggingface.tiny_models import (
     CLS,
     SEP,
@@ -19,18 +20,18 @@ from tests.huggingface.tiny_models import (
 )
 
 WAYS = {
-    "keys": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1},
-    "keys, shared": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "share": 5, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, beam": {"hierarchy": "windows", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
-    "sentences": {"hierarchy": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
-    "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
-    "paper, sentences": {"operator": "hierarchical", "hierarchy": "sentences", "branching": (4, 2), "sinks": "special"},
+    "keys": {"kind": "clustered", "branching": (4, 2), "top_k": 1},
+    "keys, shared": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "tile": 5, "sinks": None},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, beam": {"kind": "multiscale", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
+    "sentences": {"kind": "multiscale", "tree": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
+    "paper": {"kind": "hierarchical", "branching": (4, 2)},
+    "paper, sentences": {"kind": "hierarchical", "tree": "sentences", "branching": (4, 2), "sinks": "special"},
 }
 CAUSAL = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
+    "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
     "windows": WAYS["windows"],
-    "windows, near": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1},
+    "windows, near": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 1},
 }
 TOKENIZER = word_tokenizer()
 
@@ -207,7 +208,7 @@ def test_packed_sequences_are_refused():
     whole = run(model, input_ids=ids)
     exact = run(model, input_ids=ids, position_ids=packed, use_cache=False)
     assert (exact - whole)[:, 9:].abs().max() > 1e-3
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=99)
     with pytest.raises(InvalidInput, match="unpack packed sequences into a padded batch"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
@@ -218,7 +219,11 @@ def test_embeddings_have_no_ids():
     vectors = model.get_input_embeddings()(ids)
     expected = run(convert(model, **WAYS["keys"]), input_ids=ids, attention_mask=mask)
     assert torch.equal(run(model, inputs_embeds=vectors, attention_mask=mask), expected)
-    for way in ({**WAYS["keys"], "sinks": "special"}, WAYS["sentences"], {"hierarchy": lambda ids: None}):
+    for way in (
+        {**WAYS["keys"], "sinks": "special"},
+        WAYS["sentences"],
+        {"kind": "multiscale", "tree": lambda ids: None},
+    ):
         convert(model, tokenizer=TOKENIZER, **way)
         with pytest.raises(InvalidInput, match=r"input_ids: .*does not say which tokens it holds.*pass input_ids"):
             run(model, inputs_embeds=vectors, attention_mask=mask)
@@ -231,7 +236,7 @@ def test_ids_of_an_earlier_pass_are_forgotten():
 
     whole = BertForMaskedLM(tiny("bert").config).double().eval()
     ids, mask = words()
-    convert(whole, tokenizer=TOKENIZER, hierarchy="windows", branching=(4, 2), top_k=1, sinks="special")
+    convert(whole, tokenizer=TOKENIZER, kind="multiscale", branching=(4, 2), top_k=1, sinks="special")
     others, _ = words("left")
     states = run(whole.bert, input_ids=others, attention_mask=mask)
     run(whole, input_ids=ids, attention_mask=mask)
@@ -264,12 +269,12 @@ def test_a_mask_that_is_written_to():
 def test_nothing_is_kept_of_past_masks():
     ids, mask = random_ids()
     for family in ("bert", "llama"):
-        model = convert(tiny(family), [1], hierarchy="windows", branching=(4, 2), top_k=1)
+        model = convert(tiny(family), [1], kind="multiscale", branching=(4, 2), top_k=1)
         for given in (mask, None, four_dimensional(mask, family == "llama", "bool")):
             run(model, input_ids=ids, attention_mask=given)
         del given
     gc.collect()
-    assert len(interface._BOUND) == 0
+    assert len(BINDINGS) == 0
 
 
 def test_a_copied_mask(monkeypatch):
@@ -297,7 +302,7 @@ def test_byte_tokens_as_sinks():
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = tiny("bert")
-    settings = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
+    settings = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
     special = run(convert(model, tokenizer=tokenizer, sinks="special", **settings), input_ids=ids, attention_mask=mask)
     none = run(convert(model, sinks=None, **settings), input_ids=ids, attention_mask=mask)
     assert (special - none)[mask.bool()].abs().max() > 1e-3

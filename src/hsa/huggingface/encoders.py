@@ -85,7 +85,7 @@ class TextEncoder(_Encoder):
         self.batch_tokens = batch_tokens
 
     def token_vectors(self, batch: Batch, modality: str = "text") -> Batch:
-        """The batch with a vector in the place of every token id, in the context of its tree: a `transform` for training.
+        """The batch with a vector for every token id, in the context of its tree: a `transform` for training.
 
         The ids of a tree are one text, in their order. One too long for the model is cut into windows of like length.
         A batch without such leaves stays as it is.
@@ -116,7 +116,7 @@ class TextEncoder(_Encoder):
             normalize: to length 1.
 
         Raises:
-            InvalidInput: one string in the place of a list; a text without tokens, for a model without special ones.
+            InvalidInput: one string instead of a list; a text without tokens, for a model without special ones.
         """
         if isinstance(texts, str):
             raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
@@ -152,13 +152,13 @@ class TextEncoder(_Encoder):
         whole = [[*self._before, *row, *self._after] for row in rows]
         lengths = np.array([len(row) for row in whole], np.int64)
         pad = self.tokenizer.pad_token_id or 0
-        for chosen in alike(lengths, self.batch_tokens):
+        for chosen in batch_by_length(lengths, self.batch_tokens):
             longest = int(lengths[chosen[0]])
             ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in chosen.tolist()], device=device)
             size = torch.from_numpy(lengths[chosen]).to(device)
             mask = (torch.arange(longest, device=device) < size[:, None]).long()
             states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-            yield from ((i, states[place, : int(lengths[i])]) for place, i in enumerate(chosen.tolist()))
+            yield from ((i, states[row, : int(lengths[i])]) for row, i in enumerate(chosen.tolist()))
 
     def _check_ids(self, values: Any, modality: str) -> Tensor:
         where, fix = f"values[{modality!r}]", "read the text with tokenizer=encoder.tokenizer"
@@ -215,7 +215,7 @@ class ImageEncoder(_Encoder):
         """A picture as a leaf of modality "image", or as a `Grid` of them: an `image_reader` for other readers.
 
         Args:
-            grid: a vector per patch in the place of one for the picture.
+            grid: a vector per patch instead of one for the picture.
             where: the name of the picture in error messages.
 
         Raises:
@@ -274,10 +274,10 @@ def _check_text_type(config: Any, name: str) -> None:
         )
 
 
-def alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Batches of rows, the longest first: at most `budget` tokens with the padding, and at most half of each row padding.
+def batch_by_length(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Batch rows of similar length, the longest first: at most `budget` tokens with padding, half of a row at most.
 
-    >>> [batch.tolist() for batch in alike(np.array([1, 9, 5, 2, 4, 8]), 20)]
+    >>> [batch.tolist() for batch in batch_by_length(np.array([1, 9, 5, 2, 4, 8]), 20)]
     [[1, 5], [2, 4], [3, 0]]
     """
     order = np.argsort(-lengths, kind="stable")

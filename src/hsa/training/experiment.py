@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from hsa.analysis.metrics import confusion
 from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
@@ -23,7 +24,7 @@ from hsa.training.data.prepare import PreparedData, save_input_spec
 from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
 from hsa.training.failures import OnFailure, catch_oom, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
-from hsa.training.metrics import Scores, confusion
+from hsa.training.metrics import Scores
 from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
 from hsa.tree.hierarchy import Hierarchy
 

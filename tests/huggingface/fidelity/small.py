@@ -10,9 +10,9 @@ from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import DECODER, ENCODER, FAMILIES, WORDS, transformers, word_tokenizer
 
 LONGEST = 61
-CHEAP = LayerSettings(hierarchy="windows", branching=(4, 2), top_k=0)
-NEAR = LayerSettings(hierarchy="windows", branching=(4, 2), near=1, top_k=0)
-FOUND = LayerSettings(branching=(4, 2), top_k=2)
+CHEAP = LayerSettings(kind="multiscale", branching=(4, 2), top_k=0)
+NEAR = LayerSettings(kind="multiscale", branching=(4, 2), near=1, top_k=0)
+CLUSTERED = LayerSettings(branching=(4, 2), top_k=2)
 
 
 def tokenizer():

@@ -13,11 +13,11 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.fidelity import calibrate as calibration
-from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, hull
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, trace_hull
 from hsa.huggingface.fidelity.judge import Judge
 from tests.huggingface.fidelity.small import (
     CHEAP,
-    FOUND,
+    CLUSTERED,
     LONGEST,
     NEAR,
     classifier,
@@ -103,7 +103,7 @@ def test_what_holds():
 )
 def test_the_hull_falls_at_rising_cost(points, first):
     ways = [(*point, place) for place, point in enumerate(points)]
-    taken = hull((*first, None), ways)
+    taken = trace_hull((*first, None), ways)
     slopes = [slope for slope, _ in taken]
     assert slopes == sorted(slopes)
     operations = [first[0], *(points[place][0] for _, place in taken)]
@@ -278,7 +278,7 @@ def test_language_models(asked):
 
 def test_a_converted_model_is_searched_from_its_exact_attention(model, judge, asked):
     wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
-    convert(model, **vars(FOUND))
+    convert(model, **vars(CLUSTERED))
     asked.clear()
     assert calibrate(model, judge, "ops 1.5x", candidates=WAYS) == wanted
     assert asked[0] == settings_of(model) == {}

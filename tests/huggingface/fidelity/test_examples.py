@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.fidelity.examples import Examples, Tokens, class_numbers, load_examples, tokenize
+from hsa.huggingface.fidelity.examples import Examples, Tokens, load_examples, number_labels, tokenize
 from tests.huggingface.fidelity.small import examples, tokenizer
 from tests.tables import write_rows
 
@@ -78,7 +78,7 @@ NAMES = {"neg": 0, "pos": 1, "none": 2}
 
 def test_labels_by_name_and_number():
     def numbers(labels, names=NAMES):
-        return class_numbers(Examples("t", [("x",)] * len(labels), labels), names, 3).tolist()
+        return number_labels(Examples("t", [("x",)] * len(labels), labels), names, 3).tolist()
 
     assert numbers(["pos", "neg", "none"]) == [1, 0, 2]
     assert numbers([2, 0, np.int64(1)]) == [2, 0, 1]
@@ -91,9 +91,9 @@ def test_labels_by_name_and_number():
         ):
             numbers(["pos", wrong])
     with pytest.raises(InvalidInput, match=r"t: given no labels, expected a label per row.*--label"):
-        class_numbers(Examples("t", [("x",)]), NAMES, 3)
+        number_labels(Examples("t", [("x",)]), NAMES, 3)
     with pytest.raises(InvalidInput, match="model: given a head of 1 output, expected a class each: 2 or more"):
-        class_numbers(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)
+        number_labels(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)
 
 
 @pytest.mark.parametrize(

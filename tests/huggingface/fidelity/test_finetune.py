@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.fidelity import finetune as finetuning
 from hsa.huggingface.fidelity.examples import Examples, tokenize
-from hsa.huggingface.fidelity.finetune import OPTIONS, STATE, class_names, finetune, finish
+from hsa.huggingface.fidelity.finetune import OPTIONS, STATE, finetune, list_classes, save_finetuned
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.options import FinetuneOptions
 from hsa.huggingface.layers import attention_layers, set_attention_dropout
@@ -94,7 +94,7 @@ def test_what_is_left_is_a_model(tmp_path):
     model, data = calm(), learnable(16)
     finetune(model, tokenizer(), data, FinetuneOptions(epochs=1, **SHORT), folder=tmp_path)
     assert (tmp_path / STATE).exists()
-    finish(tmp_path, model, tokenizer())
+    save_finetuned(tmp_path, model, tokenizer())
     assert not (tmp_path / STATE).exists()
     loaded, known = load_for_task(str(tmp_path), "classify")
     judge = Judge(data, "classify", loaded, known, longest=LONGEST)
@@ -137,7 +137,7 @@ def test_texts_longer_than_the_model_takes_are_cut():
 
 def test_names_of_classes():
     def names(labels):
-        return class_names(Examples("t", [("x",)] * len(labels), labels))
+        return list_classes(Examples("t", [("x",)] * len(labels), labels))
 
     assert names([10, 9, 2, 10]) == ["2", "9", "10"]
     assert names(["pos", "neg", "pos"]) == ["neg", "pos"]
@@ -145,7 +145,7 @@ def test_names_of_classes():
     with pytest.raises(InvalidInput, match="t: label: given nothing but 'a', expected at least 2 classes"):
         names(["a", "a"])
     with pytest.raises(InvalidInput, match="t: given no labels, expected a label per row"):
-        class_names(Examples("t", [("x",)]))
+        list_classes(Examples("t", [("x",)]))
 
 
 def test_an_epoch_has_every_text_once_and_its_own_order():

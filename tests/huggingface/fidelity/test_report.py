@@ -14,7 +14,7 @@ from hsa.huggingface.fidelity.timing import Timed
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.fidelity.small import (
     CHEAP,
-    FOUND,
+    CLUSTERED,
     LONGEST,
     NEAR,
     classifier,
@@ -79,13 +79,13 @@ def test_remarks():
 
 
 def test_what_is_written(tmp_path):
-    report, *_ = report_of({1: FOUND}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
+    report, *_ = report_of({1: CLUSTERED}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
     pictures = write_report(tmp_path, report)
     assert [picture.name for picture in pictures] == ["operations.png", "timing.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["operations.png", "report.json", "report.md", "timing.png"]
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["times_fewer_operations"] == report.ratio
-    assert LayerSettings.from_json("here", found["settings"]["1"]) == FOUND
+    assert LayerSettings.from_json("here", found["settings"]["1"]) == CLUSTERED
     assert found["layers"] == report.layers
     assert found["timed"][0] == {"length": 7, "before_ms": 2.0, "after_ms": 1.0, "before_mib": None, "after_mib": None}
     assert "holds" not in found
@@ -133,14 +133,14 @@ def test_nothing_converted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "keys (8, 2), top_k 8"),
-        ({"top_k": 0}, "keys (8, 2)"),
-        ({"hierarchy": "windows", "near": 2, "branching": (16, 4)}, "windows (16, 4), near 2, top_k 8"),
-        ({"pooled_bias": 0.5}, "keys (8, 2), top_k 8, biased"),
-        ({"pooled_bias": (0.0, 0.5)}, "keys (8, 2), top_k 8, biased"),
-        ({"pooled_bias": (0.0, 0.0)}, "keys (8, 2), top_k 8"),
-        ({"operator": "hierarchical", "hierarchy": "windows"}, "hierarchical, windows (8, 2)"),
-        ({"hierarchy": len}, "given trees (8, 2), top_k 8"),
+        ({}, "clustered (8, 2), top_k 8"),
+        ({"top_k": 0}, "clustered (8, 2)"),
+        ({"kind": "multiscale", "near": 2, "branching": (16, 4)}, "multiscale, windows (16, 4), near 2, top_k 8"),
+        ({"pooled_bias": 0.5}, "clustered (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.5)}, "clustered (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.0)}, "clustered (8, 2), top_k 8"),
+        ({"kind": "hierarchical"}, "hierarchical, windows (8, 2)"),
+        ({"kind": "multiscale", "tree": len}, "multiscale, given trees (8, 2), top_k 8"),
     ],
 )
 def test_settings_in_words(changes, words):

@@ -9,13 +9,13 @@ import pytest
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.sweep import RESULTS, Sweep
-from hsa.huggingface.fidelity.sweep_recipe import Task, Variant, expanded, late_layers, load_sweep
-from hsa.huggingface.fidelity.sweep_report import columns, write_sweep
+from hsa.huggingface.fidelity.sweep_recipe import Task, Variant, expand_variants, load_sweep, select_late_layers
+from hsa.huggingface.fidelity.sweep_report import tabulate, write_sweep_report
 from hsa.huggingface.loading import load_for_task
 from tests.huggingface.fidelity.small import LONGEST, classifier, examples, rows, save, tokenizer
 from tests.tables import write_rows
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("convert_*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("convert_*.yaml"))
 TASK = "{train: t.jsonl, epochs: 1, batch_size: 8}"
 
 
@@ -27,8 +27,8 @@ def recipe(tmp_path, tasks=None, variants=None, **more):
     return path
 
 
-WINDOWS = "{hierarchy: windows, branching: [4, 2], top_k: 0}"
-PAPER = "{operator: hierarchical, hierarchy: windows, branching: [4, 2], sinks: null, layers: each start}"
+WINDOWS = "{kind: multiscale, branching: [4, 2], top_k: 0}"
+PAPER = "{kind: hierarchical, branching: [4, 2], sinks: null, layers: each start}"
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_recipes_load(path):
     assert found.tasks
     assert found.variants
     for count in (2, 12, 24):
-        for variant, layers in expanded(found.variants, count):
+        for variant, layers in expand_variants(found.variants, count):
             assert layers == sorted(set(layers))
             assert set(layers) <= set(range(count))
             assert variant.exact or variant.settings
@@ -129,7 +129,7 @@ def test_tasks_that_use_others(tmp_path):
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_late_layers(count):
-    found = late_layers(count)
+    found = select_late_layers(count)
     assert found[-1] == count - 1
     assert all(b - a == 2 for a, b in itertools.pairwise(found))
     assert len(found) == max(1, -(-count // 4))
@@ -137,11 +137,11 @@ def test_late_layers(count):
 
 def test_layers_of_variants():
     def layers(wanted, count=5, sliding=()):
-        return [(v.name, numbers) for v, numbers in expanded([Variant("v", wanted)], count, sliding)]
+        return [(v.name, numbers) for v, numbers in expand_variants([Variant("v", wanted)], count, sliding)]
 
     assert layers("all") == [("v", [0, 1, 2, 3, 4])]
     assert layers("all", sliding={1, 2}) == [("v", [0, 3, 4])]
-    assert layers("late") == [("v", late_layers(5))]
+    assert layers("late") == [("v", select_late_layers(5))]
     assert layers((3, -1, 3)) == [("v", [3, 4])]
     assert layers("each start", 3) == [("v from 0", [0, 2]), ("v from 1", [1]), ("v from 2", [2])]
     for wrong in (5, -6):
@@ -194,14 +194,14 @@ def test_an_experiment(tmp_path, data, encoder):
     assert [(row["task"], row["variant"]) for row in again] == [(row["task"], row["variant"]) for row in found]
     assert len((out / RESULTS).read_text().splitlines()) == len(found)
 
-    pictures = write_sweep(out, "A test", found, sweep.skipped)
+    pictures = write_sweep_report(out, "A test", found, sweep.skipped)
     assert [picture.name for picture in pictures] == ["toy.png", "toy-some.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     report = (out / "report.md").read_text()
     assert report.startswith("# A test\n")
     assert "- gone was skipped: no.csv is not in" in report
     assert "![toy](toy.png)" in report
-    header, table = columns(found)
+    header, table = tabulate(found)
     assert {len(row) for row in table} == {len(header)}
     assert report.count("\n| ") + report.startswith("| ") == 1 + len(found)  # the header, and a row each
     for cells, row in zip(table, found, strict=True):
@@ -253,8 +253,8 @@ def test_from_new_weights_there_is_no_original(tmp_path, data, encoder):
     assert not any("kept" in row for row in found)
     assert not any("fine-tuning on" in line for line in said)
     assert not (tmp_path / "out" / "models").exists()
-    assert write_sweep(tmp_path / "out", "A test", found, {}) == []
-    assert [cells[4] for cells in columns(found)[1]] == ["", ""]  # nothing to compare with
+    assert write_sweep_report(tmp_path / "out", "A test", found, {}) == []
+    assert [cells[4] for cells in tabulate(found)[1]] == ["", ""]  # nothing to compare with
 
 
 def test_checkpoints_of_the_paper(tmp_path, data, trained, monkeypatch):
@@ -264,4 +264,4 @@ def test_checkpoints_of_the_paper(tmp_path, data, trained, monkeypatch):
     assert found[1]["layers"] == [0]
     found, _, _ = run(path, data, tmp_path / "given", given={"a": trained})
     assert found[1]["layers"] == [1]
-    assert late_layers(2) == [1]
+    assert select_late_layers(2) == [1]

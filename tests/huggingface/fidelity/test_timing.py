@@ -7,13 +7,13 @@ from hsa.analysis.timing import median_seconds
 from hsa.errors import InvalidInput
 from hsa.huggingface import settings_of
 from hsa.huggingface.fidelity import timing
-from hsa.huggingface.fidelity.timing import Timed, lengths_up_to, time_model
+from hsa.huggingface.fidelity.timing import Timed, list_lengths, time_model
 from tests.huggingface.fidelity.small import CHEAP, classifier, tokenizer
 
 
 @pytest.mark.parametrize("longest", [1, 127, 128, 129, 512, 4096, 5000])
 def test_lengths(longest):
-    found = lengths_up_to(longest)
+    found = list_lengths(longest)
     assert found[-1] == longest
     assert found == sorted(set(found))
     assert all(n & (n - 1) == 0 and n >= 128 for n in found[:-1])

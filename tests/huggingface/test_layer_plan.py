@@ -3,17 +3,18 @@
 import pytest
 import torch
 
-from hsa.huggingface import convert, counting, interface, revert
-from hsa.huggingface.attend import exact_is_cheaper, probing
+from hsa.huggingface import convert, counting, layer_plan, revert
+from hsa.huggingface.layer_plan import exact_is_cheaper
+from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import random_ids, run, tiny
 
-WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
+WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
 
 
 @pytest.fixture(autouse=True)
 def _as_it_is(monkeypatch, _short_sequences_too):
-    monkeypatch.setattr(interface, "exact_is_cheaper", exact_is_cheaper)
+    monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -37,9 +38,9 @@ def test_more_that_is_exact_needs_longer_sequences():
 
 def test_trees_that_were_asked_for_by_their_shape_are_used():
     for settings in (
-        LayerSettings(operator="hierarchical", hierarchy="windows"),
-        LayerSettings(hierarchy="sentences"),
-        LayerSettings(hierarchy=lambda ids: None),
+        LayerSettings(kind="hierarchical"),
+        LayerSettings(kind="multiscale", tree="sentences"),
+        LayerSettings(kind="multiscale", tree=lambda ids: None),
     ):
         assert not exact_is_cheaper(settings, 1, causal=False)
 
@@ -82,7 +83,7 @@ def test_answers_do_not_depend_on_who_shares_the_batch(weights):
 
 def test_a_token_of_a_causal_model_sees_the_same_however_long_the_text_becomes():
     model = tiny("llama")
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=3)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=3)
     ids, _ = random_ids([61])
     whole = model(input_ids=ids).logits
     for length in (3, 11, 13, 17, 20, 21, 40):
@@ -105,12 +106,12 @@ def test_long_sequences_do_not():
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_probing_is_the_distance_from_exact_attention(family, settings, monkeypatch):
     """Of the first layer, whose inputs conversion leaves as they are."""
-    monkeypatch.setattr(interface, "exact_is_cheaper", lambda settings, length, causal: False)
+    monkeypatch.setattr(layer_plan, "exact_is_cheaper", lambda settings, length, causal: False)
     biases = (-1.0, 0.0, 2.0)
     model = tiny(family)
     ids, mask = random_ids([61, 47])
-    if family == "llama":  # where trees are found in whole chunks
-        settings = {**settings, "chunk": 16} if "hierarchy" not in settings else settings
+    if family == "llama":  # which clusters keys in whole chunks
+        settings = {**settings, "chunk": 16} if "kind" not in settings else settings
     caught = []
     layers = [m for m in model.modules() if hasattr(m, "o_proj")] or [m for m in model.modules() if hasattr(m, "query")]
 
@@ -149,7 +150,7 @@ def test_probing_leaves_out_what_pools_nothing():
     with probing((0.0,)) as errors:
         run(model, input_ids=ids, attention_mask=mask)  # so short that layers are exact
     assert errors == {}
-    convert(model, operator="hierarchical", hierarchy="windows", sinks=None)
+    convert(model, kind="hierarchical", sinks=None)
     with probing((0.0,)) as errors:
         run(model, input_ids=ids, attention_mask=mask)
     assert errors == {}
