@@ -1,11 +1,13 @@
-"""Sequences too short for trees to save anything, and how far layers are from exact attention."""
+"""What a layer's plan decides: exact attention where trees save nothing, trees elsewhere, caches of trees in decoders."""
 
 import pytest
 import torch
 
-from hsa.huggingface import convert, counting, layer_plan, revert
-from hsa.huggingface.layer_plan import exact_is_cheaper
+from hsa.errors import InvalidInput
+from hsa.huggingface import convert, counting, layer_plan
+from hsa.huggingface.layer_plan import FEW, Call, LayerPlan, exact_is_cheaper
 from hsa.huggingface.observe import probing
+from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import random_ids, run, tiny
 
@@ -15,6 +17,74 @@ WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
 @pytest.fixture(autouse=True)
 def _as_it_is(monkeypatch, _short_sequences_too):
     monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
+
+
+def sequences(lengths, new=None, causal=True):
+    """Left-padded; `new`: how many positions at the end have queries."""
+    mask = random_ids(lengths, side="left")[1].bool()
+    return Sequences(mask, causal=causal, first_query=0 if new is None else mask.shape[1] - new)
+
+
+def call(keys, new=None, **options):
+    q, k = (torch.zeros(1, 1, count, 4) for count in (keys if new is None else new, keys))
+    return Call(None, q, k, k, **options)
+
+
+def test_the_path_without_a_cache():
+    windows = LayerPlan(0, LayerSettings(**WINDOWS))
+    for lengths, path in (([61, 47], "tree"), ([3, 2], "exact"), ([61, 3, 47], "split")):
+        assert windows.path(sequences(lengths, causal=False)) == path
+        assert LayerPlan(0, None).path(sequences(lengths)) == "exact"
+    assert windows.short(sequences([61, 3, 47], causal=False)) == [False, True, False]
+    assert LayerPlan(0, LayerSettings(kind="hierarchical")).path(sequences([3, 61], causal=False)) == "tree"
+
+
+@pytest.mark.parametrize(
+    ("settings", "caches"),
+    [
+        (None, False),
+        (LayerSettings(), True),
+        (LayerSettings(branching=(8, 2, 2)), False),
+        (LayerSettings(sinks="special"), False),
+        (LayerSettings(**WINDOWS), True),
+        (LayerSettings(kind="multiscale"), False),
+        (LayerSettings(kind="multiscale", tree=lambda ids: None, top_k=0), False),
+        (LayerSettings(kind="hierarchical"), False),
+    ],
+)
+def test_layers_that_cache_trees(settings, caches):
+    assert LayerPlan(0, settings).caches_trees == caches
+
+
+def test_the_path_of_a_prompt():
+    prompt = sequences([40])
+    clustered, windows = LayerPlan(0, LayerSettings()), LayerPlan(0, LayerSettings(**WINDOWS))
+    assert clustered.cache_path(call(40), prompt, empty=True) == "inside"
+    assert windows.cache_path(call(40), prompt, empty=True) == "whole"
+    for options in ({"weights": True}, {"dropout_p": 0.1}):
+        assert clustered.cache_path(call(40, **options), prompt, empty=True) == "whole"
+    with counting():
+        assert clustered.cache_path(call(40), prompt, empty=True) == "whole"
+    with probing([0.0]):
+        assert clustered.cache_path(call(40), prompt, empty=True) == "whole"
+    trained = call(40)
+    trained.query.requires_grad_()
+    assert clustered.cache_path(trained, prompt, empty=True) == "whole"
+    with torch.no_grad():
+        assert clustered.cache_path(trained, prompt, empty=True) == "inside"
+
+
+def test_the_path_of_new_tokens():
+    clustered, windows = LayerPlan(0, LayerSettings()), LayerPlan(0, LayerSettings(**WINDOWS))
+    for new, path in ((1, "steps"), (FEW, "steps"), (FEW + 1, "whole")):
+        assert clustered.cache_path(call(40, new), sequences([40], new), empty=False) == path
+        assert windows.cache_path(call(40, new), sequences([40], new), empty=False) == "steps"
+    padding = sequences([40, 3], 5)  # two of the new positions of the second sequence
+    asks = call(40, 5, weights=True), sequences([40], 5)
+    for arguments in ((call(40, 5), padding), asks):
+        assert clustered.cache_path(*arguments, empty=False) == "whole"
+        with pytest.raises(InvalidInput, match="keeps no leaves"):
+            windows.cache_path(*arguments, empty=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -76,8 +146,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch(weights):
             together.last_hidden_state[i, :length], alone.last_hidden_state[0], rtol=0, atol=1e-10
         )
         if weights:
-            found = together.attentions[0][i, :, :length, :length]
-            torch.testing.assert_close(found, alone.attentions[0][0], rtol=0, atol=1e-10)
+            inside = together.attentions[0][i, :, :length, :length]
+            torch.testing.assert_close(inside, alone.attentions[0][0], rtol=0, atol=1e-10)
     assert counted.total == alone_counted
 
 
@@ -100,57 +170,3 @@ def test_long_sequences_do_not():
         changed = run(model, input_ids=ids, attention_mask=mask)
     assert (changed - exact)[mask.bool()].abs().max() > 1e-3
     assert counted.ratio > 1
-
-
-@pytest.mark.parametrize("settings", [WINDOWS, {"branching": (4, 2), "top_k": 2}])
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_probing_is_the_distance_from_exact_attention(family, settings, monkeypatch):
-    """Of the first layer, whose inputs conversion leaves as they are."""
-    monkeypatch.setattr(layer_plan, "exact_is_cheaper", lambda settings, length, causal: False)
-    biases = (-1.0, 0.0, 2.0)
-    model = tiny(family)
-    ids, mask = random_ids([61, 47])
-    if family == "llama":  # which clusters keys in whole chunks
-        settings = {**settings, "chunk": 16} if "kind" not in settings else settings
-    caught = []
-    layers = [m for m in model.modules() if hasattr(m, "o_proj")] or [m for m in model.modules() if hasattr(m, "query")]
-
-    def outputs(**changes):
-        """What the first layer's attention gives, before it is projected."""
-        convert(model, [0], **{**settings, **changes})
-        caught.clear()
-        if family == "llama":
-            hook = layers[0].o_proj.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
-        else:
-            hook = layers[0].register_forward_hook(lambda module, inputs, out: caught.append(out[0]))
-        run(model, input_ids=ids, attention_mask=mask)
-        hook.remove()
-        return caught[0].unflatten(-1, (4, 8))[mask.bool()]  # [tokens, heads, dim]
-
-    found = {bias: outputs(pooled_bias=bias) for bias in biases}
-    exact = outputs(top_k=1000, beam="exact")
-    revert(model)
-    convert(model, [0], **settings)
-    with probing(biases) as errors:
-        plain = run(model, input_ids=ids, attention_mask=mask)
-        assert set(errors) == {0}
-        wanted = torch.stack([(found[bias] - exact).square().sum((0, 2)) for bias in biases])
-        assert wanted.min() > 0
-        torch.testing.assert_close(errors[0].double(), wanted, rtol=1e-4, atol=1e-6)
-        run(model, input_ids=ids, attention_mask=mask)
-        torch.testing.assert_close(errors[0].double(), 2 * wanted, rtol=1e-4, atol=1e-6)  # summed over passes
-    assert torch.equal(plain, run(model, input_ids=ids, attention_mask=mask))  # and the outputs are as ever
-    assert errors[0].shape == (3, 4)
-
-
-def test_probing_leaves_out_what_pools_nothing():
-    model = tiny("bert")
-    ids, mask = random_ids([7, 5])
-    convert(model)
-    with probing((0.0,)) as errors:
-        run(model, input_ids=ids, attention_mask=mask)  # so short that layers are exact
-    assert errors == {}
-    convert(model, kind="hierarchical", sinks=None)
-    with probing((0.0,)) as errors:
-        run(model, input_ids=ids, attention_mask=mask)
-    assert errors == {}

@@ -130,9 +130,15 @@ def test_options_that_do_not_fit(changes, message):
 
 
 def test_texts_longer_than_the_model_takes_are_cut():
-    model = calm()
+    model, widths = calm(), []
+    model.register_forward_pre_hook(
+        lambda module, arguments, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
     long = Examples("long", [(" ".join(["cat"] * 300),)] * 4, [0, 1, 0, 1])
+    before = model.classifier.weight.clone()
     finetune(model, tokenizer(), long, FinetuneOptions(epochs=1, length=512, **SHORT))
+    assert widths == [LONGEST]  # not 302 tokens, and not the 512 that were asked for
+    assert not torch.equal(model.classifier.weight, before)
 
 
 def test_names_of_classes():
@@ -212,4 +218,6 @@ def test_language_models_as_classifiers_know_their_padding(tmp_path):
     trained, known = load_for_training(str(tmp_path), ["0", "1"])
     assert trained.config.pad_token_id == known.pad_token_id == known.eos_token_id
     known.model_input_names = ["input_ids", "attention_mask"]
+    before = trained.score.weight.clone()
     finetune(trained, known, learnable(8), FinetuneOptions(epochs=1, **SHORT))
+    assert not torch.equal(trained.score.weight, before)
