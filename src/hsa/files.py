@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hsa.errors import InvalidInput, MissingExtra
+
+if TYPE_CHECKING:
+    from torch import Tensor  # recipes are read without torch
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:

@@ -120,9 +120,9 @@ def test_attentions_of_a_model(family):
         with torch.no_grad():
             ours = model(**inputs, output_attentions=True)
         assert len(ours.attentions) == len(own.attentions) == model.config.num_hidden_layers
-        for found, expected in zip(ours.attentions, own.attentions, strict=True):
-            asks = counts[:, None, :, None].expand_as(found)
-            torch.testing.assert_close(found.where(asks, 0), expected.where(asks, 0), rtol=1e-4, atol=1e-5)
+        for result, expected in zip(ours.attentions, own.attentions, strict=True):
+            asks = counts[:, None, :, None].expand_as(result)
+            torch.testing.assert_close(result.where(asks, 0), expected.where(asks, 0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours[0][counts], own[0][counts], rtol=1e-4, atol=1e-4)
         revert(model)
 

@@ -6,13 +6,13 @@ import torch
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert
-from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, transformers, word_tokenizer
+from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, stepwise, tiny, transformers, word_tokenizer
 
 WAYS = {
     "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
     "chunks, beam": {"kind": "clustered", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, shared": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "tile": 6, "pooled_bias": -0.5},
+    "windows, tiles": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "tile": 6, "pooled_bias": -0.5},
     "windows, sinks": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "sinks": 3, "tile": 6},
 }
 
@@ -31,16 +31,6 @@ def test_nothing_later_matters(way):
         assert torch.equal(run(model, input_ids=others, attention_mask=mask)[:, :first], before[:, :first])
 
 
-def stepwise(model, ids, mask, steps):
-    """Greedy writing with a whole pass for every token."""
-    for _ in range(steps):
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = run(model, input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-    return ids, logits
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_writing_token_by_token_is_the_whole_pass(way, family):
@@ -51,13 +41,13 @@ def test_writing_token_by_token_is_the_whole_pass(way, family):
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     written = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
     assert torch.equal(written.sequences, whole)
-    torch.testing.assert_close(written.logits[-1], logits.float())  # generate rounds them
+    torch.testing.assert_close(written.logits[-1], logits[-1].float())  # generate rounds them
     assert not torch.equal(revert(model).generate(ids, attention_mask=mask, **options), whole)
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])
 def test_a_cache_of_fixed_size(layers):
-    """Its last places are empty; exact layers must not see them either."""
+    """Its last slots are empty; exact layers must not see them either."""
     model = convert(tiny("llama"), layers, **WAYS["windows"])
     ids, mask = random_ids([19, 11, 15], side="left")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "attention_mask": mask}
@@ -74,15 +64,15 @@ def test_a_cache_of_fixed_size(layers):
 def test_several_tokens_at_once_after_a_cache(layers, lengths):
     model = convert(tiny("llama"), layers, **WAYS["chunks"])
     ids, mask = random_ids(lengths, side="left")
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     cache, parts = None, []
     for part in (slice(0, 13), slice(13, 14), slice(14, 31), slice(31, 40)):
         with torch.no_grad():
             out = model(
                 ids[:, part],
                 attention_mask=mask[:, : part.stop],
-                position_ids=place[:, part],
+                position_ids=position_ids[:, part],
                 past_key_values=cache,
                 use_cache=True,
             )

@@ -8,7 +8,7 @@ from hsa.huggingface import convert, revert, settings_of
 from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny, transformers
 
 OPEN = {
-    "found trees": {"kind": "clustered", "branching": (4, 2), "top_k": 99},
+    "clustered keys": {"kind": "clustered", "branching": (4, 2), "top_k": 99},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 99, "sinks": None},
     "neighbours": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99},
     "one window": {"kind": "multiscale", "branching": (64,), "top_k": 0, "sinks": None},

@@ -21,7 +21,7 @@ from tests.huggingface.tiny_models import (
 
 WAYS = {
     "keys": {"kind": "clustered", "branching": (4, 2), "top_k": 1},
-    "keys, shared": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "tile": 5, "sinks": None},
+    "keys, tiles": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "tile": 5, "sinks": None},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
     "windows, beam": {"kind": "multiscale", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
     "sentences": {"kind": "multiscale", "tree": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
@@ -40,8 +40,8 @@ def words(side="right"):
     """Ids between [CLS] and [SEP], full stops among them."""
     ids, mask = random_ids(side=side)
     ids = ids.where((mask == 0) | (ids < 22), ids % 18 + 4)
-    for row, place in enumerate(mask.bool()):
-        first, *_, last = place.nonzero().flatten().tolist()
+    for row, seen in enumerate(mask.bool()):
+        first, *_, last = seen.nonzero().flatten().tolist()
         ids[row, first], ids[row, last] = CLS, SEP
         ids[row, first + 9], ids[row, first + 20] = TOKENIZER.convert_tokens_to_ids([".", "!"])
     return ids, mask
@@ -61,15 +61,17 @@ def test_a_padded_batch_is_its_sequences_alone(way, side):
     """Encoder; padded tokens may hold anything."""
     model = converted("bert", WAYS[way])
     ids, mask = words(side)
-    place = positions(mask)
-    together = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = positions(mask)
+    together = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     for row, seen in enumerate(mask.bool()):
-        alone = run(model, input_ids=ids[row, seen][None], position_ids=place[row, seen][None])
+        alone = run(model, input_ids=ids[row, seen][None], position_ids=position_ids[row, seen][None])
         torch.testing.assert_close(together[row, seen], alone[0], rtol=1e-9, atol=1e-9)
     others = ids.where(mask.bool(), 7)
-    again = run(model, input_ids=others, attention_mask=mask, position_ids=place)
+    again = run(model, input_ids=others, attention_mask=mask, position_ids=position_ids)
     assert torch.equal(again[mask.bool()], together[mask.bool()])
-    assert (run(revert(model), input_ids=ids, attention_mask=mask, position_ids=place) - together).abs().max() > 1e-3
+    assert (
+        run(revert(model), input_ids=ids, attention_mask=mask, position_ids=position_ids) - together
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("way", CAUSAL)
@@ -78,13 +80,13 @@ def test_a_padded_batch_is_its_sequences_alone(way, side):
 def test_a_padded_batch_is_its_sequences_alone_in_decoders(way, side, family):
     model = converted(family, CAUSAL[way])
     ids, mask = random_ids(side=side)
-    place = positions(mask)
-    together = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = positions(mask)
+    together = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     for row, seen in enumerate(mask.bool()):
         alone = run(model, input_ids=ids[row, seen][None])
         torch.testing.assert_close(together[row, seen], alone[0], rtol=1e-9, atol=1e-9)
     others = ids.where(mask.bool(), 7)
-    again = run(model, input_ids=others, attention_mask=mask, position_ids=place)
+    again = run(model, input_ids=others, attention_mask=mask, position_ids=position_ids)
     assert torch.equal(again[mask.bool()], together[mask.bool()])
 
 
@@ -130,8 +132,8 @@ def test_masks_of_four_dimensions(kind, side, family):
         model = convert(tiny(family), layers, tokenizer=TOKENIZER, **way)
         inputs = {"input_ids": ids, "position_ids": positions(mask)}
         expected = run(model, attention_mask=mask, **inputs)[mask.bool()]
-        found = run(model, attention_mask=four_dimensional(mask, causal, kind), **inputs)[mask.bool()]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        result = run(model, attention_mask=four_dimensional(mask, causal, kind), **inputs)[mask.bool()]
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_mask_of_four_dimensions_for_all_sequences():
@@ -168,7 +170,7 @@ def strange_masks(batch=2, width=20):
     return {
         "random": torch.rand(seen.shape, generator=generator) < 0.7,
         "bias": torch.randn(seen.shape, generator=generator, dtype=torch.float64),
-        "bias at one place": zeros.index_put(
+        "bias of one pair": zeros.index_put(
             (torch.tensor([0]), torch.tensor([0]), torch.tensor([3])), zeros[0, 0, 0] - 1
         ),
         "reversed": seen.triu(),

@@ -142,14 +142,14 @@ def test_probing_is_the_distance_from_exact_attention(family, settings):
         hook.remove()
         return caught[0].unflatten(-1, (4, 8))[mask.bool()]  # [tokens, heads, dim]
 
-    found = {bias: outputs(pooled_bias=bias) for bias in biases}
+    result = {bias: outputs(pooled_bias=bias) for bias in biases}
     exact = outputs(top_k=1000, beam="exact")
     revert(model)
     convert(model, [0], **settings)
     with probing(biases) as errors:
         plain = run(model, input_ids=ids, attention_mask=mask)
         assert set(errors) == {0}
-        wanted = torch.stack([(found[bias] - exact).square().sum((0, 2)) for bias in biases])
+        wanted = torch.stack([(result[bias] - exact).square().sum((0, 2)) for bias in biases])
         assert wanted.min() > 0
         torch.testing.assert_close(errors[0].double(), wanted, rtol=1e-4, atol=1e-6)
         run(model, input_ids=ids, attention_mask=mask)

@@ -18,7 +18,7 @@ WAYS = {
     "keys": {"branching": (4, 2), "top_k": 1},
     "dropped": {"kind": "multiscale", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
     "per head": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
-    "shared": {"branching": (4, 2), "top_k": 1, "tile": 6, "beam": 3, "sinks": None},
+    "tiles": {"branching": (4, 2), "top_k": 1, "tile": 6, "beam": 3, "sinks": None},
     "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "sinks": "special"},
     "paper": {"kind": "hierarchical", "branching": (4, 2), "sinks": 2},
 }

@@ -49,7 +49,7 @@ def test_gradients_are_slopes(way):
     """Few open; the choice of what is open stays the same over small steps."""
     model = convert(tiny("bert", **STILL).train(), tokenizer=word_tokenizer(), **WAYS[way])
     loss = loss_of(model, batch(1))
-    found = gradients(model, loss)
+    result = gradients(model, loss)
     for name in ("encoder.layer.0.attention.self.query.weight", "encoder.layer.1.attention.self.value.bias"):
         weight = model.get_parameter(name)
         direction = torch.randn_like(weight)
@@ -59,8 +59,8 @@ def test_gradients_are_slopes(way):
             weight -= 2e-6 * direction
             slope = (above - loss()) / 2e-6
             weight += 1e-6 * direction
-        torch.testing.assert_close((found[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
-        assert found[name].abs().max() > 1e-6
+        torch.testing.assert_close((result[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
+        assert result[name].abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,9 +71,9 @@ def test_checkpoints_change_no_gradient(way, reentrant):
     losses = [loss_of(model, batch(seed)) for seed in (1, 2, 3)]
     expected = gradients(model, *losses)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    found = gradients(model, *losses)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    result = gradients(model, *losses)
+    assert result.keys() == expected.keys()
+    for name, gradient in result.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
 
 
@@ -123,9 +123,9 @@ def test_low_precision(family):
     windows = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
     for settings in (windows, {"branching": (4, 2), "top_k": 9, "sinks": None}):
         half = convert(tiny(family, initializer_range=0.1, dtype=torch.bfloat16), **settings)
-        found = run(half, **inputs)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found[counts].double(), exact, rtol=0.1, atol=0.1)
+        result = run(half, **inputs)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result[counts].double(), exact, rtol=0.1, atol=0.1)
         single = convert(tiny(family, initializer_range=0.1, dtype=torch.float32), **settings)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(run(single, **inputs)[counts].double(), exact, rtol=0.1, atol=0.1)

@@ -40,8 +40,8 @@ def test_sentences_of_whole_words():
     documents = [[[CLS], *words, [SEP]], [[CLS], *words[1:3], [SEP]], [[CLS], *cut, words[3], [SEP]]]
     ids = [joined(parts) for parts in documents]
     assert ids[0] == tokenizer(" ".join(SENTENCES))["input_ids"]
-    found = Vocabulary.of(tokenizer).sentence_starts(joined(ids), [len(i) for i in ids])
-    assert found.tolist() == np.concatenate([starts_of(parts) for parts in documents]).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts(joined(ids), [len(i) for i in ids])
+    assert result.tolist() == np.concatenate([starts_of(parts) for parts in documents]).tolist()
 
 
 def test_sentences_of_byte_pairs():
@@ -55,11 +55,11 @@ def test_sentences_of_byte_pairs():
     whole = tokenizer.encode(" ".join(LETTERS))
     assert joined(parts) == whole
     assert len(whole) > 60
-    found = Vocabulary.of(tokenizer).sentence_starts(whole * 2, [len(whole)] * 2)
-    assert found.tolist() == starts_of(parts * 2).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts(whole * 2, [len(whole)] * 2)
+    assert result.tolist() == starts_of(parts * 2).tolist()
     first, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    found = Vocabulary.of(tokenizer).sentence_starts([first, *whole, end], [len(whole) + 2])
-    assert found.tolist() == starts_of([[first], *parts, [end]]).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts([first, *whole, end], [len(whole) + 2])
+    assert result.tolist() == starts_of([[first], *parts, [end]]).tolist()
 
 
 @given(
@@ -141,8 +141,8 @@ def test_trees_of_ones_own():
     model = tiny("bert")
     own = run(convert(model, kind="multiscale", tree=trees, top_k=1), input_ids=ids, attention_mask=mask)
     assert len(seen) == 1  # once for all layers
-    for given_ids, row, place in zip(seen[0], ids, mask.bool(), strict=True):
-        assert torch.equal(given_ids, row[place])
+    for given_ids, row, present in zip(seen[0], ids, mask.bool(), strict=True):
+        assert torch.equal(given_ids, row[present])
     same = convert(model, kind="multiscale", branching=(5, 3), top_k=1, sinks=None)
     regular = run(same, input_ids=ids, attention_mask=mask)[mask.bool()]
     torch.testing.assert_close(own[mask.bool()], regular)  # the last factor repeats, but two suffice here

@@ -119,6 +119,17 @@ def run(model, **inputs):
     return model(**inputs)[0]
 
 
+def stepwise(model, ids, mask, steps):
+    """Greedy writing with a whole pass for every token, and the logits of each."""
+    logits = []
+    for _ in range(steps):
+        position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+        logits.append(run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)[:, -1])
+        ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return ids, torch.stack(logits)
+
+
 def attend_layer(settings, q, k, v, sequences, number=0, **options):
     """The output of one converted layer, by its trees however short its sequences are."""
     return attend_tree(LayerPlan(number, settings), Call(None, q, k, v, **options), sequences)

@@ -157,7 +157,7 @@ def _convert(
     from hsa.huggingface.fidelity.timing import list_lengths, time_model
     from hsa.huggingface.loading import load_for_task, most_tokens
 
-    _check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
+    check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
         given = sorted(NAMED.get() & set(vars(options)))
@@ -223,7 +223,7 @@ def _convert(
     return report, model, tokenizer
 
 
-def _check_counts(**given: int | None) -> None:
+def check_counts(**given: int | None) -> None:
     for name, value in given.items():
         if value is not None and value < 1:
             raise InvalidInput(name, given=value, expected="1 or more")

@@ -8,9 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from hsa.cli.convert import SettingOptions
+from hsa.cli.convert import SettingOptions, check_counts
 from hsa.cli.progress import Bars
-from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.options import FinetuneOptions
 
 
@@ -71,8 +70,7 @@ def finetune(
 
     console = Console()
     bars = Bars(console)
-    if read.limit is not None and read.limit < 1:
-        raise InvalidInput("limit", given=read.limit, expected="1 or more")
+    check_counts(limit=read.limit)
     split = read.split or ("train" if "split" in _columns(data) else None)
     examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
     classes = list_classes(examples)

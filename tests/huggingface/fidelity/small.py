@@ -16,10 +16,10 @@ CLUSTERED = LayerSettings(branching=(4, 2), top_k=2)
 
 
 def tokenizer():
-    found = word_tokenizer()
-    found.model_max_length = LONGEST
-    found.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    return found
+    result = word_tokenizer()
+    result.model_max_length = LONGEST
+    result.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return result
 
 
 def classifier(kind="Bert", seed=1, **changes):

@@ -34,10 +34,10 @@ def table(tmp_path):
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet"])
 def test_columns_are_found(table, columns, wanted, suffix):
     path = table([{name: f"{name} {i}" for name in columns} for i in range(3)], f"t.{suffix}")
-    found = load_examples(path)
-    assert found.texts == [tuple(f"{name} {i}" for name in wanted) for i in range(3)]
-    assert found.labels is None
-    assert (found.name, len(found)) == ("t", 3)
+    result = load_examples(path)
+    assert result.texts == [tuple(f"{name} {i}" for name in wanted) for i in range(3)]
+    assert result.labels is None
+    assert (result.name, len(result)) == ("t", 3)
 
 
 def test_columns_that_are_named_and_joined(table):
@@ -64,9 +64,9 @@ def test_splits(table):
 def test_rows_without_labels_are_left_out(table):
     labels = ["a", None, "b", -1, "-1", "", float("nan"), "a"]
     path = table([{"text": f"row {i}", "label": label} for i, label in enumerate(labels)])
-    found = load_examples(path)
-    assert found.texts == [("row 0",), ("row 2",), ("row 7",)]
-    assert found.labels == ["a", "b", "a"]
+    result = load_examples(path)
+    assert result.texts == [("row 0",), ("row 2",), ("row 7",)]
+    assert result.labels == ["a", "b", "a"]
     none = load_examples(table([{"text": f"row {i}", "label": -1} for i in range(3)]))
     assert (len(none), none.labels) == (3, None)
     other = load_examples(table([{"text": "x", "label": 1, "mark": 0}]), label="mark")
@@ -120,9 +120,9 @@ def test_samples_are_always_the_same():
     some = whole.sample(7)
     assert len(some) == len(set(some.texts)) == 7
     assert some == whole.sample(7) != whole.sample(7, seed=1)
-    place = [whole.texts.index(texts) for texts in some.texts]
-    assert some == whole.part(place)
-    assert place == sorted(place)
+    rows = [whole.texts.index(texts) for texts in some.texts]
+    assert some == whole.part(rows)
+    assert rows == sorted(rows)
     assert whole.sample(None) is whole.sample(30) is whole
 
 

@@ -63,8 +63,8 @@ def test_going_on_gives_the_same_weights(tmp_path):
         finetune(calm(), tokenizer(), data, options, folder=tmp_path, watch=breaks_at(3 + 2))  # in the second epoch
     torch.manual_seed(123)
     again = finetune(calm(seed=5), tokenizer(), data, options, folder=tmp_path)
-    for (name, wanted), found in zip(whole.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(wanted, found), name
+    for (name, wanted), result in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(wanted, result), name
     other = finetune(calm(), tokenizer(), data, FinetuneOptions(epochs=3, seed=1, **SHORT))
     assert not torch.equal(other.classifier.weight, whole.classifier.weight)
     without = calm(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -74,8 +74,8 @@ def test_perplexity_is_that_of_the_models_own_loss(warm_up):
     labels[:, : warm_up + 1] = -100
     with torch.no_grad():
         wanted = model(ids, labels=labels).loss.exp()
-    found = judge.scores(judge.ask(model))
-    assert found == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
+    result = judge.scores(judge.ask(model))
+    assert result == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
     stream = tokenizer()("\n\n".join(t for (t,) in some.texts), add_special_tokens=False)["input_ids"]
     assert [i for piece in judge.tokens.ids for i in piece] == stream[: 29 * len(judge)]
     assert len(stream) - 29 * len(judge) < 29
@@ -168,7 +168,7 @@ def test_divergence_of_certain_answers_is_finite():
 def test_scores_of_classes_by_definition(data, classes, count):
     one = st.lists(st.integers(0, classes - 1), min_size=count, max_size=count)
     predicted, true = (np.array(data.draw(one)) for _ in range(2))
-    found = score_classes(predicted, true, classes)
+    result = score_classes(predicted, true, classes)
     rows = []
     for c in sorted({*predicted.tolist(), *true.tolist()}):
         hits = sum(p == t == c for p, t in zip(predicted, true, strict=True))
@@ -180,12 +180,12 @@ def test_scores_of_classes_by_definition(data, classes, count):
     x, y = (np.eye(classes)[v] - np.eye(classes)[v].mean(0) for v in (predicted, true))
     spread = math.sqrt((x * x).sum() * (y * y).sum())
     wanted["matthews"] = (x * y).sum() / spread if spread > 1e-9 else 0
-    assert found == pytest.approx(wanted, abs=1e-9)
-    assert next(iter(found)) == "accuracy"
+    assert result == pytest.approx(wanted, abs=1e-9)
+    assert next(iter(result)) == "accuracy"
 
 
 def ranks(values):
-    """The mean place among the sorted."""
+    """The mean index among the sorted."""
     return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
 
 
