@@ -58,7 +58,7 @@ def generate(
     ends: set[int] | None = None
     pretrained = is_transformers(model)
     if pretrained:
-        from hsa.huggingface.writer import load_pretrained_writer
+        from hsa.huggingface.text_stream import load_pretrained_writer
 
         writer, tokenizer, ends = load_pretrained_writer(str(model), device)
     else:

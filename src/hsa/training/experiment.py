@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hsa.analysis.metrics import confusion
 from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
@@ -22,7 +23,7 @@ from hsa.registry import KINDS
 from hsa.training.data.prepare import PreparedData, save_input_spec
 from hsa.training.failures import OnFailure, catch_oom, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
-from hsa.training.metrics import Scores, confusion
+from hsa.training.metrics import Scores
 from hsa.training.options import TrainingOptions
 
 RESULT = "result.json"

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hsa.errors import InvalidInput, MissingExtra
+from hsa.errors import InvalidInput
+from hsa.files import load_yaml
 from hsa.models.options import ModelOptions
 from hsa.training.options import EXTRA_OPTIONS, DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 
@@ -77,27 +78,6 @@ def load_recipe(path: Path) -> Recipe:
         )
     extra = {name: group for name in EXTRA_OPTIONS.names() if (group := parts.pop(name)) != kinds[name]()}
     return Recipe(None if data is None else path.parent / str(data), models, **parts, extra=extra)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """The names and values of a YAML file.
-
-    Raises:
-        InvalidInput: naming the file: not there, no YAML, no names.
-    """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtra("pyyaml", "train", "reading recipes") from None
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(str(path), given=error.strerror or error, expected="a recipe") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(path), given=f"no YAML ({' '.join(str(error).split())})", expected="a recipe") from None
-    if not isinstance(given, dict):
-        raise InvalidInput(str(path), given=f"a {type(given).__name__}", expected="names and values of options")
-    return given
 
 
 def _value(kind: type, name: str, value: Any, path: Path) -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hsa.errors import InvalidInput, inside
 from hsa.files import read_json
-from hsa.huggingface.encoders import alike
-from hsa.huggingface.fidelity.examples import class_numbers, load_examples, tokenize
+from hsa.huggingface.encoders import batch_by_length
+from hsa.huggingface.fidelity.examples import load_examples, number_labels, tokenize
 from hsa.huggingface.fidelity.options import HeadDataOptions
 from hsa.huggingface.loading import most_tokens
 from hsa.models.saved import CONFIG
@@ -110,7 +110,7 @@ def pretrained_encoder(
     classes = targets is not None and targets.classes
     model, tokenizer, task = load_encoder(name, labelled=classes, device=device)
     heads = TransformerHeads(model)
-    numbers = class_numbers(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
+    numbers = number_labels(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
     known = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
     lengths = known.lengths
 
@@ -123,7 +123,7 @@ def pretrained_encoder(
         return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def batches(chosen: np.ndarray) -> list[np.ndarray]:
-        return [chosen[some] for some in alike(lengths[chosen], max(2**12, int(lengths.max())))]
+        return [chosen[some] for some in batch_by_length(lengths[chosen], max(2**12, int(lengths.max())))]
 
     def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
         return ("cosine", cosine(full[chosen])) if numbers is None else ("accuracy", accuracy(numbers[chosen]))

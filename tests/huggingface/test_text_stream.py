@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.generation.generate import generate
 from hsa.generation.sampling import Sampling
 from hsa.huggingface import convert
-from hsa.huggingface.writer import load_pretrained_writer
+from hsa.huggingface.text_stream import load_pretrained_writer
 from hsa.signals.readers.tokens import train_tokenizer
 
 PROMPT = "The cat sat on the mat, and the mat lay on the floor; " * 4

@@ -1,4 +1,4 @@
-"""Pre-trained decoders as `hsa.generation` writes with them."""
+"""Pre-trained decoders as models of a text stream of `hsa.generation`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hsa.huggingface.loading import load_for_task, most_tokens
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """Tokens that the tokenizer knows, and the longest text the model has positions for."""
+    """Number of tokens that the tokenizer knows, and of positions that the model has."""
 
     vocabulary: int
     max_length: int
 
 
 class PretrainedCache:
-    """The cache of one text."""
+    """Cache of one text."""
 
     def __init__(self, model: Any):
         self.inner = new_cache(model)
@@ -59,13 +59,13 @@ class PretrainedWriter:
         return self._ask(tokens[:, None], cache)
 
     def _ask(self, ids: Tensor, cache: PretrainedCache) -> Tensor:
-        """Logits after the last token. Embeddings may have rows that no token has."""
+        """Return the logits after the last token. Embeddings may have more rows than there are tokens."""
         out = self.model(input_ids=ids, past_key_values=cache.inner, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1, : self.config.vocabulary].float()
 
 
 def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, set[int]]:
-    """A pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the tokens that end a text.
+    """Load a pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the tokens that end a text.
 
     It attends as its config says if it was converted and saved, else as `convert` does by default.
 
