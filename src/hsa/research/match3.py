@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hsa.analysis.cost_plots import cost_table, costs, plot_costs
+from hsa.analysis.cost_plots import cost_table, plot_costs
 from hsa.analysis.tables import markdown_table
 from hsa.errors import InvalidInput
 from hsa.nn.embedding import Modality
+from hsa.research.trilinear.costs import costs
 from hsa.signals.batch import Batch
 from hsa.signals.domains import Set
 from hsa.training.data.data_set import DataSet
