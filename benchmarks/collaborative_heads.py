@@ -25,8 +25,9 @@ from hsa.analysis.plots import COLORS, pyplot, save_figure
 from hsa.huggingface.fidelity.examples import Examples, load_examples, tokenize
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.layers import attention_layers
+from hsa.research.collaborative import collaborate
 from hsa.research.collaborative.heads import Inputs, SharedProjections, by_strength, concatenated_heads
-from hsa.research.collaborative.huggingface import collaborate, replace_projections
+from hsa.research.collaborative.huggingface import replace_projections
 from hsa.research.decomposition import CP, relative_error
 
 SHARES = (1.0, 3 / 4, 1 / 2, 1 / 3, 1 / 4)
@@ -45,7 +46,7 @@ HEADER = [
 ]
 
 NOTES = (
-    "Shared: `hsa.research.collaborative.huggingface.collaborate`, alternating least squares on the bilinear forms of all heads of a "
+    "Shared: `hsa.research.collaborative.collaborate`, alternating least squares on the bilinear forms of all heads of a "
     "layer together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many over "
     "all heads as have the same number of parameters. On data: both in coordinates in which the error is that of logits on "
     "inputs of the layer, whose moments come from other texts than those that are judged. Nothing was trained afterwards. "

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import RESULTS, Section, write_table
-from hsa.analysis.cost_plots import cost_table, costs, plot_costs
+from hsa.analysis.cost_plots import cost_table, plot_costs
 from hsa.models.classifier import equal_parameters
 from hsa.research.match3.data import prepare_match3, rules
+from hsa.research.trilinear.costs import costs
 from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import Result, model_config, train_model
 from hsa.training.recipe import Recipe, load_recipe

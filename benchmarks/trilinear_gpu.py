@@ -21,11 +21,12 @@ from torch import Tensor
 import hsa
 from benchmarks.gpu_attention import Step, milliseconds, with_backward
 from benchmarks.measure import check, write_table
+from hsa.research.trilinear.call import Rows
 from hsa.research.trilinear.operator import trilinear_attention
 from hsa.research.trilinear.triton import tiles as trilinear_tiles
-from hsa.research.trilinear.triton.backward import gradient_of_queries, gradients_of_keys
+from hsa.research.trilinear.triton.backward import gradient_of_queries, gradients_of_first
 from hsa.research.trilinear.triton.forward import forward
-from hsa.research.trilinear.triton.tiles import Tile
+from hsa.research.trilinear.triton.tiles import KernelCall, Tile
 
 HEADS, DTYPE = 16, torch.bfloat16
 PEAK = 989e12
@@ -197,15 +198,14 @@ def _named(tile: Tile) -> str:
 
 
 def _kernels(case: Case) -> dict[str, Step]:
-    q, k1, k2, v1, v2, d_out = case.inputs()
+    *rows, d_out = case.inputs()
     offsets = case.forest().tensor("leaf_offsets")
-    limits = *case.limits, case.dim**-0.5
-    first, second = (k1, v1, offsets), (k2, v2, offsets)
-    attend = partial(forward, q, k1, k2, v1, v2, offsets, offsets, offsets, *limits)
+    call = KernelCall(Rows(*rows), (offsets, offsets, offsets), *case.limits, case.dim**-0.5)
+    attend = partial(forward, *call.rows, *call.offsets, call.left, call.right, call.scale)
     out, mass = attend()
-    queries = partial(gradient_of_queries, d_out, out, mass, q, offsets, first, second, *limits)
+    queries = partial(gradient_of_queries, call, d_out, out, mass)
     _, shared = queries()
-    keys = partial(gradients_of_keys, d_out, shared, mass, q, offsets, first, second, *limits)
+    keys = partial(gradients_of_first, call, d_out, shared, mass)
     return {"forward": attend, "queries": queries, "keys": keys}
 
 

@@ -3,8 +3,8 @@
 import json
 from functools import partial
 
-from hsa.analysis.cost_plots import costs
 from hsa.models.saved import load_model
+from hsa.research.trilinear.costs import costs
 
 TINY = ("--cpu", "--width", "8", "--heads", "2", "--head-dim", "4", "--epochs", "2", "--batch-size", "32")
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.analysis import cost_plots
-from hsa.analysis.cost_plots import BRANCHING, WINDOW, cost_table, costs
+from hsa.analysis.cost_plots import cost_table
 from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, count_parameters
@@ -20,6 +19,8 @@ from hsa.nn.attention import Flat
 from hsa.research.match3.data import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
 from hsa.research.match3.options import Match3Options
 from hsa.research.match3.task import preset
+from hsa.research.trilinear import costs as trilinear_costs
+from hsa.research.trilinear.costs import BRANCHING, WINDOW, costs
 from hsa.research.trilinear.counts import flops_trilinear
 from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
 from hsa.training.accelerator import make_accelerator
@@ -148,8 +149,8 @@ def test_recipe_and_command_say_the_same():
 
 def test_costs_by_length(monkeypatch):
     lengths, timed = (8, 64, 512), []
-    seconds = cost_plots._seconds
-    monkeypatch.setattr(cost_plots, "_seconds", lambda *given: timed.append(given) or seconds(*given))
+    seconds = trilinear_costs._seconds
+    monkeypatch.setattr(trilinear_costs, "_seconds", lambda *given: timed.append(given) or seconds(*given))
     found = costs(2, 12, lengths, most=2_000_000, repeats=1)
     used = {(type(attention), getattr(attention, "window", None)) for attention, *_ in timed}
     assert used == {(Flat, None), (Trilinear, None), (Trilinear, WINDOW), (HierarchicalTrilinear, None)}

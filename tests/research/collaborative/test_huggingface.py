@@ -8,7 +8,7 @@ import torch
 
 from hsa.errors import InvalidInput, Unsupported
 from hsa.huggingface import convert, revert
-from hsa.research.collaborative.huggingface import collaborate, prepare_collaborative
+from hsa.research.collaborative import collaborate, prepare_collaborative
 from tests.huggingface.tiny_models import inputs_of, random_ids, run, tiny, transformers
 
 BERT_LIKE = ("bert", "roberta", "electra")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy, trilinear_attention
 from hsa.errors import Unsupported
+from hsa.research.trilinear.call import Rows
 from hsa.research.trilinear.triton import tiles as trilinear_tiles
 from hsa.research.trilinear.triton.operator import operator, trilinear_core
 from hsa.research.trilinear.triton.tiles import Tile
@@ -56,7 +57,7 @@ def definition(q, k1, k2, v1, v2, offsets, first_offsets, second_offsets, left=N
 
 def compare(made, offsets, tolerance, left=None, right=None, scale=0.4, of=lambda x: x):
     """Output and gradients, relative to the largest value. `of` makes the inputs of the kernels from the leaves."""
-    out = trilinear_core(*map(of, made), *offsets, left=left, right=right, scale=scale)
+    out = trilinear_core(Rows(*map(of, made)), offsets, left=left, right=right, scale=scale)
     exact = [x.detach().double().requires_grad_() for x in made]
     expected = definition(*map(of, exact), *offsets, left, right, scale)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(out)
@@ -84,7 +85,7 @@ def test_whole_tiles_that_lie_apart(small_tiles):
 
 def test_window_of_one_sees_itself():
     (q, k1, k2, v1, v2), offsets = inputs((5, 3))
-    out = trilinear_core(q, k1, k2, v1, v2, *offsets, left=0, right=0, scale=0.4)
+    out = trilinear_core(Rows(q, k1, k2, v1, v2), offsets, left=0, right=0, scale=0.4)
     torch.testing.assert_close(out, v1 * v2)
 
 
@@ -95,7 +96,7 @@ def test_other_sets(small_tiles):
 
 def test_empty_trees_and_nothing_to_see(small_tiles):
     made, offsets = inputs((3, 0, 4, 0, 2, 0), (2, 1, 0, 0, 5, 0), (6, 1, 3, 2, 1, 0))
-    out = trilinear_core(*made, *offsets, left=None, right=None, scale=0.4)
+    out = trilinear_core(Rows(*made), offsets, left=None, right=None, scale=0.4)
     grads = torch.autograd.grad(out.square().sum(), made)
     assert not out[3:7].any()  # their tree has no j
     rows = [[0, 1, 2, 7, 8], [0, 1, 3, 4, 5, 6, 7], [*range(6), 12]]
@@ -111,7 +112,7 @@ def test_empty_trees_and_nothing_to_see(small_tiles):
 @pytest.mark.parametrize("lengths", [(0,), (0, 0)])
 def test_no_rows(lengths):
     made, offsets = inputs(lengths)
-    out = trilinear_core(*made, *offsets, left=None, right=None, scale=1.0)
+    out = trilinear_core(Rows(*made), offsets, left=None, right=None, scale=1.0)
     assert out.shape == (0, 1, VALUE_DIM)
     assert [x.shape for x in torch.autograd.grad(out.sum(), made)] == [x.shape for x in made]
 
@@ -170,7 +171,7 @@ def test_compiles_without_graph_breaks():
     made, offsets = inputs((6, 3))
 
     def attend(*made):
-        return trilinear_core(*[x * 2 for x in made], *offsets, left=4, right=0, scale=-0.3).sin()
+        return trilinear_core(Rows(*[x * 2 for x in made]), offsets, left=4, right=0, scale=-0.3).sin()
 
     expected = attend(*made)
     out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*made)
@@ -222,7 +223,7 @@ def test_capture_and_the_same_bits():
     made, offsets = inputs((300, 41), dim=32, value_dim=32, dtype=torch.bfloat16)
 
     def step():
-        out = trilinear_core(*made, *offsets, left=None, right=0, scale=0.2)
+        out = trilinear_core(Rows(*made), offsets, left=None, right=0, scale=0.2)
         return out, *torch.autograd.grad(out.sum(), made)
 
     expected = step()

@@ -11,8 +11,8 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.research.decomposition import CP, decompose, relative_error
 
-_CONSTANT = 1e-6  # of what is the same for all keys, against what differs between them: softmax drops it
-_LEAST_SPREAD = 1e-3  # of inputs in a direction, relative to the mean one: what data never showed is not free
+_CONSTANT = 1e-6  # weight of the part of logits that is the same for all keys: softmax drops it
+_LEAST_SPREAD = 1e-3  # of inputs in a direction, relative to the mean: directions the data never showed count too
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +58,15 @@ def share_projections(
 
         T_h = [W_Q^h b_Q^h]ᵀ [W_K^h b_K^h] ≈ Σ_r mixing[h, r] · query_r ⊗ key_r        [width + 1, width + 1] each
 
-    The layer itself is such a sum, of heads · head_dim components of which each belongs to one head; `decompose` finds
-    one with fewer, which heads share. At shared_dim = heads · head_dim the layer stays as it is and the error is 0.
+    The layer itself is such a sum, of heads · head_dim components that belong to one head each; `decompose` finds one
+    with fewer, which heads share. At shared_dim = heads · head_dim the layer stays as it is and the error is 0.
 
     Args:
         query_weight, key_weight: `[heads · head_dim, width]`, the heads one after another.
         query_bias, key_bias: `[heads · head_dim]`, or None.
         shared_dim: channels of the shared projections, 1..heads · head_dim.
-        moment: `[width + 1, width + 1]`, the mean of x xᵀ over inputs x of the layer with a one appended. The error that is
-            made small is then that of logits on such inputs, not that of weights. What a query adds to the logits of all
+        moment: `[width + 1, width + 1]`, the mean of x xᵀ over inputs x of the layer with a one appended. The fit is
+            then to logits on such inputs, not to the weights. What a query adds to the logits of all
             keys alike hardly counts, because softmax drops it.
         iterations: of alternating least squares, at most.
 
@@ -87,36 +87,50 @@ def share_projections(
         )
     seen = None if moment is None else Inputs(moment, layer)
     if shared_dim == layer.rank:
-        found = layer
+        shared = layer
     elif seen is None:
-        found = _with_fewer(layer, shared_dim, iterations)
+        shared = _with_fewer(layer, shared_dim, iterations)
     else:
-        found = seen.without(_with_fewer(seen.within(layer), shared_dim, iterations))
-    mixing, queries, keys = (factor.to(query_weight.dtype) for factor in _balanced(found))
-    found = CP(mixing.double(), queries.double(), keys.double())
+        shared = seen.without(_with_fewer(seen.within(layer), shared_dim, iterations))
+    mixing, queries, keys = (factor.to(query_weight.dtype) for factor in _balanced(shared))
+    shared = CP(mixing.double(), queries.double(), keys.double())
     return SharedProjections(
         queries[:, :-1].contiguous(),
         queries[:, -1].contiguous(),
         keys[:, :-1].contiguous(),
         keys[:, -1].contiguous(),
         mixing.T.contiguous(),
-        relative_error(layer, found),
-        None if seen is None else relative_error(seen.within(layer), seen.within(found)),
+        relative_error(layer, shared),
+        None if seen is None else relative_error(seen.within(layer), seen.within(shared)),
         sum(x.numel() for x in (query_weight, query_bias, key_weight, key_bias) if x is not None),
         sum(factor.numel() for factor in (mixing, queries, keys)),
     )
 
 
+def check_shared_dim(given: int | float, channels: int) -> int:
+    """Return the number of shared channels, given as such or as a share of all channels."""
+    shared = given
+    if isinstance(given, float) and 0 < given <= 1:
+        shared = max(1, round(given * channels))
+    if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= channels:
+        raise InvalidInput(
+            "shared_dim",
+            given=repr(given),
+            expected=f"1..{channels} channels (heads · head_dim), or a share of them as a float above 0, at most 1.0",
+        )
+    return shared
+
+
 def _with_fewer(layer: CP, channels: int, iterations: int) -> CP:
-    """Forms near those of a layer. A small width needs fewer channels than were asked for: the others are 0 then."""
+    """Approximate the forms of a layer. A small width needs fewer channels than asked for: the others are 0 then."""
     heads, size = layer.a.shape[1], layer.b.shape[1]
     rank = min(channels, size * min(heads, size))
-    found = decompose(by_strength(layer), rank, iterations=iterations).cp
-    return CP(*(F.pad(factor, (0, 0, 0, channels - rank)) for factor in (found.a, found.b, found.c)))
+    cp = decompose(by_strength(layer), rank, iterations=iterations).cp
+    return CP(*(F.pad(factor, (0, 0, 0, channels - rank)) for factor in (cp.a, cp.b, cp.c)))
 
 
 def _balanced(cp: CP) -> tuple[Tensor, Tensor, Tensor]:
-    """The same components: the largest mixing of each is 1, as where heads are concatenated; query and key equally long."""
+    """Scale components so that the largest mixing of each is 1, as in concatenated heads, and query and key equally long."""
     mixing = cp.a.abs().amax(1, keepdim=True)
     lengths = [factor.norm(dim=1, keepdim=True) for factor in (cp.b, cp.c)]
     length = (mixing * lengths[0] * lengths[1]).sqrt()
@@ -129,7 +143,7 @@ def _balanced(cp: CP) -> tuple[Tensor, Tensor, Tensor]:
 def concatenated_heads(
     query_weight: Tensor, query_bias: Tensor | None, key_weight: Tensor, key_bias: Tensor | None, heads: int
 ) -> CP:
-    """The bilinear forms of all heads, exactly, in float64: factors `[heads · head_dim, heads or width + 1]`.
+    """Return the bilinear forms of all heads, exactly, in float64: factors `[heads · head_dim, heads or width + 1]`.
 
     Raises:
         InvalidInput: shapes that do not fit each other or the heads.
@@ -148,7 +162,7 @@ def concatenated_heads(
 
 
 def by_strength(layer: CP) -> CP:
-    """The same forms, each head's as the sum of its singular components, the strongest first."""
+    """Return the same forms, each head's as the sum of its singular components, the strongest first."""
     heads = layer.a.shape[1]
     queries, keys = (
         factor.unflatten(0, (heads, -1)).mT for factor in (layer.b, layer.c)
@@ -166,7 +180,7 @@ class Inputs:
 
         Σ_h E ‖x_iᵀ (T_h − T̂_h) (x_j − E x)‖² = ‖within(T) − within(T̂)‖²         x_i, x_j: independent inputs of the layer
 
-    up to a small weight on what a query adds to all logits alike, without which that would be undetermined.
+    up to a small weight on what a query adds to all logits alike, which would be undetermined otherwise.
 
     Args:
         moment: `[width + 1, width + 1]`, as for `share_projections`.
@@ -191,7 +205,7 @@ class Inputs:
         return CP(cp.a, cp.b @ self._roots[0], cp.c @ self._roots[1])
 
     def without(self, cp: CP) -> CP:
-        """The inverse of `within`."""
+        """Invert `within`."""
         b, c = (
             torch.linalg.solve(root, factor, left=False) for root, factor in zip(self._roots, (cp.b, cp.c), strict=True)
         )
@@ -199,7 +213,7 @@ class Inputs:
 
 
 def _root(spread: Tensor, mean: Tensor, constant: float) -> Tensor:
-    """L of L Lᵀ = E x xᵀ for x = (y, 1), the constant in its last channel weighted."""
+    """Return L of L Lᵀ = E x xᵀ for x = (y, 1), the constant in its last channel weighted."""
     size = len(mean) + 1
     root = spread.new_zeros(size, size)
     root[:-1, :-1] = torch.linalg.cholesky(spread)
@@ -215,5 +229,5 @@ def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _one_hot(heads: int, channels: int, like: Tensor) -> Tensor:
-    """`[channels, heads]`: which head a channel belongs to."""
+    """Return which head a channel belongs to, `[channels, heads]`."""
     return torch.eye(heads, dtype=like.dtype, device=like.device).repeat_interleave(channels // heads, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from hsa.huggingface.attend import attend_exactly
 from hsa.huggingface.interface import NAME
 from hsa.huggingface.layers import attention_layers, is_causal
 from hsa.huggingface.loading import transformers_library
-from hsa.research.collaborative.heads import SharedProjections, share_projections
+from hsa.research.collaborative.heads import SharedProjections, check_shared_dim, share_projections
+from hsa.research.collaborative.report import CollaborationReport, all_parameters
 
-_CONFIG = "hsa_shared_dim"  # what a config says of a model with collaborative heads
+_CONFIG = "hsa_shared_dim"  # field of the config of a model with collaborative heads
 _KNOWN = {"self", "hidden_states", "attention_mask", "past_key_values", "past_key_value", "head_mask"} | {
     "encoder_hidden_states",  # None in encoders
     "encoder_attention_mask",
@@ -29,54 +29,6 @@ _KNOWN = {"self", "hidden_states", "attention_mask", "past_key_values", "past_ke
 _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 
 
-@dataclass(frozen=True)
-class CollaborativeLayer:
-    """What sharing did to one layer; the errors are those of `SharedProjections`."""
-
-    number: int
-    parameters_before: int
-    parameters_after: int
-    error: float
-    logit_error: float | None
-
-
-@dataclass(frozen=True)
-class CollaborationReport:
-    """What `collaborate` did. `parameters_…` of a layer are those of its query and key projections and the mixing."""
-
-    shared_dim: int
-    channels: int
-    layers: tuple[CollaborativeLayer, ...]
-    model_parameters_before: int
-    model_parameters_after: int
-
-    @property
-    def saved(self) -> int:
-        """Parameters fewer than before; negative where the mixing outweighs what sharing saves."""
-        return self.model_parameters_before - self.model_parameters_after
-
-    def __str__(self) -> str:
-        rows = [["layer", "q/k before", "q/k after", "error", "logit error"]]
-        for layer in self.layers:
-            rows.append([str(layer.number), *_row(layer.parameters_before, layer.parameters_after, layer.error)])
-            rows[-1].append("–" if layer.logit_error is None else f"{layer.logit_error:.2e}")
-        before, after = (
-            sum(getattr(layer, name) for layer in self.layers) for name in ("parameters_before", "parameters_after")
-        )
-        rows.append(["all", *_row(before, after), "", ""])
-        rows.append(["model", *_row(self.model_parameters_before, self.model_parameters_after), "", ""])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        share = self.saved / self.model_parameters_before
-        return "\n".join(
-            [
-                f"{self.shared_dim} shared channels in place of {self.channels}",
-                *lines,
-                f"saved: {self.saved:,} ({share:.1%})",
-            ]
-        )
-
-
 def collaborate(
     model: Any,
     shared_dim: int | float,
@@ -84,38 +36,13 @@ def collaborate(
     inputs: Iterable[Mapping[str, Tensor]] | None = None,
     iterations: int = 100,
 ) -> CollaborationReport:
-    """Give the self-attention layers of an encoder shared query and key projections, in place.
-
-    Each head then compares scale · Σ_r mixing[h, r] · query_r · key_r over all shared channels; values and output projection
-    stay. This saves parameters, not time: a head compares shared_dim channels instead of head_dim. With shared_dim of all
-    channels the model computes what it did before. It runs forward and backward as before, with the same attention
-    implementation and masks, and can be fine-tuned to make up for what sharing cost.
-
-    `save_pretrained` writes the new parameters (`query`, `key`, `mixing`) and notes shared_dim in the config. To load them:
-
-        model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
-        prepare_collaborative(model)
-        model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
-
-    Args:
-        model: an encoder of BERT's kind (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …) or a model around one: layers
-            with `query`, `key` and `value` and nothing between projection and comparison.
-        shared_dim: channels that the heads of a layer share, or, as a float, their share of heads · head_dim.
-        inputs: arguments of forward passes, such as `{"input_ids": …, "attention_mask": …}`, a few thousand tokens in all.
-            Projections are then chosen for small errors of the logits on them, not of the weights.
-        iterations: of alternating least squares per layer, at most.
-
-    Raises:
-        Unsupported: a family whose queries and keys are rotated or normalised before they are compared, or that has other
-            projections; the message says which.
-        InvalidInput: a shared_dim outside its bound, a model that has been converted.
-    """
+    """Change an encoder in place; see `hsa.research.collaborative.collaborate`."""
     layers = _layers(model)
     channels = layers[0].query.out_features
-    shared = _shared_dim(shared_dim, channels)
-    before = sum(parameter.numel() for parameter in model.parameters())
+    shared = check_shared_dim(shared_dim, channels)
+    before = all_parameters(model)
     moments = [None] * len(layers) if inputs is None else _moments(model, layers, inputs)
-    found = [
+    results = [
         share_projections(
             *(layer.query.weight, layer.query.bias, layer.key.weight, layer.key.bias),
             layer.num_attention_heads,
@@ -125,29 +52,20 @@ def collaborate(
         )
         for layer, moment in zip(layers, moments, strict=True)
     ]
-    for layer, projections in zip(layers, found, strict=True):
+    for layer, projections in zip(layers, results, strict=True):
         replace_projections(layer, projections)
     setattr(model.config, _CONFIG, shared)
-    after = sum(parameter.numel() for parameter in model.parameters())
-    done = (
-        CollaborativeLayer(i, x.parameters_before, x.parameters_after, x.error, x.logit_error)
-        for i, x in enumerate(found)
-    )
-    return CollaborationReport(shared, channels, tuple(done), before, after)
+    return CollaborationReport.of(results, channels, before, all_parameters(model))
 
 
-def prepare_collaborative(model: Any, shared_dim: int | float | None = None) -> None:
-    """Give an encoder the form that `collaborate` does, with projections that are yet to be loaded or trained.
-
-    Args:
-        shared_dim: as for `collaborate`; that of the model's config, unless given.
-    """
+def prepare(model: Any, shared_dim: int | float | None) -> None:
+    """See `hsa.research.collaborative.prepare_collaborative`."""
     layers = _layers(model)
     if shared_dim is None:
         shared_dim = getattr(model.config, _CONFIG, None)
     if shared_dim is None:
         raise InvalidInput("shared_dim", given="None, and none in the config", expected="that of the saved model")
-    shared = _shared_dim(shared_dim, layers[0].query.out_features)
+    shared = check_shared_dim(shared_dim, layers[0].query.out_features)
     for layer in layers:
         heads, width = layer.num_attention_heads, layer.query.in_features
         weights = [layer.query.weight.new_empty(shared, width).normal_(std=width**-0.5) for _ in range(2)]
@@ -158,7 +76,7 @@ def prepare_collaborative(model: Any, shared_dim: int | float | None = None) -> 
 
 
 def replace_projections(layer: Any, shared: SharedProjections) -> None:
-    """Turn a self-attention layer into one with shared projections: the same module, with hooks and all it holds."""
+    """Turn a self-attention layer into one with shared projections: the same module, with its hooks and other parts."""
     layer.query = _linear(layer.query, shared.query_weight, shared.query_bias)
     layer.key = _linear(layer.key, shared.key_weight, shared.key_bias)
     needs_grad = layer.query.weight.requires_grad
@@ -192,7 +110,7 @@ class CollaborativeSelfAttention(nn.Module):
         return out.flatten(2), weights
 
     def __reduce__(self) -> Any:
-        """The class is made on demand, so pickle needs to know from what."""
+        """Pickle the class as the one it was made from: it is made on demand."""
         return _empty, (type(self).__mro__[2],), self.__dict__
 
 
@@ -200,7 +118,7 @@ _MADE: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _collaborative(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass, so that transformers goes on to see its own kind of layer, whose weights it can be asked for."""
+    """Return a subclass, so that transformers still sees its own kind of layer and can be asked for its weights."""
     if kind not in _MADE:
         name, bases = f"Collaborative{kind.__name__}", (CollaborativeSelfAttention, kind)
         _MADE[kind] = type(name, bases, {"__module__": __name__})
@@ -226,10 +144,12 @@ def _attend_eagerly(
 
 
 def _layers(model: Any) -> list[Any]:
-    """The layers to be changed, or why they cannot be."""
+    """Return the layers to change; raise an error that says why they cannot be."""
     library = transformers_library("collaborative heads in pre-trained models")
     if not isinstance(model, library.PreTrainedModel):
-        raise Unsupported(f"{type(model).__name__} is no transformers model; collaborate takes a PreTrainedModel")
+        raise Unsupported(
+            f"{type(model).__name__} is no transformers model; collaborate takes a PreTrainedModel or a LanguageModel"
+        )
     if model.config._attn_implementation == NAME:
         raise InvalidInput(
             "model",
@@ -269,7 +189,7 @@ def _reason_against(layer: Any) -> str | None:
 
 @torch.no_grad()
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer gives softmax attention of its own projections and nothing else, tried on random inputs."""
+    """Return whether a layer computes softmax attention of its projections and nothing else, tried on random inputs."""
     weight = layer.query.weight
     x = torch.randn(1, 5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     parts = (layer.query, layer.key, layer.value)
@@ -285,22 +205,9 @@ def _is_plain(layer: Any) -> bool:
     return given.shape == expected.shape and bool((given - expected).abs().max() <= tolerance)
 
 
-def _shared_dim(given: int | float, channels: int) -> int:
-    found = given
-    if isinstance(given, float) and 0 < given <= 1:
-        found = max(1, round(given * channels))
-    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= channels:
-        raise InvalidInput(
-            "shared_dim",
-            given=repr(given),
-            expected=f"1..{channels} channels (heads · head_dim), or a share of them as a float above 0, at most 1.0",
-        )
-    return found
-
-
 @torch.no_grad()
 def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-    """`[width + 1, width + 1]` for each layer: the mean of x xᵀ over its inputs with a one appended, padding left out."""
+    """Return for each layer the mean of x xᵀ over its inputs with a one appended, `[width + 1, width + 1]`, without padding."""
     sums: list[Any] = [0] * len(layers)
     mask: Tensor | None = None
 
@@ -337,7 +244,3 @@ def _linear(like: nn.Linear, weight: Tensor, bias: Tensor) -> nn.Linear:
         made.weight.copy_(weight)
         made.bias.copy_(bias)
     return made.requires_grad_(like.weight.requires_grad).train(like.training)
-
-
-def _row(before: int, after: int, *errors: float) -> list[str]:
-    return [f"{before:,}", f"{after:,}", *(f"{error:.2e}" for error in errors)]

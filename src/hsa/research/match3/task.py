@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hsa.analysis.cost_plots import cost_table, costs, plot_costs
+from hsa.analysis.cost_plots import cost_table, plot_costs
 from hsa.analysis.tables import markdown_table
 from hsa.models.options import ModelOptions
 from hsa.research.match3.data import prepare_match3, rules
 from hsa.research.match3.options import Match3Options
+from hsa.research.trilinear.costs import costs
 from hsa.training.data.prepare import PreparedData
 from hsa.training.options import DataOptions, TrainingOptions
 from hsa.training.recipe import Recipe

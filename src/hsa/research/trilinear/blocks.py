@@ -1,7 +1,7 @@
-"""Which queries are worked on together, and which leaves they see: blocks of one shape side by side.
+"""Blocks of queries that are computed together, and the leaves they see.
 
 Without limits a block is a tree. With them (causal, window) the queries of a tree are cut into blocks so short that few
-pairs are worked on only to be hidden. Blocks of equal length, reach and offset share one mask, so none is padded.
+of the computed pairs are hidden. Blocks of equal length, reach and offset share one mask, so none is padded.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.research.trilinear.call import Forests
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 SHORTEST = 8
-"""Queries of a block; shorter ones would leave the products too small."""
+"""Fewest queries of a block; shorter ones would leave the products too small."""
 BLOCKS_PER_REACH = 16
-"""A block of 1/16 of what its queries see works on at most a tenth more pairs than they see."""
+"""A block of 1/16 of what its queries see computes at most a tenth more pairs than they see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +35,22 @@ class Blocks:
 @dataclass(frozen=True, eq=False)
 class Plan:
     blocks: tuple[Blocks, ...]
-    place: Tensor  # [queries] of every query among those of all blocks, one after another
+    slot: Tensor  # [queries] index of every query among those of all blocks, one after another
 
 
-def plan(hierarchy: Hierarchy, first: Hierarchy, second: Hierarchy, left: int | None, right: int | None) -> Plan:
-    """Blocks of all queries; built once per hierarchy.
+def plan(forests: Forests, left: int | None, right: int | None) -> Plan:
+    """Cut all queries into blocks; cached in their forest.
 
     `left`, `right`: how far before and after a query a leaf may lie; None for no limit. Limits are for one set of leaves.
     """
-    key = ("three-way blocks", first, second, left, right)
-    return hierarchy.cached(key, lambda: _build(hierarchy, first, second, left, right))
+    key = ("three-way blocks", forests.first, forests.second, left, right)
+    return forests.queries.cached(key, lambda: _build(forests, left, right))
 
 
-def _build(hierarchy: Hierarchy, first: Hierarchy, second: Hierarchy, left: int | None, right: int | None) -> Plan:
+def _build(forests: Forests, left: int | None, right: int | None) -> Plan:
+    hierarchy = forests.queries
     if left is None and right is None:
-        offsets = [h.structure.leaf_offsets for h in (hierarchy, first, second)]
+        offsets = [forest.structure.leaf_offsets for forest in forests]
         table = np.stack([x for o in offsets for x in (o[:-1], np.diff(o))] + [np.zeros(hierarchy.num_trees, int)], 1)
     else:
         table = _cut(hierarchy, left, right)
@@ -58,22 +60,22 @@ def _build(hierarchy: Hierarchy, first: Hierarchy, second: Hierarchy, left: int 
     device = hierarchy.device
     blocks, order = [], []
     for kind, (queries, seen, other_seen, offset) in enumerate(kinds.tolist()):
-        chosen = np.flatnonzero(kind_of.reshape(-1) == kind)
+        members = np.flatnonzero(kind_of.reshape(-1) == kind)
 
-        def rows(begins: np.ndarray, count: int, chosen: np.ndarray = chosen) -> Tensor:
-            return torch.as_tensor(begins[chosen][:, None] + np.arange(count)).to(device)
+        def rows(begins: np.ndarray, count: int, members: np.ndarray = members) -> Tensor:
+            return torch.as_tensor(begins[members][:, None] + np.arange(count)).to(device)
 
         bias = _bias(queries, seen, offset, left, right)
         bias = None if bias is None else bias.to(device)
         blocks.append(Blocks(rows(begin, queries), rows(first_begin, seen), rows(second_begin, other_seen), bias, bias))
-        order.append(ranges(begin[chosen], size[chosen]))
-    place = np.empty(hierarchy.num_leaves, np.int64)
-    place[np.concatenate([np.empty(0, np.int64), *order])] = np.arange(hierarchy.num_leaves)
-    return Plan(tuple(blocks), torch.as_tensor(place).to(device))
+        order.append(ranges(begin[members], size[members]))
+    slot = np.empty(hierarchy.num_leaves, np.int64)
+    slot[np.concatenate([np.empty(0, np.int64), *order])] = np.arange(hierarchy.num_leaves)
+    return Plan(tuple(blocks), torch.as_tensor(slot).to(device))
 
 
 def _cut(hierarchy: Hierarchy, left: int | None, right: int | None) -> np.ndarray:
-    """A row per block: first query, queries, first leaf seen, leaves seen (twice), and how far the block lies in them."""
+    """Return a row per block: first query, queries, first leaf seen, leaves seen (twice), offset of the block in these."""
     start = hierarchy.structure.leaf_offsets[:-1]
     length = np.diff(hierarchy.structure.leaf_offsets)
     before = length - 1 if left is None else np.minimum(left, length - 1)
@@ -89,13 +91,13 @@ def _cut(hierarchy: Hierarchy, left: int | None, right: int | None) -> np.ndarra
 
 
 def _bias(queries: int, seen: int, offset: int, left: int | None, right: int | None) -> Tensor | None:
-    """0 where a query sees a leaf, else −∞, `[1, queries, leaves]`; None where all see all."""
+    """Return 0 where a query sees a leaf, else −∞, `[1, queries, leaves]`; None if all see all."""
     mask = visible(queries, seen, offset, left, right)
     return None if bool(mask.all()) else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[None]
 
 
 def visible(queries: int, leaves: int, offset: int, left: int | None, right: int | None) -> Tensor:
-    """Which leaves each query sees, `[queries, leaves]`; query i stands at leaf `offset` + i.
+    """Return which leaves each query sees, `[queries, leaves]`; query i is at leaf `offset` + i.
 
     >>> visible(2, 4, 1, left=1, right=0).int().tolist()
     [[1, 1, 0, 0], [0, 1, 1, 0]]

@@ -11,7 +11,7 @@ import numpy as np
 from hsa.attention.arguments import check_count
 from hsa.attention.flops import Flops, entry_operations, pooling_operations
 from hsa.attention.rounds import rooted
-from hsa.research.trilinear.operator import check_trees, limits
+from hsa.research.trilinear.call import Forests, check_trees, limits
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -26,22 +26,22 @@ def flops_trilinear(
     causal: bool = False,
     window: int | None = None,
 ) -> Flops:
-    """Operations of `trilinear_attention`: Σ over queries of seen², of what each query sees.
+    """Count the operations of `trilinear_attention`: Σ over queries of (leaves it sees)².
 
     Args:
-        width: of queries and keys, all heads together; for a CP, rank · heads. A full tensor costs more than is counted.
-        value_width: of the values; as wide as queries and keys by default.
+        width: width of queries and keys, all heads together; for a CP, rank · heads. A full tensor costs more than this.
+        value_width: width of the values; that of queries and keys by default.
 
     The other arguments are those of the operator.
 
     >>> flops_trilinear(Hierarchy.flat([100]), width=64, heads=4).attention == 100**3 * (4 * 64 + 4) + 100**2 * 3 * 64
     True
     """
-    left, right = limits(hierarchy, first, second, causal, window)
-    first, second = first or hierarchy, second or hierarchy
-    check_trees(hierarchy, first, second)
+    forests = Forests(hierarchy, first or hierarchy, second or hierarchy)
+    left, right = limits(forests, causal, window)
+    check_trees(forests)
     if left is None and right is None:
-        queries, others, further = (np.array(h.lengths, np.int64) for h in (hierarchy, first, second))
+        queries, others, further = (np.array(forest.lengths, np.int64) for forest in forests)
         return _attention(width, heads, value_width, (queries * others * further).sum(), (queries * others).sum())
     length = np.repeat(hierarchy.lengths, hierarchy.lengths).astype(np.int64)
     start = np.repeat(hierarchy.structure.leaf_offsets[:-1], hierarchy.lengths)
@@ -55,7 +55,9 @@ def flops_trilinear(
 def flops_hierarchical_trilinear(
     hierarchy: Hierarchy, width: int, heads: int, *, value_width: int | None = None, causal: bool = False
 ) -> Flops:
-    """Operations of `hierarchical_trilinear_attention`: Σ over families of size³; causal: Σ over leaves and levels of seen².
+    """Count the operations of `hierarchical_trilinear_attention`: Σ over families of size³.
+
+    If causal, Σ over leaves and levels of (siblings it sees)².
 
     >>> tree = Hierarchy.regular([4096], (16, 16))
     >>> flat, on_tree = flops_trilinear(tree, 64, 4), flops_hierarchical_trilinear(tree, 64, 4)

@@ -3,7 +3,7 @@
     diagonal   Σ_a t_a q_a k1_a k2_a                             q ← q∘t
     CP         Σ_r (Σ_a a_ra q_a)(Σ_b b_rb k1_b)(Σ_c c_rc k2_c)  q ← A q, k1 ← B k1, k2 ← C k2
 
-What remains is the *core*, Σ_r q_r k1_r k2_r, the only form that kernels need. A full tensor stays beside q, k1 and k2.
+This leaves the *core*, Σ_r q_r k1_r k2_r, the only form that kernels need. A full tensor stays beside q, k1 and k2.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def is_full(tensor: Form) -> bool:
 
 
 def core_dim(q: Tensor, tensor: Form) -> int:
-    """The width of the core's queries and keys."""
+    """Return the width of the core's queries and keys."""
     return tensor.rank if isinstance(tensor, CP) else q.shape[-1]
 
 
 def to_core(q: Tensor, k1: Tensor, k2: Tensor, tensor: Form) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k1 and k2 in core form, and None; or as they are, with the full tensor `[heads, dim, dim, dim]`.
+    """Return q, k1 and k2 in core form, and None; or as they are, with the full tensor `[heads, dim, dim, dim]`.
 
     >>> q, k1, k2 = torch.randn(3, 5, 2, 4, dtype=torch.float64).unbind(0)
     >>> cp = CP(*torch.randn(3, 7, 4, dtype=torch.float64).unbind(0))
@@ -52,7 +52,7 @@ def _project(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def check_form(tensor: Any, q: Tensor) -> None:
-    """The tensor fits q `[queries, heads, dim]`, and is no larger than it can need to be."""
+    """Raise an error unless the tensor fits q `[queries, heads, dim]` and has no more terms than can matter."""
     heads, dim = q.shape[1:]
     if tensor is None:
         return

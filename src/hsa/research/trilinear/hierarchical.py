@@ -1,7 +1,7 @@
-"""Hierarchical three-way attention with tied rows: the sweeps of hierarchical attention, with pairs of siblings in families.
+"""Hierarchical three-way attention: the sweeps of hierarchical attention, with pairs of siblings in families.
 
 Upwards, the members of a family attend to the pairs of their siblings, which gives each its average `y` and log-mass
-`outer`, and each parent its pooled rows and its own log-mass `inner`. From there it is the same operator: rows are shared
+`outer`, and each parent its pooled rows and its own log-mass `inner`. The rest is hierarchical attention: each row is shared
 out between siblings and own children, and handed down.
 """
 
@@ -13,41 +13,28 @@ from torch import Tensor
 from hsa.attention.hierarchical.torch_sweeps import UpSweep, down_sweep, shares
 from hsa.attention.rounds import Bucket, Rounds, rooted, rounds
 from hsa.research.trilinear.blocks import Blocks
+from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.streaming import attend_pairs
-from hsa.tree.hierarchy import Hierarchy
 
 
-def tied_rows(
-    q: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v1: Tensor,
-    v2: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    tensor: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """See `hsa.hierarchical_trilinear_attention`; q, k1 and k2 are in core form unless there is a full `tensor`."""
-    forest, _ = rooted(hierarchy)
+def run(call: TrilinearCall) -> Tensor:
+    """Run a call in core form, or with a full tensor."""
+    forest, _ = rooted(call.forests.queries)
     plan = rounds(forest)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(call.rows.q.dtype, torch.float32)
     blocks = forest.cached(("pairs of siblings", dtype), lambda: _blocks_of_rounds(plan, dtype))
-    return down_sweep(up_sweep((q, k1, k2, v1, v2), plan, blocks, tensor, scale), v1, plan)
+    return down_sweep(up_sweep(call, plan, blocks), call.rows.v1, plan)
 
 
-def up_sweep(
-    leaves: tuple[Tensor, ...], plan: Rounds, blocks: list[list[Blocks]], tensor: Tensor | None, scale: float
-) -> UpSweep:
-    """Leaves → roots. `leaves`: q, k1, k2, v1, v2."""
+def up_sweep(call: TrilinearCall, plan: Rounds, blocks: list[list[Blocks]]) -> UpSweep:
+    """Attend inside families and pool, from the leaves to the roots."""
     up = UpSweep()
-    pooled: list[list[Tensor]] = [[] for _ in leaves]
-    q = leaves[0]
+    pooled: list[list[Tensor]] = [[] for _ in call.rows]
+    q = call.rows.q
     no_inner = q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:2])
     for families, families_blocks in zip(plan.rounds, blocks, strict=True):
-        sources = [families.source(x, above) for x, above in zip(leaves, pooled, strict=True)]
-        q, k1, k2, v1, v2 = sources
-        out, lse = attend_pairs(q, k1, k2, v1, v2, tensor, families_blocks, scale)
+        sources = Rows(*(families.source(x, above) for x, above in zip(call.rows, pooled, strict=True)))
+        out, lse = attend_pairs(sources, call.full, families_blocks, call.scale)
         entries = [bucket.families * bucket.size for bucket in families.buckets]
         inners = families.split(families.source(no_inner, up.inner))
         averages, masses, sides, downs = [], [], [], []
@@ -75,7 +62,7 @@ def _blocks_of_rounds(plan: Rounds, dtype: torch.dtype) -> list[list[Blocks]]:
 
 
 def _blocks(bucket: Bucket, dtype: torch.dtype) -> Blocks:
-    """A block per family: its members see each other's pairs."""
+    """Build a block per family, in which members see each other's pairs."""
     rows = bucket.rows
     if rows is None:
         rows = torch.arange(bucket.families * bucket.size, device=bucket.share.device)

@@ -1,4 +1,4 @@
-"""Three-way attentions a layer can be given: every leaf attends to pairs of leaves.
+"""Three-way attentions for a layer: every leaf attends to pairs of leaves.
 
 They take `(q, k1, k2, v1, v2, hierarchy, positions, mixing)`. A diagonal or low-rank T is part of the layer's projections.
 """
@@ -19,7 +19,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class ThreeWay(Attention):
-    """What both share: how a layer calls them."""
+    """Base class: how a layer calls them."""
 
     parts = ("q", "k1", "k2", "v1", "v2")
     uses_positions = False
@@ -41,16 +41,16 @@ class ThreeWay(Attention):
         return self.attend(q, k1, k2, v1, v2, hierarchy)
 
     def attend(self, *inputs: Any) -> Tensor:
-        """Of q, k1, k2, v1, v2 and the hierarchy."""
+        """Attend, given q, k1, k2, v1, v2 and the hierarchy."""
         raise NotImplementedError
 
     def count(self, hierarchy: Hierarchy, width: int, heads: int) -> Flops:
-        """What that costs."""
+        """Count the operations of `attend`."""
         raise NotImplementedError
 
 
 class Trilinear(ThreeWay):
-    """All pairs of leaves of a tree, or those within a window."""
+    """Attention to all pairs of leaves of a tree, or to those within a window."""
 
     def __init__(self, *, window: int | None = None):
         super().__init__()
@@ -64,7 +64,7 @@ class Trilinear(ThreeWay):
 
 
 class HierarchicalTrilinear(ThreeWay):
-    """Pairs of siblings at every level of the tree; pairs of different scales are dropped."""
+    """Attention to pairs of siblings at every level of the tree; pairs of different scales are dropped."""
 
     def attend(self, *inputs: Any) -> Tensor:
         return hierarchical_trilinear_attention(*inputs)

@@ -17,48 +17,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hsa.research.trilinear.blocks import Blocks, plan
+from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.pair_queries import join, join_gradients, turn, turn_gradients
-from hsa.tree.hierarchy import Hierarchy
 
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""Logits in flight: those of a CPU stay in its cache, those of a GPU keep it busy."""
+"""Most logits at once: on a CPU they stay in its cache, on a GPU they keep it busy."""
 
 
-def trilinear_attention(
-    q: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v1: Tensor,
-    v2: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    first: Hierarchy,
-    second: Hierarchy,
-    tensor: Tensor | None,
-    left: int | None,
-    right: int | None,
-    scale: float,
-) -> Tensor:
-    """See `hsa.trilinear_attention`; arguments are checked, and q, k1, k2 in core form unless there is a full `tensor`."""
-    blocks = plan(hierarchy, first, second, left, right)
-    out, _ = attend_pairs(q, k1, k2, v1, v2, tensor, blocks.blocks, scale)
-    return out.index_select(0, blocks.place)
+def run(call: TrilinearCall) -> Tensor:
+    """Run a call in core form, or with a full tensor."""
+    planned = plan(call.forests, call.left, call.right)
+    out, _ = attend_pairs(call.rows, call.full, planned.blocks, call.scale)
+    return out.index_select(0, planned.slot)
 
 
-def attend_pairs(
-    q: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v1: Tensor,
-    v2: Tensor,
-    tensor: Tensor | None,
-    blocks: Sequence[Blocks],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """softmax over pairs (j, k) of scale · pair(i, j)·k2_k + biases, applied to v1_j∘v2_k, and its log-sum-exp.
+def attend_pairs(rows: Rows, tensor: Tensor | None, blocks: Sequence[Blocks], scale: float) -> tuple[Tensor, Tensor]:
+    """Return softmax over pairs (j, k) of scale · pair(i, j)·k2_k + biases, applied to v1_j∘v2_k, and its log-sum-exp.
 
     Args:
-        q, k1, k2, v1, v2: `[rows, heads, dim]`; those of v1 and v2 may have another width.
+        rows: the inputs; any number of rows each.
         tensor: `[heads, dim, dim, dim]`; None for the core.
         blocks: which rows meet.
 
@@ -66,55 +43,49 @@ def attend_pairs(
         `[queries of all blocks, heads, value_dim]` and `[queries of all blocks, heads]`, block after block. A query that
         sees no pair gets 0 and −∞, and no gradient.
     """
-    return _AttendPairs.apply(q, k1, k2, v1, v2, tensor, tuple(blocks), scale)
+    return _AttendPairs.apply(tuple(blocks), scale, tensor, *rows)
 
 
 class _AttendPairs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k1: Tensor,
-        k2: Tensor,
-        v1: Tensor,
-        v2: Tensor,
-        tensor: Tensor | None,
-        blocks: tuple[Blocks, ...],
-        scale: float,
+        ctx: Any, blocks: tuple[Blocks, ...], scale: float, tensor: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
+        rows = Rows(*inputs)
+        q, v1 = rows.q, rows.v1
         tensor = None if tensor is None else tensor.to(_accurate(q))
         heads, entries = q.shape[1], sum(group.queries.numel() for group in blocks)
         out = v1.new_empty(entries, heads, v1.shape[-1], dtype=_accurate(v1))
         lse = q.new_empty(entries, heads, dtype=_accurate(q))
         for group, group_out, group_lse in zip(blocks, *_by_group(blocks, out, lse), strict=True):
-            for part in _parts(group, k1, k2, v1, v2, tensor):
+            for part in _parts(group, rows, tensor):
                 for queries in part.query_slices:
                     turned = turn(part.asked(q, queries) * scale, tensor)
                     result, mass = _attend(part, queries, turned)
                     group_out[part.blocks, queries] = result.transpose(1, 2)
                     group_lse[part.blocks, queries] = mass.transpose(1, 2)
         ctx.blocks, ctx.scale = blocks, scale
-        ctx.save_for_backward(q, k1, k2, v1, v2, tensor, out, lse)
+        ctx.save_for_backward(out, lse, tensor, *rows)
         return out.to(v1.dtype), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> Any:
-        q, k1, k2, v1, v2, tensor, out, lse = ctx.saved_tensors
-        accurate = lse.dtype
-        grads = [torch.zeros_like(x, dtype=accurate) for x in (q, k1, k2, v1, v2)]
+        out, lse, tensor, *inputs = ctx.saved_tensors
+        rows, accurate = Rows(*inputs), lse.dtype
+        grads = [torch.zeros_like(x, dtype=accurate) for x in rows]
         d_tensor = None if tensor is None else torch.zeros_like(tensor, dtype=accurate)
         # weights · (d_weights − row), of the weights that are computed again
         row = (d_out.to(accurate) * out.to(accurate)).sum(-1) - d_lse
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # no weight in rows that see nothing
         for group, *of_queries in zip(ctx.blocks, *_by_group(ctx.blocks, d_out, lse, row), strict=True):
-            for part in _parts(group, k1, k2, v1, v2, tensor):
+            for part in _parts(group, rows, tensor):
                 d_keys = [torch.zeros_like(x, dtype=accurate) for x in (part.k1, part.k2, part.v1, part.v2)]
                 for queries in part.query_slices:
-                    asked = part.asked(q, queries) * ctx.scale
+                    asked = part.asked(rows.q, queries) * ctx.scale
                     turned = turn(asked, tensor)
-                    rows = [x[part.blocks, queries].transpose(1, 2).to(accurate) for x in of_queries]
-                    d_turned = _gradients(part, queries, turned, rows, d_keys)
+                    sums = [x[part.blocks, queries].transpose(1, 2).to(accurate) for x in of_queries]
+                    d_turned = _gradients(part, queries, turned, sums, d_keys)
                     d_asked, d_part = turn_gradients(d_turned, asked, tensor)
                     if d_tensor is not None and d_part is not None:
                         d_tensor += d_part
@@ -123,13 +94,12 @@ class _AttendPairs(torch.autograd.Function):
                     grads[1:], (group.first, group.second, group.first, group.second), d_keys, strict=True
                 ):
                     _add(grad, indices[part.blocks], d_key)
-        results = [grad.to(x.dtype) for grad, x in zip(grads, (q, k1, k2, v1, v2), strict=True)]
-        return *results, d_tensor, None, None
+        return None, None, d_tensor, *(grad.to(x.dtype) for grad, x in zip(grads, rows, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Some blocks of a group, with the rows they see: `[blocks, heads, leaves, dim]`, in the dtype of the products."""
+    """Blocks of a group computed together, and the rows they see: `[blocks, heads, leaves, dim]`, ready for products."""
 
     group: Blocks
     blocks: slice
@@ -155,7 +125,7 @@ class _Part:
 
 
 def _attend(part: _Part, queries: slice, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """`[blocks, heads, queries, value_dim]` and the log-sum-exp."""
+    """Return the output `[blocks, heads, queries, value_dim]` and its log-sum-exp."""
     top = turned.new_full(turned.shape[:3], -math.inf)
     mass = turned.new_zeros(turned.shape[:3])
     total = turned.new_zeros(*turned.shape[:3], part.v1.shape[-1])
@@ -173,9 +143,9 @@ def _attend(part: _Part, queries: slice, turned: Tensor) -> tuple[Tensor, Tensor
     return out, mass.log_().add_(top.masked_fill_(top == -math.inf, 0))
 
 
-def _gradients(part: _Part, queries: slice, turned: Tensor, rows: list[Tensor], d_keys: list[Tensor]) -> Tensor:
-    """Of `turned`; those of k1, k2, v1 and v2 are added to `d_keys`. `rows`: d_out, lse and row of the queries."""
-    d_out, lse, row = rows
+def _gradients(part: _Part, queries: slice, turned: Tensor, sums: list[Tensor], d_keys: list[Tensor]) -> Tensor:
+    """Return that of `turned`; add those of k1, k2, v1 and v2 to `d_keys`. `sums`: d_out, lse and row of the queries."""
+    d_out, lse, row = sums
     d_k1, d_k2, d_v1, d_v2 = d_keys
     d_turned = torch.zeros_like(turned)
     for leaves in part.leaf_slices:
@@ -195,15 +165,16 @@ def _gradients(part: _Part, queries: slice, turned: Tensor, rows: list[Tensor], 
 
 
 def _logits(part: _Part, queries: slice, leaves: slice, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """`[blocks, heads, queries, leaves j, leaves k]`, and the pairs `[blocks, heads, queries, leaves j, dim]`."""
+    """Return logits `[blocks, heads, queries, leaves j, leaves k]` and pairs `[blocks, heads, queries, leaves j, dim]`."""
     pairs = join(turned, part.k1[:, :, leaves].to(turned.dtype))
     logits = _product(pairs, part.k2.mT)
     bias = part.bias(queries, leaves)
     return logits if bias is None else logits.add_(bias), pairs
 
 
-def _parts(group: Blocks, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, tensor: Tensor | None) -> Iterator[_Part]:
-    """The blocks of a group, as many at once as there may be logits."""
+def _parts(group: Blocks, rows: Rows, tensor: Tensor | None) -> Iterator[_Part]:
+    """Cut the blocks of a group into parts of at most `CHUNK` logits."""
+    _, k1, k2, v1, v2 = rows
     numbers, heads, dim = CHUNK.get(k1.device.type, CHUNK["cuda"]), k1.shape[1], k1.shape[2]
     (blocks, size), reach = group.queries.shape, group.first.shape[1]
     pairs = numbers // (heads * (group.second.shape[1] + dim + v1.shape[-1]))
@@ -236,12 +207,12 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _add(target: Tensor, rows: Tensor, x: Tensor) -> None:
-    """The reverse of `_take`, added up."""
+    """Add rows to where `_take` took them from."""
     target.index_add_(0, rows.flatten(), x.transpose(1, 2).flatten(0, 1))
 
 
 def _by_group(blocks: tuple[Blocks, ...], *rows: Tensor) -> list[list[Tensor]]:
-    """Rows of all queries as views `[blocks, size, …]`, one per group."""
+    """Split rows of all queries into views `[blocks, size, …]`, one per group."""
     counts = [group.queries.numel() for group in blocks]
     return [
         [x.unflatten(0, group.queries.shape) for group, x in zip(blocks, row.split(counts), strict=True)]
@@ -250,12 +221,12 @@ def _by_group(blocks: tuple[Blocks, ...], *rows: Tensor) -> list[list[Tensor]]:
 
 
 def _accurate(x: Tensor) -> torch.dtype:
-    """Of sums and exponentials."""
+    """Return the dtype of sums and exponentials."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _factors(x: Tensor, rows: Tensor) -> Tensor:
-    """`_take`, in the dtype of the factors of products: half precision where there are tensor cores.
+    """Take rows, in the dtype of the factors of products: half precision where there are tensor cores.
 
     Not float16: the weights of many pairs are too small for it.
     """
@@ -264,7 +235,7 @@ def _factors(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a `[blocks, heads, …, n]` times b `[blocks, heads, n, m]`, whose dtype is that of the factors."""
+    """Multiply a `[blocks, heads, …, n]` by b `[blocks, heads, n, m]`, whose dtype is that of the factors."""
     flat = a.flatten(2, -2).flatten(0, 1).to(b.dtype), b.flatten(0, 1)
     in_half = b.dtype == torch.bfloat16  # products, but not their sums
     result = torch.bmm(*flat, out_dtype=torch.float32) if in_half else torch.bmm(*flat)

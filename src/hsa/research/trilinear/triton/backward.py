@@ -1,7 +1,7 @@
 """Gradients of three-way attention: one kernel for the queries, and one for each of the two other sets.
 
-Each keeps a tile of its own rows and a tile of another set, runs over single rows of the third set, and makes the weights
-once more from the summed exponentials. Weights of so many pairs would leave float16 below, so that they are raised by a
+Each keeps a tile of its own rows and a tile of another set, runs over single rows of the third set, and computes the weights
+once more from the summed exponentials. The weights of so many pairs underflow in float16, so that they are raised by a
 power of two, see `raised`. Nothing is added by atomic operations: gradients are the same bits every time.
 
     d_logit(i; j, k) = weight(i; j, k) · (Σ_c d_out(i) ∘ v1(j) ∘ v2(k) − Σ_c d_out(i) ∘ out(i))
@@ -16,21 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.kernels.triton.launch import last_stride_1
+from hsa.attention.kernels import available
+from hsa.research.trilinear.call import Rows
 from hsa.research.trilinear.triton.tiles import (
     LOG2E,
+    KernelCall,
     as_product,
-    constants,
+    columns,
+    find_set,
     find_tile,
-    numbers,
-    programs,
+    hide,
+    part_of,
     raised,
     reach,
     read_row,
     read_rows,
-    rows_of_tree,
     sees,
-    tile_of,
     write_rows,
 )
 
@@ -51,127 +52,38 @@ def backward(
     right: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k1, k2, v1, v2."""
-    q, k1, k2, v1, v2 = (last_stride_1(x) for x in (q, k1, k2, v1, v2))
-    d_out = d_out.contiguous()
-    first, second = (k1, v1, first_offsets), (k2, v2, second_offsets)
-    limits = left, right, scale
-    d_q, shared = gradient_of_queries(d_out, out, mass, q, offsets, first, second, *limits)
-    d_k1, d_v1 = gradients_of_keys(d_out, shared, mass, q, offsets, first, second, *limits)
-    d_k2, d_v2 = gradients_of_keys(d_out, shared, mass, q, offsets, second, first, *limits)
+    """Return the gradients of q, k1, k2, v1, v2."""
+    offsets_of_sets = offsets, first_offsets, second_offsets
+    with available.device_of(q):
+        call = KernelCall(Rows(q, k1, k2, v1, v2), offsets_of_sets, left, right, scale).packed()
+        d_out = d_out.contiguous()
+        d_q, shared = gradient_of_queries(call, d_out, out, mass)
+        d_k1, d_v1 = gradients_of_first(call, d_out, shared, mass)
+        d_k2, d_v2 = gradients_of_first(call.swapped(), d_out, shared, mass)
     return d_q, d_k1, d_k2, d_v1, d_v2
 
 
-Rows = tuple[Tensor, Tensor, Tensor]
-"""Keys, values and offsets of one of the two other sets."""
-
-
-def gradient_of_queries(
-    d_out: Tensor,
-    out: Tensor,
-    mass: Tensor,
-    q: Tensor,
-    offsets: Tensor,
-    first: Rows,
-    second: Rows,
-    left: int | None,
-    right: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Also Σ_c d_out ∘ out, `[heads, queries]`."""
-    (k1, v1, first_offsets), (k2, v2, second_offsets) = first, second
-    d_q, shared = q.new_empty(q.shape), torch.empty_like(mass)
-    tile = tile_of("queries", q, v2)
-    if d_q.shape[:2].numel() > 0:
-        _queries_kernel[(programs(q, offsets, tile),)](
-            q,
-            k1,
-            k2,
-            v1,
-            v2,
-            out,
-            mass,
-            d_out,
-            shared,
-            d_q,
-            offsets,
-            first_offsets,
-            second_offsets,
-            *numbers(q, k1, k2, v1, v2, offsets, left, right),
-            scale,
-            LIMITED=left is not None or right is not None,
-            **constants(tile, q, v2),
-        )
+def gradient_of_queries(call: KernelCall, d_out: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return it, and Σ_c d_out ∘ out, `[heads, queries]`."""
+    d_q, shared = call.rows.q.new_empty(call.rows.q.shape), torch.empty_like(mass)
+    call.launch("queries", _queries_kernel, out, mass, d_out, shared, d_q)
     return d_q, shared
 
 
-def gradients_of_keys(
-    d_out: Tensor,
-    shared: Tensor,
-    mass: Tensor,
-    q: Tensor,
-    offsets: Tensor,
-    own: Rows,
-    other: Rows,
-    left: int | None,
-    right: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Of the keys and values of one set; the two sets play the same role."""
-    (own_k, own_v, own_offsets), (k, v, other_offsets) = own, other
-    d_k, d_v = own_k.new_empty(own_k.shape), own_v.new_empty(own_v.shape)
-    tile = tile_of("keys", q, v)
-    if d_k.shape[:2].numel() > 0:
-        _keys_kernel[(programs(own_k, own_offsets, tile),)](
-            q,
-            own_k,
-            k,
-            own_v,
-            v,
-            mass,
-            d_out,
-            shared,
-            d_k,
-            d_v,
-            offsets,
-            own_offsets,
-            other_offsets,
-            *numbers(q, own_k, k, own_v, v, offsets, left, right),
-            scale,
-            LIMITED=left is not None or right is not None,
-            **constants(tile, q, v),
-        )
+def gradients_of_first(call: KernelCall, d_out: Tensor, shared: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return those of the keys and values of the first set."""
+    d_k, d_v = (x.new_empty(x.shape) for x in (call.rows.k1, call.rows.v1))
+    call.launch("keys", _keys_kernel, mass, d_out, shared, d_k, d_v)
     return d_k, d_v
 
 
 @triton.jit
 def _queries_meet_rows(
-    d_q,
-    q,
-    d_out,
-    keys,
-    values,
-    mass,
-    shared,
-    k1,
-    v1,
-    k1_row,
-    v1_row,
-    begin,
-    end,
-    i,
-    seen,
-    left,
-    right,
-    log2_scale,
-    MASKED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    d_q, q, d_out, keys, values, mass, shared, k1, v1, k1_row, v1_row, begin, end, i, seen, left, right, log2_scale,
+    MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
-    """The rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+):  # fmt: skip
+    """Add the rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
     next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
     next_value = read_row(v1, begin, end, v1_row, VALUE_DIM, BLOCK_V)
     for j in range(begin, end):
@@ -182,10 +94,7 @@ def _queries_meet_rows(
         d_weight = tl.dot(d_out * value, tl.trans(values), input_precision="ieee")
         logit = logit * log2_scale - mass[:, None]
         if MASKED:
-            visible = seen
-            if LIMITED:
-                visible = seen & sees(i, j, left, right)[:, None]
-            logit = tl.where(visible, logit, -float("inf"))
+            logit = hide(logit, seen, i, j, left, right, LIMITED)
         weight = tl.exp2(logit)
         d_logit = weight * (d_weight - shared[:, None])
         d_q += tl.dot(d_logit.to(keys.dtype), keys, input_precision="ieee") * key.to(tl.float32)
@@ -194,56 +103,19 @@ def _queries_meet_rows(
 
 @triton.jit(do_not_specialize=["num_queries", "trees", "left", "right"])
 def _queries_kernel(
-    q,
-    k1,
-    k2,
-    v1,
-    v2,
-    out,
-    mass_ptr,
-    d_out,
-    shared_ptr,
-    d_q_ptr,
-    offsets,
-    first_offsets,
-    second_offsets,
-    q_row,
-    q_head,
-    k1_row,
-    k1_head,
-    k2_row,
-    k2_head,
-    v1_row,
-    v1_head,
-    v2_row,
-    v2_head,
-    num_queries,
-    heads,
-    trees,
-    left,
-    right,
-    scale,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """One program: a tile of queries of one tree, one head, as in the forward pass. Leaves what logits lose in `shared`."""
+    q, k1, k2, v1, v2, out, mass_ptr, d_out, shared_ptr, d_q_ptr, offsets, first_offsets, second_offsets,
+    q_row, q_head, k1_row, k1_head, k2_row, k2_head, v1_row, v1_head, v2_row, v2_head,
+    num_queries, heads, trees, left, right, scale,
+    LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of queries of one tree, one head, as in the forward pass. Writes Σ_c d_out ∘ out to `shared`."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = (program % heads).to(tl.int64)
-    tree, begin = find_tile(offsets, trees, program // heads, ROWS)
-    first, length = rows_of_tree(offsets, tree)
+    head, tree, begin, first, length = find_tile(offsets, trees, heads, program, ROWS)
     if begin >= length:
         return
-    first1, length1 = rows_of_tree(first_offsets, tree)
-    first2, length2 = rows_of_tree(second_offsets, tree)
-    k1 += first1 * k1_row + head * k1_head
-    v1 += first1 * v1_row + head * v1_head
-    k2 += first2 * k2_row + head * k2_head
-    v2 += first2 * v2_row + head * v2_head
+    k1, v1, length1 = find_set(k1, v1, first_offsets, tree, head, k1_row, k1_head, v1_row, v1_head)
+    k2, v2, length2 = find_set(k2, v2, second_offsets, tree, head, k2_row, k2_head, v2_row, v2_head)
     i = begin + tl.arange(0, ROWS)
     inside = i < length
     queries = as_product(read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D))
@@ -262,28 +134,14 @@ def _queries_kernel(
     d_q = tl.zeros([ROWS, BLOCK_D], tl.float32)
     log2_scale = scale * LOG2E
     for start in range(low2, high2, COLUMNS):
-        k = start + tl.arange(0, COLUMNS)
+        k, seen, whole = columns(start, high2, all_low, all_high2, i, left, right, COLUMNS, LIMITED)
         keys = read_rows(k2, k, k < high2, k2_row, DIM, BLOCK_D)
         values = read_rows(v2, k, k < high2, v2_row, VALUE_DIM, BLOCK_V)
-        seen = (k < high2)[None, :]
-        if LIMITED:
-            seen = seen & sees(i[:, None], k[None, :], left, right)
-        # Rows j that need no mask: none where the tile itself needs one.
-        whole = (start >= all_low) & (start + COLUMNS <= all_high2) & (all_low < all_high1)
-        plain = tl.where(whole, all_low, high1)
-        plain_end = tl.where(whole, all_high1, high1)
-        d_q = _queries_meet_rows(
-            d_q, queries, d_outs, keys, values, mass, shared, k1, v1, k1_row, v1_row, low1, plain, i, seen, left, right,
-            log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        d_q = _queries_meet_rows(
-            d_q, queries, d_outs, keys, values, mass, shared, k1, v1, k1_row, v1_row, plain, plain_end, i, seen, left,
-            right, log2_scale, False, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        if LIMITED:
+        for part in tl.static_range(3 if LIMITED else 2):
+            first_row, end_row = part_of(part, low1, high1, whole, all_low, all_high1)
             d_q = _queries_meet_rows(
-                d_q, queries, d_outs, keys, values, mass, shared, k1, v1, k1_row, v1_row, plain_end, high1, i, seen,
-                left, right, log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+                d_q, queries, d_outs, keys, values, mass, shared, k1, v1, k1_row, v1_row, first_row, end_row,
+                i, seen, left, right, log2_scale, part != 1, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     row = heads * DIM
     write_rows(d_q_ptr + first * row + head * DIM, i, inside, row, d_q * (scale * tl.exp2(-lift)), DIM, BLOCK_D)
@@ -291,35 +149,12 @@ def _queries_kernel(
 
 @triton.jit
 def _keys_meet_queries(
-    d_k,
-    d_v,
-    own_k,
-    own_v,
-    keys,
-    values,
-    q,
-    d_out,
-    mass,
-    shared,
-    q_row,
-    out_row,
-    begin,
-    end,
-    j,
-    k,
-    seen,
-    left,
-    right,
-    log2_scale,
-    lift,
-    MASKED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    d_k, d_v, own_k, own_v, keys, values, q, d_out, mass, shared, q_row, out_row, begin, end, j, k, seen, left, right,
+    log2_scale, lift,
+    MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
-    """Queries begin … end with a tile of each of the two other sets, j and k; `seen` [own, other] matters if MASKED."""
+):  # fmt: skip
+    """Add queries begin … end with a tile of each of the two other sets, j and k; `seen` [own, other] matters if MASKED."""
     for i in range(begin, end):
         query = read_row(q, i, end, q_row, DIM, BLOCK_D)
         d_outs = read_row(d_out, i, end, out_row, VALUE_DIM, BLOCK_V)
@@ -340,59 +175,22 @@ def _keys_meet_queries(
 
 @triton.jit(do_not_specialize=["num_queries", "trees", "left", "right"])
 def _keys_kernel(
-    q,
-    own_k,
-    k2,
-    own_v,
-    v2,
-    mass,
-    d_out,
-    shared,
-    d_k_ptr,
-    d_v_ptr,
-    offsets,
-    own_offsets,
-    second_offsets,
-    q_row,
-    q_head,
-    own_k_row,
-    own_k_head,
-    k2_row,
-    k2_head,
-    own_v_row,
-    own_v_head,
-    v2_row,
-    v2_head,
-    num_queries,
-    heads,
-    trees,
-    left,
-    right,
-    scale,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, own_k, k2, own_v, v2, mass, d_out, shared, d_k_ptr, d_v_ptr, offsets, own_offsets, second_offsets,
+    q_row, q_head, own_k_row, own_k_head, k2_row, k2_head, own_v_row, own_v_head, v2_row, v2_head,
+    num_queries, heads, trees, left, right, scale,
+    LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of keys and values of one of the two sets, one head. Earlier keys are seen more if causal."""
-    program = tl.program_id(0)
-    head = (program % heads).to(tl.int64)
-    tree, begin = find_tile(own_offsets, trees, program // heads, ROWS)
-    own_first, own_length = rows_of_tree(own_offsets, tree)
+    head, tree, begin, own_first, own_length = find_tile(own_offsets, trees, heads, tl.program_id(0), ROWS)
     if begin >= own_length:
         return
-    first, length = rows_of_tree(offsets, tree)
-    first2, length2 = rows_of_tree(second_offsets, tree)
     out_row = heads * VALUE_DIM
-    q += first * q_row + head * q_head
-    d_out += first * out_row + head * VALUE_DIM
+    q, d_out, length = find_set(q, d_out, offsets, tree, head, q_row, q_head, out_row, VALUE_DIM)
+    k2, v2, length2 = find_set(k2, v2, second_offsets, tree, head, k2_row, k2_head, v2_row, v2_head)
+    first = tl.load(offsets + tree).to(tl.int64)
     mass += head * num_queries + first
     shared += head * num_queries + first
-    k2 += first2 * k2_row + head * k2_head
-    v2 += first2 * v2_row + head * v2_head
     j = begin + tl.arange(0, ROWS)
     inside = j < own_length
     own_k += own_first * own_k_row + head * own_k_head
@@ -420,21 +218,13 @@ def _keys_kernel(
             all_low = tl.maximum(tl.maximum(last, last2) - right, 0)
             all_high = tl.minimum(tl.minimum(begin, start) + left + 1, length)
         seen = inside[:, None] & (k < high2)[None, :]
-        whole = (begin + ROWS <= own_length) & (start + COLUMNS <= high2) & (all_low < all_high)
-        plain = tl.where(whole, all_low, high)
-        plain_end = tl.where(whole, all_high, high)
-        d_k, d_v = _keys_meet_queries(
-            d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, low, plain, j, k,
-            seen, left, right, log2_scale, lift, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        d_k, d_v = _keys_meet_queries(
-            d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, plain, plain_end, j,
-            k, seen, left, right, log2_scale, lift, False, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        if LIMITED:
+        whole = (begin + ROWS <= own_length) & (start + COLUMNS <= high2)
+        for part in tl.static_range(3 if LIMITED else 2):
+            first_query, end_query = part_of(part, low, high, whole, all_low, all_high)
             d_k, d_v = _keys_meet_queries(
-                d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row, plain_end, high,
-                j, k, seen, left, right, log2_scale, lift, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+                d_k, d_v, own_keys, own_values, keys, values, q, d_out, mass, shared, q_row, out_row,
+                first_query, end_query, j, k, seen, left, right, log2_scale, lift,
+                part != 1, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
             )  # fmt: skip
     row = heads * DIM
     write_rows(d_k_ptr + own_first * row + head * DIM, j, inside, row, d_k * (scale * tl.exp2(-lift)), DIM, BLOCK_D)

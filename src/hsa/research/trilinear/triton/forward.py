@@ -12,20 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.kernels.triton.launch import last_stride_1
+from hsa.attention.kernels import available
+from hsa.research.trilinear.call import Rows
 from hsa.research.trilinear.triton.tiles import (
     LOG2E,
+    KernelCall,
     as_product,
-    constants,
+    columns,
+    find_set,
     find_tile,
-    numbers,
-    programs,
+    hide,
+    part_of,
     reach,
     read_row,
     read_rows,
-    rows_of_tree,
-    sees,
-    tile_of,
     write_rows,
 )
 
@@ -43,58 +43,27 @@ def forward(
     right: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and log2 of the summed exponentials `[heads, queries]`: +∞ where nothing is seen."""
-    out, mass = q.new_empty(*q.shape[:2], v2.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    if out.shape[:2].numel() == 0:
-        return out, mass
-    q, k1, k2, v1, v2 = (last_stride_1(x) for x in (q, k1, k2, v1, v2))
-    tile = tile_of("forward", q, v2)
-    _forward_kernel[(programs(q, offsets, tile),)](
-        q,
-        k1,
-        k2,
-        v1,
-        v2,
-        out,
-        mass,
-        offsets,
-        first_offsets,
-        second_offsets,
-        *numbers(q, k1, k2, v1, v2, offsets, left, right),
-        scale,
-        LIMITED=left is not None or right is not None,
-        **constants(tile, q, v2),
-    )
+    """Return the output, and log2 of the summed exponentials `[heads, queries]`: +∞ where nothing is seen."""
+    rows = Rows(q, k1, k2, v1, v2)
+    out, mass = new_results(rows)
+    with available.device_of(q):
+        call = KernelCall(rows, (offsets, first_offsets, second_offsets), left, right, scale).packed()
+        call.launch("forward", _forward_kernel, out, mass)
     return out, mass
+
+
+def new_results(rows: Rows) -> tuple[Tensor, Tensor]:
+    q, v = rows.q, rows.v2
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
 
 @triton.jit
 def _meet_rows(
-    best,
-    mass,
-    out,
-    q,
-    keys,
-    values,
-    k1,
-    v1,
-    k1_row,
-    v1_row,
-    begin,
-    end,
-    i,
-    seen,
-    left,
-    right,
-    log2_scale,
-    MASKED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    best, mass, out, q, keys, values, k1, v1, k1_row, v1_row, begin, end, i, seen, left, right, log2_scale,
+    MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
-    """The rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+):  # fmt: skip
+    """Add the rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
     next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
     for j in range(begin, end):
         key = next_key
@@ -102,10 +71,7 @@ def _meet_rows(
         value = read_row(v1, j, end, v1_row, VALUE_DIM, BLOCK_V).to(tl.float32)
         logit = tl.dot(q * key, keys, input_precision="ieee")
         if MASKED:
-            visible = seen
-            if LIMITED:
-                visible = seen & sees(i, j, left, right)[:, None]
-            logit = tl.where(visible, logit * log2_scale, -float("inf"))
+            logit = hide(logit * log2_scale, seen, i, j, left, right, LIMITED)
             better = tl.maximum(best, tl.max(logit, 1))
             finite = tl.where(better == -float("inf"), 0.0, better)
             weight = tl.exp2(logit - finite[:, None])
@@ -123,53 +89,19 @@ def _meet_rows(
 
 @triton.jit(do_not_specialize=["num_queries", "trees", "left", "right"])
 def _forward_kernel(
-    q,
-    k1,
-    k2,
-    v1,
-    v2,
-    out_ptr,
-    mass_ptr,
-    offsets,
-    first_offsets,
-    second_offsets,
-    q_row,
-    q_head,
-    k1_row,
-    k1_head,
-    k2_row,
-    k2_head,
-    v1_row,
-    v1_head,
-    v2_row,
-    v2_head,
-    num_queries,
-    heads,
-    trees,
-    left,
-    right,
-    scale,
-    LIMITED: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k1, k2, v1, v2, out_ptr, mass_ptr, offsets, first_offsets, second_offsets,
+    q_row, q_head, k1_row, k1_head, k2_row, k2_head, v1_row, v1_head, v2_row, v2_head,
+    num_queries, heads, trees, left, right, scale,
+    LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of queries of one tree, one head. Later queries see more if causal, and begin first."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = (program % heads).to(tl.int64)
-    tree, begin = find_tile(offsets, trees, program // heads, ROWS)
-    first, length = rows_of_tree(offsets, tree)
+    head, tree, begin, first, length = find_tile(offsets, trees, heads, program, ROWS)
     if begin >= length:
         return
-    first1, length1 = rows_of_tree(first_offsets, tree)
-    first2, length2 = rows_of_tree(second_offsets, tree)
-    k1 += first1 * k1_row + head * k1_head
-    v1 += first1 * v1_row + head * v1_head
-    k2 += first2 * k2_row + head * k2_head
-    v2 += first2 * v2_row + head * v2_head
+    k1, v1, length1 = find_set(k1, v1, first_offsets, tree, head, k1_row, k1_head, v1_row, v1_head)
+    k2, v2, length2 = find_set(k2, v2, second_offsets, tree, head, k2_row, k2_head, v2_row, v2_head)
     i = begin + tl.arange(0, ROWS)
     inside = i < length
     queries = as_product(read_rows(q + first * q_row + head * q_head, i, inside, q_row, DIM, BLOCK_D))
@@ -180,28 +112,14 @@ def _forward_kernel(
     out = tl.zeros([ROWS, BLOCK_V], tl.float32)
     log2_scale = scale * LOG2E
     for start in range(low2, high2, COLUMNS):
-        k = start + tl.arange(0, COLUMNS)
+        k, seen, whole = columns(start, high2, all_low, all_high2, i, left, right, COLUMNS, LIMITED)
         keys = tl.trans(read_rows(k2, k, k < high2, k2_row, DIM, BLOCK_D))
         values = read_rows(v2, k, k < high2, v2_row, VALUE_DIM, BLOCK_V)
-        seen = (k < high2)[None, :]
-        if LIMITED:
-            seen = seen & sees(i[:, None], k[None, :], left, right)
-        # Rows j that need no mask: none where the tile itself needs one.
-        whole = (start >= all_low) & (start + COLUMNS <= all_high2) & (all_low < all_high1)
-        plain = tl.where(whole, all_low, high1)
-        plain_end = tl.where(whole, all_high1, high1)
-        best, mass, out = _meet_rows(
-            best, mass, out, queries, keys, values, k1, v1, k1_row, v1_row, low1, plain, i, seen, left, right,
-            log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        best, mass, out = _meet_rows(
-            best, mass, out, queries, keys, values, k1, v1, k1_row, v1_row, plain, plain_end, i, seen, left, right,
-            log2_scale, False, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-        )  # fmt: skip
-        if LIMITED:
+        for part in tl.static_range(3 if LIMITED else 2):
+            first_row, end_row = part_of(part, low1, high1, whole, all_low, all_high1)
             best, mass, out = _meet_rows(
-                best, mass, out, queries, keys, values, k1, v1, k1_row, v1_row, plain_end, high1, i, seen, left, right,
-                log2_scale, True, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+                best, mass, out, queries, keys, values, k1, v1, k1_row, v1_row, first_row, end_row,
+                i, seen, left, right, log2_scale, part != 1, LIMITED, DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
     some = mass > 0

@@ -1,12 +1,12 @@
-"""What the kernels of three-way attention share: tiles of ragged trees, how far a row sees, reading rows.
+"""Shared parts of the kernels of three-way attention: tiles of ragged trees, limits, reading rows, launching.
 
 Packed trees are cut into tiles without a plan, so that nothing is copied to the host: tiles of tree t begin at tile
-⌊offset(t) / block⌋ + t. That leaves every tree at least as many as it needs, and at most one that stays empty.
+⌊offset(t) / rows⌋ + t. That leaves every tree at least as many as it needs, and at most one that stays empty.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hsa.attention.kernels.available import padded
+from hsa.attention.kernels.triton.launch import last_stride_1
+from hsa.research.trilinear.call import Rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -45,7 +47,7 @@ HALF: Tiles = {
     ("keys", 64): Tile(64, 64, 4),
     ("keys", 128): Tile(32, 32, 4),
 }
-"""16-bit numbers: by kernel and padded width."""
+"""Tiles for 16-bit numbers, by kernel and padded width."""
 SINGLE: Tiles = {
     ("forward", 32): Tile(32, 32, 4),
     ("forward", 64): Tile(32, 32, 4),
@@ -57,7 +59,7 @@ SINGLE: Tiles = {
     ("keys", 64): Tile(32, 32, 8),
     ("keys", 128): Tile(16, 32, 8),
 }
-"""float32, whose products take no tensor cores but registers."""
+"""Tiles for float32, whose products take registers, not tensor cores."""
 
 
 def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
@@ -65,38 +67,63 @@ def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
     return table[kernel, max(32, padded(q.shape[2]), padded(v.shape[2]))]
 
 
-def constants(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int | None]:
-    """Sizes that kernels are compiled for."""
-    return {
-        "DIM": q.shape[2],
-        "VALUE_DIM": v.shape[2],
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "BLOCK_D": padded(q.shape[2]),
-        "BLOCK_V": padded(v.shape[2]),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "maxnreg": tile.registers,
-    }
+class KernelCall(NamedTuple):
+    """Inputs that all kernels take."""
 
+    rows: Rows
+    offsets: tuple[Tensor, Tensor, Tensor]  # [trees + 1] first rows of every tree of the three sets
+    left: int | None
+    right: int | None
+    scale: float
 
-def numbers(
-    q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, offsets: Tensor, left: int | None, right: int | None
-) -> list[int]:
-    """Strides and sizes, as kernels take them; no limit is as far as there are rows."""
-    strides = [size for x in (q, k1, k2, v1, v2) for size in x.stride()[:2]]
-    limits = (len(q) if x is None else min(x, len(q)) for x in (left, right))
-    return [*strides, len(q), q.shape[1], len(offsets) - 1, *limits]
+    def packed(self) -> KernelCall:
+        """Return the call with the numbers of each row side by side."""
+        return self._replace(rows=Rows(*map(last_stride_1, self.rows)))
 
+    def swapped(self) -> KernelCall:
+        """Return the call with the first and the second set exchanged, which play the same role."""
+        (q, k1, k2, v1, v2), (queries, first, second) = self.rows, self.offsets
+        return self._replace(rows=Rows(q, k2, k1, v2, v1), offsets=(queries, second, first))
 
-def programs(rows: Tensor, offsets: Tensor, tile: Tile) -> int:
-    """One per tile of `rows` and head; see the top of this file."""
-    return (triton.cdiv(len(rows), tile.rows) + len(offsets) - 1) * rows.shape[1]
+    def launch(self, name: str, kernel: Any, *others: Tensor) -> None:
+        """Launch a kernel, one program per head and tile: of the first set for "keys", else of the queries.
+
+        Its parameters are: the five rows, `others`, the three offsets, strides of rows and heads, sizes, limits, the scale.
+        """
+        q, k1, _, _, v = self.rows
+        own, offsets = (k1, self.offsets[1]) if name == "keys" else (q, self.offsets[0])
+        if own.shape[:2].numel() == 0:
+            return
+        tile, trees = tile_of(name, q, v), len(offsets) - 1
+        # Every tree has as many tiles as it needs, and at most one that stays empty; see the top of this file.
+        programs = (triton.cdiv(len(own), tile.rows) + trees) * own.shape[1]
+        kernel[(programs,)](
+            *self.rows,
+            *others,
+            *self.offsets,
+            *(stride for x in self.rows for stride in x.stride()[:2]),
+            len(q),
+            q.shape[1],
+            trees,
+            *(len(q) if x is None else min(x, len(q)) for x in (self.left, self.right)),
+            self.scale,
+            LIMITED=self.left is not None or self.right is not None,
+            DIM=q.shape[2],
+            VALUE_DIM=v.shape[2],
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            BLOCK_D=padded(q.shape[2]),
+            BLOCK_V=padded(v.shape[2]),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            maxnreg=tile.registers,
+        )
 
 
 @triton.jit
-def find_tile(offsets, trees, tile, ROWS: tl.constexpr):
-    """The tree of a tile, and where in that tree the tile begins."""
+def find_tile(offsets, trees, heads, program, ROWS: tl.constexpr):
+    """Return the head and tree of a program, where in the tree its tile begins, the tree's first row and its length."""
+    tile = program // heads
     low = tile * 0
     high = low + trees
     while high - low > 1:
@@ -104,36 +131,45 @@ def find_tile(offsets, trees, tile, ROWS: tl.constexpr):
         before = (tl.load(offsets + middle) // ROWS).to(tl.int32) + middle <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    return low, (tile - (tl.load(offsets + low) // ROWS).to(tl.int32) - low) * ROWS
+    begin = (tile - (tl.load(offsets + low) // ROWS).to(tl.int32) - low) * ROWS
+    first, length = rows_of_tree(offsets, low)
+    return (program % heads).to(tl.int64), low, begin, first, length
 
 
 @triton.jit
 def rows_of_tree(offsets, tree):
-    """The first row of a tree, and how many there are."""
+    """Return the first row of a tree, and the number of rows."""
     first = tl.load(offsets + tree).to(tl.int64)
     return first, (tl.load(offsets + tree + 1) - first).to(tl.int32)
 
 
 @triton.jit
+def find_set(k, v, offsets, tree, head, k_row, k_head, v_row, v_head):
+    """Return pointers to the first key and value of a tree and head, and the length of the tree."""
+    first, length = rows_of_tree(offsets, tree)
+    return k + (first * k_row + head * k_head), v + (first * v_row + head * v_head), length
+
+
+@triton.jit
 def read_rows(x, row, exists, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, BLOCK]; `x` points at the first row of the tree and head."""
+    """Read [rows, BLOCK]; `x` points at the first row of the tree and head."""
     d = tl.arange(0, BLOCK)
     return tl.load(x + row.to(tl.int64)[:, None] * row_stride + d, mask=exists[:, None] & (d < DIM), other=0.0)
 
 
 @triton.jit
 def read_row(x, row, end, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK], zeros from row `end` on."""
+    """Read [1, BLOCK]; zeros from row `end` on."""
     d = tl.arange(0, BLOCK)
     return tl.load(x + row * tl.cast(row_stride, tl.int64) + d, mask=(d < DIM) & (row < end), other=0.0)[None, :]
 
 
 @triton.jit
 def as_product(x):
-    """`x` as tensor cores leave a product, by one with the identity.
+    """Return `x` in the layout that tensor cores leave a product in, by multiplying it with the identity.
 
-    From there, rows times a vector are what tensor cores take from registers; from where loads leave them, they would go
-    through shared memory, in every round of the inner loop.
+    In that layout, tensor cores take rows times a vector from registers; in the layout of a load, they would go through
+    shared memory in every round of the inner loop.
     """
     if x.dtype == tl.float32:  # these products take no tensor cores
         product = x
@@ -152,7 +188,7 @@ def write_rows(x, row, exists, row_stride, values, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def raised(length1, length2, left, right, LIMITED: tl.constexpr):
-    """log2 of what weights are multiplied by in gradients: even ones come as far below 1 as a single one comes above."""
+    """Return log2 of the factor of weights in gradients, the root of the number of pairs: it centres them on 1."""
     if LIMITED:
         length1 = tl.minimum(length1, left + right + 1)
         length2 = tl.minimum(length2, left + right + 1)
@@ -167,10 +203,42 @@ def sees(query, key, left, right):
 
 @triton.jit
 def reach(begin, length, other_length, left, right, ROWS: tl.constexpr, LIMITED: tl.constexpr):
-    """Rows of another set that some query of a tile sees, low … high, and those that all of them see."""
+    """Return the rows of another set that some query of a tile sees, low … high, and those that all of them see."""
     low, high, all_low, all_high = 0, other_length, 0, other_length
     if LIMITED:
         last = tl.minimum(begin + ROWS, length) - 1
         low, all_low = tl.maximum(begin - left, 0), tl.maximum(last - left, 0)
         high, all_high = tl.minimum(last + right + 1, other_length), tl.minimum(begin + right + 1, other_length)
     return low, high, all_low, all_high
+
+
+@triton.jit
+def columns(start, high, all_low, all_high, i, left, right, COLUMNS: tl.constexpr, LIMITED: tl.constexpr):
+    """Return the rows of a tile of the second set, which of them queries i see, and whether all see all."""
+    k = start + tl.arange(0, COLUMNS)
+    seen = (k < high)[None, :]
+    if LIMITED:
+        seen = seen & sees(i[:, None], k[None, :], left, right)
+    return k, seen, (start >= all_low) & (start + COLUMNS <= all_high)
+
+
+@triton.jit
+def part_of(PART: tl.constexpr, low, high, whole, all_low, all_high):
+    """Return the rows of one of three parts of low … high: only part 1 needs no mask, and is empty unless `whole`."""
+    plain = tl.where(whole & (all_low < all_high), all_low, high)
+    plain_end = tl.where(whole & (all_low < all_high), all_high, high)
+    if PART == 0:
+        begin, end = low, plain
+    elif PART == 1:
+        begin, end = plain, plain_end
+    else:
+        begin, end = plain_end, high
+    return begin, end
+
+
+@triton.jit
+def hide(logit, seen, i, j, left, right, LIMITED: tl.constexpr):
+    """Set logits [queries, tile] to −∞ that are not `seen` or, with limits, whose query i does not see row j."""
+    if LIMITED:
+        seen = seen & sees(i, j, left, right)[:, None]
+    return tl.where(seen, logit, -float("inf"))

@@ -1,12 +1,12 @@
-"""Hierarchical three-way attention where nothing later is used: every leaf has its own row.
+"""Causal hierarchical three-way attention: a row of weights per leaf, over the pairs before it at every level.
 
-At each of its ancestors (and as a leaf) i sees the pairs of siblings that lie wholly before it, and as a leaf itself too;
+At each of its ancestors (and as a leaf) i sees the pairs of siblings that end before it, and as a leaf itself too;
 one softmax runs over the pairs of all levels:
 
     logit(i; B, C) = scale · T(q_i, mean(k1, B), mean(k2, C)) + log leaf_count(B) + log leaf_count(C)
 
 The leaves below a parent are cut into blocks of about as many queries as it has children, so that a level takes as many
-rows of keys as of queries. Each block is attended to on its own; a leaf's blocks are joined by their log-sum-exps.
+rows of keys as of queries. Each block is a softmax of its own; those of a leaf are joined by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -20,32 +20,25 @@ from torch import Tensor
 from hsa.attention.multiscale.pyramid import pyramid
 from hsa.attention.rounds import WORTH_A_BUCKET, padded_sizes, rooted, rounds
 from hsa.research.trilinear.blocks import Blocks
+from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.streaming import attend_pairs
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 
-def own_rows(
-    q: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v1: Tensor,
-    v2: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    tensor: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """See `hsa.hierarchical_trilinear_attention`; q, k1 and k2 are in core form unless there is a full `tensor`."""
-    forest, _ = rooted(hierarchy)
+def run(call: TrilinearCall) -> Tensor:
+    """Run a call in core form, or with a full tensor."""
+    forest, _ = rooted(call.forests.queries)
     plan = forest.cached("siblings before", lambda: _build(forest))
-    k1, k2, v1, v2, dtype = *(pyramid(x, rounds(forest)) for x in (k1, k2, v1, v2)), v1.dtype
+    q, *others = call.rows
+    rows = Rows(q, *(pyramid(x, rounds(forest)) for x in others))
     blocks = [level.blocks(torch.promote_types(q.dtype, torch.float32)) for level in plan.levels]
-    out, lse = attend_pairs(q, k1, k2, v1, v2, tensor, blocks, scale)
-    return _joined(out.index_select(0, plan.real), lse.index_select(0, plan.real), plan.leaf, len(q)).to(dtype)
+    out, lse = attend_pairs(rows, call.full, blocks, call.scale)
+    joined = _join(out.index_select(0, plan.real), lse.index_select(0, plan.real), plan.leaf, len(q))
+    return joined.to(call.rows.v1.dtype)
 
 
-def _joined(out: Tensor, lse: Tensor, leaf: Tensor, leaves: int) -> Tensor:
-    """One softmax over all that an entry of each leaf saw: `[leaves, heads, value_dim]`."""
+def _join(out: Tensor, lse: Tensor, leaf: Tensor, leaves: int) -> Tensor:
+    """Join the entries of each leaf to one softmax: `[leaves, heads, value_dim]`."""
     # Every leaf sees at least itself, so that the largest of its log-sum-exps is finite; others may be −∞.
     top = lse.new_full((leaves, lse.shape[1]), -torch.inf)
     top = top.scatter_reduce(0, leaf[:, None].expand_as(lse), lse.detach(), "amax")
