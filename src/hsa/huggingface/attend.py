@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.attention.cache import clustered_search as cache
+from hsa.attention.cache import interface as cache
 from hsa.attention.dense import dense_weights
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
@@ -73,7 +73,7 @@ def count_step(layer: int, q: Tensor, sequences: Sequences, taken: cache.Counted
     counted = _counter.get()
     if counted is not None:
         dim = q.shape[-1]
-        found = Flops((4 * dim + 1) * taken.entries, taken.pooling, (2 * dim + 1) * taken.scored, taken.finding)
+        found = Flops((4 * dim + 1) * taken.entries, taken.pooling, (2 * dim + 1) * taken.scored, taken.clustering)
         counted.add(layer, found, exact_operations(q, sequences))
 
 

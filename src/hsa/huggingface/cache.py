@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hsa.attention.cache.clustered import ClusteredCache
-from hsa.attention.cache.clustered_search import Counted
-from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.errors import InvalidInput
