@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hsa.attention.cache.clustered import ClusteredCache
-from hsa.attention.cache.clustered_search import Counted
-from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.errors import InvalidInput
 from hsa.huggingface.attend import Output, attend, bias_of

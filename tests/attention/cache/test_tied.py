@@ -204,7 +204,7 @@ def test_bad_input() -> None:
     with pytest.raises(InvalidInput, match="one model"):
         cache.attend(0, q[:, :2], k, v)
     cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match="an empty one"):
+    with pytest.raises(InvalidInput, match="an empty cache"):
         cache.begin([3, 4])
     with pytest.raises(InvalidInput, match="index"):
         cache.reorder([2])
