@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput, inside
 
 VERSION = 1

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.attention.arguments import scale_or_default
 from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.checks import scale_or_default
 from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.tree.hierarchy import Hierarchy
 

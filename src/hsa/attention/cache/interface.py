@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.mixing import HeadMixing
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy, integers

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, check_inputs, check_type, scale_or_default, without_autocast
+from hsa.attention.checks import check_count, check_inputs, check_type, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
 from hsa.errors import InvalidInput

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.baselines.transformer_xl.encoder import set_test_memory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
 from hsa.errors import InvalidInput
