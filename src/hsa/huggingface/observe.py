@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hsa.attention.cache import clustered_search
+from hsa.attention.cache import interface
 from hsa.attention.flops import Flops
 from hsa.huggingface.sequences import Sequences
 
@@ -106,7 +106,7 @@ def count_mask(layer: int, q: Tensor, mask: Tensor | None) -> None:
         counted.add(layer, Flops(operations, 0), operations)
 
 
-def count_steps(layer: int, q: Tensor, sequences: Sequences, taken: clustered_search.Counted) -> None:
+def count_steps(layer: int, q: Tensor, sequences: Sequences, taken: interface.Counted) -> None:
     """Add a layer that attends to a cache of trees."""
     counted = COUNTER.get()
     if counted is not None:

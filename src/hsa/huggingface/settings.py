@@ -233,7 +233,7 @@ def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
 
 
 def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    from hsa.attention.arguments import check_count  # loads torch, which the help of the command line does without
+    from hsa.attention.checks import check_count  # loads torch, which the help of the command line does without
 
     return check_count(name, value, expected, minimum)
 

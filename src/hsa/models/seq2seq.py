@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.models.known_fields import known_fields
 from hsa.models.language_model import LanguageModel, LanguageModelConfig, check_logits

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
-from hsa.attention.kernels.reasons import forest_reasons
+from hsa.attention.kernels.available import why_not_forest
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 class Hierarchical(Attention):
     """The paper's operator: rows and columns tied over pairs of siblings; `alpha`: by entmax in place of softmax."""
 
-    def __init__(self, *, include_self: bool = False, alpha: float | LearnedAlpha | None = None):
+    def __init__(self, *, include_self: bool = True, alpha: float | LearnedAlpha | None = None):
         super().__init__()
         self.include_self, self.alpha = include_self, alpha
 
@@ -138,7 +138,7 @@ class Multiscale(Attention):
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         forest = rooted(hierarchy)[0]
-        if forest.device.type != "cuda" or self.alpha is not None or forest_reasons(forest):
+        if forest.device.type != "cuda" or self.alpha is not None or why_not_forest(forest):
             rounds(forest)
         if not self.top_k:
             self._nearest(hierarchy)

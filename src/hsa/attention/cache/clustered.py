@@ -20,10 +20,10 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import scale_or_default, without_autocast
 from hsa.attention.cache.clustered_search import Block, KeptLayer, Token
 from hsa.attention.cache.clustered_tree import Heap, Shape, Step, shape_of, step_of
 from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
+from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import in_order

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.multiscale.select import default_width
 from hsa.errors import InvalidInput
 

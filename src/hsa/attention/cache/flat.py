@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.attention.arguments import repeat_heads
 from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Storage
+from hsa.attention.checks import repeat_heads
 from hsa.tree.hierarchy import Hierarchy
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, scale_or_default
+from hsa.attention.checks import check_count, scale_or_default
 from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.attention.multiscale.operator import per_head
 from hsa.errors import InvalidInput, Unsupported

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
 from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Storage
+from hsa.attention.checks import check_count
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
 from hsa.attention.mixing import HeadMixing
@@ -88,7 +88,8 @@ class MultiscaleCache(Cache):
         self.sinks = check_count("sinks", sinks, "0 or a positive number of first tokens")
         self.closing = check_count("closing", closing, "0 or the greatest height that tokens close")
         self.rewind = check_count("rewind", rewind, "0 or a positive number of tokens")
-        self.backend = choose("MultiscaleCache", CACHES, backend, {"cache": self, "backend": backend})
+        self.asked_backend = backend
+        self.backend = choose("MultiscaleCache", CACHES, backend, self)
         self.caps = _caps(self.branching, self.closing, max_length)
         """Most members of a node; entry l is for the nodes of level l + 1."""
         rings = [(self.near + 1) * members + self.rewind for members in self.caps]
@@ -421,10 +422,9 @@ def _run_triton(cache: MultiscaleCache) -> Any:
     return Decode(cache)
 
 
-def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    cache = arguments["cache"]
+def _why_not_triton(cache: MultiscaleCache) -> list[str]:
     like = torch.empty(0, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
-    return available.why_not(like, like, arguments["backend"])
+    return available.why_not(like, like, cache.asked_backend)
 
 
 CACHES = (Backend("triton", _run_triton, _why_not_triton), Backend("torch", _Torch))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.cache.interface import Memory
+from hsa.attention.checks import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.hierarchical.operator import energy
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
@@ -20,7 +20,7 @@ from hsa.tree.hierarchy import Hierarchy, integers
 
 
 class TiedCache:
-    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal=True, include_self=True)`.
+    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal="paper-mask")`.
 
     Every layer keeps, for each open node on the path to the newest token, the sum of its queries and the energy of its
     finished members, and for each finished member its pooled key, pooled value and leaf count. A token costs O(b·depth):
@@ -47,7 +47,7 @@ class TiedCache:
     ...     cache.append()
     ...     out = cache.attend(0, q[t : t + 1], k[t : t + 1], v[t : t + 1])
     >>> tree = Hierarchy.regular([9], (2, 2), repeat_last=True)
-    >>> full = hierarchical_attention(q, k, v, tree, causal=True, include_self=True)
+    >>> full = hierarchical_attention(q, k, v, tree, causal="paper-mask")
     >>> torch.allclose(out[0], full[-1], atol=1e-5)
     True
     """
@@ -295,7 +295,7 @@ class _Prompts:
         """Store the means of members and the sums of their energies. A member sees those before it in its node."""
         members = self.members.to(q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
-        inner = -energy(q, k, members, causal=True, include_self=True, scale=scale).to(wide)
+        inner = -energy(q, k, members, causal="paper-mask", scale=scale).to(wide)
         lengths = members.tensor("leaf_offsets").diff()
         means = [torch.segment_reduce(x.to(wide), "mean", lengths=lengths) for x in (q, k, v)]
         for level, slots in zip(levels, self.slots, strict=True):

@@ -47,7 +47,8 @@ def _share(layer: Any, shared_dim: int, iterations: int) -> SharedProjections:
     shared = share_projections(q, None, k, None, layer.heads, shared_dim, iterations=iterations)
     fusion.mix_channels.copy_(shared.mixing)
     projections = torch.cat([shared.query_weight, shared.key_weight, v])
-    layer.project = nn.Linear(*projections.T.shape, bias=False, device=weight.device, dtype=weight.dtype)
+    rows, columns = projections.shape
+    layer.project = nn.Linear(columns, rows, bias=False, device=weight.device, dtype=weight.dtype)
     layer.project.weight.copy_(projections)
     layer.project.requires_grad_(weight.requires_grad)
     layer.fusion, layer.blocks = (

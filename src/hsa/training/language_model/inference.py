@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.files import read_json
 from hsa.generation.loading import load_writer

@@ -11,19 +11,17 @@ import hsa
 from hsa import Entmax, HeadMixing, Hierarchy, HsaError, dense_weights, energy, hierarchical_attention
 from hsa.attention.entmax import entmax
 from hsa.attention.hierarchical.entmax.inside import keys_inside
-from hsa.attention.hierarchical.entmax.sweeps import handed_down, visited
+from hsa.attention.hierarchical.entmax.zeros import zeros
 from tests.forests import forests, gradients, random_inputs, random_positions
 
 few = settings(max_examples=30)
 HEADS = 6  # as random_inputs has
 seeds = st.integers(0, 10**6)
-selves = st.sampled_from([(False, False), (True, False), (True, True)])  # include_self, causal
+sights = st.sampled_from(
+    [{"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"}]
+)
 numbers = st.sampled_from([1.1, 1.5, 1.8, 2.0])
 counted = st.sampled_from(["weighted", "logits"])
-
-
-def options_of(how):
-    return {"include_self": how[0], "causal": how[1]}
 
 
 @st.composite
@@ -51,11 +49,11 @@ def flat_weights(q, k, forest, alpha, include_self):
 
 
 @few
-@given(forests(), seeds, selves, alphas(requires_grad=True), counted, st.booleans())
-def test_torch_equals_reference(forest, seed, how, alpha, counts, with_positions):
+@given(forests(), seeds, sights, alphas(requires_grad=True), counted, st.booleans())
+def test_torch_equals_reference(forest, seed, sight, alpha, counts, with_positions):
     q, k, v = random_inputs(forest, seed, requires_grad=True)
     positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
-    options = {"positions": positions, "normalizer": Entmax(alpha, counts), **options_of(how)}
+    options = {"positions": positions, "normalizer": Entmax(alpha, counts), **sight}
     fast = hierarchical_attention(q, k, v, forest, backend="torch", **options)
     slow = hierarchical_attention(q, k, v, forest, backend="reference", **options)
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
@@ -65,10 +63,10 @@ def test_torch_equals_reference(forest, seed, how, alpha, counts, with_positions
 
 
 @few
-@given(forests(), seeds, selves, alphas(requires_grad=True), counted)
-def test_energy_of_torch_equals_reference(forest, seed, how, alpha, counts):
+@given(forests(), seeds, sights, alphas(requires_grad=True), counted)
+def test_energy_of_torch_equals_reference(forest, seed, sight, alpha, counts):
     q, k, _ = random_inputs(forest, seed, requires_grad=True)
-    options = {"normalizer": Entmax(alpha, counts), **options_of(how)}
+    options = {"normalizer": Entmax(alpha, counts), **sight}
     fast, slow = (energy(q, k, forest, backend=backend, **options) for backend in ("torch", "reference"))
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
     inputs = [q, k, alpha if isinstance(alpha, torch.Tensor) else None]
@@ -78,11 +76,11 @@ def test_energy_of_torch_equals_reference(forest, seed, how, alpha, counts):
 
 
 @few
-@given(forests(), seeds, selves, alphas(), counted)
-def test_the_gradient_of_the_energy_is_the_operator(forest, seed, how, alpha, counts):
+@given(forests(), seeds, sights, alphas(), counted)
+def test_the_gradient_of_the_energy_is_the_operator(forest, seed, sight, alpha, counts):
     q, k, _ = random_inputs(forest, seed, kv_heads=HEADS)
     q = q.requires_grad_()
-    options = {"normalizer": Entmax(alpha, counts), **options_of(how)}
+    options = {"normalizer": Entmax(alpha, counts), **sight}
     found = energy(q, k, forest, **options)
     (slope,) = gradients_of_sum(found, q)
     weights = dense_weights(hierarchical_attention, q.detach(), k, forest, **options)
@@ -156,16 +154,16 @@ def test_counts_in_the_logits_are_another_operator():
 
 
 @few
-@given(forests(), seeds, selves, counted)
-def test_it_tends_to_softmax(forest, seed, how, counts):
+@given(forests(), seeds, sights, counted)
+def test_it_tends_to_softmax(forest, seed, sight, counts):
     q, k, v = random_inputs(forest, seed)
-    soft = hierarchical_attention(q, k, v, forest, **options_of(how))
-    near = hierarchical_attention(q, k, v, forest, normalizer=Entmax(1 + 1e-5, counts), **options_of(how))
+    soft = hierarchical_attention(q, k, v, forest, **sight)
+    near = hierarchical_attention(q, k, v, forest, normalizer=Entmax(1 + 1e-5, counts), **sight)
     assert (near - soft).abs().max() <= 1e-4 * max(1.0, float(v.abs().max())) * tall(q, k)
-    exactly = hierarchical_attention(q, k, v, forest, normalizer=Entmax(1.0, counts), **options_of(how))
+    exactly = hierarchical_attention(q, k, v, forest, normalizer=Entmax(1.0, counts), **sight)
     assert torch.equal(exactly, soft)
-    whole = energy(q, k, forest, **options_of(how))
-    near = energy(q, k, forest, normalizer=Entmax(1 + 1e-5, counts), **options_of(how))
+    whole = energy(q, k, forest, **sight)
+    near = energy(q, k, forest, normalizer=Entmax(1 + 1e-5, counts), **sight)
     finite = torch.isfinite(whole)
     assert torch.equal(near == math.inf, ~finite)
     torch.testing.assert_close(near[finite], whole[finite], rtol=1e-4, atol=1e-4 * tall(q, k))
@@ -177,59 +175,39 @@ def tall(q, k):
 
 
 @few
-@given(forests(), seeds, selves, alphas(), counted)
-def test_rows_sum_to_one(forest, seed, how, alpha, counts):
+@given(forests(), seeds, sights, alphas(), counted)
+def test_rows_sum_to_one(forest, seed, sight, alpha, counts):
     q, k, v = random_inputs(forest, seed)
-    total = hierarchical_attention(
-        q, k, torch.ones_like(v), forest, normalizer=Entmax(alpha, counts), **options_of(how)
+    total = hierarchical_attention(q, k, torch.ones_like(v), forest, normalizer=Entmax(alpha, counts), **sight)
+    sees = torch.repeat_interleave(torch.tensor(forest.lengths), torch.tensor(forest.lengths)) > (
+        not sight["include_self"]
     )
-    sees = torch.repeat_interleave(torch.tensor(forest.lengths), torch.tensor(forest.lengths)) > (not how[0])
     torch.testing.assert_close(total, sees.double()[:, None, None].expand_as(total), rtol=1e-9, atol=1e-9)
 
 
 @few
-@given(forests(), seeds, selves, alphas(), counted, st.booleans())
-def test_without_a_gradient_only_what_has_a_weight_is_visited(forest, seed, how, alpha, counts, with_positions):
+@given(forests(), seeds, sights, alphas(), counted, st.booleans())
+def test_a_gradient_changes_no_value(forest, seed, sight, alpha, counts, with_positions):
     q, k, v = random_inputs(forest, seed)
     q = 5 * q
     positions = random_positions(forest, seed) if with_positions else None
-    options = {"positions": positions, "normalizer": Entmax(alpha, counts), **options_of(how)}
+    options = {"positions": positions, "normalizer": Entmax(alpha, counts), "backend": "torch", **sight}
     with torch.no_grad():
-        pruned = hierarchical_attention(q, k, v, forest, backend="torch", **options)
-    whole = hierarchical_attention(q, k, v.requires_grad_(), forest, backend="torch", **options)
-    torch.testing.assert_close(pruned, whole.detach(), rtol=1e-9, atol=1e-9)
-    handed = handed_down(q, k, forest, **options)
-    s = forest.structure
-    below = torch.as_tensor(s.parent >= 0)
-    above = torch.as_tensor(s.parent).clamp(min=0)
-    assert (handed[below] <= handed[above][below] + 1e-12).all()
-    inner = torch.as_tensor(~s.is_leaf)
-    assert (handed[inner & ~below] == 1).all()
-    assert (handed[~inner] == 0).all()
-    seen = visited(q, k, forest, **options)
-    assert sum(seen.of) == int(inner.sum()) * HEADS
-    assert sum(seen.families) == int((handed[inner] > 0).sum())
+        without = hierarchical_attention(q, k, v, forest, **options)
+    assert torch.equal(hierarchical_attention(q, k, v.requires_grad_(), forest, **options), without)
 
 
-def test_pairs_that_look_at_each_other_are_not_entered():
-    q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2, dtype=torch.float64)[:, None]
-    forest = Hierarchy.from_nested([[2, 2]])
-    seen = visited(q, q.flip(0), forest, normalizer=Entmax(1.5))
-    assert (seen.families, seen.of) == ((0, 1), (2, 1))
-    assert seen.fraction == pytest.approx(1 / 3)
-    weights = dense_weights(hierarchical_attention, q, q.flip(0), forest, normalizer=Entmax(1.5))[0]
-    assert (weights == torch.tensor([[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2) / 2).all()
-
-
-@pytest.mark.parametrize(("how", "counts"), [((False, False), "logits"), ((True, True), "weighted")])
-def test_gradcheck(how, counts):
+@pytest.mark.parametrize(
+    ("sight", "counts"), [({"include_self": False}, "logits"), ({"causal": "paper-mask"}, "weighted")]
+)
+def test_gradcheck(sight, counts):
     forest = Hierarchy.from_nested([[3, [1, 2]], [2]])
     q, k, v = random_inputs(forest, 4, heads=2, kv_heads=1, requires_grad=True)
     positions = random_positions(forest, 4, heads=2, requires_grad=True)
     alpha = torch.tensor([[1.3, 1.7], [1.2, 1.9]], dtype=torch.float64, requires_grad=True)
 
     def run(q, k, v, positions, alpha):
-        options = {"positions": positions, "normalizer": Entmax(alpha, counts), **options_of(how)}
+        options = {"positions": positions, "normalizer": Entmax(alpha, counts), **sight}
         return hierarchical_attention(q, k, v, forest, **options), energy(q, k, forest, **options)
 
     assert torch.autograd.gradcheck(run, (q, k, v, positions, alpha), fast_mode=True)
@@ -261,14 +239,6 @@ def test_lower_precision(dtype, with_gradient):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
-def test_families_may_be_larger_than_what_is_kept(monkeypatch):
-    forest = Hierarchy.from_nested([[3, 5, [2, 7]]])
-    q, k, v = random_inputs(forest, 0)
-    kept = hierarchical_attention(q, k, v, forest, normalizer=Entmax())
-    monkeypatch.setattr("hsa.attention.hierarchical.entmax.pruned.KEPT", 3)
-    torch.testing.assert_close(hierarchical_attention(q, k, v, forest, normalizer=Entmax()), kept)
-
-
 def test_trees_do_not_see_each_other():
     a, b = Hierarchy.from_nested([[2, 3]]), Hierarchy.from_nested([[2, 3], [4, [1, 2]]])
     q, k, v = random_inputs(b, 3)
@@ -281,7 +251,7 @@ def test_an_empty_forest():
     q, k, v = random_inputs(forest, 0)
     assert hierarchical_attention(q, k, v, forest, normalizer=Entmax()).shape == v.repeat(1, 3, 1).shape
     assert energy(q, k, forest, normalizer=Entmax()).shape == (0, HEADS)
-    assert visited(q, k, forest, normalizer=Entmax()).fraction == 1
+    assert zeros(q, k, forest, normalizer=Entmax()).visited_fraction == 1
 
 
 @given(forests())
@@ -292,7 +262,7 @@ def test_keys_inside_are_those_that_leaves_see(forest):
     assert (keys_inside(forest, False, False) == s.leaf_count - 1).all()
     q = torch.zeros(forest.num_leaves, 1, 1, dtype=torch.float64)
     roots = keys_inside(forest, True, True)[: forest.num_trees]
-    expected = (-energy(q, q, forest, include_self=True, causal=True)).exp()[:, 0]
+    expected = (-energy(q, q, forest, causal="paper-mask")).exp()[:, 0]
     torch.testing.assert_close(torch.as_tensor(roots), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -401,20 +371,13 @@ def test_what_is_no_entmax(make, message):
         ({"normalizer": Entmax(torch.full((5,), 1.5))}, r"normalizer.alpha: given shape \(5,\).*6 heads"),
         ({"normalizer": Entmax(), "family_attention": "linear"}, "entmax needs family_attention 'exact'"),
         ({"normalizer": Entmax(), "mixing": HeadMixing.identity(6)}, "heads that talk need softmax"),
-        ({"normalizer": Entmax(), "causal": True}, "include_self=True"),
+        ({"normalizer": Entmax(), "causal": "paper-mask", "include_self": False}, "include_self=True"),
     ],
 )
 def test_arguments_that_do_not_fit(options, message):
     forest = Hierarchy.flat([4])
     with pytest.raises(HsaError, match=message):
         hierarchical_attention(*random_inputs(forest, 0), forest, **options)
-
-
-def test_softmax_visits_everything():
-    forest = Hierarchy.flat([4])
-    q, k, _ = random_inputs(forest, 0)
-    with pytest.raises(HsaError, match="softmax leaves nothing out"):
-        visited(q, k, forest, normalizer=Entmax(1.0))
 
 
 def test_values_that_are_not_finite_are_named():

@@ -9,7 +9,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 import hsa
-from hsa import Hierarchy, HsaError, checking, hierarchical_attention, multiscale_attention, select
+from hsa import Entmax, Hierarchy, HsaError, checking, hierarchical_attention, multiscale_attention, select
 from tests.forests import random_inputs
 
 
@@ -71,6 +71,27 @@ def test_hierarchical_attention_compiles_without_a_break():
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: hierarchical_attention(*x, forest), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler looks at .grad where there is none
+@pytest.mark.parametrize(
+    "operator", [hierarchical_attention, pytest.param(multiscale_attention, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("alpha", [1.5, torch.tensor([[1.9, 1.4, 2.0], [1.6, 2.0, 1.2]])])
+def test_entmax_under_torch_compile(operator, alpha):
+    forest = Hierarchy.from_nested([[[3, 5], [2, 2, 4], [7], [1, 6]]])
+    q, k, v = random_inputs(forest, 1, heads=3, kv_heads=3)
+
+    def attend(q, k, v):
+        return operator(q, k, v, forest, normalizer=Entmax(alpha))
+
+    compiled = torch.compile(attend, backend="eager")
+    for needs_grad in (False, True):
+        inputs = [x.clone().requires_grad_(needs_grad) for x in (q, k, v)]
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs), rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (compiled, attend)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_no_grad_and_inference_mode():

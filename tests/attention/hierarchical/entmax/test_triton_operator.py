@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from hsa import Entmax, Hierarchy, hierarchical_attention
 from hsa.attention.entmax import entmax
+from hsa.attention.hierarchical.entmax.inside import inside_weights
 from hsa.attention.hierarchical.operator import HIERARCHICAL
 from hsa.attention.hierarchical.triton import operator as kernels
-from hsa.attention.hierarchical.triton.plan import inside_weights, tiles
-from hsa.attention.kernels.reasons import hierarchical_reasons
+from hsa.attention.hierarchical.triton.plan import tiles
+from hsa.attention.hierarchical.why_not import why_not_tiles
 from hsa.attention.kernels.triton.launch import compiled_for
 from hsa.attention.rounds import rooted
 from hsa.errors import Unsupported
@@ -24,7 +25,7 @@ from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 TOLERANCE = HIERARCHICAL[0].tolerance
-SIGHTS = [{}, {"include_self": True}, {"include_self": True, "causal": True}]
+SIGHTS = [{"include_self": False}, {"include_self": True}, {"causal": "paper-mask"}]
 BOTH = [Entmax(1.5), Entmax(2.0)]
 BY_LEVEL = torch.tensor([[1.1], [1.5], [1.3]])
 LEARNED = [Entmax(BY_LEVEL, least=1.1), Entmax(BY_LEVEL, "logits", least=1.1)]
@@ -74,17 +75,17 @@ def check(tree, normalizer, dtype=torch.float32, positions=None, spread=1.0, see
 @settings(max_examples=10)
 @given(forests(), st.integers(0, 10**6), st.sampled_from(SIGHTS), st.sampled_from(EVERY))
 def test_random_forests(forest, seed, options, normalizer):
-    assume(not hierarchical_reasons(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    assume(not why_not_tiles(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     positions = None if seed % 3 else (1 + seed % 2, 3)
     check(forest, normalizer, seed=seed, positions=positions, **options)
 
 
 REGULAR = [
-    ((64, 33), (16, 2), {}),  # full runs, then a short one
+    ((64, 33), (16, 2), {"include_self": False}),  # full runs, then a short one
     ((40,), (17, 2), {"include_self": True}),  # runs of 32
-    ((80,), (40, 2), {}),  # of 64
-    ((130,), (100,), {"include_self": True, "causal": True}),  # of 128
-    ((40,), (2, 2, 2), {}),  # many small families in a run
+    ((80,), (40, 2), {"include_self": False}),  # of 64
+    ((130,), (100,), {"causal": "paper-mask"}),  # of 128
+    ((40,), (2, 2, 2), {"include_self": False}),  # many small families in a run
     ((150, 5), (2, 3), {"include_self": True}),  # a level between the leaves and the top
 ]
 
@@ -105,7 +106,7 @@ def test_sizes_mixed_in_one_level(normalizer):
 @pytest.mark.parametrize("alpha", [[1.1, 1.9], [[1.1, 2.0], [1.9, 1.5]], [[1.25], [1.75]]], ids=str)
 def test_alpha_per_level_and_head(alpha, counts):
     tree = Hierarchy.from_nested([[3, [5, 2], 7], [[4, [1, 6]], 20]])
-    check(tree, Entmax(torch.tensor(alpha), counts, least=1.1))
+    check(tree, Entmax(torch.tensor(alpha), counts, least=1.1), include_self=False)
 
 
 @pytest.mark.parametrize(("lengths", "branching", "options"), REGULAR[2:])
@@ -115,26 +116,27 @@ def test_learned_alpha_and_sizes_of_families(lengths, branching, options):
 
 @pytest.mark.parametrize("alpha", [1 + 1 / 64, 1.03], ids=str)
 def test_alpha_close_to_1(alpha):
-    check(Hierarchy.from_nested([[3, 30, 7], [5]]), Entmax(torch.tensor([[alpha]]), least=alpha))
+    check(Hierarchy.from_nested([[3, 30, 7], [5]]), Entmax(torch.tensor([[alpha]]), least=alpha), include_self=False)
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_what_gets_no_weight_is_not_read(skips):
+@pytest.mark.parametrize("power", [1, 0])
+def test_what_gets_no_weight_is_not_read(power):
+    """By entmax; softmax gives everything a weight, and reads everything."""
     y = torch.tensor([torch.nan, torch.nan, 1.0, 3.0], device=DEVICE)[:, None, None].expand(4, 1, 5).contiguous()
     out, above = torch.empty_like(y), torch.full((2, 1, 5), 7.0, device=DEVICE)
     parent = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=DEVICE)
     weight = torch.tensor([[0.0], [0.5]], device=DEVICE)
     arguments = (y, weight, weight, weight, out, above, parent, 0, 4, 2, 1)
-    constants = {"LEAVES": True, "ROWS": 32, "SKIP": skips, "DV": 5, "BLOCK_DV": 16, "POWER": 1, "OVERLAP": False}
+    constants = {"LEAVES": True, "ROWS": 32, "DV": 5, "BLOCK_DV": 16, "POWER": power, "OVERLAP": False}
     kernels._down(compiled_for(y, out), 1, arguments, constants)
     assert out[2:, 0, 0].tolist() == [7.5, 8.5]
-    assert (out[:2] == 7).all() if skips else out[:2].isnan().all()
+    assert (out[:2] == 7).all() if power else out[:2].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("normalizer", [*BOTH, LEARNED[0]], ids=str)
 def test_half_precision(dtype, normalizer):
-    check(Hierarchy.regular([60], (16, 2)), normalizer, dtype, heads=1, dim=16)
+    check(Hierarchy.regular([60], (16, 2)), normalizer, dtype, heads=1, dim=16, include_self=False)
 
 
 def rows_of(keys, values, tree, normalizer):
