@@ -112,22 +112,22 @@ class LanguageOptions:
         context: Tokens of a block: how far the model can look back while it learns.
         steps: How many, each of batch_tokens tokens; 0 for as many as the epochs have.
         evaluate_every: Steps between looks at the validation loss; 0 for ten in all.
-        structure: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
+        tree: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
         branching: Members per family of the tree, from the leaves up; the last factor repeats.
         sinks: First tokens that every token reads exactly.
         positions: rope, tree (positions in the families of the tree) or both.
         kv_heads: Heads of keys and values; as many as heads by default.
         feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
-        chunk: For found: tokens whose keys are put in order together.
-        group: For found: keys per group.
+        chunk: For clustered: tokens whose keys are clustered together.
+        group: For clustered: keys per group.
         max_length: The most tokens that the model will ever read; no limit by default.
-        start: A run on the same text to go on from, for example with longer blocks: models begin with its weights.
+        init_from: Run on the same text whose weights the models start with, for example to train on with longer blocks.
     """
 
     context: int = 512
     steps: int = 0
     evaluate_every: int = 0
-    structure: Literal["windows", "text"] = "windows"
+    tree: Literal["windows", "text"] = "windows"
     branching: tuple[int, ...] = (32, 4)
     sinks: int = 0
     positions: Literal["rope", "tree", "both"] = "rope"
@@ -136,7 +136,7 @@ class LanguageOptions:
     chunk: int = 256
     group: int = 8
     max_length: int | None = None
-    start: Path | None = None
+    init_from: Path | None = None
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -148,8 +148,8 @@ class LanguageOptions:
             raise InvalidInput(
                 "max_length", given=self.max_length, expected=f"{self.context} or more, the context that it learns from"
             )
-        if self.structure not in ("windows", "text"):
-            raise InvalidInput("structure", given=self.structure, expected="windows or text")
+        if self.tree not in ("windows", "text"):
+            raise InvalidInput("tree", given=self.tree, expected="windows or text")
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class Seq2SeqOptions:
     """For the task seq2seq: the decoder of the answers.
 
     Args:
-        decoder: How answers attend to themselves: flat, or multiscale with the branching above.
+        decoder_attention: How answers attend to themselves: flat, or multiscale with the branching above.
         decoder_layers: Of the decoder; as many as the encoder has by default.
         cross_top_k: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
         max_answer: Tokens of an answer that are read; the rest is cut off.
     """
 
-    decoder: Literal["flat", "multiscale"] = "flat"
+    decoder_attention: Literal["flat", "multiscale"] = "flat"
     decoder_layers: int | None = None
     cross_top_k: int | None = None
     max_answer: int = 256

@@ -130,9 +130,9 @@ def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
     full = np.repeat(train.lengths, train.lengths) == test.lengths[0]  # shorter sequences match less often
     yes, times = (np.bincount(seen[0][full], w, modulus) for w in (train.targets.numpy()[full], None))
     in_pairs = two_match(seen[1].reshape(len(test), -1), modulus).ravel()
-    found = {
+    rules = {
         "always the more frequent answer": answers if answers.mean() >= 0.5 else ~answers,
         "by the number itself, its more frequent answer": (2 * yes > times)[seen[1]] == answers,
         "yes where two numbers suffice, x_i + 2·x_j or 2·x_i + x_j": in_pairs == answers,
     }
-    return {name: float(right.mean()) for name, right in found.items()}
+    return {name: float(correct.mean()) for name, correct in rules.items()}
