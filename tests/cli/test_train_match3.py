@@ -11,7 +11,7 @@ TINY = ("--cpu", "--width", "8", "--heads", "2", "--head-dim", "4", "--epochs", 
 
 def test_the_whole_way(call, fails, tmp_path, monkeypatch):
     quickly = partial(costs, lengths=(16, 32), most=10**6, repeats=1)
-    monkeypatch.setattr("hsa.research.match3.task.costs", quickly)
+    monkeypatch.setattr("hsa.research.match3.report.costs", quickly)
     out = tmp_path / "run"
     options = ("--models", "trilinear,flat", "--sequences", "60", "--modulus", "11", "--length", "4", *TINY)
     code, printed, err = call("train", "--task", "match3", *options, "--out", out)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hsa.training.compare_report import Comparison
     from hsa.training.data.prepare import PreparedData
 
+TASKS = ("classification", "regression")
 MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
 RATES = ("3e-4", "1e-3", "3e-3")
 _QUICK_RATES = ("3e-3", "1e-2")
@@ -63,11 +64,11 @@ def compare(
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
-        models: What to compare: hierarchical, multiscale, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
+        models: What to compare; any of the classifiers of `hsa train`.
         rates: Learning rates to try for each model.
-        seeds: How many: --seed and those that follow it.
+        seeds: Number of seeds: --seed and those that follow it.
         out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.
-        resume: Go on where a comparison in the same folder stopped; models, rates and seeds may be added.
+        resume: Continue the comparison in the same folder where it stopped; models, rates and seeds may be added.
         quick: Few examples, epochs, rates and seeds: a look at how it works.
         json: Print the results as JSON, for scripts, and nothing else.
         cpu: Do not use a GPU.
@@ -106,11 +107,11 @@ def compare(
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
     recipe = completed(given, quick, MODELS)
-    if recipe.read.task not in ("classification", "regression"):
+    if recipe.read.task not in TASKS:
         raise InvalidInput(
             "task",
             given=recipe.read.task,
-            expected="classification or regression",
+            expected=" or ".join(TASKS),
             fix=f"hsa train --task {recipe.read.task} --models … compares models of that task",
         )
     if quick:

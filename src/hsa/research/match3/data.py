@@ -7,7 +7,8 @@ with a width that does not grow with N, while for one layer of pairwise attentio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,13 @@ from hsa.signals.domains import Set
 from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import InputSpec, PreparedData
 from hsa.training.data.sources import Columns
+from hsa.training.recipe import Recipe
 from hsa.tree.hierarchy import Hierarchy
 
 CLASSES = ("no", "yes")
 MODALITY = "number"
+_FEW = 2_000
+"""Training sequences for a quick look."""
 
 
 def three_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
@@ -120,6 +124,14 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
         task="tokens",
         name=f"Match3: {options.length} numbers modulo {options.modulus}",
     )
+
+
+def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> PreparedData:
+    """Generate the numbers of a recipe; few if `small`."""
+    options: Match3Options = recipe.group("match3")
+    if small:
+        options = replace(options, sequences=min(options.sequences, _FEW))
+    return prepare_match3(recipe.data, options, seed=recipe.training.seed)
 
 
 def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
