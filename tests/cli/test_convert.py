@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hsa.cli.convert import SettingOptions
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.fidelity.calibrate import calibrate
 from hsa.huggingface.fidelity.examples import load_examples
@@ -314,6 +315,33 @@ def test_the_libraries_may_speak_again_afterwards(models):
     load_for_task(str(models / "classification"), "classification")
     assert before == (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled(), hub.level)
     assert tokenizer().model_max_length == LONGEST
+
+
+def test_the_defaults_are_those_of_python():
+    assert LayerSettings(**SettingOptions().values()) == LayerSettings()
+
+
+def test_settings_by_their_names(call, models, data):
+    pytest.importorskip("sentencex")
+    named = ("--kind", "hierarchical", "--tree", "sentences", "--branching", "4", "2", "--sinks", "special")
+    code, _, err = call("convert", models / "classify", "--data", data, "--out", "a", *named, *QUICK)
+    assert (code, err) == (0, "")
+    sentences = LayerSettings(kind="hierarchical", tree="sentences", branching=(4, 2), sinks="special")
+    assert set(settings_of(load_for_task("a/model", "classify")[0]).values()) == {sentences}
+    named = ("--top-k", "2", "--tile", "5", "--branching", "4", "2")
+    code, _, err = call("convert", models / "classify", "--data", data, "--out", "b", *named, *QUICK)
+    assert (code, err) == (0, "")
+    assert set(settings_of(load_for_task("b/model", "classify")[0]).values()) == {
+        LayerSettings(branching=(4, 2), top_k=2, tile=5)
+    }
+
+
+def test_a_model_that_hsa_0_1_converted(fails, data, tmp_path):
+    save(tmp_path / "old", classifier(hsa={"version": 1, "special_ids": [], "layers": {}}))
+    line = fails("convert", tmp_path / "old", "--data", data)
+    assert line.startswith(
+        "config.hsa['version']: given 1: this model was converted by hsa 0.1, expected 2; convert the"
+    )
 
 
 @pytest.mark.parametrize("command", ["convert", "finetune", "reproduce"])

@@ -4,7 +4,7 @@
     tasks:
       rte: {train: glue_rte.parquet, epochs: 5}        # the options of a `Task`
     variants:
-      paper: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
+      hierarchical: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
 
 A task with `uses: rte` takes the options and the fine-tuned model of that one, and changes what it names itself.
 
