@@ -17,6 +17,8 @@ from hsa.analysis.memory import extra_memory
 
 HEADS, DIM = 8, 64
 BRANCHING = (16, 8, 8, 16)
+WITHOUT_SELF: dict[str, Any] = {"include_self": False}
+"""In the paper's operator leaves do not attend to themselves."""
 
 
 def text_like(leaves: int, seed: int = 0) -> hsa.Hierarchy:
@@ -42,7 +44,7 @@ def check_correctness() -> None:
         order = hsa.cluster_keys(k, tree)
         found = hsa.select(q, k, tree, top_k=4, clusters=order)
         cases: list[tuple[str, Callable[..., Tensor], dict[str, Any]]] = [
-            ("hierarchical", hsa.hierarchical_attention, {}),
+            ("hierarchical", hsa.hierarchical_attention, WITHOUT_SELF),
             ("multiscale", hsa.multiscale_attention, {"selection": selection}),
             ("clustered", hsa.multiscale_attention, {"selection": found, "clusters": order}),
         ]
@@ -91,8 +93,8 @@ def run() -> None:
 
         forward: dict[str, Callable[[], Any]] = {
             "SDPA": partial(F.scaled_dot_product_attention, flat[0], flat[1], flat[2]),
-            "hierarchical, regular": partial(hsa.hierarchical_attention, q, k, v, regular),
-            "hierarchical, text-like": partial(hsa.hierarchical_attention, q, k, v, ragged),
+            "hierarchical, regular": partial(hsa.hierarchical_attention, q, k, v, regular, **WITHOUT_SELF),
+            "hierarchical, text-like": partial(hsa.hierarchical_attention, q, k, v, ragged, **WITHOUT_SELF),
             "multiscale, near 1, top_k 4": partial(multiscale, q, k, v, regular),
             "multiscale, own family": partial(hsa.multiscale_attention, q, k, v, regular),
             "found trees, 16 groups of 8 per 16 queries": partial(found, q, k, v, binary),
@@ -102,8 +104,12 @@ def run() -> None:
         if length <= 4096:
             steps: dict[str, Callable[[], Any]] = {
                 "SDPA": backward(F.scaled_dot_product_attention, *flat),
-                "hierarchical, regular": backward(partial(hsa.hierarchical_attention, hierarchy=regular), q, k, v),
-                "hierarchical, text-like": backward(partial(hsa.hierarchical_attention, hierarchy=ragged), q, k, v),
+                "hierarchical, regular": backward(
+                    partial(hsa.hierarchical_attention, hierarchy=regular, **WITHOUT_SELF), q, k, v
+                ),
+                "hierarchical, text-like": backward(
+                    partial(hsa.hierarchical_attention, hierarchy=ragged, **WITHOUT_SELF), q, k, v
+                ),
             }
             rows += _rows("forward + backward", length, steps, repeats=9)
     write_table(

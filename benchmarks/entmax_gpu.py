@@ -101,7 +101,7 @@ def _run(
 ) -> list[Tensor]:
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in made[:3]]
     normalizer, of_alpha = on_gpu(normalizer, torch.promote_types(dtype, torch.float32))
-    out = hsa.hierarchical_attention(q, k, v, tree, normalizer=normalizer, backend=backend)
+    out = hsa.hierarchical_attention(q, k, v, tree, include_self=False, normalizer=normalizer, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, [*leaves, *of_alpha], made[3].to(dtype))]
 
 
@@ -127,9 +127,8 @@ def time_all() -> list[list[Any]]:
                 times = []
                 for kind in KINDS.values():
                     normalizer, _ = on_gpu(kind)
-                    attend = partial(
-                        hsa.hierarchical_attention, hierarchy=tree, normalizer=normalizer, backend="triton"
-                    )
+                    options = {"include_self": False, "normalizer": normalizer, "backend": "triton"}
+                    attend = partial(hsa.hierarchical_attention, hierarchy=tree, **options)
                     step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
                     times.append(milliseconds(step, graph=True, seconds=0.2))
                 ratios = [time / times[0] for time in times[1:]]

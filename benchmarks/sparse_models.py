@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from benchmarks import document_models
-from benchmarks.entmax_skipping import all_visited
 from benchmarks.measure import RESULTS, Section, medians, write_table
 from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 from hsa.analysis.sparsity import LevelSparsity, plot_sparsity, visited_fraction
@@ -120,19 +119,13 @@ def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, docume
         model, _ = load_model(found.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
-        if variant != "softmax":
-            candidates[f"{variant}, all visited"] = partial(_read, model, batch, device, pruned=False)
     return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
 
 
 @torch.inference_mode()
-def _read(model: Any, batch: Any, device: torch.device, pruned: bool = True) -> None:
+def _read(model: Any, batch: Any, device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        if pruned:
-            model(batch)
-        else:
-            with all_visited():
-                model(batch)
+        model(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -157,9 +150,8 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
     notes = (
         "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
         "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
-        "test documents; visited: share of families, times heads, that the down sweep enters. Levels with less than "
-        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians; "
-        "“all visited” is the same model without skipping."
+        "test documents; visited: share of families, times heads, that get a weight from above. Levels with less than "
+        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians."
     )
     command = "python -m benchmarks.sparse_models run, time, write"
     write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)
@@ -229,12 +221,12 @@ def _levels(levels: dict[str, list[LevelSparsity]]) -> tuple[list[str], list[lis
 
 
 def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[list[Any]]]:
-    rows: list[list[Any]] = []
-    for device, found in times.items():
-        for variant in VARIANTS:
-            own, whole = found[variant], found.get(f"{variant}, all visited")
-            rows.append([device, _named(variant), own, own / found["softmax"], whole, whole and whole / own])
-    return ["device", "attention", "ms", "× softmax", "ms, all visited", "times faster by skipping"], rows
+    rows: list[list[Any]] = [
+        [device, _named(variant), own[variant], own[variant] / own["softmax"]]
+        for device, own in times.items()
+        for variant in VARIANTS
+    ]
+    return ["device", "attention", "ms", "× softmax"], rows
 
 
 def _draw(name: str, data: PreparedData, compared: Compared, out: Path) -> None:

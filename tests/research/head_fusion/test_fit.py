@@ -72,7 +72,7 @@ def test_operations(fusion, added):
         assert entries > 0, name
         assert rest == 0, name
         assert fused.attention == (entry + added) * entries, name
-        assert (fused.pooling, fused.choice) == (plain.pooling, plain.choice), name
+        assert (fused.pooling, fused.selection) == (plain.pooling, plain.selection), name
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
