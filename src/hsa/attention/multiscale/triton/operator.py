@@ -14,10 +14,9 @@ from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.select import Opening
 from hsa.attention.multiscale.selection import Selection
 from hsa.attention.multiscale.triton.attend import attend_lists
-from hsa.attention.multiscale.triton.beam import search_beam
-from hsa.attention.multiscale.triton.exact import search_exact
 from hsa.attention.multiscale.triton.pyramid import pyramid
 from hsa.attention.multiscale.triton.ranking import search_tables
+from hsa.attention.multiscale.triton.search import search_families
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -79,13 +78,9 @@ def search(
     assert tables is not None
     keys = _pooled(k, _plan(hierarchy), None if clusters is None else clusters.order)
     low, high = opening.bounds or (None, None)
-    what = (q, keys, tables, queries.offsets, queries.tree, low, high)
-    if width is None:
-        rows, counted = search_exact(*what, limit=limit, scale=scale, top_k=top_k, most_queries=queries.most)
-    else:
-        rows, counted = search_beam(
-            *what, limit=limit, scale=scale, top_k=top_k, width=width, most_queries=queries.most
-        )
+    options: dict[str, Any] = {"limit": limit, "scale": scale, "top_k": top_k, "width": width}
+    groups = (queries.offsets, queries.tree, low, high)
+    rows, counted = search_families(q, keys, tables, *groups, **options, most_queries=queries.most)
     _, nodes = _rows_and_nodes(hierarchy)
     return torch.where(rows < 0, -1, nodes[rows]), counted
 
