@@ -160,7 +160,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) 
     """Draw what the first model attends to in a test example, where that can be shown."""
     model, _ = load_model(folder / first.model)
     explanation = explanation_of(model)
-    if explanation is None or not first.operations or prepared.input_spec.transform is not None:
+    if explanation is None or prepared.input_spec.transform is not None:
         return []
     index = _longest_readable(prepared, explanation.leaves)
     if index is None:
@@ -173,7 +173,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) 
 
 
 def _longest_readable(prepared: PreparedData, most: int) -> int | None:
-    """The longest test example that still can be read in a picture of so many leaves."""
+    """Return the longest test example of at most `most` leaves, if there is one."""
     lengths = prepared.test.lengths
     fitting = np.flatnonzero(lengths <= most)
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
