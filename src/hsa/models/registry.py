@@ -197,9 +197,8 @@ def create(
 
 def config_from_dict(data: Mapping[str, Any]) -> EncoderConfigLike:
     """Rebuild an encoder configuration from what `dataclasses.asdict` made of it."""
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-    }  # JSON has no tuples
+    # JSON has no tuples.
+    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items()}
     kind = ARCHITECTURES.get(given.pop("architecture")).config
     return kind(**known_fields(kind, given))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,14 +127,14 @@ def write_report(
     if added is not None:
         more_lines, more_pictures = resolve(added)(folder, recipe, prepared)
         lines, pictures = [*lines, "", *more_lines], [*pictures, *more_pictures]
-    lines += ["", "## Options", "", "```"]
-    options = asdict(recipe.read) | asdict(recipe.model) | asdict(recipe.training)
-    for name, group in recipe.extra.items():
-        if name == recipe.read.task or group != type(group)():
-            options |= asdict(group)
-    lines += [f"{name}: {value}" for name, value in options.items()]
-    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    lines += options_section(recipe.options("read", "model", "training"))
+    write_text(folder / "report.md", "\n".join(lines))
     return pictures
+
+
+def options_section(options: Mapping[str, Any]) -> list[str]:
+    """Return the last section of a report, in Markdown."""
+    return ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in options.items()), "```", ""]
 
 
 def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
