@@ -10,7 +10,6 @@ from benchmarks import (
     data_pipeline,
     decode,
     entmax,
-    entmax_skipping,
     gpu_attention,
     structures,
 )
@@ -22,7 +21,6 @@ BENCHMARKS = {
     "decode_cpu": decode.run_cpu,
     "decode_gpu": decode.run_gpu,
     "entmax": entmax.run,
-    "entmax_skipping": entmax_skipping.run,
     "gpu_attention": gpu_attention.run,
     "structures": structures.run,
 }

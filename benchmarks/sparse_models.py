@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from benchmarks import document_models
-from benchmarks.entmax_skipping import all_visited
 from benchmarks.measure import RESULTS, Section, medians, write_table
 from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 from hsa.analysis.sparsity import LevelSparsity, plot_sparsity, visited_fraction
@@ -39,7 +38,7 @@ from hsa.training.report import leaf_labels
 VARIANTS: dict[str, Any] = {"softmax": None, "1.5": 1.5, "2": 2.0, "learned": "learned"}
 PLAN = Plan(("hierarchical",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
 TIMED = 64
-"""Documents that are read at once to take the time."""
+"""Number of documents in the batch that is timed."""
 SHOWN = 0.01
 """Levels with a smaller share of the families are left out: there is little to average over."""
 
@@ -55,10 +54,11 @@ class Task:
 
 def tasks() -> dict[str, Task]:
     reviews = document_models.TASKS["imdb"]
-    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data
+    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data, but without self
     same = document_models.recipe(reviews).training
     every = {name: getattr(same, name) for name in ("patience", "mixed_precision", "checkpoint_minutes")}
-    programs = replace(programs, training=replace(programs.training, **every))
+    model = replace(programs.model, include_self=False)
+    programs = replace(programs, model=model, training=replace(programs.training, **every))
     return {
         "imdb": Task(reviews.question, document_models.recipe(reviews)),
         "python": Task("Python standard library: which package?", programs),
@@ -78,18 +78,18 @@ def load(name: str, packed: Path, examples: int) -> PreparedData:
 def run_variant(
     plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: PreparedData | None = None
 ) -> Compared:
-    """All rates and seeds of the plan; those that are finished are read."""
+    """Train all rates and seeds of the plan; results that are finished are read."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     recipe = tasks()[name].with_alpha(variant)
     accelerator = make_accelerator(recipe.training)
     data = data or load(name, packed, examples)
-    (found,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
-    return found
+    (compared,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
+    return compared
 
 
 def run_part(plan: Plan, name: str, variant: str, *where: Any) -> str:
-    found = run_variant(plan, name, variant, *where)
-    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in found.scores)} (rate {found.rate})"
+    compared = run_variant(plan, name, variant, *where)
+    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in compared.scores)} (rate {compared.rate})"
 
 
 def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: int) -> None:
@@ -101,38 +101,32 @@ def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: 
 
 
 def time_all(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
-    """Milliseconds to read a document; on the CPU, and on a GPU if there is one."""
+    """Measure milliseconds to read a document, on the CPU and on a GPU if there is one."""
     for name in names:
         data = load(name, packed, examples)
         some = data.test.select(np.arange(min(TIMED, len(data.test))))
-        found: dict[str, dict[str, float]] = {}
+        times: dict[str, dict[str, float]] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            found[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
-        write_json(out / name / "times.json", found)
-        print(name, found, flush=True)
+            times[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
+        write_json(out / name / "times.json", times)
+        print(name, times, flush=True)
 
 
 def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, documents: int) -> dict[str, float]:
     device = batch.hierarchy.device
     candidates: dict[str, Callable[[], Any]] = {}
     for variant in VARIANTS:
-        found = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
-        model, _ = load_model(found.runs[0].folder(out / name / variant), device)
+        compared = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
+        model, _ = load_model(compared.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
-        if variant != "softmax":
-            candidates[f"{variant}, all visited"] = partial(_read, model, batch, device, pruned=False)
     return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
 
 
 @torch.inference_mode()
-def _read(model: Any, batch: Any, device: torch.device, pruned: bool = True) -> None:
+def _read(model: Any, batch: Any, device: torch.device) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        if pruned:
-            model(batch)
-        else:
-            with all_visited():
-                model(batch)
+        model(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -152,14 +146,14 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
         sections.append((heading, *_scores(compared, levels)))
         sections.append((f"{name}: level by level", *_levels(levels)))
         sections.append((f"{name}: milliseconds to read a document", *_time_table(times)))
-        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(v): found for v, found in levels.items()})
+        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(variant): own for variant, own in levels.items()})
         _draw(name, data, compared["learned"], out)
     notes = (
         "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
         "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
         "test documents; visited: share of families, times heads, that the down sweep enters. Levels with less than "
-        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians; "
-        "“all visited” is the same model without skipping."
+        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians. "
+        "Without self, as in the paper."
     )
     command = "python -m benchmarks.sparse_models run, time, write"
     write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)
@@ -170,11 +164,11 @@ def _named(variant: str) -> str:
 
 
 def _over_seeds(compared: Compared) -> list[LevelSparsity]:
-    """Levels of all seeds as one: all their heads, means of their shares."""
-    found: dict[tuple[int, int], list[LevelSparsity]] = {}
+    """Merge the levels of all seeds: all their heads, means of their shares."""
+    by_level: dict[tuple[int, int], list[LevelSparsity]] = {}
     for result in compared.results:
         for level in result.sparsity:
-            found.setdefault((level.layer, level.level), []).append(level)
+            by_level.setdefault((level.layer, level.level), []).append(level)
     total = sum(level.families for level in compared.results[0].sparsity if level.layer == 1)
     return [
         LevelSparsity(
@@ -185,7 +179,7 @@ def _over_seeds(compared: Compared) -> list[LevelSparsity]:
             statistics.fmean(level.visited or 0.0 for level in levels),
             levels[0].families,
         )
-        for (layer, height), levels in found.items()
+        for (layer, height), levels in by_level.items()
         if levels[0].families >= SHOWN * total
     ]
 
@@ -230,15 +224,14 @@ def _levels(levels: dict[str, list[LevelSparsity]]) -> tuple[list[str], list[lis
 
 def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[list[Any]]]:
     rows: list[list[Any]] = []
-    for device, found in times.items():
+    for device, of_device in times.items():
         for variant in VARIANTS:
-            own, whole = found[variant], found.get(f"{variant}, all visited")
-            rows.append([device, _named(variant), own, own / found["softmax"], whole, whole and whole / own])
-    return ["device", "attention", "ms", "× softmax", "ms, all visited", "times faster by skipping"], rows
+            rows.append([device, _named(variant), of_device[variant], of_device[variant] / of_device["softmax"]])
+    return ["device", "attention", "ms", "× softmax"], rows
 
 
 def _draw(name: str, data: PreparedData, compared: Compared, out: Path) -> None:
-    """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
+    """Draw the tree of a test document with learned α, first seed: all leaves, and the leaf with the highest weight."""
     model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
     fitting = np.flatnonzero(data.test.lengths <= 120)
     if not len(fitting):
