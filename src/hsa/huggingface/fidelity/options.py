@@ -17,7 +17,7 @@ class FinetuneOptions:
         batch_size: Examples per step.
         learning_rate: Highest learning rate; it rises over the first tenth of the steps and falls to zero.
         weight_decay: Weight decay of all weights but biases and norms.
-        length: Longest input in tokens; longer texts are cut.
+        max_tokens: Longest input in tokens; longer texts are cut.
         attention_dropout: Dropout of attention weights; the model's own unless given. The GPU kernels need 0.
         seed: Random seed of the order of examples, of new weights and of dropout.
     """
@@ -26,12 +26,12 @@ class FinetuneOptions:
     batch_size: int = 32
     learning_rate: float = 5e-5
     weight_decay: float = 0.01
-    length: int = 512
+    max_tokens: int = 512
     attention_dropout: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "length"):
+        for name in ("epochs", "batch_size", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
         if not self.learning_rate > 0:
@@ -90,17 +90,17 @@ class HeadViewOptions:
     Args:
         kernel: Compare heads by their mean outputs per example, or by the similarities q·k of tokens, symmetrised.
         tokens: About how many tokens to compare similarities of.
-        splits: Random halves to learn and test weights on.
+        halves: Number of random halves to learn and test weights on.
         seed: Of everything that is drawn at random.
     """
 
     kernel: Literal["outputs", "similarity"] = "outputs"
     tokens: int = 400
-    splits: int = 5
+    halves: int = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_least(tokens=(self.tokens, 3), splits=(self.splits, 1), seed=(self.seed, 0))
+        _check_least(tokens=(self.tokens, 3), halves=(self.halves, 1), seed=(self.seed, 0))
 
 
 def _check_least(**least: tuple[int, int]) -> None:

@@ -33,7 +33,7 @@ def heads_as_kernels(
     subject: Subject, view: HeadViewOptions, pruning: PruningOptions, counter: Counter
 ) -> KernelReport:
     """How alike heads are, what weights labels give them, what is left without them. `counter` is told of progress."""
-    kernel, tokens, splits, seed = view.kernel, view.tokens, view.splits, view.seed
+    kernel, tokens, halves, seed = view.kernel, view.tokens, view.halves, view.seed
     count, targets = len(subject.lengths), subject.targets
     total = sum(subject.heads.counts)
     if total * max(count, tokens * (kernel == "similarity")) ** 2 * 8 > _MOST_BYTES:
@@ -62,9 +62,9 @@ def heads_as_kernels(
         flat = flat_mkl(outputs, target_kernel(targets.part(rest)))
         weights = flat.weights
         if can_halve(targets):
-            done = counter("weights of kernels", splits)
+            done = counter("weights of kernels", halves)
             own = features.weights
-            sums = compare_sums(features.outputs, targets, own=own, splits=splits, seed=seed, watch=done)
+            sums = compare_sums(features.outputs, targets, own=own, splits=halves, seed=seed, watch=done)
     name, curves = _prune(subject, features, alignment, flat, tried, seed, pruning, counter)
     layer_of = torch.tensor([layer for layer, _ in features.heads])
     layers = []
