@@ -18,6 +18,7 @@ from hsa.cli.main import build_app
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*.yaml"))
 LINKING = [
     *PAGES,
     "CONTRIBUTING.md",
@@ -35,10 +36,13 @@ def blocks(page):
 
 
 def shown_commands(page):
-    """The commands of a page that begin with `hsa`, without comments and redirections."""
-    for line in re.findall(r"^(?:    )?(?:\$ )?hsa (\w.*)$", (ROOT / page).read_text(), re.MULTILINE):
-        tokens = shlex.split(line, comments=True)
-        yield list(takewhile(lambda token: token not in ("|", ">"), tokens))
+    """The commands of a page, in blocks and in its text, without comments and redirections."""
+    text = (ROOT / page).read_text()
+    lines = re.findall(r"^(?:    |\$ |# )*hsa (\w.*)$", text, re.MULTILINE) + re.findall(r"`hsa (\w[^`]* [^`]+)`", text)
+    for line in lines:
+        tokens = list(takewhile(lambda token: token not in ("|", ">"), shlex.split(line, comments=True)))
+        if "…" not in tokens and "--help" not in tokens:
+            yield tokens
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
@@ -52,7 +56,7 @@ def test_examples_run(page):
             assert value.isfinite().all(), name
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(shown_commands(page))])
+@pytest.mark.parametrize("page", [page for page in [*LINKING, *RECIPES] if any(shown_commands(page))])
 def test_shown_commands_parse(page):
     """Every command of a page exists and takes the options that it is shown with."""
     app = build_app()
