@@ -85,14 +85,14 @@ def truncated(layer: Any, parameters: int, moment: Tensor | None) -> SharedProje
     components = by_strength(forms if seen is None else seen.within(forms))
     count = min(parameters // (2 * forms.b.shape[1]), components.rank)
     kept = (components.b.norm(dim=1) * components.c.norm(dim=1)).topk(count).indices
-    found = CP(components.a[kept], components.b[kept], components.c[kept])
-    found = found if seen is None else seen.without(found)
+    strongest = CP(components.a[kept], components.b[kept], components.c[kept])
+    strongest = strongest if seen is None else seen.without(strongest)
     before = sum(part.numel() for part in parts)
     after = count * 2 * forms.b.shape[1]
     return SharedProjections(
-        *(found.b[:, :-1], found.b[:, -1], found.c[:, :-1], found.c[:, -1], found.a.T),
-        relative_error(forms, found),
-        None if seen is None else relative_error(seen.within(forms), seen.within(found)),
+        *(strongest.b[:, :-1], strongest.b[:, -1], strongest.c[:, :-1], strongest.c[:, -1], strongest.a.T),
+        relative_error(forms, strongest),
+        None if seen is None else relative_error(seen.within(forms), seen.within(strongest)),
         before,
         after,
     )
@@ -102,7 +102,7 @@ def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, floa
     """Every share of channels, shared and truncated, with and without data."""
     moments = _moments(model, batches)
     of_model = sum(parameter.numel() for parameter in model.parameters())
-    found = []
+    results = []
     for share in SHARES:
         for on_data in (False, True):
             changed = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, floa
                 check("embeddings with all channels", _first(changed, batches[0]), _first(model, batches[0]), 1e-4)
             way = SHARED + ON_DATA * on_data
             errors = _errors(model, changed, moments)
-            found.append(Outcome(report.shared_dim, way, totals[0], totals[1], of_model, *errors, judge(changed)))
+            results.append(Outcome(report.shared_dim, way, totals[0], totals[1], of_model, *errors, judge(changed)))
             if share == 1:
                 break
             changed, cut = copy.deepcopy(model), []
@@ -121,9 +121,9 @@ def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, floa
                 replace_projections(layer, cut[-1])
             errors, after = _errors(model, changed, moments), sum(projections.parameters_after for projections in cut)
             way = TRUNCATED + ON_DATA * on_data
-            found.append(Outcome(report.shared_dim, way, totals[0], after, of_model, *errors, judge(changed)))
+            results.append(Outcome(report.shared_dim, way, totals[0], after, of_model, *errors, judge(changed)))
         print(f"{report.shared_dim} channels done", flush=True)
-    return found
+    return results
 
 
 def _errors(model: Any, changed: Any, moments: list[Tensor]) -> tuple[list[float], list[float]]:
@@ -136,9 +136,9 @@ def _errors(model: Any, changed: Any, moments: list[Tensor]) -> tuple[list[float
         seen = Inputs(moment, forms)
         held: Any = after
         shared = [torch.cat([part.weight, part.bias[:, None]], 1).detach().double() for part in (held.query, held.key)]
-        found = CP(held.mixing.T.detach().double(), *shared)
-        tensors.append(relative_error(forms, found))
-        logits.append(relative_error(seen.within(forms), seen.within(found)))
+        replaced = CP(held.mixing.T.detach().double(), *shared)
+        tensors.append(relative_error(forms, replaced))
+        logits.append(relative_error(seen.within(forms), seen.within(replaced)))
     return tensors, logits
 
 
@@ -182,10 +182,10 @@ def embeddings(table: Path) -> tuple[list[Outcome], dict[str, float], str]:
     )
     before = judge.ask(model)
     batches = _batches(fitted, tokenizer)
-    found = outcomes(model, batches, lambda changed: judge.compare(before, judge.ask(changed)))
+    results = outcomes(model, batches, lambda changed: judge.compare(before, judge.ask(changed)))
     seen = sum(int(batch["attention_mask"].sum()) for batch in batches)
     notes = f"{len(judge)} texts of {examples.name}, moments from {seen:,} tokens of others"
-    return found, _times(model, batches[0]), notes
+    return results, _times(model, batches[0]), notes
 
 
 def _times(model: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
@@ -212,27 +212,27 @@ def classification(folder: Path, table: Path) -> tuple[list[Outcome], dict[str, 
         answers = judge.ask(changed)
         return {**judge.scores(answers), **judge.compare(before, answers)}
 
-    found = outcomes(model, _batches(fitted, tokenizer), scores)
-    return found, judge.scores(before), f"{len(judge)} test pairs of {table.stem}"
+    results = outcomes(model, _batches(fitted, tokenizer), scores)
+    return results, judge.scores(before), f"{len(judge)} test pairs of {table.stem}"
 
 
-def _layer_rows(found: list[Outcome]) -> list[list[Any]]:
+def _layer_rows(results: list[Outcome]) -> list[list[Any]]:
     return [
         [
             x.channels,
             x.way,
             *(f"{error:.3f} / {logit:.3f}" for error, logit in zip(x.errors, x.logit_errors, strict=True)),
         ]
-        for x in found
+        for x in results
     ]
 
 
-def plot(path: Path, found: list[Outcome]) -> None:
+def plot(path: Path, results: list[Outcome]) -> None:
     """1 − cosine by the parameters of query and key projections, a line per way."""
     figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
     ways = [way + data for data in (ON_DATA, "") for way in (SHARED, TRUNCATED)]
     for i, way in enumerate(ways):
-        points = [x for x in found if x.way == way and x.channels < found[0].channels]
+        points = [x for x in results if x.way == way and x.channels < results[0].channels]
         style = {"color": COLORS[i % 2], "ls": "-" if way.endswith(ON_DATA) else ":", "marker": "o", "ms": 3}
         axes.plot([x.after / x.before for x in points], [1 - x.scores["cosine"] for x in points], label=way, **style)
     axes.set(xlabel="parameters of q/k projections, share of before", ylabel="1 − cosine", yscale="log")
@@ -243,7 +243,7 @@ def plot(path: Path, found: list[Outcome]) -> None:
 
 
 def main(texts: Path, classifier: Path | None = None, pairs: Path | None = None) -> None:
-    found, times, notes = embeddings(texts)
+    results, times, notes = embeddings(texts)
     rows = [
         [
             *x.cells(),
@@ -251,7 +251,7 @@ def main(texts: Path, classifier: Path | None = None, pairs: Path | None = None)
             f"{x.scores['lowest cosine']:.3f}",
             times[str(x.channels)] if x.way.startswith(SHARED) else None,
         ]
-        for x in found
+        for x in results
     ]
     sections: list[Section] = [("Embeddings of all-MiniLM-L6-v2", [*HEADER, "cosine", "lowest cosine", "× time"], rows)]
     if classifier is not None and pairs is not None:
@@ -260,9 +260,9 @@ def main(texts: Path, classifier: Path | None = None, pairs: Path | None = None)
         head = [*HEADER, "accuracy", "answers kept"]
         sections.append((f"A fine-tuned classifier ({before['accuracy']:.1%} before)", head, rows))
         notes += f"; {more}"
-    layers = [f"layer {number}" for number in range(len(found[0].errors))]
-    sections.append(("Errors per layer: tensor / logit", ["channels", "heads", *layers], _layer_rows(found)))
-    plot(RESULTS / "collaborative_heads.png", found)
+    layers = [f"layer {number}" for number in range(len(results[0].errors))]
+    sections.append(("Errors per layer: tensor / logit", ["channels", "heads", *layers], _layer_rows(results)))
+    plot(RESULTS / "collaborative_heads.png", results)
     write_table(
         "collaborative_heads",
         "Trained heads that share their query and key projections",

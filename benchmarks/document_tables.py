@@ -68,8 +68,8 @@ def write(name: str, data: Path, tables: Path, most: int) -> None:
 
 
 def write_vectors(data: Path, path: Path) -> None:
-    found = np.load(data / "glove6b_50d_top100k_fp16.npz", allow_pickle=True)
-    words, vectors = found["words"], found["vectors"].astype(np.float32)
+    loaded = np.load(data / "glove6b_50d_top100k_fp16.npz", allow_pickle=True)
+    words, vectors = loaded["words"], loaded["vectors"].astype(np.float32)
     with path.open("w", encoding="utf-8") as file:
         for word, vector in zip(words.tolist(), vectors, strict=True):
             print(word, *(f"{x:.4g}" for x in vector), file=file)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import hsa
-from benchmarks.cpu_attention import text_like
+from benchmarks.cpu_attention import hierarchical, text_like
 from benchmarks.gpu_attention import BRANCHING, DIM, DTYPE, HEADS, milliseconds, with_backward
 from benchmarks.measure import write_table
 
@@ -101,7 +101,7 @@ def _run(
 ) -> list[Tensor]:
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in made[:3]]
     normalizer, of_alpha = on_gpu(normalizer, torch.promote_types(dtype, torch.float32))
-    out = hsa.hierarchical_attention(q, k, v, tree, include_self=False, normalizer=normalizer, backend=backend)
+    out = hierarchical(q, k, v, tree, normalizer=normalizer, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, [*leaves, *of_alpha], made[3].to(dtype))]
 
 
@@ -127,8 +127,7 @@ def time_all() -> list[list[Any]]:
                 times = []
                 for kind in KINDS.values():
                     normalizer, _ = on_gpu(kind)
-                    options = {"include_self": False, "normalizer": normalizer, "backend": "triton"}
-                    attend = partial(hsa.hierarchical_attention, hierarchy=tree, **options)
+                    attend = partial(hierarchical, hierarchy=tree, normalizer=normalizer, backend="triton")
                     step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
                     times.append(milliseconds(step, graph=True, seconds=0.2))
                 ratios = [time / times[0] for time in times[1:]]
@@ -162,8 +161,8 @@ def main(arguments: list[str]) -> None:
         f"Entmax kernels of hierarchical attention on a GPU: {HEADS} heads of {DIM}, bfloat16",
         [("Times", of_times, rows), ("Errors", of_errors, as_text)],
         "Times are medians of CUDA graph replays, those of a row one after another. Spread: the standard deviation of the\n"
-        "leaves' logits, which are random. Errors: norm of the difference over the norm, against the torch backend in\n"
-        "float64; beside them those of the torch backend in the same dtype.",
+        "leaves' logits, which are random. Without self, as in the paper. Errors: norm of the difference over the norm,\n"
+        "against the torch backend in float64; beside them those of the torch backend in the same dtype.",
         command="python -m benchmarks.entmax_gpu",
     )
 

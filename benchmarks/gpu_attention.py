@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hsa
-from benchmarks.cpu_attention import text_like
+from benchmarks.cpu_attention import hierarchical, text_like
 from benchmarks.measure import RESULTS, Section, check, write_table
 from benchmarks.sparse_scheme import sparse_scheme
 from hsa.attention.hierarchical.triton.plan import tiles
@@ -35,7 +35,7 @@ Step = Callable[[], Any]
 
 
 def milliseconds(step: Step, graph: bool = False, seconds: float = 0.5) -> float:
-    """The median; at least three, at most fifty."""
+    """Return the median of 3 to 50 runs."""
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def fastest_sdpa(batch: int, length: int, causal: bool = False, backward: bool =
     return times
 
 
-# What is timed of multiscale attention: the choice, and for found trees the finding, are part of it.
+# Times of multiscale attention include the selection and, for clustered keys, the clustering.
 
 
 def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | str = 8) -> Tensor:
@@ -98,17 +98,17 @@ def windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, beam: int | st
     return hsa.multiscale_attention(q, k, v, tree, selection=selection)
 
 
-def found(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.cluster_keys(k, tree, chunk=512)
+def clustered(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
+    clusters = hsa.cluster_keys(k, tree, chunk=512)
     groups = hsa.Queries.windows(tree, 16)
-    selection = hsa.select(q, k, tree, queries=groups, top_k=16, beam=16, clusters=order)
-    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=order)
+    selection = hsa.select(q, k, tree, queries=groups, top_k=16, beam=16, clusters=clusters)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters)
 
 
-def found_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
-    order = hsa.cluster_keys(k, tree, chunk=256)
-    selection = hsa.select(q, k, tree, top_k=16, beam=32, clusters=order, causal=True)
-    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True)
+def clustered_causal(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> Tensor:
+    clusters = hsa.cluster_keys(k, tree, chunk=256)
+    selection = hsa.select(q, k, tree, top_k=16, beam=32, clusters=clusters, causal=True)
+    return hsa.multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True)
 
 
 def binary(length: int, leaves: int) -> hsa.Hierarchy:
@@ -119,13 +119,8 @@ def windows_of_16(length: int) -> hsa.Hierarchy:
     return hsa.Hierarchy.regular([length], (16, 4), repeat_last=True).to("cuda")
 
 
-def hierarchical(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, backend: str = "auto") -> Tensor:
-    """The paper's operator, in which leaves do not attend to themselves."""
-    return hsa.hierarchical_attention(q, k, v, tree, include_self=False, backend=backend)
-
-
 def check_correctness() -> None:
-    """Every operator that is timed, forward and gradients, against the torch backend in float64."""
+    """Compare every operator that is timed, forward and gradients, with the torch backend in float64."""
     for tree in (hsa.Hierarchy.regular([4096], BRANCHING).to("cuda"), text_like(3000).to("cuda")):
         q, k, v, d_out = random(tree, heads=2)
         _compare("hierarchical", hierarchical, q, k, v, d_out, tree, {})
@@ -135,10 +130,10 @@ def check_correctness() -> None:
     tree = binary(2048, 8)
     q, k, v, d_out = random(tree, heads=2)
     for causal in (False, True):
-        order = hsa.cluster_keys(k, tree, chunk=256)
-        selection = hsa.select(q, k, tree, top_k=4, beam=16, clusters=order, causal=causal)
-        options = {"selection": selection, "clusters": order, "causal": causal}
-        _compare(f"found, causal {causal}", hsa.multiscale_attention, q, k, v, d_out, tree, options)
+        clusters = hsa.cluster_keys(k, tree, chunk=256)
+        selection = hsa.select(q, k, tree, top_k=4, beam=16, clusters=clusters, causal=causal)
+        options = {"selection": selection, "clusters": clusters, "causal": causal}
+        _compare(f"clustered, causal {causal}", hsa.multiscale_attention, q, k, v, d_out, tree, options)
 
 
 def _compare(
@@ -176,13 +171,13 @@ def hierarchical_rows(bytes_per_ms: float) -> list[list[Any]]:
         tree = tree.to("cuda")
         q, k, v, d_out = random(tree)
         for backward in (False, True):
-            attend = partial(hierarchical, tree=tree)
+            attend = partial(hierarchical, hierarchy=tree)
             step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
             floor = (11 if backward else 4) * q.numel() * q.element_size() / bytes_per_ms
             graph, calls = milliseconds(step, graph=True), milliseconds(step)
-            levelwise = partial(attend, backend="torch")
+            in_torch = partial(attend, backend="torch")
             plain = milliseconds(
-                with_backward(levelwise, d_out, q, k, v) if backward else partial(levelwise, q, k, v), seconds=0.2
+                with_backward(in_torch, d_out, q, k, v) if backward else partial(in_torch, q, k, v), seconds=0.2
             )
             key = batch, length, backward
             if key not in sdpa:
@@ -199,7 +194,7 @@ def hierarchical_rows(bytes_per_ms: float) -> list[list[Any]]:
 
 
 def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection: hsa.Selection, block: int) -> Step:
-    """FlexAttention over concat(k, pooled k): leaves of open windows, all other windows pooled, one level."""
+    """FlexAttention over concat(k, pooled k): leaves of selected windows, all other windows pooled, one level."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     length, size = tree.num_leaves, 16
@@ -210,29 +205,29 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection
     window_of_node = torch.full((tree.num_nodes,), -1, device="cuda")
     first = tree.num_nodes - length - number  # the windows are the nodes before the leaves
     window_of_node[first : first + number] = torch.arange(number, device="cuda")
-    open_windows = window_of_node[selection.families.clamp(min=0)].where(
+    selected_windows = window_of_node[selection.families.clamp(min=0)].where(
         selection.families >= 0, -1
     )  # [groups, heads, 5]
-    width = open_windows.shape[-1]
+    width = selected_windows.shape[-1]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         window = torch.where(j < length, j // size, j - length)
-        is_open = open_windows[i // size, h, 0] == window
+        is_selected = selected_windows[i // size, h, 0] == window
         for slot in range(1, width):
-            is_open = is_open | (open_windows[i // size, h, slot] == window)
-        return is_open == (j < length)
+            is_selected = is_selected | (selected_windows[i // size, h, slot] == window)
+        return is_selected == (j < length)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + torch.where(j < length, 0.0, math.log(size))
 
-    # Blocks of keys that a block of queries needs: those with an open window, and all pooled ones.
+    # Blocks of keys that a block of queries needs: those with a selected window, and all pooled ones.
     rows, columns = length // block, (length + number) // block
     needed = torch.zeros(HEADS, rows, columns, dtype=torch.bool, device="cuda")
     needed[:, :, length // block :] = True
-    group = torch.arange(number, device="cuda")[:, None, None].expand_as(open_windows) * size // block
-    head = torch.arange(HEADS, device="cuda")[None, :, None].expand_as(open_windows)
-    valid = open_windows >= 0
-    needed[head[valid], group[valid], open_windows[valid] * size // block] = True
+    group = torch.arange(number, device="cuda")[:, None, None].expand_as(selected_windows) * size // block
+    head = torch.arange(HEADS, device="cuda")[None, :, None].expand_as(selected_windows)
+    valid = selected_windows >= 0
+    needed[head[valid], group[valid], selected_windows[valid] * size // block] = True
     counts = needed.sum(-1, dtype=torch.int32)[None]
     order = needed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None]
     mask = BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=(block, block), mask_mod=mask_mod)
@@ -242,9 +237,9 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection
 
 def multiscale_rows() -> list[list[Any]]:
     cases: list[tuple[str, Callable[..., Tensor], int, bool]] = [
-        ("windows of 16, near 1, top_k 2 (beam 8)", windows, 16, False),
-        ("found in chunks of 512, 16 groups of 8 per 16 queries (beam 16)", found, 8, False),
-        ("causal, found in chunks of 256, 16 groups of 8 per query (beam 32)", found_causal, 8, True),
+        ("multiscale, windows of 16, near 1, top_k 2 (beam 8)", windows, 16, False),
+        ("clustered in chunks of 512, groups of 8, top_k 16, tile 16 (beam 16)", clustered, 8, False),
+        ("causal, clustered in chunks of 256, groups of 8, top_k 16 (beam 32)", clustered_causal, 8, True),
     ]
     rows = []
     for length in LENGTHS:
@@ -263,14 +258,14 @@ def multiscale_rows() -> list[list[Any]]:
 
 
 def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
-    """Finding, choosing, attending."""
-    causal = run is found_causal
-    order = None if run is windows else hsa.cluster_keys(k, tree, chunk=256 if causal else 512)
+    """Measure clustering, selection and attention apart, in milliseconds."""
+    causal = run is clustered_causal
+    clusters = None if run is windows else hsa.cluster_keys(k, tree, chunk=256 if causal else 512)
     if run is windows:
-        choose = partial(hsa.select, q, k, tree, near=1, top_k=2, beam=8)
+        select = partial(hsa.select, q, k, tree, near=1, top_k=2, beam=8)
     else:
         groups = None if causal else hsa.Queries.windows(tree, 16)
-        choose = partial(
+        select = partial(
             hsa.select,
             q,
             k,
@@ -278,18 +273,18 @@ def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hs
             queries=groups,
             top_k=16,
             beam=32 if causal else 16,
-            clusters=order,
+            clusters=clusters,
             causal=causal,
         )
-    selection = choose()
-    attend = partial(hsa.multiscale_attention, q, k, v, tree, selection=selection, clusters=order, causal=causal)
-    find = partial(hsa.cluster_keys, k, tree, chunk=256 if causal else 512)
-    finding = None if order is None else milliseconds(find, graph=True)
-    return [finding, milliseconds(choose, graph=True), milliseconds(attend, graph=True)]
+    selection = select()
+    attend = partial(hsa.multiscale_attention, q, k, v, tree, selection=selection, clusters=clusters, causal=causal)
+    cluster = partial(hsa.cluster_keys, k, tree, chunk=256 if causal else 512)
+    clustering = None if clusters is None else milliseconds(cluster, graph=True)
+    return [clustering, milliseconds(select, graph=True), milliseconds(attend, graph=True)]
 
 
 def flex_rows() -> list[list[Any]]:
-    """One level of pooled windows, which both can do: attention alone, over the same choice."""
+    """One level of pooled windows, which both can do: attention alone, over the same selection."""
     tree = hsa.Hierarchy.regular([32768], (16,)).to("cuda")
     q, k, v, _ = random(tree)
     with torch.no_grad():
@@ -319,7 +314,7 @@ def memory_row() -> list[Any]:
     tree = hsa.Hierarchy.regular([length], BRANCHING).to("cuda")
     q, k, v, d_out = random(tree)
     before = torch.cuda.memory_allocated()
-    step = with_backward(partial(hierarchical, tree=tree), d_out, q, k, v)
+    step = with_backward(partial(hierarchical, hierarchy=tree), d_out, q, k, v)
     torch.cuda.reset_peak_memory_stats()
     taken = milliseconds(step)
     extra = torch.cuda.max_memory_allocated() - before
@@ -383,7 +378,7 @@ def run() -> None:
     multi = multiscale_rows()
     sdpa = [f"SDPA {name} ms" for name in BACKENDS]
     columns = ["pass", "batch × tokens", "floor ms", "graph ms", "of the floor", "calls ms", "torch backend ms", *sdpa]
-    parts = ["finding", "choosing", "attending"]
+    parts = ["clustering", "selection", "attention"]
     sections: list[Section] = [
         ("Hierarchical attention", [*columns, "× faster SDPA"], rows),
         (
@@ -411,7 +406,7 @@ def run() -> None:
         sections,
         "The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the bandwidth of a\n"
         f"large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: CUDA graph replays; `calls`: from Python.\n"
-        "Text-like trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Multiscale times include choosing and\n"
-        "finding; inputs are random.\n\n"
+        "Text-like trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Hierarchical attention is without\n"
+        "self, as in the paper. Multiscale times include selection and clustering; inputs are random.\n\n"
         "![times against length](gpu_attention.png)",
     )

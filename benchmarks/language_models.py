@@ -1,4 +1,4 @@
-"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and hierarchical attention; Transformer-XL.
+"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and multiscale attention; Transformer-XL.
 
 TEXT is what `hsa train --task lm` takes, such as a table of books. Models of equal size see as many tokens of it; results
 are kept in FOLDER as JSON, and finished ones are not trained again. The table and the curves go to benchmarks/results/.
@@ -44,26 +44,32 @@ NEAR_7 = LanguageModelConfig(**SIZES, attention="multiscale", branching=(32, 4),
 NEAR_15 = replace(NEAR_7, near=15)
 XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=512, memory=512))
 XL_MEMORIES = (512, 1536, 3584, 15872)
-"""Tokens that Transformer-XL remembers while it is tested."""
+"""Tokens that Transformer-XL remembers in the tests."""
 WHOLE = (Phase(60, 2048),)
 RUNS: Mapping[str, tuple[Any, tuple[Phase, ...]]] = {
     "flat": (FLAT, WHOLE),
-    "near 7": (NEAR_7, WHOLE),
-    "near 15": (NEAR_15, WHOLE),
-    "near 7, 16,384": (NEAR_7, (Phase(60, 16384),)),
-    "near 15, 16,384": (NEAR_15, (Phase(60, 16384),)),
+    "multiscale near 7": (NEAR_7, WHOLE),
+    "multiscale near 15": (NEAR_15, WHOLE),
+    "multiscale near 7, 16,384": (NEAR_7, (Phase(60, 16384),)),
+    "multiscale near 15, 16,384": (NEAR_15, (Phase(60, 16384),)),
     "flat, late fall": (FLAT, (Phase(45, 2048, "constant"), Phase(15, 2048))),
-    "near 7, then 16,384": (NEAR_7, (Phase(45, 2048, "constant"), Phase(15, 16384))),
-    "near 7, half 16,384": (NEAR_7, (Phase(30, 2048, "constant"), Phase(30, 16384))),
+    "multiscale near 7, then 16,384": (NEAR_7, (Phase(45, 2048, "constant"), Phase(15, 16384))),
+    "multiscale near 7, half 16,384": (NEAR_7, (Phase(30, 2048, "constant"), Phase(30, 16384))),
     "Transformer-XL, late fall": (XL, (Phase(45, 512, "constant"), Phase(15, 512))),
 }
 
 
-PLOTTED = ("flat", "near 7", "flat, late fall", "near 7, then 16,384", "Transformer-XL, late fall")
+PLOTTED = (
+    "flat",
+    "multiscale near 7",
+    "flat, late fall",
+    "multiscale near 7, then 16,384",
+    "Transformer-XL, late fall",
+)
 
 
 def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
-    """One model through its phases, each from the weights of the one before."""
+    """Train one model through its phases, each from the weights of the one before, and test it."""
     weights, history, seen, seconds = None, [], 0, 0.0
     for number, phase in enumerate(phases):
         options = TrainingOptions(
@@ -77,17 +83,17 @@ def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any
             seed=number,
         )
         language = LanguageOptions(context=phase.context, steps=int(phase.tokens * 1e6) // BATCH)
-        found = train_language_model(config, data.train, data.validation, options, language, start=weights)
-        weights = found.model.state_dict()
-        history += [[seen + r.tokens, r.loss, r.validation_loss] for r in found.history]
-        seen, seconds = seen + found.tokens, seconds + found.seconds
+        trained = train_language_model(config, data.train, data.validation, options, language, start=weights)
+        weights = trained.model.state_dict()
+        history += [[seen + r.tokens, r.loss, r.validation_loss] for r in trained.history]
+        seen, seconds = seen + trained.tokens, seconds + trained.seconds
     tests = {}
-    for reads, (model, context) in _readings(found.model, phases).items():
+    for reads, (model, context) in _readings(trained.model, phases).items():
         tested = evaluate_language_model(model, data.test, context, batch_tokens=BATCH, mixed_precision="bf16")
         bins = tested.by_position.reshape(64, -1).mean(1)
         tests[reads] = {"loss": tested.loss, "context": context, "by_position": bins.tolist()}
     return {
-        "parameters": count_parameters(found.model),
+        "parameters": count_parameters(trained.model),
         "tokens": seen,
         "seconds": seconds,
         "history": history,
@@ -96,17 +102,17 @@ def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any
 
 
 def _readings(model: CausalLanguageModel, phases: tuple[Phase, ...]) -> dict[str, tuple[CausalLanguageModel, int]]:
-    """How a trained model is tested: what it reads at a time, and so much of the text in a block."""
+    """Return the tests of a trained model: a name, the model, and the tokens of a block."""
     config = model.config
     if isinstance(config, LanguageModelConfig):
         contexts = sorted({2048, *(phase.context for phase in phases)})
         return {f"{context:,}": (model, context) for context in contexts}
-    found: dict[str, tuple[CausalLanguageModel, int]] = {}
+    readings: dict[str, tuple[CausalLanguageModel, int]] = {}
     for memory in XL_MEMORIES:
         longer = TransformerXLLanguageModel(replace(config, test_memory=memory)).to(model.device)
         longer.load_state_dict(model.state_dict())
-        found[f"{config.segment:,} and {memory:,} before"] = longer, config.segment
-    return found
+        readings[f"{config.segment:,} and {memory:,} before"] = longer, config.segment
+    return readings
 
 
 def report(results: Mapping[str, dict[str, Any]]) -> None:
@@ -144,9 +150,9 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
     parameters = next(iter(results.values()))["parameters"]
     sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
     return (
-        f"{sizes}, rotary positions (Transformer-XL: its own), {parameters / 1e6:.1f} M parameters (hierarchical ones have "
+        f"{sizes}, rotary positions (Transformer-XL: its own), {parameters / 1e6:.1f} M parameters (multiscale ones have "
         "a bias per head more); "
-        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Hierarchical: families of "
+        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Multiscale: families of "
         "32, then of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into "
         "blocks of as many tokens as the model reads; Transformer-XL reads it as one stream.\n\n"
         "![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"

@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "no attention": {"kind": "none"},
 }
 LONGER = {"pairs, 1 layer": 3}
-"""Trained once more, for so many times as many epochs."""
+"""Models that are trained once more, with this many times the epochs."""
 RATES = (1e-3, 2e-3)
 SEEDS = (0, 1, 2)
 NOTES = (
@@ -65,7 +65,7 @@ class Run:
 
 
 def trained(run: Run, folder: Path, device: str) -> Result:
-    """What came of a run; one that was begun before goes on."""
+    """Return the result of a run; an unfinished run is resumed."""
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE)
     options3 = recipe.group("match3")
@@ -88,17 +88,17 @@ def best_validation(result: Result) -> float:
 
 
 def accuracy_rows(folder: Path, recipe: Recipe, device: str, pool: ProcessPoolExecutor) -> list[list[Any]]:
-    """A row per model: the best settings, and what they came to."""
+    """Return a row per model: the best settings and their accuracy."""
     epochs = recipe.training.epochs
     grid = [Run(name, rate, short, epochs, 0) for name in MODELS for rate in RATES for short in (True, False)]
     tried = dict(zip(grid, pool.map(partial(trained, folder=folder, device=device), grid), strict=True))
     best = {name: max((r for r in grid if r.model == name), key=lambda r: best_validation(tried[r])) for name in MODELS}
     longer = [replace(best[name], epochs=times * epochs) for name, times in LONGER.items()]
     wanted = [replace(run, seed=seed) for run in (*longer, *best.values()) for seed in SEEDS]  # the longest first
-    found = dict(zip(wanted, pool.map(partial(trained, folder=folder, device=device), wanted), strict=True))
+    finished = dict(zip(wanted, pool.map(partial(trained, folder=folder, device=device), wanted), strict=True))
     rows = []
     for run in sorted((*best.values(), *longer), key=lambda r: list(MODELS).index(r.model)):
-        results = [found[replace(run, seed=seed)] for seed in SEEDS]
+        results = [finished[replace(run, seed=seed)] for seed in SEEDS]
         tests = [100 * result.scores.main for result in results]
         accuracy = f"{statistics.mean(tests):.2f} ± {statistics.stdev(tests):.2f}"
         settings = [f"{run.rate:g}", "short" if run.short else "full", run.epochs]

@@ -61,7 +61,7 @@ def _level(plan: Levels, number: int) -> _Level:
 
 
 def sparse_scheme(q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy) -> Tensor:
-    """`hsa.hierarchical_attention(q, k, v, tree, include_self=False)`, forward."""
+    """Compute `hsa.hierarchical_attention(q, k, v, tree, include_self=False)`, forward."""
     scale = q.shape[-1] ** -0.5
     pooled = [q.float(), k.float(), v.float()]
     inner = torch.full(q.shape[:2], -torch.inf, device=q.device)

@@ -1,12 +1,12 @@
 """Train the encoder and its baselines on one data set: a learning-rate sweep per model, then seeds, equal parameters.
 
-    python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models hierarchical,flat] [--epochs 8]
+    python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models 'hierarchical;flat'] [--epochs 8]
     python -m benchmarks.train_models heads FOLDER --seeds          how heads are fused, on the data of imdb
 
 FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
-validation) as `DataSet.save` writes them, and `NAME_glove.npy` for word vectors that stay as they are. Runs share a GPU:
-their times are of a busy machine; `--times` measures each model alone for one epoch instead. `--examples` and `--leaves`
-make an experiment smaller: so many examples to train on (twice as many to test), so many leaves of each.
+validation) as `DataSet.save` writes them, and `NAME_glove.npy` for frozen word vectors. Runs share a GPU, so their times are
+those of a busy machine; `--times` measures each model alone instead. `--examples` and `--leaves` make an experiment smaller:
+the number of examples to train on (twice as many to test) and of leaves of each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 SEEDS = (0, 1, 2)
+MEASURED: dict[str, Any] = {"width": 128, "heads": 4, "include_self": False, "near": 0}
+"""Settings of all experiments, unless a model says otherwise; without self, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,18 @@ class Experiment:
     epochs: int
     batch_size: int
     batch_tokens: int
-    cut: dict[str, int]  # models that read only so many leaves
+    cut: dict[str, int]  # models that read only this many leaves
     data: str  # the NAME of its files
 
 
 IMDB = Experiment(
-    encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
+    encoder={**MEASURED, "layers": 1, "dropout": 0.2},
     models={
         "flat": {"kind": "flat"},
         "hierarchical": {"kind": "hierarchical"},
-        "hsa with self": {"kind": "hierarchical", "include_self": True},
+        "hierarchical, with self": {"kind": "hierarchical", "include_self": True},
         "multiscale": {"kind": "multiscale"},
-        "multiscale near 1": {"kind": "multiscale", "near": 1},
+        "multiscale, near 1": {"kind": "multiscale", "near": 1},
         "deepsets": {"kind": "none"},
     },
     rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
@@ -60,16 +62,16 @@ HEADS = replace(
     IMDB,
     encoder={**IMDB.encoder, "heads": 8},
     models={
-        f"{name}, {fusion}": {"kind": kind, "fusion": fusion}
-        for name, kind in (("hierarchical", "hierarchical"), ("flat", "flat"))
+        f"{kind}, {fusion}": {"kind": kind, "fusion": fusion}
+        for kind in ("hierarchical", "flat")
         for fusion in ("talking", "concatenation", "collaborative", "over-heads")
     },
     rates=(1e-3, 3e-3, 1e-2),
 )
 PEER = Experiment(
-    encoder={"width": 128, "heads": 4, "layers": 1, "dropout": 0.2},
+    encoder={**MEASURED, "layers": 1, "dropout": 0.2},
     models={
-        "hsa, whole": {"kind": "hierarchical"},
+        "hierarchical, whole": {"kind": "hierarchical"},
         "flat, first 512": {"kind": "flat"},
         "flat, whole": {"kind": "flat"},
         "multiscale, whole": {"kind": "multiscale"},
@@ -83,11 +85,11 @@ PEER = Experiment(
     data="peer",
 )
 LISTOPS = Experiment(
-    encoder={"width": 128, "heads": 4, "layers": 4, "dropout": 0.0},
+    encoder={**MEASURED, "layers": 4, "dropout": 0.0},
     models={
         "flat": {"kind": "flat", "position_input": True},
-        "windows": {"kind": "hierarchical", "windows": (16, 8, 8), "position_input": True},
-        "hsa, expression tree": {"kind": "hierarchical"},
+        "hierarchical, windows": {"kind": "hierarchical", "windows": (16, 8, 8), "position_input": True},
+        "hierarchical, expression tree": {"kind": "hierarchical"},
         "multiscale, expression tree": {"kind": "multiscale"},
         "bottom-up, expression tree": {"kind": "bottom-up", "layers": 1},
     },
@@ -102,7 +104,7 @@ EXPERIMENTS = {"imdb": IMDB, "heads": HEADS, "peer": PEER, "listops": LISTOPS}
 
 
 def train_one(job: dict[str, Any]) -> dict[str, Any]:
-    """One model, learning rate and seed; the scores of the epoch that validation chose."""
+    """Train one model with one learning rate and seed; return the scores of the epoch that was best on validation."""
     import torch
 
     from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
@@ -143,16 +145,16 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(model, train, validation, options, accelerator=make_accelerator(options))
     began = time.monotonic()
     history = trainer.fit()
-    found = trainer.evaluate(test)
+    tested = trainer.evaluate(test)
     return {
         **{key: job[key] for key in ("task", "model", "rate", "seed", "epochs")},
         "parameters": count_parameters(model),
         "validation": max(record.validation for record in history),
         "history": [round(record.validation, 4) for record in history],
         "loss": [round(record.loss, 4) for record in history],
-        "accuracy": found.scores.accuracy,
-        "f1": found.scores.f1,
-        "operations": found.operations / len(test),
+        "accuracy": tested.scores.accuracy,
+        "f1": tested.scores.f1,
+        "operations": tested.operations / len(test),
         "seconds": sum(record.seconds for record in history),
         "wall": time.monotonic() - began,
     }
@@ -214,11 +216,11 @@ def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first = [{**shared, "model": name, "rate": rate, "seed": SEEDS[0]} for name in names for rate in rates]
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.jobs, maxtasksperchild=1) as pool:
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        finished: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         waiting = []
         for result in pool.imap_unordered(train_one, first):
             yield result
-            listed = found[result["model"]]
+            listed = finished[result["model"]]
             listed.append(result)
             if len(listed) == len(rates):
                 best = max(listed, key=lambda r: r["validation"])["rate"]

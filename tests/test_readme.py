@@ -2,28 +2,67 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import torch
 
 import hsa
+from hsa.cli.main import build_app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*.yaml"))
+LINKING = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "src/hsa/attention/README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks" / "results").glob("*.md")),
+]
 
 
 def marked(name):
     return re.search(rf"<!-- {name} -->\n```bash\n(.+?)\n```", README, re.DOTALL).group(1)
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def blocks(page):
+    return re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def shown_commands(page):
+    """The commands of a page, in blocks and in its text, without comments and redirections."""
+    text = (ROOT / page).read_text()
+    lines = re.findall(r"^(?:    |\$ |# )*hsa (\w.*)$", text, re.MULTILINE) + re.findall(r"`hsa (\w[^`]* [^`]+)`", text)
+    for line in lines:
+        tokens = list(takewhile(lambda token: token not in ("|", ">"), shlex.split(line, comments=True)))
+        if "…" not in tokens and "--help" not in tokens:
+            yield tokens
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_examples_run(page):
-    """The blocks of a page one after another, as a reader would type them."""
+    """The blocks of a page run one after another, as a reader would type them; tensors that they assign are finite."""
     names = {}
-    for block in re.findall(r"```python\n(.+?)```", (ROOT / page).read_text(), re.DOTALL):
+    for block in blocks(page):
         exec(compile(block, page, "exec"), names)
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor):
+            assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("page", [page for page in [*LINKING, *RECIPES] if any(shown_commands(page))])
+def test_shown_commands_parse(page):
+    """Every command of a page exists and takes the options that it is shown with."""
+    app = build_app()
+    for tokens in shown_commands(page):
+        command, *_ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        assert command.__name__ == tokens[0], tokens
 
 
 def test_commands_install_with_the_pinned_versions():
@@ -87,10 +126,51 @@ def test_files_that_need_triton_are_named_for_it():
             assert bool(needs.search(path.read_text())) == path.name.startswith("test_triton_"), path
 
 
-def test_links_and_files_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+def headings(path):
+    """The anchors of a page, as GitHub makes them of its headings."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_exist(page):
+    """Files and headings that a page links to, and the pictures that it shows."""
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", (ROOT / page).read_text().replace("\n", " ")):
         if not target.startswith("http"):
-            assert (ROOT / target).exists(), target
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), (page, target)
+            assert not anchor or anchor in headings(path), (page, anchor)
+
+
+def test_modules_named_in_pages_exist():
+    """Dotted names such as `hsa.nn.encoder.HierarchicalEncoder` and paths of benchmarks."""
+    for page in LINKING:
+        text = (ROOT / page).read_text()
+        for name in set(re.findall(r"`(hsa(?:\.\w+)+)", text)):
+            assert exists(name), (page, name)
+        for name in set(re.findall(r"python -m (benchmarks\.\w+)", text)):
+            assert (ROOT / name.replace(".", "/")).with_suffix(".py").is_file(), (page, name)
+        for name in set(re.findall(r"recipes/\w+\.yaml", text)):
+            assert (ROOT / name).is_file(), (page, name)
+
+
+def exists(name):
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            value = import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[i:]:
+                value = getattr(value, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+def test_architecture_names_files_that_exist():
     for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
         found = re.match(r"^ {6,12}(?:\w+/)?(\w+\.py)\b", line)
         if found:
