@@ -207,7 +207,7 @@ def _is_plain(layer: Any) -> bool:
 
 @torch.no_grad()
 def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Return for each layer the mean of x xᵀ over its inputs with a one appended, `[width + 1, width + 1]`, without padding."""
+    """Return for each layer the mean of x xᵀ, `[width + 1, width + 1]`, over its inputs with a one appended, no padding."""
     sums: list[Any] = [0] * len(layers)
     mask: Tensor | None = None
 
