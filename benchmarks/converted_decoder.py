@@ -2,7 +2,7 @@
 
 MODEL is a folder of a causal language model, TEXTS one with `validation/*.txt` and `test/*.txt`, 8,192 tokens or more each.
 First one setting for all layers. Then a setting per layer: how far each layer alone, converted in each way, moves the
-predictions (KL divergence on validation texts), and the choice of ways that moves them least for a number of operations.
+predictions (KL divergence on validation texts), and the combination that moves them least for a number of operations.
 Everything is measured on the test texts, on tokens 512 and later. Texts to read to the end only; nothing is trained.
 """
 
@@ -111,7 +111,7 @@ class Decoder:
 
     @torch.inference_mode()
     def cost(self, length: int, layers: Sequence[int] | None = None) -> float:
-        """Operations of attention over those of exact attention; finding and choosing counted."""
+        """Return the operations of attention over those of exact attention, clustering and selection included."""
         with counting() as counted:
             self.model.get_decoder()(input_ids=self.ids["validation"][:1, :length])
         layers = range(self.layers) if layers is None else layers
@@ -147,13 +147,13 @@ def main(folder: Path, texts: Path) -> None:
     rows, costs = [], {length: [] for length in LENGTHS}  # type: ignore[var-annotated]
     for way in WAYS:
         convert(decoder.model, **settings(way))
-        found = decoder.losses("test")
+        losses = decoder.losses("test")
         revert(decoder.model)
         convert(decoder.model, layers=some, **settings(way))
         for length in LENGTHS:
             costs[length].append(decoder.cost(length, some))
-            up = 100 * (math.exp(found[length] - base[length]) - 1)
-            rows.append([f"{length:,}", _named(way), 1 / costs[length][-1], math.exp(found[length]), f"{up:+.2f}%"])
+            up = 100 * (math.exp(losses[length] - base[length]) - 1)
+            rows.append([f"{length:,}", _named(way), 1 / costs[length][-1], math.exp(losses[length]), f"{up:+.2f}%"])
         revert(decoder.model)
         print(rows[-2:], f"{time.monotonic() - began:.0f} s", flush=True)
     rows.sort(key=lambda row: (row[0], row[2]))
@@ -201,14 +201,14 @@ def main(folder: Path, texts: Path) -> None:
             ),
         ],
         f"{folder.name}, all {decoder.layers} layers converted zero-shot, causal; {len(decoder.ids['test'])} test texts, "
-        f"tokens {FIRST} and later; operations of attention with pooling, choice and finding. Groups of 8, {SINKS} sinks. "
-        f"Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
+        f"tokens {FIRST} and later; operations of attention with pooling, selection and clustering. Groups of 8, {SINKS} "
+        f"sinks. Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
         command=f"python -m benchmarks.converted_decoder {folder.name} TEXTS",
     )
 
 
 def _named(way: Mapping[str, int]) -> str:
-    return f"chunks of {way['chunk']}, {way['top_k']} groups open, beam {way['beam']}"
+    return f"chunk {way['chunk']}, top_k {way['top_k']}, beam {way['beam']}"
 
 
 if __name__ == "__main__":

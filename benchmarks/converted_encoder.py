@@ -28,19 +28,19 @@ HEADER = [
     "MiB",
 ]
 WAYS: dict[str, dict[str, Any]] = {
-    "hierarchical (16, 8, 8, 16)": {"operator": "hierarchical", "hierarchy": "windows", "branching": (16, 8, 8, 16)},
-    "windows of 16, near 1, top_k 2": {
-        "hierarchy": "windows",
+    "hierarchical (16, 8, 8, 16)": {"kind": "hierarchical", "branching": (16, 8, 8, 16)},
+    "multiscale, windows of 16, near 1, top_k 2": {
+        "kind": "multiscale",
         "branching": (16, 4),
         "near": 1,
         "top_k": 2,
         "beam": 8,
     },
-    "found, groups of 8, 16 open, shared by 16 queries": {
+    "clustered, groups of 8, top_k 16, tile 16": {
         "branching": (8, 2),
         "top_k": 16,
         "beam": 16,
-        "share": 16,
+        "tile": 16,
         "chunk": 512,
     },
 }
@@ -67,13 +67,13 @@ def encoder(
 
 
 def check_correctness(model: Any, device: str) -> None:
-    """With every family open, the converted encoder is the exact one."""
+    """Check that the converted encoder with every group exact is the exact one."""
     ids = torch.randint(3, 1024, (2, 640), device=device)
     mask = torch.ones_like(ids)
     mask[1, 500:] = 0
     exact = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    for branching, top_k in (((16, 2), 39), ((8, 4), 79)):  # one family of the longer text stays pooled
-        convert(model, hierarchy="keys", branching=branching, top_k=top_k)
+    for branching, top_k in (((16, 2), 39), ((8, 4), 79)):  # one group of the longer text stays pooled
+        convert(model, kind="clustered", branching=branching, top_k=top_k)
         out = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
         revert(model)
         check(f"converted encoder {branching}", out, exact, 5e-2)
@@ -131,7 +131,7 @@ def _step(model: Any, ids: torch.Tensor) -> None:
 
 
 def _graph(model: Any, ids: torch.Tensor) -> Callable[[], None]:
-    """The same step as a CUDA graph."""
+    """Capture the same step as a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         model(input_ids=ids)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.measure import medians, write_table
 from hsa.models.classifier import Classifier, ModelConfig, equal_parameters
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Sequence, Signal
 from hsa.training.data.data_set import DataSet, Example, build
 
@@ -51,7 +51,7 @@ def run() -> None:
             part = data.select(chosen).batch  # noqa: B023
             if model is not None:
                 models[model].encoder.prepare(part)  # noqa: B023
-            _ = part.places
+            _ = part.positions
 
         def step(model: str) -> None:
             models[model](batch).sum().backward()  # noqa: B023

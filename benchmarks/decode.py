@@ -1,4 +1,4 @@
-"""One decoding step: the logarithmic cache against exact attention over all keys, and what building it adds to a prompt.
+"""One decoding step: tree caches against exact attention over all keys; and the cost of filling a cache from a prompt.
 
 Each step stores the new key and value, and attends. On a GPU both sides are replayed CUDA graphs.
 """
@@ -28,12 +28,12 @@ STEPS = 64
 """Steps in one measurement: four leaf families close in it."""
 
 
-def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str = "pooled") -> Cache:
-    """A cache that has seen so many tokens; the sequences of a batch are copies, which costs the same."""
+def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str = "multiscale") -> Cache:
+    """Return a cache of sequences of this length; those of a batch are copies, which costs the same."""
     sizes: Any = {"layers": 1, "batch": 1, "kv_heads": HEADS, "head_dim": DIM, "dtype": dtype, "device": device}
     cache: Cache = (
         MultiscaleCache(branching=BRANCHING, near=NEAR, **sizes)
-        if kind == "pooled"
+        if kind == "multiscale"
         else ClusteredCache(top_k=16, **sizes)
     )
     k, v = torch.randn(2, length, HEADS, DIM, device=device, dtype=dtype).unbind(0)
@@ -44,7 +44,7 @@ def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str
 
 
 def check_correctness(device: str, dtype: torch.dtype) -> None:
-    """Prompt and steps give what the full pass gives."""
+    """Check that prompt and steps agree with the full pass."""
     prompt, steps = 2000, 100
     q, k, v = torch.randn(3, prompt + steps, HEADS, DIM, device=device, dtype=dtype).unbind(0)
     tree = causal_tree([prompt + steps], BRANCHING).to(device)
@@ -53,15 +53,15 @@ def check_correctness(device: str, dtype: torch.dtype) -> None:
     cache = MultiscaleCache(1, 1, HEADS, DIM, branching=BRANCHING, near=NEAR, dtype=dtype, device=device)
     cache.begin([prompt])
     cache.fill(0, k[:prompt], v[:prompt])
-    found = []
+    out = []
     for i in range(prompt, prompt + steps):
         cache.append()
-        found.append(cache.attend(0, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
-    check("hierarchical cache", torch.cat(found), wanted, 1e-5 if dtype == torch.float32 else 2e-2)
+        out.append(cache.attend(0, q[i : i + 1], k[i : i + 1], v[i : i + 1]))
+    check("multiscale cache", torch.cat(out), wanted, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def flat_steps(length: int, batch: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Exact attention over a flat cache, by every kernel that can."""
+    """Return exact attention over a flat cache, by every kernel that can run it."""
     keys, values = (torch.randn(batch, HEADS, length, DIM, device=device, dtype=dtype) for _ in range(2))
     q, k, v = torch.randn(3, batch, HEADS, 1, DIM, device=device, dtype=dtype).unbind(0)
     last = torch.tensor([length - 1], device=device)
@@ -97,7 +97,7 @@ def cache_step(cache: Cache, batch: int, device: str, dtype: torch.dtype) -> Cal
 
 
 def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
-    """STEPS replays of one step."""
+    """Return a function that replays one step STEPS times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -146,11 +146,14 @@ def _run(device: str, dtype: torch.dtype) -> None:
         for length in LENGTHS:
             if on_gpu:
                 best, flat = _flat_times(length, batch, dtype)
-            kinds = {"pooled": f"windows {BRANCHING}, near {NEAR}", "clustered": "found trees, 16 groups of 8 open"}
+            kinds = {
+                "multiscale": f"multiscale {BRANCHING}, near {NEAR}",
+                "clustered": "clustered, top_k 16, groups of 8",
+            }
             for kind, name in kinds.items():
                 cache = cache_of(length, batch, device, dtype, kind)
                 step = cache_step(cache, batch, device, dtype)
-                if on_gpu and kind == "pooled":
+                if on_gpu and kind == "multiscale":
                     ours = medians({"ours": graph_of(step)}, repeats=5)["ours"] / STEPS
                 elif on_gpu:
                     ours = _eager(step)
@@ -158,8 +161,8 @@ def _run(device: str, dtype: torch.dtype) -> None:
                     both = medians({**flat_steps(length, batch, device, dtype), "ours": step}, repeats=40)
                     best, flat, ours = "SDPA", both["SDPA"], both["ours"]
                 size = cache.memory()
-                share = size.flat_bytes / size.bytes
-                rows.append([batch, f"{length:,}", name, best, flat * 1e3, ours * 1e3, flat / ours, share])
+                smaller = size.flat_bytes / size.bytes
+                rows.append([batch, f"{length:,}", name, best, flat * 1e3, ours * 1e3, flat / ours, smaller])
                 torch.cuda.empty_cache()
     header = ["batch", "tokens", "cache", "best exact kernel", "exact µs", "µs", "× faster", "× less memory"]
     sections = [("One step", header, rows), ("Prompt", *_prompt(device, dtype))]
@@ -169,9 +172,9 @@ def _run(device: str, dtype: torch.dtype) -> None:
         sections,
         f"{HEADS} heads × {DIM}, {str(dtype).removeprefix('torch.')}, one layer; new key and value stored in each step. "
         + (
-            f"Medians of {STEPS} replays of a CUDA graph of one step on both sides; found trees are called from Python, as "
-            "their chunks close by a decision of the host. Exact: the fastest of SDPA's flash and cuDNN kernels and plain "
-            "matrix products."
+            f"Medians of {STEPS} replays of a CUDA graph of one step on both sides; clustered caches are called from "
+            "Python, as the host decides when a chunk is complete. Exact: the fastest of SDPA's flash and cuDNN kernels "
+            "and plain matrix products."
             if on_gpu
             else "Medians of single steps, in turns."
         ),
@@ -188,12 +191,12 @@ def _eager(step: Callable[[], Any]) -> float:
 
 
 def _prompt(device: str, dtype: torch.dtype) -> tuple[list[str], list[list[Any]]]:
-    """What `fill` adds to the full pass over a prompt."""
+    """Measure the cost of `fill` relative to the full pass over a prompt."""
     rows = []
     for length in LENGTHS if device == "cuda" else LENGTHS[:2]:
         with torch.inference_mode(False), torch.no_grad():  # as generation runs
             rows.append(_prompt_row(length, device, dtype))
-    return ["tokens", "exact attention ms", "hierarchical attention ms", "with building the cache ms", "adds"], rows
+    return ["tokens", "exact attention ms", "multiscale attention ms", "with filling the cache ms", "adds"], rows
 
 
 def _prompt_row(length: int, device: str, dtype: torch.dtype) -> list[Any]:
@@ -204,12 +207,12 @@ def _prompt_row(length: int, device: str, dtype: torch.dtype) -> list[Any]:
     kept = cache._kept
 
     def attend() -> None:
-        fresh_k, fresh_v = k.view_as(k), v.view_as(v)  # of which no pooled keys are known
+        fresh_k, fresh_v = k.view_as(k), v.view_as(v)  # new tensors, whose pooled keys are not cached
         multiscale_attention(q, fresh_k, fresh_v, tree, selection=selection, causal=True)
         _wait(device)
 
     def attend_and_fill() -> None:
-        cache._waiting, cache._kept = {0}, kept
+        cache._pending, cache._kept = {0}, kept
         fresh_k, fresh_v = k.view_as(k), v.view_as(v)
         multiscale_attention(q, fresh_k, fresh_v, tree, selection=selection, causal=True)
         cache.fill(0, fresh_k, fresh_v)

@@ -29,6 +29,7 @@ from benchmarks.measure import RESULTS, write_table
 from hsa.analysis.frontier import on_frontier
 from hsa.files import read_json, write_json
 from hsa.models.classifier import Classifier
+from hsa.models.options import ModelOptions
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
 from hsa.training.compare import Compared, Plan, Run, compare_models
@@ -37,7 +38,7 @@ from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import PreparedData, load_input_spec, prepare, save_input_spec
 from hsa.training.experiment import RESULT, Result, model_config
 from hsa.training.loop import Trainer
-from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
 MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
@@ -73,7 +74,7 @@ def recipe(task: Task) -> Recipe:
         checkpoint_minutes=60,
     )
     model = ModelOptions(width=128, heads=4, layers=2, dropout=0.2, pooling="max")
-    return Recipe(models=MODELS, model=model, training=training, documents=DocumentOptions())
+    return Recipe(models=MODELS, model=model, training=training)
 
 
 def pack(name: str, tables: Path, packed: Path) -> None:
@@ -89,7 +90,7 @@ def pack(name: str, tables: Path, packed: Path) -> None:
     for split in SPLITS:
         getattr(data, split).save(packed / name / f"{split}.safetensors")
     np.save(packed / name / "vectors.npy", data.vectors.numpy().astype(np.float16))
-    save_input_spec(packed / name, data.reading)
+    save_input_spec(packed / name, data.input_spec)
 
 
 def load(name: str, packed: Path) -> PreparedData:
@@ -139,7 +140,7 @@ def time_model(name: str, model: str, data: PreparedData) -> dict[str, float]:
     some = np.random.default_rng(0).permutation(len(data.train))[: TASKS[name].timed]
     part = data.train.select(some)
     test = data.test.select(np.arange(min(len(data.test), TASKS[name].timed)))
-    config = model_config(data, given.model, model, MODELS[0], given.documents)
+    config = model_config(data, given.model, model, MODELS[0])
     options = replace(given.training, epochs=6)
     accelerator = make_accelerator(options)
     trainer = Trainer(Classifier(config), part, test.select([0, 1]), options, accelerator=accelerator)

@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, write_table
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
-from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel
 from hsa.training.language_model.data import LmData, prepare_text
 from hsa.training.language_model.experiment import as_large_as
 from hsa.training.language_model.loop import evaluate_language_model, train_language_model
@@ -46,7 +46,7 @@ XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=512, memory=
 XL_MEMORIES = (512, 1536, 3584, 15872)
 """Tokens that Transformer-XL remembers while it is tested."""
 WHOLE = (Phase(60, 2048),)
-RUNS: Mapping[str, tuple[AnyLanguageConfig, tuple[Phase, ...]]] = {
+RUNS: Mapping[str, tuple[Any, tuple[Phase, ...]]] = {
     "flat": (FLAT, WHOLE),
     "near 7": (NEAR_7, WHOLE),
     "near 15": (NEAR_15, WHOLE),
@@ -62,7 +62,7 @@ RUNS: Mapping[str, tuple[AnyLanguageConfig, tuple[Phase, ...]]] = {
 PLOTTED = ("flat", "near 7", "flat, late fall", "near 7, then 16,384", "Transformer-XL, late fall")
 
 
-def train(config: AnyLanguageConfig, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
+def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
     """One model through its phases, each from the weights of the one before."""
     weights, history, seen, seconds = None, [], 0, 0.0
     for number, phase in enumerate(phases):
@@ -95,13 +95,13 @@ def train(config: AnyLanguageConfig, phases: tuple[Phase, ...], data: LmData) ->
     }
 
 
-def _readings(model: AnyLanguageModel, phases: tuple[Phase, ...]) -> dict[str, tuple[AnyLanguageModel, int]]:
+def _readings(model: CausalLanguageModel, phases: tuple[Phase, ...]) -> dict[str, tuple[CausalLanguageModel, int]]:
     """How a trained model is tested: what it reads at a time, and so much of the text in a block."""
     config = model.config
     if isinstance(config, LanguageModelConfig):
         contexts = sorted({2048, *(phase.context for phase in phases)})
         return {f"{context:,}": (model, context) for context in contexts}
-    found: dict[str, tuple[AnyLanguageModel, int]] = {}
+    found: dict[str, tuple[CausalLanguageModel, int]] = {}
     for memory in XL_MEMORIES:
         longer = TransformerXLLanguageModel(replace(config, test_memory=memory)).to(model.device)
         longer.load_state_dict(model.state_dict())

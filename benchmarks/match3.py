@@ -21,7 +21,7 @@ import torch
 from benchmarks.measure import RESULTS, Section, write_table
 from hsa.analysis.cost_plots import cost_table, plot_costs
 from hsa.models.classifier import equal_parameters
-from hsa.research.match3 import prepare_match3, rules
+from hsa.research.match3.data import prepare_match3, rules
 from hsa.research.trilinear.costs import costs
 from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import Result, model_config, train_model
@@ -68,7 +68,8 @@ def trained(run: Run, folder: Path, device: str) -> Result:
     """What came of a run; one that was begun before goes on."""
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE)
-    match3 = replace(recipe.match3, shortest=recipe.match3.shortest if run.short else recipe.match3.length)
+    options3 = recipe.group("match3")
+    match3 = replace(options3, shortest=options3.shortest if run.short else options3.length)
     options = replace(recipe.training, learning_rate=run.rate, epochs=run.epochs, seed=run.seed)
     data = prepare_match3(None, match3, seed=run.seed)
     config = model_config(data, recipe.model, "trilinear", "trilinear")
@@ -126,7 +127,8 @@ def main() -> None:
         "test accuracy, %",
         "worst seed, %",
     ]
-    known = rules(prepare_match3(None, recipe.match3), recipe.match3.modulus)
+    match3 = recipe.group("match3")
+    known = rules(prepare_match3(None, match3), match3.modulus)
     measured = costs(recipe.model.heads, recipe.model.heads * (recipe.model.head_dim or 0))
     plot_costs(RESULTS / "match3.png", measured)
     sections: list[Section] = [
@@ -139,7 +141,7 @@ def main() -> None:
         ("Cost by length", *cost_table(measured)),
     ]
     command = f"python -m benchmarks.match3 FOLDER --device {given.device} --processes {given.processes}"
-    title = f"Match3: {recipe.match3.length} numbers modulo {recipe.match3.modulus}"
+    title = f"Match3: {match3.length} numbers modulo {match3.modulus}"
     write_table("match3", title, sections, f"{NOTES}\n\n![cost](match3.png)", command=command)
 
 

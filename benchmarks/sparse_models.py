@@ -55,7 +55,7 @@ class Task:
 
 def tasks() -> dict[str, Task]:
     reviews = document_models.TASKS["imdb"]
-    programs = completed(Recipe())  # what `hsa train` does without data
+    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data
     same = document_models.recipe(reviews).training
     every = {name: getattr(same, name) for name in ("patience", "mixed_precision", "checkpoint_minutes")}
     programs = replace(programs, training=replace(programs.training, **every))

@@ -107,7 +107,7 @@ def train_one(job: dict[str, Any]) -> dict[str, Any]:
 
     from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
     from hsa.nn.embedding import Modality
-    from hsa.nn.encoder import EncoderConfig
+    from hsa.nn.encoder_config import EncoderConfig
     from hsa.training.accelerator import make_accelerator
     from hsa.training.loop import Trainer
     from hsa.training.options import TrainingOptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hsa.models.options import ModelOptions
 from hsa.nn.embedding import Modality
 from hsa.training.compare import Run
 from hsa.training.data.prepare import InputSpec, PreparedData
@@ -12,7 +13,7 @@ from hsa.training.data.sources import Columns
 from hsa.training.experiment import Result
 from hsa.training.loop import EpochRecord
 from hsa.training.metrics import Scores
-from hsa.training.options import ModelOptions, TrainingOptions
+from hsa.training.options import TrainingOptions
 from hsa.training.recipe import Recipe
 from tests.tasks import TOKENS, data
 
@@ -27,7 +28,7 @@ def prepared(task: Any = "classification", **more: Any) -> PreparedData:
         train=data(31, task, **more),
         validation=data(13, task, seed=1, **more),
         test=data(17, task, seed=2, **more),
-        reading=InputSpec("rows", Columns(("text",), (), (), "label", False, "en"), 0, 0),
+        input_spec=InputSpec("rows", Columns(("text",), (), (), "label", False, "en"), 0, 0),
         modalities={"text": Modality(tokens=TOKENS)},
         kinds=("sequence",),
         keys=(),

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hsa import Hierarchy
-from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale, NoAttention
+from hsa.baselines.deepsets import NoAttention
+from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale
 from hsa.nn.causal_attention import CausalClustered, CausalFlat, CausalMultiscale
 from hsa.nn.cross_attention import CrossAttention
 from hsa.nn.decoder import DecoderLayer
@@ -24,7 +25,7 @@ ATTENTIONS = {
     "hierarchical with self": lambda: Hierarchical(include_self=True),
     "multiscale": lambda: Multiscale(HEADS, near=1),
     "multiscale refined": lambda: Multiscale(HEADS, top_k=1),
-    "clustered": lambda top_k=1: Clustered(HEADS, group=2, top_k=top_k, window=3),
+    "clustered": lambda top_k=1: Clustered(HEADS, group=2, top_k=top_k, tile=3),
     "flat": Flat,
     "none": NoAttention,
     "trilinear": Trilinear,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.tree.positions import KINDS, NodePositions
 
@@ -73,6 +74,7 @@ def exact(module: nn.Module, seed: int = 3) -> nn.Module:
 def encoder(kind: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
     """Small, with dimensions that are different primes (twice a prime for sines and cosines)."""
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 22, "position_dim": 2}
+    sizes |= {"layers": 2, "near": 0, "include_self": False}
     config = EncoderConfig(kind=kind, **{**sizes, **changes})
     return exact(HierarchicalEncoder(config, modalities, kinds, keys))
 
@@ -86,12 +88,12 @@ ENCODERS = {
     "multiscale": {},
     "multiscale sparse": {"kind": "multiscale", "entmax": "learned", "near": 1},
     "multiscale refined": {"kind": "multiscale", "near": 1, "top_k": 1},
-    "clustered": {"group": 2, "top_k": 1, "window": 3},
+    "clustered": {"group": 2, "top_k": 1, "tile": 3},
     "bottom-up": {},
     "flat": {},
     "flat pooled": {"kind": "flat", "pool": "families", "position_input": True},
     "none": {},
-    "none with places": {"kind": "none", "position_input": True},
+    "none with positions": {"kind": "none", "position_input": True},
 }
 """Names of the cases, and what each changes."""
 
@@ -101,15 +103,15 @@ def encoder_named(name: str, **more):
     return encoder(**options)
 
 
-def place_of_nodes(places: NodePositions) -> list[tuple | None]:
+def position_of_nodes(positions: NodePositions) -> list[tuple | None]:
     """What is known of every node: None, (kind, numbers) or ("table", key)."""
     known: list[tuple | None] = [None]
     for kind in KINDS:
         if kind == "table":
-            known += [(kind, key) for key in places.keys]
-        elif kind in places.numbers:
-            known += [(kind, tuple(row)) for row in places.numbers[kind].tolist()]
-    return [known[row] for row in places.row.tolist()]
+            known += [(kind, key) for key in positions.keys]
+        elif kind in positions.numbers:
+            known += [(kind, tuple(row)) for row in positions.numbers[kind].tolist()]
+    return [known[row] for row in positions.row.tolist()]
 
 
 def num_leaves(signal: Signal | Leaf) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal, Table
 from hsa.training.data.data_set import DataSet, Example, build
 from hsa.training.loop import EpochRecord, Trainer
@@ -51,16 +51,14 @@ def data(count: int, task: Any = "classification", seed: int = 0, **more: Any) -
     return build(examples(count, task, seed, **more), task, None if task == "regression" else CLASSES)
 
 
-def classifier(
-    operator: Any = "hierarchical", task: Any = "classification", seed: int = 0, **changes: Any
-) -> Classifier:
+def classifier(kind: Any = "hierarchical", task: Any = "classification", seed: int = 0, **changes: Any) -> Classifier:
     """Small; the same weights for the same seed."""
     encoder: dict[str, Any] = {"width": 12, "heads": 2, "layers": 1, "dropout": 0.0, "position_width": 8, "near": 1}
     torch.manual_seed(seed)
     numbers = {"center": 6.5, "scale": 0.9} if task == "regression" else {}
     return Classifier(
         ModelConfig(
-            EncoderConfig(kind=operator, **{**encoder, **changes}),
+            EncoderConfig(kind=kind, **{**encoder, **changes}),
             {"text": Modality(tokens=TOKENS)},
             outputs=1 if task == "regression" else 2,
             task=task,

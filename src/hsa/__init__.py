@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hsa.attention.arguments import checking
     from hsa.attention.cache.clustered import ClusteredCache
     from hsa.attention.cache.multiscale import MultiscaleCache
+    from hsa.attention.checks import checking
     from hsa.attention.dense import dense_weights
     from hsa.attention.flops import Flops, flops, flops_flat, flops_regular
     from hsa.attention.hierarchical.operator import energy, hierarchical_attention
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hsa.tree.padding import Padding
 
 _HOMES = {
-    "hsa.attention.arguments": ("checking",),
+    "hsa.attention.checks": ("checking",),
     "hsa.attention.cache.clustered": ("ClusteredCache",),
     "hsa.attention.cache.multiscale": ("MultiscaleCache",),
     "hsa.attention.dense": ("dense_weights",),

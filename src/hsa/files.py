@@ -7,11 +7,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hsa.errors import InvalidInput, MissingExtra
+
+if TYPE_CHECKING:
+    from torch import Tensor  # recipes are read without torch
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
@@ -59,6 +60,27 @@ def read_json(path: Path, what: str) -> Any:
         raise InvalidInput(str(path), given="no such file", expected=what) from None
     except (OSError, ValueError) as error:
         raise InvalidInput(str(path), given=f"a file that cannot be read ({error})", expected=what) from None
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read the names and values of a YAML file.
+
+    Raises:
+        InvalidInput: naming the file: not there, no YAML, no names.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingExtra("pyyaml", "train", "reading recipes") from None
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(str(path), given=error.strerror or error, expected="a recipe") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(path), given=f"no YAML ({' '.join(str(error).split())})", expected="a recipe") from None
+    if not isinstance(given, dict):
+        raise InvalidInput(str(path), given=f"a {type(given).__name__}", expected="names and values of options")
+    return given
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

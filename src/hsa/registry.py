@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from hsa.nn.attention_kinds import AttentionKind
     from hsa.nn.head_fusion import HeadFusion
 
 T = TypeVar("T")
+
+
+def resolve(where: str) -> Any:
+    """Import what `"module:attribute"` names.
+
+    >>> resolve("math:tau") > 6
+    True
+    """
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 class Registry(Generic[T]):
@@ -42,12 +53,15 @@ class Registry(Generic[T]):
         self._plugins = plugins
         self._plugged_in = False
         self._values: dict[str, T | str] = {}
+        self._ranks: dict[str, int] = {}
 
     def register(self, name: str, value: T | str) -> None:
         """Add a value under a new name: the value itself, or `"module:attribute"`, imported by the first `get`."""
         if self._values.get(name, value) != value:
             raise InvalidInput(self.what, given=f"a second {name!r}", expected="a name that is not registered yet")
         self._values[name] = value
+        module = value if isinstance(value, str) else getattr(value, "__module__", "")
+        self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
 
     def check(self, name: str) -> None:
         """Raise an error that lists the names unless this is one of them; imports no value."""
@@ -65,14 +79,13 @@ class Registry(Generic[T]):
         self.check(name)
         value = self._values[name]
         if isinstance(value, str):
-            module, _, attribute = value.partition(":")
-            value = self._values[name] = cast(T, getattr(import_module(module), attribute))
+            value = self._values[name] = cast(T, resolve(value))
         return value
 
     def names(self) -> tuple[str, ...]:
         """List all names: the core's, then those of each plug-in package, whichever was imported first."""
         self._plug_in()
-        return tuple(sorted(self._values, key=self._rank))
+        return tuple(sorted(self._values, key=self._ranks.__getitem__))
 
     def __contains__(self, name: object) -> bool:
         if name not in self._values:
@@ -85,12 +98,12 @@ class Registry(Generic[T]):
                 import_module(package)
             self._plugged_in = True
 
-    def _rank(self, name: str) -> int:
-        value = self._values[name]
-        module = value if isinstance(value, str) else getattr(value, "__module__", "")
-        return next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
-
 
 FUSIONS: Registry[type[HeadFusion]] = Registry("fusion")
 """How the heads of a layer become one; see `hsa.nn.head_fusion`."""
 FUSIONS.register("concatenation", "hsa.nn.head_fusion:Concatenation")
+
+KINDS: Registry[AttentionKind] = Registry("kind")
+"""Kinds of attention of the layers of an encoder; see `hsa.nn.attention_kinds`."""
+for _name in ("hierarchical", "multiscale", "clustered", "bottom-up", "flat"):
+    KINDS.register(_name, f"hsa.nn.attention_kinds:{_name.upper().replace('-', '_')}")

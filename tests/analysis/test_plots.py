@@ -89,7 +89,7 @@ def test_the_matrix_is_that_of_the_operator():
         model.eval()(example)
     hook.remove()
     q, k, _, hierarchy, positions, _ = caught[0]
-    wanted = dense_weights(hierarchical_attention, q, k, hierarchy, positions=positions)
+    wanted = dense_weights(hierarchical_attention, q, k, hierarchy, positions=positions, include_self=True)
     weights, families = attention_matrix(model.train(), example)
     assert model.training  # as it was
     np.testing.assert_allclose(weights, wanted.mean(0).detach().numpy(), atol=1e-6)

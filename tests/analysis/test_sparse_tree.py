@@ -12,7 +12,7 @@ from hsa.analysis.plots import layer_weights
 from hsa.analysis.sparse_tree import AttentionTree, attention_tree, plot_sparse_tree
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Sequence, Signal
 from hsa.signals.batch import collate
 from hsa.tree.hierarchy import Hierarchy

@@ -13,7 +13,6 @@ from hsa.analysis.sparsity import (
     rows,
     visited_fraction,
 )
-from hsa.attention.hierarchical.entmax import sweeps as sparse
 from hsa.attention.hierarchical.entmax.zeros import zeros
 from hsa.errors import InvalidInput
 from hsa.nn.learned_alpha import normalizer_of
@@ -45,14 +44,14 @@ def test_levels_are_those_of_the_layers(include_self):
     q, k, _, hierarchy, positions, _ = caught[0]
     alpha = model.encoder.layers[1].attention.alpha
     options = {"positions": positions, "normalizer": normalizer_of(alpha), "include_self": include_self}
-    counted, entered = zeros(q, k, hierarchy, **options), sparse.visited(q, k, hierarchy, **options)
+    counted = zeros(q, k, hierarchy, **options)
     for i, level in enumerate(found[2:]):
         assert level.alpha == pytest.approx(alpha()[i].tolist())
-        assert level.zeros == pytest.approx(counted.zeros[i] / counted.of[i])
-        assert level.visited == pytest.approx(entered.families[i] / entered.of[i])
+        assert level.zeros == pytest.approx(counted.zeros[i] / counted.entries[i])
+        assert level.visited == pytest.approx(counted.visited[i] / counted.families[i])
         assert level.families == int((hierarchy.structure.height == i + 1).sum())
     assert 0 < found[2].zeros < 1
-    assert visited_fraction(found[2:]) == pytest.approx(entered.fraction)
+    assert visited_fraction(found[2:]) == pytest.approx(counted.visited_fraction)
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale"])

@@ -198,7 +198,7 @@ def test_recipes(planned, rows):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--models", "hierarchical,multiscal"), "models: given 'multiscal', expected some of hierarchical, "),
+        (("--models", "hierarchical,multiscal"), "models: given 'multiscal', expected one of hierarchical, "),
         (("--models", ","), "models: given none, expected one or more"),
         (("--rates", "fast"), "rates: given 'fast', expected learning rates, such as 3e-4,1e-3"),
         (("--rates", "0"), "rates: given 0, expected learning rates above 0, such as 1e-3"),

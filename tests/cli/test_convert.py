@@ -19,7 +19,7 @@ from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, language_model, rows, save, tokenizer
 from tests.tables import write_rows
 
-WINDOWS = ("--hierarchy", "windows", "--branching", "4", "2", "--top-k", "0")
+WINDOWS = ("--kind", "multiscale", "--branching", "4", "2", "--top-k", "0")
 QUICK = ("--cpu", "--lengths", "11")
 
 
@@ -165,7 +165,7 @@ def test_an_experiment(call, models, data, tmp_path):
     recipe.write_text(
         "title: Toys\n"
         "tasks: {toy: {train: data.csv, epochs: 1}, gone: {train: none.csv}}\n"
-        "variants: {cheap: {hierarchy: windows, branching: [4, 2], top_k: 0}}\n"
+        "variants: {cheap: {kind: multiscale, branching: [4, 2], top_k: 0}}\n"
     )
     arguments = ("reproduce", recipe, "--data", tmp_path, "--model", models / "embed", "--cpu")
     code, out, err = call(*arguments, columns=60)
@@ -220,7 +220,7 @@ def test_experiments_that_cannot_run(fails, tmp_path):
         (["--top-k=-1"], "top_k: given -1, expected 0 or a positive number"),
         (["--sinks", "many"], "sinks: given 'many', expected 'special', a number of first tokens, or None"),
         (["--branching", "1"], "branching"),
-        (["--near", "1"], "near: given 1, expected 0 with hierarchy='keys'"),
+        (["--near", "1"], "near: given 1, expected 0 with kind='clustered'"),
         (["--task", "perplexity"], "given a checkpoint without .* of the weights"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_run_that_was_broken_off_with_other_options(call, fails, models, data,
     arguments = ("finetune", models / "embed", "--data", data, "--out", "o", "--cpu")
     from hsa.huggingface.fidelity import finetune as finetuning
 
-    monkeypatch.setattr(finetuning, "finish", lambda *_: None)  # as if it had not come so far
+    monkeypatch.setattr(finetuning, "save_finetuned", lambda *_: None)  # as if it had not come so far
     assert call(*arguments, "--epochs", "1")[0] == 0
     assert "given a run with epochs 1, expected one with epochs 2" in fails(*arguments, "--epochs", "2")
     assert call(*arguments, "--epochs", "1")[0] == 0

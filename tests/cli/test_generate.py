@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hsa.cli.main import run
-from hsa.generation import writing
+from hsa.generation.text_stream import TextStream
 
 TINY = ("--task", "lm", "--cpu", "--width", "16", "--heads", "2", "--layers", "1", "--vocabulary", "300")
 SHORT = ("--context", "32", "--steps", "6", "--batch-tokens", "128", "--branching", "4", "2")
@@ -69,13 +69,13 @@ def test_training_leaves_models_a_report_and_pictures(trained):
 
 
 def test_models_may_be_named_with_commas(call):
-    code, out, err = call("train", tale_here(), *TINY, *SHORT, "--models", "found,flat", "--out", "run")
+    code, out, err = call("train", tale_here(), *TINY, *SHORT, "--models", "clustered,flat", "--out", "run")
     assert (code, err) == (0, "")
-    table = [line.split()[0] for line in out.splitlines() if line.startswith(("found ", "flat ")) and "M" in line]
+    table = [line.split()[0] for line in out.splitlines() if line.startswith(("clustered ", "flat ")) and "M" in line]
     assert table == ["clustered", "flat"]
-    assert "found against flat: perplexity" in out
-    assert 'next: hsa generate run/found --prompt "The"' in out
-    assert '"closes": {}' in Path("run/found/config.json").read_text()  # windows by default
+    assert "clustered against flat: perplexity" in out
+    assert 'next: hsa generate run/clustered --prompt "The"' in out
+    assert '"closes": {}' in Path("run/clustered/config.json").read_text()  # windows by default
 
 
 def tale_here():
@@ -108,7 +108,7 @@ def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
 
 
 def test_text_goes_to_stdout_and_what_it_took_to_stderr(call, trained):
-    asked = ("generate", trained, "--prompt", "The cat", "--tokens", "12", "--seed", "3", "--cpu")
+    asked = ("generate", trained, "--prompt", "The cat", "--max-new-tokens", "12", "--seed", "3", "--cpu")
     code, out, err = call(*asked)
     assert code == 0
     assert out.endswith("\n")
@@ -121,7 +121,7 @@ def test_text_goes_to_stdout_and_what_it_took_to_stderr(call, trained):
 
 
 def test_prompts_from_a_file_and_from_stdin(call, trained, tmp_path, monkeypatch):
-    options = ("--tokens", "9", "--temperature", "0", "--cpu")
+    options = ("--max-new-tokens", "9", "--temperature", "0", "--cpu")
     _, wanted, _ = call("generate", trained / "multiscale", "--prompt", "The cat", *options)
     (tmp_path / "prompt.txt").write_text("The cat")
     assert call("generate", trained / "multiscale", "--prompt-file", tmp_path / "prompt.txt", *options)[1] == wanted
@@ -130,7 +130,7 @@ def test_prompts_from_a_file_and_from_stdin(call, trained, tmp_path, monkeypatch
 
 
 def test_stop_strings(call, trained):
-    options = ("--tokens", "30", "--temperature", "0", "--cpu")
+    options = ("--max-new-tokens", "30", "--temperature", "0", "--cpu")
     _, whole, _ = call("generate", trained, "--prompt", "The cat", *options)
     end = whole[3:5]
     _, out, _ = call("generate", trained, "--prompt", "The cat", *options, "--stop", "never ever", "--stop", end)
@@ -138,15 +138,15 @@ def test_stop_strings(call, trained):
 
 
 def test_interrupted_what_was_written_stays(call, trained, monkeypatch):
-    made = writing.Writing.__next__
+    made = TextStream.__next__
 
     def next_or_stop(self):
         if len(self.ids) >= 5:
             raise KeyboardInterrupt
         return made(self)
 
-    monkeypatch.setattr(writing.Writing, "__next__", next_or_stop)
-    code, out, err = call("generate", trained, "--prompt", "The cat", "--tokens", "500", "--seed", "1", "--cpu")
+    monkeypatch.setattr(TextStream, "__next__", next_or_stop)
+    code, out, err = call("generate", trained, "--prompt", "The cat", "--max-new-tokens", "500", "--seed", "1", "--cpu")
     assert code == 0
     assert len(out) > 1
     assert 5 <= int(re.search(r"(\d+) written", err)[1]) < 20
@@ -157,7 +157,7 @@ def test_interrupted_what_was_written_stays(call, trained, monkeypatch):
 def test_interrupted_by_a_signal(trained):
     command = [sys.executable, "-c", "from hsa.cli.main import run; run()", "generate", str(trained)]
     process = subprocess.Popen(
-        [*command, "--prompt", "The cat", "--tokens", "1000000", "--cpu"],
+        [*command, "--prompt", "The cat", "--max-new-tokens", "1000000", "--cpu"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -181,7 +181,7 @@ def test_interrupted_by_a_signal(trained):
         (("--prompt", "a", "--temperature", "-1"), "temperature: given -1.0"),
         (("--prompt", "a", "--top-p", "2"), "top_p: given 2.0"),
         (("--prompt", "a", "--top-k", "-2"), "top_k: given -2"),
-        (("--prompt", "a", "--tokens", "0"), "tokens: given 0"),
+        (("--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens: given 0"),
         (("--prompt", "a", "--stop", ""), "stop: given ''"),
         (("--prompt-file", "gone.txt"), "gone.txt: given no such file"),
     ],
@@ -202,7 +202,7 @@ def test_folders_without_a_language_model(fails, tmp_path):
     [
         (
             ("--models", "deepsets"),
-            "given 'deepsets', expected some of multiscale, flat, clustered, transformer-xl, for the task lm",
+            "given 'deepsets', expected one of multiscale, clustered, flat, transformer-xl",
         ),
         (("--fsdp",), "lm in several processes"),
         (("--context", "1"), "context: given 1"),
@@ -215,8 +215,8 @@ def test_folders_without_a_language_model(fails, tmp_path):
 def test_options_that_do_not_fit(fails, options, message):
     given = [*TINY, *SHORT]
     if options[0] in given:
-        place = given.index(options[0])
-        del given[place : place + 2]
+        index = given.index(options[0])
+        del given[index : index + 2]
     assert message in fails("train", tale_here(), *given, *options)
 
 

@@ -317,7 +317,7 @@ def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
     )
     assert "given a folder of models, expected one of" in fails("heads", ours / "plain", "--data", table)
     line = fails("heads", ours / "lm" / "flat", "--data", table)
-    assert "given that of a hierarchical language model, expected the configuration of a model of hsa" in line
+    assert "given that of a language model, expected the configuration of a classifier of hsa" in line
     line = fails("heads", ours / "plain/hierarchical", "--data", table, "--text", "text")
     assert line == "--text: given an option, for a model of hsa, expected none; it reads data as in its training"
     assert "given no such file or folder" in fails("heads", ours / "plain/hierarchical", "--data", "none.csv")

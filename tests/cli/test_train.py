@@ -100,7 +100,7 @@ def test_without_data_the_standard_library_is_learned(call):
         assert part in report
     results = json.loads((folder / "results.json").read_text())
     assert [result["model"] for result in results] == ["hierarchical", "flat", "deepsets"]
-    files = {"config.json", "model.safetensors", "reading.json", "tokenizer.json", "result.json", CHECKPOINT}
+    files = {"config.json", "model.safetensors", "input_spec.json", "tokenizer.json", "result.json", CHECKPOINT}
     for result in results:
         assert {path.name for path in (folder / result["model"]).iterdir()} == files
 
@@ -323,7 +323,7 @@ def test_recipes_and_flags(call, trained):
         ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
         (
             "models: [hierarchical, nope]",
-            "models: given 'nope', expected some of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
+            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
         ),
         ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
     ],
@@ -339,7 +339,7 @@ def test_bad_recipes(fails, text, said):
     [
         (
             ("--models", "nope"),
-            "models: given 'nope', expected some of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
+            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
         ),
         (("--epochs", "0"), "epochs: given 0, expected more than 0"),
         (
@@ -451,7 +451,9 @@ def test_evaluate_with_another_memory(call, fails, trained):
     said = fails("evaluate", "run/transformer-xl", data, "--memory", "-1")
     assert said == "memory: given -1, expected 0 tokens or more; 0 reads every segment on its own"
     said = fails("evaluate", model, data, "--memory", "8")
-    assert said.startswith("memory: given 8 tokens for a model without a memory, expected a Transformer-XL: hsa train")
+    assert said.startswith(
+        "memory: given 8 tokens for a model without a memory, expected a model that reads texts in segments: hsa train"
+    )
     assert (
         fails("evaluate", model, data, "--text", "text")
         == "text: given text, expected none: the model knows its columns"
@@ -480,7 +482,7 @@ def test_models_and_data_that_do_not_fit(fails, trained, tmp_path):
             fails(command, model.parent, data) == f"{model.parent}: given a folder of models, expected one of {model}"
         )
         os.makedirs("empty", exist_ok=True)
-        said = "empty/config.json: given no such file, expected the configuration of a model of hsa"
+        said = "empty/config.json: given no such file, expected the configuration of a classifier of hsa"
         assert fails(command, "empty", data).startswith(said)
         assert "none.csv: given no such file or folder" in fails(command, model, "none.csv")
         other = write_rows(tmp_path / "other.csv", [{"body": "good", "label": "pos"}])

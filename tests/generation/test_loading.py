@@ -58,8 +58,8 @@ def test_folders_without_a_language_model(saved, tmp_path):
     (folder / "config.json").write_text(json.dumps({**about, "width": 16}))
     with pytest.raises(InvalidInput, match=r"model\.safetensors: given 'embedding\.weight'|another model"):
         load_writer(folder)
-    (folder / "config.json").write_text(json.dumps({"model": "hierarchical classifier"}))
-    with pytest.raises(InvalidInput, match=r"that of a hierarchical classifier.*hsa train --task lm"):
+    (folder / "config.json").write_text(json.dumps({"format": 2, "model": "classifier"}))
+    with pytest.raises(InvalidInput, match=r"that of a classifier.*hsa train --task lm"):
         load_writer(folder)
 
 

@@ -1,26 +1,24 @@
-"""One converted layer: its weights, and its operations counted."""
+"""One converted layer: its output and its weights."""
 
 import math
 
 import pytest
 import torch
 
-from hsa import Hierarchy, Padding, Queries, cluster_keys, flops, flops_flat, select
-from hsa.huggingface import convert, counting, revert
-from hsa.huggingface.attend import attend, attend_exactly
+from hsa.huggingface import convert, revert
+from hsa.huggingface.attend import attend_exactly
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
-from tests.huggingface.tiny_models import inputs_of, random_ids, run, tiny
+from tests.huggingface.tiny_models import attend_layer, inputs_of, random_ids, tiny
 
-OPEN = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99}
+OPEN = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
 WAYS = {
     "keys": {"branching": (4, 2), "top_k": 1},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
-    "dropped": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "pooled_bias": -math.inf},
-    "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
+    "dropped": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "pooled_bias": -math.inf},
+    "paper": {"kind": "hierarchical", "branching": (4, 2)},
 }
-WIDTH, HEADS = 32, 4
-ENTRY = 4 * WIDTH + HEADS
+HEADS = 4
 
 
 def padded(lengths, side="right", kv_heads=2, asking=None, seed=5):
@@ -43,8 +41,8 @@ def test_weights_give_the_output(way, causal, side):
     for asking in [None, 7] if causal and side == "left" else [None]:
         q, k, v, mask = padded([23, 17, 1 if asking is None else 9], side, asking=asking)
         sequences = Sequences(mask, causal=causal, first_query=0 if asking is None else mask.shape[1] - asking)
-        out, weights = attend(settings, 0, q, k, v, sequences, scale=0.7, dropout_p=0.0, weights=True)
-        silent, none = attend(settings, 0, q, k, v, sequences, scale=0.7, dropout_p=0.0, weights=False)
+        out, weights, _ = attend_layer(settings, q, k, v, sequences, scale=0.7, weights=True)
+        silent, none, _ = attend_layer(settings, q, k, v, sequences, scale=0.7)
         assert none is None
         assert torch.equal(silent, out)
         assert out.shape == (3, q.shape[2], 6, 5)
@@ -56,21 +54,21 @@ def test_weights_give_the_output(way, causal, side):
         assert (weights >= 0).all()
         assert weights[~mask[:, None, None, :].expand_as(weights)].abs().max() == 0
         if causal:
-            place = torch.arange(mask.shape[1])
-            later = place > place[mask.shape[1] - q.shape[2] :, None]
+            position = torch.arange(mask.shape[1])
+            later = position > position[mask.shape[1] - q.shape[2] :, None]
             assert weights[later.expand_as(weights)].abs().max() == 0
 
 
-@pytest.mark.parametrize("hierarchy", ["keys", "windows"])
-def test_a_bias_for_every_head(hierarchy):
+@pytest.mark.parametrize("kind", ["clustered", "multiscale"])
+def test_a_bias_for_every_head(kind):
     """Each head is as if all had its bias; without pooled nodes, weight is left on open leaves only."""
     q, k, v, mask = padded([23, 17])
     biases = (0.0, -math.inf, -1.0, 0.5, -math.inf, 2.0)
 
     def weights(bias):
-        settings = LayerSettings(hierarchy=hierarchy, branching=(4, 2), top_k=1, pooled_bias=bias)
+        settings = LayerSettings(kind=kind, branching=(4, 2), top_k=1, pooled_bias=bias)
         sequences = Sequences(mask, causal=False)
-        return attend(settings, 0, q, k, v, sequences, scale=None, dropout_p=0.0, weights=True)[1]
+        return attend_layer(settings, q, k, v, sequences, weights=True).weights
 
     together = weights(biases)
     for head, bias in enumerate(biases):
@@ -89,13 +87,13 @@ def test_all_open_is_softmax(way, causal):
     """By the operator itself: models whose texts are short go to PyTorch's attention instead."""
     settings = {
         "keys": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
-        "windows": LayerSettings(hierarchy="windows", branching=(4, 2), top_k=99),
-        "neighbours": LayerSettings(hierarchy="windows", branching=(4, 2), top_k=0, near=99),
-        "one window": LayerSettings(hierarchy="windows", branching=(64,), top_k=0, sinks=None),
+        "windows": LayerSettings(kind="multiscale", branching=(4, 2), top_k=99),
+        "neighbours": LayerSettings(kind="multiscale", branching=(4, 2), top_k=0, near=99),
+        "one window": LayerSettings(kind="multiscale", branching=(64,), top_k=0, sinks=None),
     }[way]
     q, k, v, mask = padded([23, 17, 1], side="left")
     sequences = Sequences(mask, causal=causal)
-    out, _ = attend(settings, 0, q, k, v, sequences, scale=0.7, dropout_p=0.0, weights=False)
+    out = attend_layer(settings, q, k, v, sequences, scale=0.7).values
     seen = mask[:, None, None, :] & (torch.ones(23, 23, dtype=torch.bool).tril() if causal else True)
     exact, weights = attend_exactly(q, k, v, seen, causal=causal, scale=0.7, dropout_p=0.0)
     torch.testing.assert_close(out[mask], exact[mask], rtol=1e-9, atol=1e-9)
@@ -122,9 +120,9 @@ def test_attentions_of_a_model(family):
         with torch.no_grad():
             ours = model(**inputs, output_attentions=True)
         assert len(ours.attentions) == len(own.attentions) == model.config.num_hidden_layers
-        for found, expected in zip(ours.attentions, own.attentions, strict=True):
-            asks = counts[:, None, :, None].expand_as(found)
-            torch.testing.assert_close(found.where(asks, 0), expected.where(asks, 0), rtol=1e-4, atol=1e-5)
+        for result, expected in zip(ours.attentions, own.attentions, strict=True):
+            asks = counts[:, None, :, None].expand_as(result)
+            torch.testing.assert_close(result.where(asks, 0), expected.where(asks, 0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours[0][counts], own[0][counts], rtol=1e-4, atol=1e-4)
         revert(model)
 
@@ -144,102 +142,3 @@ def test_attentions_give_the_output_of_a_layer(way):
         values = layer.value(seen["given"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
     torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), seen["out"], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(weights.sum(-1), counts[:, None].expand(-1, HEADS, -1).double())
-
-
-def test_exact_layers_are_counted_flat():
-    ids, mask = random_ids([41])
-    model = convert(tiny("bert"), [1], **OPEN)
-    with counting() as counted:
-        run(model, input_ids=ids)
-    assert counted.layers[0].total == counted.exact[0] == flops_flat(41, WIDTH, HEADS)
-    assert counted.exact[1] == flops_flat(41, WIDTH, HEADS)
-    ids, mask = random_ids()
-    with counting() as counted:
-        run(model, input_ids=ids, attention_mask=mask)
-        run(model, input_ids=ids[:1])
-    lengths = mask.sum(1).tolist()
-    assert counted.exact[0] == sum(flops_flat(n, WIDTH, HEADS) for n in [*lengths, ids.shape[1]])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_causal_layers_are_counted_up_to_themselves(side):
-    ids, mask = random_ids(side=side)
-    model = convert(tiny("llama"), [0], hierarchy="windows", branching=(4, 2))
-    with counting() as counted:
-        run(model, input_ids=ids, attention_mask=mask)
-    expected = ENTRY * sum(n * (n + 1) // 2 for n in mask.sum(1).tolist())
-    assert counted.exact == {0: expected, 1: expected}
-    assert counted.layers[1].total == expected
-    assert counted.total == sum(layer.total for layer in counted.layers.values())
-    assert counted.ratio == 2 * expected / counted.total
-
-
-def test_writing_counts_what_a_pass_does():
-    """With a cache, all steps together see what one whole pass sees."""
-    model = convert(tiny("llama"), [0], hierarchy="windows", branching=(4, 2), top_k=1)
-    ids, mask = random_ids([19, 11], side="left")
-    with counting() as steps:
-        written = model.generate(
-            ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7, do_sample=False, pad_token_id=0
-        )
-    mask = torch.cat([mask, mask.new_ones(2, 6)], 1)  # the last token is written, not read
-    with counting() as whole:
-        run(model, input_ids=written[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    assert steps.exact == whole.exact
-    assert steps.layers[1] == whole.layers[1]
-    assert steps.layers[0].attention == whole.layers[0].attention
-    assert steps.layers[0].choice == whole.layers[0].choice
-
-
-def test_sliding_layers_are_counted_by_their_mask():
-    model = tiny("modernbert")
-    inputs, counts = inputs_of("modernbert")
-    convert(model, [0], **OPEN)
-    with counting() as counted:
-        run(model, **inputs)
-    window = model.config.sliding_window
-    pairs = sum(min(n - 1, i + window) - max(0, i - window) + 1 for n in counts.sum(1).tolist() for i in range(n))
-    assert counted.exact[1] == counted.layers[1].total == ENTRY * pairs
-    assert counted.exact[3] == counted.exact[0] == ENTRY * sum(n**2 for n in counts.sum(1).tolist())
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_converted_layers_are_counted_by_their_structure(way, causal):
-    if causal and way == "paper":
-        pytest.skip("leaks, and is refused")
-    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "keys" else {}))
-    q, k, v, mask = padded([23, 17])
-    with counting() as counted:
-        attend(settings, 3, q, k, v, Sequences(mask, causal=causal), scale=None, dropout_p=0.0, weights=False)
-    padding = Padding(mask)
-    tree = Hierarchy.regular([23, 17], (4, 2), repeat_last=way != "paper", sinks=1)
-    if way == "paper":
-        expected = flops(tree, 30, 6)
-    else:
-        packed_q, packed_k = padding.pack(q), padding.pack(k)
-        order = cluster_keys(packed_k, tree, chunk=8 if causal else None) if way == "keys" else None
-        alone = Queries.windows(tree, 1) if causal or way == "keys" else None
-        choice = {"near": settings.near, "top_k": settings.top_k, "clusters": order, "causal": causal}
-        selection = select(packed_q, packed_k, tree, queries=alone, **choice)
-        expected = flops(selection, 30, 6, hierarchy=tree, clusters=order)
-    assert counted.layers == {3: expected}
-    pairs = [n * (n + 1) // 2 if causal else n**2 for n in (23, 17)]
-    assert counted.exact == {3: (4 * 30 + 6) * sum(pairs)}
-    assert counted.ratio == counted.exact[3] / expected.total
-
-
-def test_nothing_counted():
-    with counting() as counted:
-        run(tiny("bert"), input_ids=random_ids()[0])  # not ours
-    assert counted.layers == {}
-    assert counted.total == 0
-    assert math.isnan(counted.ratio)
-    model = convert(tiny("bert"), **OPEN)
-    run(model, input_ids=random_ids()[0])
-    assert counted.layers == {}
-    with counting() as outer:
-        with counting() as inner:
-            run(model, input_ids=random_ids()[0])
-        assert sorted(inner.layers) == [0, 1]
-    assert outer.layers == {}

@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import cache as caches
-from hsa.huggingface import convert, counting, interface, memory_of, new_cache, revert
-from hsa.huggingface.attend import exact_is_cheaper
+from hsa.huggingface import convert, counting, layer_plan, memory_of, new_cache, revert
 from hsa.huggingface.cache import CacheLayer
-from tests.huggingface.tiny_models import PAD, random_ids, run, tiny, transformers
+from hsa.huggingface.layer_plan import exact_is_cheaper
+from tests.huggingface.tiny_models import PAD, random_ids, run, stepwise, tiny, transformers
 
-FOUND = {"branching": (4, 2), "top_k": 1, "chunk": 8}
-WINDOWS = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1}
+CLUSTERED = {"branching": (4, 2), "top_k": 1, "chunk": 8}
+WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 1}
 WAYS = {
-    "clustered": FOUND,
-    "found, a beam": {"branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
-    "found, bias per head": {**FOUND, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
+    "clustered": CLUSTERED,
+    "clustered, a beam": {"branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None, "pooled_bias": -0.4},
+    "clustered, bias per head": {**CLUSTERED, "pooled_bias": (0.0, -0.5, 0.5, -1.0), "sinks": 2},
     "windows": WINDOWS,
 }
 
@@ -26,17 +25,6 @@ def ready(family="llama", layers=None, way="clustered", **changes):
     model = convert(tiny(family, **changes), layers, **WAYS[way])
     model.generation_config.eos_token_id = None
     return model
-
-
-def stepwise(model, ids, mask, steps):
-    """Greedy writing with a whole pass for every token, and the logits of each."""
-    found = []
-    for _ in range(steps):
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        found.append(run(model, input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)[:, -1])
-        ids = torch.cat([ids, found[-1].argmax(-1, keepdim=True)], 1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-    return ids, torch.stack(found)
 
 
 def write(model, ids, mask, steps, **options):
@@ -73,7 +61,7 @@ def test_generate_is_full_passes_and_needs_no_argument(steps, family, way, lengt
 
 @pytest.mark.parametrize("way", ["clustered", "windows"])
 def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
-    monkeypatch.setattr(interface, "exact_is_cheaper", exact_is_cheaper)
+    monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
     model = ready(way=way)
     ids, mask = random_ids([3, 14], side="left")
     whole, logits = stepwise(model, ids, mask, 40)
@@ -97,7 +85,7 @@ def test_beam_search(steps, way):
 @pytest.mark.parametrize("few", [1, 16])
 def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
     """Prompt lookup: several new tokens at once, of which some are taken back."""
-    monkeypatch.setattr(caches, "FEW", few)
+    monkeypatch.setattr(layer_plan, "FEW", few)
     model = ready(way=way)
     ids, mask = random_ids([9])
     ids = torch.cat([ids, ids, ids], 1)
@@ -117,31 +105,33 @@ def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
 def test_crop_as_any_version_of_transformers_asks_for_it(kind):
     model = ready()
     ids, mask = random_ids([30, 22], side="left")
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     cache = new_cache(model)
-    run(model, input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache)
+    run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
     cache.crop(-7 if kind == "cropped" else 23)
     assert cache.get_seq_length() == 23
-    rest = run(model, input_ids=ids[:, 23:], attention_mask=mask, position_ids=place[:, 23:], past_key_values=cache)
+    rest = run(
+        model, input_ids=ids[:, 23:], attention_mask=mask, position_ids=position_ids[:, 23:], past_key_values=cache
+    )
     torch.testing.assert_close(rest, whole[:, 23:], rtol=0, atol=1e-9)
     cache.crop(0)
     assert cache.get_seq_length() == 30
     cache.crop(-30)
     assert cache.get_seq_length() == 0
-    again = run(model, input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache)
+    again = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
     torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_several_new_tokens_at_once_with_padding_anywhere(monkeypatch, few, side):
-    monkeypatch.setattr(caches, "FEW", few)
+    monkeypatch.setattr(layer_plan, "FEW", few)
     model = ready()
     lengths = [40, 33]
     ids, mask = random_ids(lengths, side=side)
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     cache, parts = new_cache(model), []
     for part in (slice(0, 13), slice(13, 14), slice(14, 31), slice(31, 36) if side == "left" else slice(31, 40)):
         parts.append(
@@ -149,20 +139,20 @@ def test_several_new_tokens_at_once_with_padding_anywhere(monkeypatch, few, side
                 model,
                 input_ids=ids[:, part],
                 attention_mask=mask[:, : part.stop],
-                position_ids=place[:, part],
+                position_ids=position_ids[:, part],
                 past_key_values=cache,
             )
         )
-    found = torch.cat(parts, 1)
-    there = mask[:, : found.shape[1]].bool()
-    torch.testing.assert_close(found[there], whole[:, : found.shape[1]][there], rtol=1e-9, atol=1e-9)
+    result = torch.cat(parts, 1)
+    there = mask[:, : result.shape[1]].bool()
+    torch.testing.assert_close(result[there], whole[:, : result.shape[1]][there], rtol=1e-9, atol=1e-9)
 
 
 def test_layers_differ_and_some_are_exact(steps):
     model = tiny("llama", num_hidden_layers=4)
     convert(model, [0], **WINDOWS)
-    convert(model, [2], **FOUND)
-    convert(model, [3], **{**FOUND, "top_k": 2, "chunk": 16})
+    convert(model, [2], **CLUSTERED)
+    convert(model, [3], **{**CLUSTERED, "top_k": 2, "chunk": 16})
     model.generation_config.eos_token_id = None
     ids, mask = random_ids([19, 11], side="left")
     whole, logits = stepwise(model, ids, mask, 20)
@@ -174,9 +164,9 @@ def test_layers_differ_and_some_are_exact(steps):
 
 
 def test_what_has_no_cache_of_trees_writes_as_before(steps):
-    """Windows that are opened; trees of three factors; a cache of fixed size; gradients."""
+    """Windows with top_k; trees of three factors; a cache of fixed size; gradients."""
     ids, mask = random_ids([19, 11], side="left")
-    for changes in ({"hierarchy": "windows", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
+    for changes in ({"kind": "multiscale", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
         model = convert(tiny("llama"), **{"branching": (4, 2), **changes})
         model.generation_config.eos_token_id = None
         whole, _ = stepwise(model, ids, mask, 10)
@@ -215,13 +205,13 @@ def test_batches_that_are_repeated_and_selected():
     run(model, input_ids=ids, past_key_values=cache)
     cache.batch_repeat_interleave(2)
     new = torch.tensor([[5], [6], [7], [8]])
-    found = run(model, input_ids=new, past_key_values=cache)
+    result = run(model, input_ids=new, past_key_values=cache)
     whole = run(model, input_ids=torch.cat([ids.repeat_interleave(2, 0), new], 1))
-    torch.testing.assert_close(found[:, -1], whole[:, -1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(result[:, -1], whole[:, -1], rtol=0, atol=1e-9)
     cache.batch_select_indices(torch.tensor([2, 1]))
-    found = run(model, input_ids=new[:2], past_key_values=cache)
+    result = run(model, input_ids=new[:2], past_key_values=cache)
     whole = run(model, input_ids=torch.cat([ids[[1, 0]], new[[2, 1]], new[:2]], 1))
-    torch.testing.assert_close(found[:, -1], whole[:, -1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(result[:, -1], whole[:, -1], rtol=0, atol=1e-9)
 
 
 def test_attention_weights_on_request():
@@ -278,7 +268,7 @@ def test_what_is_refused():
     with pytest.raises(InvalidInput, match=r"attention_mask: given .*\[19, 19\].*expected \[19, 15\]"):
         run(model, input_ids=token, past_key_values=filled())
     with pytest.raises(InvalidInput, match="other settings of layer 0"):
-        run(ready(way="found, a beam"), input_ids=token, past_key_values=filled())
+        run(ready(way="clustered, a beam"), input_ids=token, past_key_values=filled())
     longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
     with pytest.raises(InvalidInput, match=r"gradients are asked for.*torch.no_grad"):
         model(token, attention_mask=longer, past_key_values=filled())

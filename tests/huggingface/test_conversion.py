@@ -15,7 +15,7 @@ from hsa.huggingface.layers import attention_layers
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
-FEW = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
+FEW = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
 
 
 def test_layers_are_merged_and_undone_one_by_one():
@@ -175,9 +175,9 @@ def test_an_encoder_and_a_decoder():
             convert(part)
     encoder = model.get_encoder()
     states = run(encoder, **inputs)
-    convert(encoder, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+    convert(encoder, kind="multiscale", branching=(4, 2), top_k=0, near=99)
     torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
-    convert(encoder, [1], operator="hierarchical", hierarchy="windows", branching=(4, 2))
+    convert(encoder, [1], kind="hierarchical", branching=(4, 2))
     assert (run(encoder, **inputs) - states)[counts].abs().max() > 1e-3
     written = run(model, **inputs)
     assert (written - exact)[counts].abs().max() > 1e-3
@@ -220,7 +220,7 @@ def test_models_of_several_parts():
     ids, mask = random_ids()
     inputs = {"input_ids": ids, "attention_mask": mask}
     exact = run(model.text_model, **inputs)
-    convert(model.text_model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+    convert(model.text_model, kind="multiscale", branching=(4, 2), top_k=0, near=99)
     torch.testing.assert_close(run(model.text_model, **inputs)[mask.bool()], exact[mask.bool()])
     pictures = inputs_of("vit")[0]
     patches = run(model.vision_model, **pictures)

@@ -6,14 +6,14 @@ import torch
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert
-from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, tiny, transformers, word_tokenizer
+from tests.huggingface.tiny_models import DECODERS, PAD, random_ids, run, stepwise, tiny, transformers, word_tokenizer
 
 WAYS = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
-    "chunks, beam": {"hierarchy": "keys", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, shared": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "share": 6, "pooled_bias": -0.5},
-    "windows, sinks": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "sinks": 3, "share": 6},
+    "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
+    "chunks, beam": {"kind": "clustered", "branching": (4, 2), "top_k": 2, "chunk": 16, "beam": 2, "sinks": None},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, tiles": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "tile": 6, "pooled_bias": -0.5},
+    "windows, sinks": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "sinks": 3, "tile": 6},
 }
 
 
@@ -31,16 +31,6 @@ def test_nothing_later_matters(way):
         assert torch.equal(run(model, input_ids=others, attention_mask=mask)[:, :first], before[:, :first])
 
 
-def stepwise(model, ids, mask, steps):
-    """Greedy writing with a whole pass for every token."""
-    for _ in range(steps):
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = run(model, input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False)[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-    return ids, logits
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", DECODERS)
 def test_writing_token_by_token_is_the_whole_pass(way, family):
@@ -51,13 +41,13 @@ def test_writing_token_by_token_is_the_whole_pass(way, family):
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     written = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
     assert torch.equal(written.sequences, whole)
-    torch.testing.assert_close(written.logits[-1], logits.float())  # generate rounds them
+    torch.testing.assert_close(written.logits[-1], logits[-1].float())  # generate rounds them
     assert not torch.equal(revert(model).generate(ids, attention_mask=mask, **options), whole)
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])
 def test_a_cache_of_fixed_size(layers):
-    """Its last places are empty; exact layers must not see them either."""
+    """Its last slots are empty; exact layers must not see them either."""
     model = convert(tiny("llama"), layers, **WAYS["windows"])
     ids, mask = random_ids([19, 11, 15], side="left")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "attention_mask": mask}
@@ -74,15 +64,15 @@ def test_a_cache_of_fixed_size(layers):
 def test_several_tokens_at_once_after_a_cache(layers, lengths):
     model = convert(tiny("llama"), layers, **WAYS["chunks"])
     ids, mask = random_ids(lengths, side="left")
-    place = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     cache, parts = None, []
     for part in (slice(0, 13), slice(13, 14), slice(14, 31), slice(31, 40)):
         with torch.no_grad():
             out = model(
                 ids[:, part],
                 attention_mask=mask[:, : part.stop],
-                position_ids=place[:, part],
+                position_ids=position_ids[:, part],
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -93,13 +83,17 @@ def test_several_tokens_at_once_after_a_cache(layers, lengths):
 
 def test_what_would_let_later_tokens_through():
     """The paper's operator ties rows; where a sentence ends depends on what follows."""
-    paper = {"operator": "hierarchical", "hierarchy": "windows"}
+    paper = {"kind": "hierarchical"}
     for family, changes in (("llama", {}), ("gpt2", {}), ("bert", {"is_decoder": True})):
         model = tiny(family, **changes)
-        with pytest.raises(InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'multiscale'"):
+        with pytest.raises(
+            InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'clustered' or 'multiscale'"
+        ):
             convert(model, **paper)
-        with pytest.raises(InvalidInput, match=r"'sentences' in layer 1, which is causal.*'keys' or 'windows'"):
-            convert(model, layers=[1], hierarchy="sentences", tokenizer=word_tokenizer())
+        with pytest.raises(
+            InvalidInput, match=r"'sentences' in layer 1, which is causal.*'windows', or kind='clustered'"
+        ):
+            convert(model, layers=[1], kind="multiscale", tree="sentences", tokenizer=word_tokenizer())
         assert not hasattr(model.config, "hsa")
         assert model.config._attn_implementation != "hsa"
 
@@ -112,14 +106,14 @@ def test_a_decoder_that_looks_both_ways():
     later = ids.clone()
     later[:, 25] = 5
     assert (run(model, input_ids=later, attention_mask=mask, use_cache=False) - exact)[:, :25].abs().max() > 1e-3
-    convert(model, operator="hierarchical", hierarchy="windows", branching=(64,), sinks=None)
+    convert(model, kind="hierarchical", branching=(64,), sinks=None)
     tied = run(model, input_ids=ids, attention_mask=mask, use_cache=False)
     torch.testing.assert_close(tied[mask.bool()], exact[mask.bool()])
 
 
 def test_ids_of_a_cache_are_not_known():
     """Trees of one's own need all ids; the message says what to do instead."""
-    model = convert(tiny("llama"), hierarchy=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
+    model = convert(tiny("llama"), kind="multiscale", tree=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
     ids, _ = random_ids([20])
     run(model, input_ids=ids)
     with pytest.raises(InvalidInput, match=r"given shape \(1, 1\) for keys \(1, 21\).*with a cache of earlier keys"):

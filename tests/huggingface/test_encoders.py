@@ -121,7 +121,7 @@ def test_token_vectors_are_those_of_the_model(text_encoder):
     torch.testing.assert_close(encoded.values["text"], expected)
     assert not encoded.values["text"].requires_grad
     assert encoded.hierarchy is batch.hierarchy
-    assert encoded.places is batch.places
+    assert encoded.positions is batch.positions
     assert text_encoder.width == 10
     assert not text_encoder.model.training
 

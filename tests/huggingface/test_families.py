@@ -8,10 +8,10 @@ from hsa.huggingface import convert, revert, settings_of
 from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny, transformers
 
 OPEN = {
-    "found trees": {"hierarchy": "keys", "branching": (4, 2), "top_k": 99},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 99, "sinks": None},
-    "neighbours": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99},
-    "one window": {"hierarchy": "windows", "branching": (64,), "top_k": 0, "sinks": None},
+    "clustered keys": {"kind": "clustered", "branching": (4, 2), "top_k": 99},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 99, "sinks": None},
+    "neighbours": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99},
+    "one window": {"kind": "multiscale", "branching": (64,), "top_k": 0, "sinks": None},
 }
 NAMES = [name for name in FAMILIES if name != "bart"]
 
@@ -25,7 +25,7 @@ def test_all_open_is_the_exact_model(family):
         convert(model, **settings)
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
         revert(model)
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=1)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=1)
     assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
 
 
@@ -34,10 +34,10 @@ def test_the_papers_operator_with_one_family_is_the_exact_model(family):
     model = tiny(family)
     inputs, counts = inputs_of(family)
     exact = run(model, **inputs)
-    convert(model, operator="hierarchical", hierarchy="windows", branching=(64,), sinks=None)
+    convert(model, kind="hierarchical", branching=(64,), sinks=None)
     torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
     revert(model)
-    convert(model, operator="hierarchical", hierarchy="windows", branching=(4, 2), sinks=1)
+    convert(model, kind="hierarchical", branching=(4, 2), sinks=1)
     assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3
 
 
@@ -51,7 +51,7 @@ def test_revert_leaves_nothing_behind(family, before):
     config, exact = model.config.to_dict(), run(model, **inputs)
     assert convert(part, branching=(4, 2), top_k=1) is part
     if family != "vit":  # hooks are there for token ids
-        convert(part, hierarchy=lambda ids: None)
+        convert(part, kind="multiscale", tree=lambda ids: None)
     assert model.config._attn_implementation == "hsa"
     assert revert(part) is part
     after = run(model, **inputs)[counts]
@@ -89,7 +89,7 @@ def test_sliding_layers_of_a_decoder_stay_exact():
     ids, mask = random_ids(side="left")
     exact = run(model, input_ids=ids, attention_mask=mask)
     written = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=0, near=99)
     assert sorted(settings_of(model)) == [0, 1]
     torch.testing.assert_close(run(model, input_ids=ids, attention_mask=mask)[mask.bool()], exact[mask.bool()])
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), written)
@@ -104,7 +104,7 @@ def test_a_decoder_of_a_family_with_encoders():
     inputs, counts = inputs_of("bart")
     states = torch.randn(3, 23, 32, dtype=torch.float64)
     exact, crossing = run(model, **inputs), run(model, **inputs, encoder_hidden_states=states)
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=0, near=99)
     assert sorted(settings_of(model)) == [0, 1]
     torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
     torch.testing.assert_close(run(model, **inputs, encoder_hidden_states=states)[counts], crossing[counts])
@@ -122,8 +122,8 @@ def test_decoders_that_cross_over(reenters):
         seen[0, 11:] = 0
         inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": seen}
         exact = run(model, **inputs)
-        convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+        convert(model, kind="multiscale", branching=(4, 2), top_k=0, near=99)
         assert sorted(settings_of(model)) == [0, 1]
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts])
-        convert(model, hierarchy="windows", branching=(4, 2), top_k=1)
+        convert(model, kind="multiscale", branching=(4, 2), top_k=1)
         assert (run(model, **inputs) - exact)[counts].abs().max() > 1e-3

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import convert, interface, revert
+from hsa.huggingface import convert, revert
+from hsa.huggingface.masks import BINDINGS
 from tests.huggingface.tiny_models import (
     CLS,
     SEP,
@@ -19,18 +20,18 @@ from tests.huggingface.tiny_models import (
 )
 
 WAYS = {
-    "keys": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1},
-    "keys, shared": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "share": 5, "sinks": None},
-    "windows": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "near": 1},
-    "windows, beam": {"hierarchy": "windows", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
-    "sentences": {"hierarchy": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
-    "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
-    "paper, sentences": {"operator": "hierarchical", "hierarchy": "sentences", "branching": (4, 2), "sinks": "special"},
+    "keys": {"kind": "clustered", "branching": (4, 2), "top_k": 1},
+    "keys, tiles": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "tile": 5, "sinks": None},
+    "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
+    "windows, beam": {"kind": "multiscale", "branching": (4, 2), "top_k": 2, "beam": 2, "pooled_bias": -1.0},
+    "sentences": {"kind": "multiscale", "tree": "sentences", "branching": (4, 2), "top_k": 1, "sinks": "special"},
+    "paper": {"kind": "hierarchical", "branching": (4, 2)},
+    "paper, sentences": {"kind": "hierarchical", "tree": "sentences", "branching": (4, 2), "sinks": "special"},
 }
 CAUSAL = {
-    "chunks": {"hierarchy": "keys", "branching": (4, 2), "top_k": 1, "chunk": 8},
+    "chunks": {"kind": "clustered", "branching": (4, 2), "top_k": 1, "chunk": 8},
     "windows": WAYS["windows"],
-    "windows, near": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 1},
+    "windows, near": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 1},
 }
 TOKENIZER = word_tokenizer()
 
@@ -39,8 +40,8 @@ def words(side="right"):
     """Ids between [CLS] and [SEP], full stops among them."""
     ids, mask = random_ids(side=side)
     ids = ids.where((mask == 0) | (ids < 22), ids % 18 + 4)
-    for row, place in enumerate(mask.bool()):
-        first, *_, last = place.nonzero().flatten().tolist()
+    for row, seen in enumerate(mask.bool()):
+        first, *_, last = seen.nonzero().flatten().tolist()
         ids[row, first], ids[row, last] = CLS, SEP
         ids[row, first + 9], ids[row, first + 20] = TOKENIZER.convert_tokens_to_ids([".", "!"])
     return ids, mask
@@ -60,15 +61,17 @@ def test_a_padded_batch_is_its_sequences_alone(way, side):
     """Encoder; padded tokens may hold anything."""
     model = converted("bert", WAYS[way])
     ids, mask = words(side)
-    place = positions(mask)
-    together = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = positions(mask)
+    together = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     for row, seen in enumerate(mask.bool()):
-        alone = run(model, input_ids=ids[row, seen][None], position_ids=place[row, seen][None])
+        alone = run(model, input_ids=ids[row, seen][None], position_ids=position_ids[row, seen][None])
         torch.testing.assert_close(together[row, seen], alone[0], rtol=1e-9, atol=1e-9)
     others = ids.where(mask.bool(), 7)
-    again = run(model, input_ids=others, attention_mask=mask, position_ids=place)
+    again = run(model, input_ids=others, attention_mask=mask, position_ids=position_ids)
     assert torch.equal(again[mask.bool()], together[mask.bool()])
-    assert (run(revert(model), input_ids=ids, attention_mask=mask, position_ids=place) - together).abs().max() > 1e-3
+    assert (
+        run(revert(model), input_ids=ids, attention_mask=mask, position_ids=position_ids) - together
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("way", CAUSAL)
@@ -77,13 +80,13 @@ def test_a_padded_batch_is_its_sequences_alone(way, side):
 def test_a_padded_batch_is_its_sequences_alone_in_decoders(way, side, family):
     model = converted(family, CAUSAL[way])
     ids, mask = random_ids(side=side)
-    place = positions(mask)
-    together = run(model, input_ids=ids, attention_mask=mask, position_ids=place)
+    position_ids = positions(mask)
+    together = run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids)
     for row, seen in enumerate(mask.bool()):
         alone = run(model, input_ids=ids[row, seen][None])
         torch.testing.assert_close(together[row, seen], alone[0], rtol=1e-9, atol=1e-9)
     others = ids.where(mask.bool(), 7)
-    again = run(model, input_ids=others, attention_mask=mask, position_ids=place)
+    again = run(model, input_ids=others, attention_mask=mask, position_ids=position_ids)
     assert torch.equal(again[mask.bool()], together[mask.bool()])
 
 
@@ -129,8 +132,8 @@ def test_masks_of_four_dimensions(kind, side, family):
         model = convert(tiny(family), layers, tokenizer=TOKENIZER, **way)
         inputs = {"input_ids": ids, "position_ids": positions(mask)}
         expected = run(model, attention_mask=mask, **inputs)[mask.bool()]
-        found = run(model, attention_mask=four_dimensional(mask, causal, kind), **inputs)[mask.bool()]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        result = run(model, attention_mask=four_dimensional(mask, causal, kind), **inputs)[mask.bool()]
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_mask_of_four_dimensions_for_all_sequences():
@@ -167,7 +170,7 @@ def strange_masks(batch=2, width=20):
     return {
         "random": torch.rand(seen.shape, generator=generator) < 0.7,
         "bias": torch.randn(seen.shape, generator=generator, dtype=torch.float64),
-        "bias at one place": zeros.index_put(
+        "bias of one pair": zeros.index_put(
             (torch.tensor([0]), torch.tensor([0]), torch.tensor([3])), zeros[0, 0, 0] - 1
         ),
         "reversed": seen.triu(),
@@ -207,7 +210,7 @@ def test_packed_sequences_are_refused():
     whole = run(model, input_ids=ids)
     exact = run(model, input_ids=ids, position_ids=packed, use_cache=False)
     assert (exact - whole)[:, 9:].abs().max() > 1e-3
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=99)
     with pytest.raises(InvalidInput, match="unpack packed sequences into a padded batch"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
@@ -218,7 +221,11 @@ def test_embeddings_have_no_ids():
     vectors = model.get_input_embeddings()(ids)
     expected = run(convert(model, **WAYS["keys"]), input_ids=ids, attention_mask=mask)
     assert torch.equal(run(model, inputs_embeds=vectors, attention_mask=mask), expected)
-    for way in ({**WAYS["keys"], "sinks": "special"}, WAYS["sentences"], {"hierarchy": lambda ids: None}):
+    for way in (
+        {**WAYS["keys"], "sinks": "special"},
+        WAYS["sentences"],
+        {"kind": "multiscale", "tree": lambda ids: None},
+    ):
         convert(model, tokenizer=TOKENIZER, **way)
         with pytest.raises(InvalidInput, match=r"input_ids: .*does not say which tokens it holds.*pass input_ids"):
             run(model, inputs_embeds=vectors, attention_mask=mask)
@@ -231,7 +238,7 @@ def test_ids_of_an_earlier_pass_are_forgotten():
 
     whole = BertForMaskedLM(tiny("bert").config).double().eval()
     ids, mask = words()
-    convert(whole, tokenizer=TOKENIZER, hierarchy="windows", branching=(4, 2), top_k=1, sinks="special")
+    convert(whole, tokenizer=TOKENIZER, kind="multiscale", branching=(4, 2), top_k=1, sinks="special")
     others, _ = words("left")
     states = run(whole.bert, input_ids=others, attention_mask=mask)
     run(whole, input_ids=ids, attention_mask=mask)
@@ -264,12 +271,12 @@ def test_a_mask_that_is_written_to():
 def test_nothing_is_kept_of_past_masks():
     ids, mask = random_ids()
     for family in ("bert", "llama"):
-        model = convert(tiny(family), [1], hierarchy="windows", branching=(4, 2), top_k=1)
+        model = convert(tiny(family), [1], kind="multiscale", branching=(4, 2), top_k=1)
         for given in (mask, None, four_dimensional(mask, family == "llama", "bool")):
             run(model, input_ids=ids, attention_mask=given)
         del given
     gc.collect()
-    assert len(interface._BOUND) == 0
+    assert len(BINDINGS) == 0
 
 
 def test_a_copied_mask(monkeypatch):
@@ -297,7 +304,7 @@ def test_byte_tokens_as_sinks():
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = tokenizer.bos_token_id, tokenizer.eos_token_id
     model = tiny("bert")
-    settings = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0}
+    settings = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
     special = run(convert(model, tokenizer=tokenizer, sinks="special", **settings), input_ids=ids, attention_mask=mask)
     none = run(convert(model, sinks=None, **settings), input_ids=ids, attention_mask=mask)
     assert (special - none)[mask.bool()].abs().max() > 1e-3

@@ -1,5 +1,7 @@
 """Settings travel in a model's config: written, read back, and refused when they do not fit."""
 
+import dataclasses
+import inspect
 import json
 import math
 
@@ -9,16 +11,16 @@ import torch
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, register, revert, settings_of
-from hsa.huggingface.settings import VERSION, LayerSettings, Settings, leaves_of_a_node
+from hsa.huggingface.settings import DEFAULT, VERSION, LayerSettings, ModelSettings, leaves_of_a_node
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
     "keys": {"branching": (4, 2), "top_k": 1},
-    "dropped": {"hierarchy": "windows", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
-    "per head": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
-    "shared": {"branching": (4, 2), "top_k": 1, "share": 6, "beam": 3, "sinks": None},
-    "special": {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "sinks": "special"},
-    "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2), "sinks": 2},
+    "dropped": {"kind": "multiscale", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
+    "per head": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
+    "tiles": {"branching": (4, 2), "top_k": 1, "tile": 6, "beam": 3, "sinks": None},
+    "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "sinks": "special"},
+    "paper": {"kind": "hierarchical", "branching": (4, 2), "sinks": 2},
 }
 
 
@@ -65,7 +67,7 @@ def test_a_config_is_json():
     assert written == json.loads(json.dumps(written, allow_nan=False)) == model.config.hsa
     assert written["version"] == VERSION
     assert settings_of(model) == {1: LayerSettings(pooled_bias=(0.0, -math.inf, 1.5, 0.25), chunk=16)}
-    assert Settings.of(model.config).to_json() == written
+    assert ModelSettings.of(model.config).to_json() == written
 
 
 def test_loaded_with_nothing_said():
@@ -105,20 +107,18 @@ def test_a_hierarchy_from_a_function(tmp_path):
         return Hierarchy.regular([len(i) for i in ids], (5, 3))
 
     ids, mask = random_ids()
-    model = convert(tiny("bert", num_hidden_layers=3), [1], hierarchy=trees, top_k=1, sinks=None)
+    model = convert(tiny("bert", num_hidden_layers=3), [1], kind="multiscale", tree=trees, top_k=1, sinks=None)
     convert(model, [2], **WAYS["dropped"])
     expected = run(model, input_ids=ids, attention_mask=mask)
     model.save_pretrained(tmp_path)
     loaded = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa", dtype=torch.float64).eval()
-    with pytest.raises(InvalidInput, match=r"came from a function.*convert\(model, hierarchy=function\)"):
+    with pytest.raises(InvalidInput, match=r"came from a function.*convert\(model, tree=function\)"):
         run(loaded, input_ids=ids, attention_mask=mask)
-    with pytest.raises(
-        InvalidInput, match=r"that of layer 1 came from a function.*convert\(model, hierarchy=function\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"that of layer 1 came from a function.*convert\(model, tree=function\)"):
         convert(loaded)
     with pytest.raises(InvalidInput, match="the function itself"):
-        convert(loaded, [1], hierarchy="given")
-    convert(loaded, hierarchy=trees)
+        convert(loaded, [1], kind="multiscale", tree="function")
+    convert(loaded, tree=trees)
     assert settings_of(loaded) == settings_of(model)
     assert torch.equal(run(loaded, input_ids=ids, attention_mask=mask), expected)
 
@@ -128,23 +128,55 @@ WRONG = {
     "no version": ({"layers": {}}, "what hsa.huggingface.convert writes"),
     "version is true": ({"version": True, "layers": {}}, "what hsa.huggingface.convert writes"),
     "a word": ("multiscale", "what hsa.huggingface.convert writes"),
-    "unknown key": ({"version": 1, "layers": {"0": {"colour": 1}}}, r"layers'\]\['0'\]: given \['colour'\].*newer"),
+    "unknown key": (
+        {"version": VERSION, "layers": {"0": {"colour": 1}}},
+        r"layers'\]\['0'\]: given \['colour'\].*newer",
+    ),
     "list of layers": (
-        {"version": 1, "layers": [0, 1]},
+        {"version": VERSION, "layers": [0, 1]},
         r"layers'\]: given \[0, 1\], expected settings by layer number",
     ),
-    "layer name": ({"version": 1, "layers": {"first": {}}}, "expected settings by layer number"),
-    "negative layer": ({"version": 1, "layers": {"-1": {}}}, "expected settings by layer number"),
-    "no settings": ({"version": 1, "layers": {"0": 3}}, r"\['0'\]: given int"),
-    "too many layers": ({"version": 1, "layers": {"0": {}, "2": {}}}, r"layers'\]: given 2, expected 0 to 1"),
-    "operator": ({"version": 1, "layers": {"0": {"operator": "x"}}}, r"\['0'\].operator: given 'x'"),
-    "branching": ({"version": 1, "layers": {"0": {"branching": 8}}}, r"\['0'\].branching: given 8"),
-    "bias": ({"version": 1, "layers": {"0": {"pooled_bias": "much"}}}, r"\['0'\].pooled_bias: given 'much'"),
-    "biases": ({"version": 1, "layers": {"0": {"pooled_bias": [0, None]}}}, r"\['0'\].pooled_bias: given \[0, None\]"),
-    "bias not a number": ({"version": 1, "layers": {"0": {"pooled_bias": "nan"}}}, r"\['0'\].pooled_bias: given nan"),
-    "no bias": ({"version": 1, "layers": {"0": {"pooled_bias": None}}}, r"\['0'\].pooled_bias: given None"),
-    "ids": ({"version": 1, "layers": {}, "special_ids": ["[CLS]"]}, r"special_ids'\].*expected token ids"),
+    "layer name": ({"version": VERSION, "layers": {"first": {}}}, "expected settings by layer number"),
+    "negative layer": ({"version": VERSION, "layers": {"-1": {}}}, "expected settings by layer number"),
+    "no settings": ({"version": VERSION, "layers": {"0": 3}}, r"\['0'\]: given int"),
+    "too many layers": ({"version": VERSION, "layers": {"0": {}, "2": {}}}, r"layers'\]: given 2, expected 0 to 1"),
+    "kind": ({"version": VERSION, "layers": {"0": {"kind": "x"}}}, r"\['0'\].kind: given 'x'"),
+    "branching": ({"version": VERSION, "layers": {"0": {"branching": 8}}}, r"\['0'\].branching: given 8"),
+    "bias": ({"version": VERSION, "layers": {"0": {"pooled_bias": "much"}}}, r"\['0'\].pooled_bias: given 'much'"),
+    "biases": (
+        {"version": VERSION, "layers": {"0": {"pooled_bias": [0, None]}}},
+        r"\['0'\].pooled_bias: given \[0, None\]",
+    ),
+    "bias not a number": (
+        {"version": VERSION, "layers": {"0": {"pooled_bias": "nan"}}},
+        r"\['0'\].pooled_bias: given nan",
+    ),
+    "no bias": ({"version": VERSION, "layers": {"0": {"pooled_bias": None}}}, r"\['0'\].pooled_bias: given None"),
+    "ids": ({"version": VERSION, "layers": {}, "special_ids": ["[CLS]"]}, r"special_ids'\].*expected token ids"),
 }
+
+
+OLD = {
+    "version": 1,
+    "special_ids": [],
+    "layers": {"0": {"operator": "multiscale", "hierarchy": "keys", "branching": [8, 2], "refine": 8, "share": None}},
+}
+
+
+def test_a_model_that_hsa_0_1_converted(tmp_path):
+    """It is refused, whatever is done with it, until `revert` removes the old conversion."""
+    register()
+    tiny("bert", hsa=OLD).save_pretrained(tmp_path)
+    message = r"config.hsa\['version'\]: given 1: this model was converted by hsa 0.1.*convert the model again"
+    model = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa", dtype=torch.float64).eval()
+    ids, _ = random_ids()
+    for use in (convert, settings_of, lambda model: convert(model, [0]), lambda model: run(model, input_ids=ids)):
+        with pytest.raises(InvalidInput, match=message):
+            use(model)
+    exact = run(revert(model), input_ids=ids)
+    assert not hasattr(model.config, "hsa")
+    assert settings_of(convert(model, [1], **WAYS["keys"])) == {1: LayerSettings(**WAYS["keys"])}
+    assert (run(model, input_ids=ids) - exact).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -162,29 +194,28 @@ def test_configs_that_are_wrong(name):
 
 
 REFUSED = [
-    ({"operator": "linear"}, r"operator: given 'linear', expected one of 'multiscale', 'hierarchical'"),
-    ({"hierarchy": "trees"}, r"hierarchy: given 'trees', expected one of 'keys', 'windows', 'sentences' or a function"),
+    ({"kind": "linear"}, r"kind: given 'linear', expected one of 'clustered', 'multiscale', 'hierarchical'"),
+    ({"kind": "multiscale", "tree": "oak"}, r"tree: given 'oak', expected one of 'windows', 'sentences' or a function"),
+    ({"tree": "windows"}, r"tree: given 'windows' with kind='clustered', expected None.*pass kind='multiscale'"),
     ({"branching": ()}, r"branching: given \(\)"),
     ({"branching": (4, 1)}, r"branching\[1\]: given 1, expected 2 or more"),
     ({"branching": "42"}, "branching: given '42'"),
     ({"near": -1}, "near: given -1"),
-    ({"near": 1}, "near: given 1, expected 0 with hierarchy='keys'; open more with top_k"),
+    ({"near": 1}, "near: given 1, expected 0 with kind='clustered'; select more groups with top_k"),
     ({"top_k": 1.5}, "top_k: given 1.5"),
     ({"top_k": True}, "top_k: given True"),
-    ({"share": 0}, "share: given 0"),
+    ({"tile": 0}, "tile: given 0"),
     ({"beam": "wide"}, "beam: given 'wide'"),
     ({"sinks": "first"}, "sinks: given 'first'"),
     ({"pooled_bias": math.inf}, "pooled_bias: given inf"),
     ({"pooled_bias": (0.0, 0.0)}, "given 2 numbers, expected one, or one for each of the 4 heads of layer 0"),
     ({"chunk": 12, "branching": (4, 2)}, r"chunk: given 12 with branching \(4, 2\).*for example chunk=16"),
-    ({"chunk": 16, "hierarchy": "windows"}, "chunk: given 16, expected None without hierarchy='keys'"),
-    ({"operator": "hierarchical"}, "'keys' with operator='hierarchical'"),
-    ({"operator": "hierarchical", "hierarchy": "windows", "near": 1}, "near: given 1, expected nothing"),
-    ({"operator": "hierarchical", "hierarchy": "windows", "beam": 9}, "beam: given 9, expected nothing"),
-    ({"operator": "hierarchical", "hierarchy": "windows", "pooled_bias": -1.0}, "pooled_bias: given -1.0"),
-    ({"colour": 3}, "colour: given a setting, expected one of"),
+    ({"chunk": 16, "kind": "multiscale"}, "chunk: given 16, expected None, unless kind='clustered'"),
+    ({"kind": "hierarchical", "near": 1}, "near: given 1, expected nothing"),
+    ({"kind": "hierarchical", "beam": 9}, "beam: given 9, expected nothing"),
+    ({"kind": "hierarchical", "pooled_bias": -1.0}, "pooled_bias: given -1.0"),
     ({"sinks": "special"}, r"tokenizer: given None.*tokenizer=AutoTokenizer"),
-    ({"hierarchy": "sentences"}, r"tokenizer: given None.*tokenizer=AutoTokenizer"),
+    ({"kind": "multiscale", "tree": "sentences"}, r"tokenizer: given None.*tokenizer=AutoTokenizer"),
 ]
 
 
@@ -212,3 +243,18 @@ def test_chunks_are_whole_nodes():
             tree = Hierarchy.regular([3 * leaves], branching, repeat_last=True)
             assert leaves >= least
             assert (tree.leaf_count == leaves).sum() >= 3
+
+
+def test_settings_are_keywords_of_convert():
+    """With the defaults of `LayerSettings`, which help shows. A keyword that equals a default counts as given."""
+    signature = inspect.signature(convert)
+    names = [field.name for field in dataclasses.fields(LayerSettings)]
+    assert list(signature.parameters) == ["model", "layers", "tokenizer", *names]
+    for name in names:
+        assert repr(signature.parameters[name].default) == repr(getattr(LayerSettings(), name))
+        assert signature.parameters[name].default is getattr(DEFAULT, name)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        convert(tiny("bert"), colour=3)
+    model = convert(tiny("bert"), top_k=3)
+    assert settings_of(convert(model))[0].top_k == 3
+    assert settings_of(convert(model, top_k=LayerSettings.top_k))[0] == LayerSettings()

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from hsa.huggingface import convert
-from hsa.huggingface.attend import attend
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
-from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, word_tokenizer
+from tests.huggingface.tiny_models import CLS, SEP, attend_layer, inputs_of, random_ids, run, tiny, word_tokenizer
 
 WAYS = {
     "keys": {"branching": (4, 2), "top_k": 1},
-    "special": {"hierarchy": "windows", "branching": (4, 2), "top_k": 1, "sinks": "special"},
-    "paper": {"operator": "hierarchical", "hierarchy": "windows", "branching": (4, 2)},
+    "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "sinks": "special"},
+    "paper": {"kind": "hierarchical", "branching": (4, 2)},
 }
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -40,7 +39,7 @@ def test_all_open_has_the_gradients_of_the_exact_model(family):
     model = tiny(family, **(STILL if family == "bert" else {})).train()
     inputs, _ = inputs_of(family)
     exact = gradients(model, loss_of(model, inputs))
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=0, near=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=0, near=99)
     for name, gradient in gradients(model, loss_of(model, inputs)).items():
         torch.testing.assert_close(gradient, exact[name], rtol=1e-8, atol=1e-9)
 
@@ -50,7 +49,7 @@ def test_gradients_are_slopes(way):
     """Few open; the choice of what is open stays the same over small steps."""
     model = convert(tiny("bert", **STILL).train(), tokenizer=word_tokenizer(), **WAYS[way])
     loss = loss_of(model, batch(1))
-    found = gradients(model, loss)
+    result = gradients(model, loss)
     for name in ("encoder.layer.0.attention.self.query.weight", "encoder.layer.1.attention.self.value.bias"):
         weight = model.get_parameter(name)
         direction = torch.randn_like(weight)
@@ -60,8 +59,8 @@ def test_gradients_are_slopes(way):
             weight -= 2e-6 * direction
             slope = (above - loss()) / 2e-6
             weight += 1e-6 * direction
-        torch.testing.assert_close((found[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
-        assert found[name].abs().max() > 1e-6
+        torch.testing.assert_close((result[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
+        assert result[name].abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -72,9 +71,9 @@ def test_checkpoints_change_no_gradient(way, reentrant):
     losses = [loss_of(model, batch(seed)) for seed in (1, 2, 3)]
     expected = gradients(model, *losses)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    found = gradients(model, *losses)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    result = gradients(model, *losses)
+    assert result.keys() == expected.keys()
+    for name, gradient in result.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
 
 
@@ -99,9 +98,8 @@ def test_dropout_is_right_on_average(way):
     settings = LayerSettings(**WAYS[way])
     q, k, v = torch.randn(3, 1, 3, 19, 5, dtype=torch.float64).unbind(0)
     sequences = Sequences(torch.ones(1, 19, dtype=torch.bool), causal=False)
-    options = {"scale": None, "weights": False}
-    still = attend(settings, 0, q, k, v, sequences, dropout_p=0.0, **options)[0]
-    draws = torch.stack([attend(settings, 0, q, k, v, sequences, dropout_p=0.3, **options)[0] for _ in range(300)])
+    still = attend_layer(settings, q, k, v, sequences).values
+    draws = torch.stack([attend_layer(settings, q, k, v, sequences, dropout_p=0.3).values for _ in range(300)])
     error = draws.std(0) / 300**0.5
     assert ((draws.mean(0) - still).abs() < 5 * error).all()
     assert (draws.std(0) > 0).all()
@@ -122,12 +120,12 @@ def test_low_precision(family):
     inputs, counts = inputs_of(family)
     model = tiny(family, initializer_range=0.1)
     exact = run(model, **inputs)[counts]
-    windows = {"hierarchy": "windows", "branching": (4, 2), "top_k": 0, "near": 99}
+    windows = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
     for settings in (windows, {"branching": (4, 2), "top_k": 9, "sinks": None}):
         half = convert(tiny(family, initializer_range=0.1, dtype=torch.bfloat16), **settings)
-        found = run(half, **inputs)
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found[counts].double(), exact, rtol=0.1, atol=0.1)
+        result = run(half, **inputs)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(result[counts].double(), exact, rtol=0.1, atol=0.1)
         single = convert(tiny(family, initializer_range=0.1, dtype=torch.float32), **settings)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(run(single, **inputs)[counts].double(), exact, rtol=0.1, atol=0.1)

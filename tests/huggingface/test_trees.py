@@ -11,7 +11,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
-from hsa.huggingface.trees import sentence_hierarchy, tree_of
+from hsa.huggingface.trees import sentence_tree, tree_of
 from hsa.huggingface.vocabulary import Vocabulary
 from tests.huggingface.tiny_models import CLS, SEP, byte_tokenizer, random_ids, run, tiny, word_tokenizer
 
@@ -40,8 +40,8 @@ def test_sentences_of_whole_words():
     documents = [[[CLS], *words, [SEP]], [[CLS], *words[1:3], [SEP]], [[CLS], *cut, words[3], [SEP]]]
     ids = [joined(parts) for parts in documents]
     assert ids[0] == tokenizer(" ".join(SENTENCES))["input_ids"]
-    found = Vocabulary.of(tokenizer).sentence_starts(joined(ids), [len(i) for i in ids])
-    assert found.tolist() == np.concatenate([starts_of(parts) for parts in documents]).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts(joined(ids), [len(i) for i in ids])
+    assert result.tolist() == np.concatenate([starts_of(parts) for parts in documents]).tolist()
 
 
 def test_sentences_of_byte_pairs():
@@ -55,11 +55,11 @@ def test_sentences_of_byte_pairs():
     whole = tokenizer.encode(" ".join(LETTERS))
     assert joined(parts) == whole
     assert len(whole) > 60
-    found = Vocabulary.of(tokenizer).sentence_starts(whole * 2, [len(whole)] * 2)
-    assert found.tolist() == starts_of(parts * 2).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts(whole * 2, [len(whole)] * 2)
+    assert result.tolist() == starts_of(parts * 2).tolist()
     first, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    found = Vocabulary.of(tokenizer).sentence_starts([first, *whole, end], [len(whole) + 2])
-    assert found.tolist() == starts_of([[first], *parts, [end]]).tolist()
+    result = Vocabulary.of(tokenizer).sentence_starts([first, *whole, end], [len(whole) + 2])
+    assert result.tolist() == starts_of([[first], *parts, [end]]).tolist()
 
 
 @given(
@@ -71,12 +71,12 @@ def test_trees_of_sentences(documents, branching, repeat_last):
     """Leaf families are pieces of one sentence, a sentence is a node, and nodes above have as many members as they may."""
     starts = np.concatenate([starts_of([range(size) for size in sizes]) for sizes in documents])
     lengths = [sum(sizes) for sizes in documents]
-    tree = sentence_hierarchy(starts, lengths, branching, repeat_last)
+    tree = sentence_tree(starts, lengths, branching, repeat_last)
     assert tree.lengths == lengths
     first_of_documents = np.cumsum(lengths) - lengths
     unsaid = starts.copy()
     unsaid[first_of_documents] = False
-    assert sentence_hierarchy(unsaid, lengths, branching, repeat_last) == tree
+    assert sentence_tree(unsaid, lengths, branching, repeat_last) == tree
     first, end, height = (tree.tensor(name).numpy() for name in ("first_leaf", "end_leaf", "height"))
     nodes = list(zip(first.tolist(), end.tolist(), strict=True))
     ends = np.append(np.flatnonzero(starts)[1:], len(starts))
@@ -105,15 +105,15 @@ def test_windows_and_special_tokens():
     special = ((ids == CLS) | (ids == SEP))[mask].numpy()
     assert special.sum() == 6
     lengths = mask.sum(1).tolist()
-    for operator, repeats in (("multiscale", True), ("hierarchical", False)):
+    for kind, repeats in (("multiscale", True), ("hierarchical", False)):
         for sinks, given_sinks in ((None, None), (2, 2), ("special", special)):
-            settings = LayerSettings(operator=operator, hierarchy="windows", branching=(4, 2), sinks=sinks)
+            settings = LayerSettings(kind=kind, branching=(4, 2), sinks=sinks)
             expected = Hierarchy.regular(lengths, (4, 2), repeat_last=repeats, sinks=given_sinks)
             assert tree_of(settings, known) == expected
             assert tree_of(settings, known) is tree_of(settings, known)
-    sentences = LayerSettings(hierarchy="sentences", branching=(4, 2), sinks="special")
+    sentences = LayerSettings(kind="multiscale", tree="sentences", branching=(4, 2), sinks="special")
     tree = tree_of(sentences, known)
-    assert tree != tree_of(LayerSettings(hierarchy="windows", branching=(4, 2), sinks="special"), known)
+    assert tree != tree_of(LayerSettings(kind="multiscale", branching=(4, 2), sinks="special"), known)
     assert tree.lengths == lengths
     leaf = tree.tensor("leaf_nodes")
     under_root = tree.parent[tree.parent[leaf]] < 0
@@ -122,7 +122,7 @@ def test_windows_and_special_tokens():
 
 def test_batches_of_the_same_lengths_share_their_tree():
     """Plans hang on a tree; other special tokens make another one."""
-    settings = LayerSettings(hierarchy="windows", branching=(4, 2), sinks="special")
+    settings = LayerSettings(kind="multiscale", branching=(4, 2), sinks="special")
     (one, _, _), (other, ids, _) = sequences(word_tokenizer()), sequences(word_tokenizer())
     assert tree_of(settings, one) is tree_of(settings, other)
     third, ids, _ = sequences(word_tokenizer())
@@ -139,11 +139,11 @@ def test_trees_of_ones_own():
 
     ids, mask = random_ids()
     model = tiny("bert")
-    own = run(convert(model, hierarchy=trees, top_k=1), input_ids=ids, attention_mask=mask)
+    own = run(convert(model, kind="multiscale", tree=trees, top_k=1), input_ids=ids, attention_mask=mask)
     assert len(seen) == 1  # once for all layers
-    for given_ids, row, place in zip(seen[0], ids, mask.bool(), strict=True):
-        assert torch.equal(given_ids, row[place])
-    same = convert(model, hierarchy="windows", branching=(5, 3), top_k=1, sinks=None)
+    for given_ids, row, present in zip(seen[0], ids, mask.bool(), strict=True):
+        assert torch.equal(given_ids, row[present])
+    same = convert(model, kind="multiscale", branching=(5, 3), top_k=1, sinks=None)
     regular = run(same, input_ids=ids, attention_mask=mask)[mask.bool()]
     torch.testing.assert_close(own[mask.bool()], regular)  # the last factor repeats, but two suffice here
     for wrong, message in (
@@ -155,9 +155,9 @@ def test_trees_of_ones_own():
             lambda ids: Hierarchy.regular([41, 41, 41], (4, 2)),
             "a tree per sequence with a leaf per token, padding left out",
         ),
-        (lambda ids: [4, 2], r"hierarchy\(ids\): given list, expected an hsa.Hierarchy"),
+        (lambda ids: [4, 2], r"tree\(ids\): given list, expected an hsa.Hierarchy"),
     ):
-        convert(model, hierarchy=wrong)
+        convert(model, kind="multiscale", tree=wrong)
         with pytest.raises(InvalidInput, match=message):
             run(model, input_ids=ids, attention_mask=mask)
 
@@ -169,20 +169,20 @@ def test_sentences_shape_what_a_model_sees():
     ids = torch.tensor([tokenizer.encode(text)])
     model = tiny("bert")
     settings = {"branching": (16, 2), "top_k": 0, "sinks": "special", "tokenizer": tokenizer}
-    convert(model, [0], hierarchy="sentences", **settings)
+    convert(model, [0], kind="multiscale", tree="sentences", **settings)
     starts = Vocabulary.of(tokenizer).sentence_starts(ids[0].tolist(), [ids.shape[1]])
     before = run(model, input_ids=ids)
-    assert (run(convert(model, [0], hierarchy="windows", **settings), input_ids=ids) - before).abs().max() > 1e-3
+    assert (run(convert(model, [0], kind="multiscale", **settings), input_ids=ids) - before).abs().max() > 1e-3
 
     def trees(ids):
         special = np.isin(ids[0].numpy(), (CLS, SEP))
-        return sentence_hierarchy(starts, [len(ids[0])], (16, 2), True, special)
+        return sentence_tree(starts, [len(ids[0])], (16, 2), True, special)
 
-    convert(model, [0], hierarchy=trees, top_k=0)
+    convert(model, [0], kind="multiscale", tree=trees, top_k=0)
     torch.testing.assert_close(run(model, input_ids=ids), before)
 
 
 def test_sentences_without_a_tokenizer():
     known, _, _ = sequences()
     with pytest.raises(InvalidInput, match=r"tokenizer: given None.*convert\(…, tokenizer=…\)"):
-        tree_of(LayerSettings(hierarchy="sentences"), known)
+        tree_of(LayerSettings(kind="multiscale", tree="sentences"), known)

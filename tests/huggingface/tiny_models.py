@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from hsa.huggingface.attend import attend_tree
+from hsa.huggingface.layer_plan import Call, LayerPlan
+
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -95,9 +98,9 @@ def random_ids(lengths=LENGTHS, seed=2, side="right"):
     ids = torch.full((len(lengths), width), PAD)
     mask = torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
-        place = slice(0, length) if side == "right" else slice(width - length, width)
-        ids[row, place] = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        mask[row, place] = 1
+        filled = slice(0, length) if side == "right" else slice(width - length, width)
+        ids[row, filled] = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        mask[row, filled] = 1
     return ids, mask
 
 
@@ -114,6 +117,22 @@ def inputs_of(family, seed=2):
 def run(model, **inputs):
     """`[batch, tokens, …]` what the model gives first."""
     return model(**inputs)[0]
+
+
+def stepwise(model, ids, mask, steps):
+    """Greedy writing with a whole pass for every token, and the logits of each."""
+    logits = []
+    for _ in range(steps):
+        position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+        logits.append(run(model, input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False)[:, -1])
+        ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return ids, torch.stack(logits)
+
+
+def attend_layer(settings, q, k, v, sequences, number=0, **options):
+    """The output of one converted layer, by its trees however short its sequences are."""
+    return attend_tree(LayerPlan(number, settings), Call(None, q, k, v, **options), sequences)
 
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "ran", ".", ",", "The", "A", "Mr", "it", "was", "here", "!", "?"]

@@ -8,7 +8,7 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Leaf, Set, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS
@@ -107,7 +107,12 @@ def test_a_configuration_goes_through_json(name):
 
 def test_what_a_configuration_leaves_out_has_its_default():
     least = ModelConfig(EncoderConfig(), {"text": Modality(tokens=3)}, 2)
-    assert ModelConfig.from_dict({"encoder": {}, "modalities": {"text": {"tokens": 3}}, "outputs": 2}) == least
+    assert (
+        ModelConfig.from_dict(
+            {"encoder": {"architecture": "tree"}, "modalities": {"text": {"tokens": 3}}, "outputs": 2}
+        )
+        == least
+    )
 
 
 @pytest.mark.parametrize("where", ["ModelConfig", "EncoderConfig", "Modality"])

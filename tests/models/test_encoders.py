@@ -13,9 +13,9 @@ from hsa.baselines.hat.model import HatConfig
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, closest_size, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
+from hsa.models.registry import config_from_dict
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Sequence, Signal
 from hsa.signals.batch import collate
 
@@ -189,7 +189,7 @@ def test_a_class_per_leaf(name):
 
 
 def test_an_encoder_of_a_newer_version():
-    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of hierarchical, han, hat"):
-        encoder_from_dict({"architecture": "mamba"})
+    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of tree, han, hat"):
+        config_from_dict({"architecture": "mamba"})
     with pytest.raises(InvalidInput, match="unknown field 'depth'"):
-        encoder_from_dict({"architecture": "han", "depth": 3})
+        config_from_dict({"architecture": "han", "depth": 3})

@@ -24,7 +24,7 @@ CASES = {
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": CLOSES, "positions": "both"},
     "clustered": {"attention": "clustered"},
-    "mixed": {"attention": MIXED, "positions": "places", "near": 2},
+    "mixed": {"attention": MIXED, "positions": "tree", "near": 2},
 }
 
 
@@ -148,10 +148,16 @@ def test_trees_made_ahead_are_those_made_in_passing():
 
 
 def test_trees_made_in_inference_mode_serve_training():
-    made, (tokens,) = model("mixed"), texts(23)
+    (tokens,) = texts(23)
+    used, fresh = model("mixed"), model("mixed")
     with torch.inference_mode():
-        made(tokens, [23])
-    made.loss(tokens, tokens.roll(-1), [23]).backward()
+        used(tokens, [23])
+        trees = used.trees(tokens, [23])
+    assert used.trees(tokens, [23]) is trees
+    for made in (used, fresh):
+        made.loss(tokens, tokens.roll(-1), [23]).backward()
+    for (name, ours), theirs in zip(used.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
 
 
 def test_what_closes_families_changes_what_is_seen():
@@ -229,11 +235,11 @@ def test_input_that_does_not_fit():
     made.read(tokens[:9], [9], cache)
     with pytest.raises(InvalidInput, match="token 10 of a text"):
         made.step(tokens[:1], cache)
-    with pytest.raises(InvalidInput, match="one for 1 texts, expected one for 2"):
+    with pytest.raises(InvalidInput, match="a cache for 1 texts, expected one for 2"):
         made.step(tokens[:2], cache)
-    with pytest.raises(InvalidInput, match="that of another model"):
+    with pytest.raises(InvalidInput, match="given a cache of another model"):
         model("flat").step(tokens[:1], cache)
-    with pytest.raises(InvalidInput, match="a cache with tokens in it"):
+    with pytest.raises(InvalidInput, match="given a cache with tokens, expected an empty cache"):
         made.read(tokens[:3], [3], cache)
     with pytest.raises(InvalidInput, match="another model's cache"):
         cache.load_state_dict(model("flat").new_cache(1).state_dict())

@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import CONFIG, WEIGHTS, load_model, save_model
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS
@@ -17,7 +17,7 @@ from tests.model_inputs import ENCODERS, KEYS, MODALITIES
 
 
 def model(name="hierarchical", **changes):
-    sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, **changes}
+    sizes = {"width": 13, "heads": 3, "head_dim": 5, "position_width": 14, "layers": 2, **changes}
     config = EncoderConfig(**{"kind": name, **sizes, **ENCODERS[name]})
     return Classifier(ModelConfig(config, MODALITIES, 2, kinds=KINDS, keys=KEYS)).eval()
 

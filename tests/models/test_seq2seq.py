@@ -15,7 +15,7 @@ from hsa.models.language_model import LanguageModelConfig
 from hsa.models.saved import load_language_model, load_seq2seq, save_seq2seq
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals.readers.nested import from_nested
 from tests.model_inputs import exact
 

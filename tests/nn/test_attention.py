@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 import hsa
 from hsa import Hierarchy, Queries
-from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale, NoAttention, counting_operations
+from hsa.baselines.deepsets import NoAttention
+from hsa.nn.attention import Clustered, Flat, Hierarchical, Multiscale, counting_operations
 from tests.forests import forests, gradients, random_inputs, random_positions
 
 HEADS, DIM = 3, 5
@@ -152,7 +153,7 @@ def test_found_calls_the_operators(lengths, top_k):
     group, window = 3, 7
     flat, tree = Hierarchy.flat(lengths), Hierarchy.regular(lengths, (group, 2), repeat_last=True)
     q, k, v = inputs(tree)
-    attention = Clustered(HEADS, group=group, top_k=top_k, window=window).double()
+    attention = Clustered(HEADS, group=group, top_k=top_k, tile=window).double()
     torch.nn.init.normal_(attention.pooled_bias)
     order = hsa.cluster_keys(k, tree)
     queries = Queries.windows(tree, window)
@@ -166,7 +167,7 @@ def test_found_calls_the_operators(lengths, top_k):
 def test_found_with_all_families_open_is_softmax_attention():
     tree = Hierarchy.flat([23, 5])
     q, k, v = inputs(tree)
-    close(Clustered(HEADS, group=3, top_k=8, window=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
+    close(Clustered(HEADS, group=3, top_k=8, tile=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
 
 
 @pytest.mark.parametrize("lengths", [[5, 8], [6, 5, 7], [9, 16, 3, 12]])
@@ -191,7 +192,7 @@ ATTENTIONS = {
     "hierarchical": Hierarchical(),
     "multiscale": Multiscale(HEADS, near=1),
     "refined": Multiscale(HEADS, top_k=2),
-    "clustered": Clustered(HEADS, group=3, top_k=2, window=5),
+    "clustered": Clustered(HEADS, group=3, top_k=2, tile=5),
     "flat": Flat(),
 }
 

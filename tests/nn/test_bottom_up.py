@@ -14,11 +14,11 @@ from tests.model_inputs import MODALITIES, encoder, readable
 
 def by_recursion(model, batch):
     """Every family by itself: all layers, then the mean of its members."""
-    tree, places = batch.hierarchy, batch.places
+    tree, node_positions = batch.hierarchy, batch.positions
     x = model.embedding(batch.values, batch.leaves, tree.num_leaves)
-    features = None if model.features is None else model.features(places)
-    if model.place is not None:
-        x = x + model.place(features, places.row[tree.tensor("leaf_nodes")])[:, 0]
+    features = None if model.features is None else model.features(node_positions)
+    if model.input_position is not None:
+        x = x + model.input_position(features, node_positions.row[tree.tensor("leaf_nodes")])[:, 0]
     s = tree.structure
 
     def vector(node):
@@ -30,7 +30,7 @@ def by_recursion(model, batch):
         for i, layer in enumerate(model.layers):
             positions = None
             if len(model.positions):
-                row = torch.cat([torch.zeros(1, dtype=torch.int64), places.row[members]])
+                row = torch.cat([torch.zeros(1, dtype=torch.int64), node_positions.row[members]])
                 positions = model.positions[i](features, row)
             rows = layer(rows, Hierarchy.flat([len(members)]), groups, positions)
         return rows.mean(0)

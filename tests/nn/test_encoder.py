@@ -11,7 +11,8 @@ from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import Batch, collate
 from hsa.tree.positions import KINDS, NodePositions
@@ -61,7 +62,9 @@ def shuffled(node, generator, leaves):
     return Signal(node.domain, [member for member, _ in pairs]), [i for _, part in pairs for i in part]
 
 
-@pytest.mark.parametrize("name", ["hierarchical", "hierarchical with self", "multiscale", "none", "none with places"])
+@pytest.mark.parametrize(
+    "name", ["hierarchical", "hierarchical with self", "multiscale", "none", "none with positions"]
+)
 @settings(max_examples=10)
 @given(readable(kinds=("set", "set", "sequence", "table"), trees=(1, 2)), st.integers(0, 99))
 def test_the_order_of_a_set_means_nothing(name, listed, seed):
@@ -116,7 +119,7 @@ class Bare:
     values: dict
     leaves: dict
     hierarchy: Hierarchy
-    places: NodePositions
+    positions: NodePositions
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up"])
@@ -137,20 +140,20 @@ def test_windows_take_the_place_of_the_tree(kind, listed):
 
 @settings(max_examples=15)
 @given(readable())
-def test_the_place_of_a_leaf_can_be_added_to_it(listed):
+def test_the_position_of_a_leaf_can_be_added_to_it(listed):
     batch = collate(listed)
     model = encoder("none", position_input=True)
     model.layers = nn.ModuleList()
     leaf = batch.hierarchy.tensor("leaf_nodes")
     embedded = model.embedding(batch.values, batch.leaves, batch.hierarchy.num_leaves)
-    place = model.place(model.features(batch.places), batch.places.row)[leaf, 0]
-    close(model(batch)[0], embedded + place)
-    assert not place[batch.places.row[leaf] == 0].any()
+    position = model.input_position(model.features(batch.positions), batch.positions.row)[leaf, 0]
+    close(model(batch)[0], embedded + position)
+    assert not position[batch.positions.row[leaf] == 0].any()
 
 
 def test_places_can_stay_out_of_the_logits():
     model = encoder("multiscale", position_input=True, position_dim=0)
-    assert model.place is not None
+    assert model.input_position is not None
     assert not model.positions
     bare = encoder("multiscale", position_dim=0)
     assert bare.features is None  # nothing that would never be trained
@@ -159,7 +162,7 @@ def test_places_can_stay_out_of_the_logits():
 @pytest.mark.parametrize("name", ENCODERS)
 def test_without_positions_a_model_has_none(name):
     model = encoder_named(name, position_width=0)
-    assert model.features is model.place is None
+    assert model.features is model.input_position is None
     assert len(model.positions) == 0
     four_axes = Signal.of(torch.arange(30).view(1, 2, 3, 5), "text", Grid((1, 2, 3, 5)))
     model(collate([four_axes, Signal.of([0.5], "number", Table(["unheard of"]))]))
@@ -237,7 +240,7 @@ def test_unknown_keys_and_kinds(kind):
     model = encoder(kind, kinds=("sequence", "table"))
     with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
-    with pytest.raises(InvalidInput, match=r"places: given members of a grid.*add 'grid' to the kinds"):
+    with pytest.raises(InvalidInput, match=r"positions: given members of a grid.*add 'grid' to the kinds"):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
     with pytest.raises(InvalidInput, match=r"kinds: given \['line'\]"):
         encoder(kind, kinds=("line",))

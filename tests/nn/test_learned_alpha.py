@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hsa import Entmax, Hierarchy, hierarchical_attention
 from hsa.attention.hierarchical.entmax import entries as sparse_entries
 from hsa.errors import InvalidInput
+from hsa.models.options import ModelOptions
 from hsa.nn import attention as attentions
 from hsa.nn.attention import Hierarchical, Multiscale
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.learned_alpha import LOWEST, LearnedAlpha
 from hsa.signals.batch import collate
 from hsa.training.loop import parameter_groups
-from hsa.training.options import ModelOptions, TrainingOptions
+from hsa.training.options import TrainingOptions
 from tests.forests import forests, random_inputs
 from tests.model_inputs import encoder, readable
 from tests.tasks import classifier, data, trainer

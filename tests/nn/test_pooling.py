@@ -24,7 +24,7 @@ def vectors(hierarchy, **more):
     return torch.randn(hierarchy.num_leaves, WIDTH, dtype=torch.float64, **more)
 
 
-def every_node_its_own_place(hierarchy):
+def every_node_its_own_position(hierarchy):
     return NodePositions(torch.arange(hierarchy.num_nodes), {}, ())
 
 
@@ -59,9 +59,9 @@ def rebuilt(hierarchy, x, members):
 
 
 def assert_pooled(given_back, wanted):
-    (x, coarser, places), (vectors_wanted, tree, nodes) = given_back, wanted
+    (x, coarser, positions), (vectors_wanted, tree, nodes) = given_back, wanted
     assert coarser == tree
-    assert torch.equal(places.row, nodes)
+    assert torch.equal(positions.row, nodes)
     torch.testing.assert_close(x, vectors_wanted, rtol=0, atol=1e-12)
 
 
@@ -77,7 +77,7 @@ def test_leaf_families_become_their_parents(hierarchy):
             return torch.stack([x[s.first_leaf[child]] for child in children(hierarchy, node)]).mean(0)
         return [(child, None) for child in children(hierarchy, node)]
 
-    pooled = pool_families(x, hierarchy, every_node_its_own_place(hierarchy))
+    pooled = pool_families(x, hierarchy, every_node_its_own_position(hierarchy))
     assert_pooled(pooled, rebuilt(hierarchy, x, members))
 
 
@@ -90,14 +90,14 @@ def test_a_forest_is_down_to_its_roots_after_as_many_calls_as_it_is_high(hierarc
 
     x, s = vectors(hierarchy), hierarchy.structure
     wanted = torch.stack([mean(root) for root in range(hierarchy.num_trees)])
-    pooled, tree, places = x, hierarchy, every_node_its_own_place(hierarchy)
+    pooled, tree, positions = x, hierarchy, every_node_its_own_position(hierarchy)
     for depth in range(hierarchy.depth, 0, -1):
         assert tree.depth == depth
-        pooled, tree, places = pool_families(pooled, tree, places)
+        pooled, tree, positions = pool_families(pooled, tree, positions)
     assert tree.num_nodes == hierarchy.num_trees
-    assert places.row.tolist() == list(range(hierarchy.num_trees))
+    assert positions.row.tolist() == list(range(hierarchy.num_trees))
     torch.testing.assert_close(pooled, wanted, rtol=0, atol=1e-12)
-    assert_pooled(pool_families(pooled, tree, places), (wanted, tree, places.row))  # and stays so
+    assert_pooled(pool_families(pooled, tree, positions), (wanted, tree, positions.row))  # and stays so
 
 
 @settings(max_examples=25)
@@ -120,7 +120,7 @@ def test_runs_of_neighbouring_leaves_become_their_first(hierarchy, size):
                 listed.append((child, None))
         return listed
 
-    merged = merge_leaves(x, hierarchy, every_node_its_own_place(hierarchy), size)
+    merged = merge_leaves(x, hierarchy, every_node_its_own_position(hierarchy), size)
     assert_pooled(merged, rebuilt(hierarchy, x, members))
 
 

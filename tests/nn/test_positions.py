@@ -7,22 +7,22 @@ from hsa.nn.positions import FourierFeatures, PositionFeatures, PositionProjecti
 from hsa.signals import Graph, Grid, Set, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS
-from tests.model_inputs import KEYS, exact, place_of_nodes, readable
+from tests.model_inputs import KEYS, exact, position_of_nodes, readable
 
 WIDTH, HEADS, DIM = 14, 3, 5
 
 
 @settings(max_examples=20)
 @given(readable())
-def test_every_node_has_the_projected_features_of_its_place(listed):
+def test_every_node_has_the_projected_features_of_its_position(listed):
     features = exact(PositionFeatures(WIDTH, KINDS, KEYS))
     projection = exact(PositionProjection(features.widths, HEADS, DIM), seed=5)
-    places = collate(listed).places
+    positions = collate(listed).positions
 
-    def ε(place):
-        if place is None:
+    def ε(position):
+        if position is None:
             return torch.zeros(HEADS, DIM, dtype=torch.float64)
-        kind, what = place
+        kind, what = position
         if kind == "table":
             vector = features.key_vectors.weight[KEYS.index(what)]
         else:
@@ -32,13 +32,13 @@ def test_every_node_has_the_projected_features_of_its_place(listed):
                 vector = torch.cat([phase.sin(), phase.cos()])
         return (projection.maps[kind].weight @ vector).view(HEADS, DIM)
 
-    wanted = torch.stack([ε(place) for place in place_of_nodes(places)])
-    torch.testing.assert_close(projection(features(places), places.row), wanted, rtol=0, atol=1e-12)
+    wanted = torch.stack([ε(position) for position in position_of_nodes(positions)])
+    torch.testing.assert_close(projection(features(positions), positions.row), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("inputs", [1, 3])
 def test_large_indices_survive_autocast(inputs):
-    """Half precision would take the 257th place for the 256th."""
+    """Half precision would take the 257th position for the 256th."""
     features = FourierFeatures(inputs, WIDTH)
     numbers = torch.arange(2003.0)[:, None].expand(-1, inputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -57,21 +57,23 @@ def test_one_coordinate_starts_with_the_sinusoids_of_the_transformer():
 
 @pytest.mark.parametrize("domain", [Grid((2, 1)), Graph(2, [(0, 1)]), Table(["title", "body"])])
 def test_a_kind_the_model_was_not_made_for(domain):
-    places = collate([Signal.of([3, 1], "text", domain)]).places
+    positions = collate([Signal.of([3, 1], "text", domain)]).positions
     kind = type(domain).__name__.lower()
-    with pytest.raises(InvalidInput, match=rf"places: given members of a {kind}, expected only sequence.*add '{kind}'"):
-        PositionFeatures(WIDTH, ("sequence",))(places)
+    with pytest.raises(
+        InvalidInput, match=rf"positions: given members of a {kind}, expected only sequence.*add '{kind}'"
+    ):
+        PositionFeatures(WIDTH, ("sequence",))(positions)
 
 
 def test_sets_need_no_kind():
-    places = collate([Signal.of([3, 1], "text", Set(2))]).places
+    positions = collate([Signal.of([3, 1], "text", Set(2))]).positions
     features = PositionFeatures(WIDTH, ("sequence",))
-    assert not PositionProjection(features.widths, HEADS, DIM)(features(places), places.row).any()
+    assert not PositionProjection(features.widths, HEADS, DIM)(features(positions), positions.row).any()
 
 
 def test_unknown_kinds_and_keys():
     with pytest.raises(InvalidInput, match=r"kinds: given \['line'\], expected some of"):
         PositionFeatures(WIDTH, ("sequence", "line"))
-    places = collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]).places
+    positions = collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]).positions
     with pytest.raises(InvalidInput, match=r"table: given the key 'odd', expected one of .*'title'"):
-        PositionFeatures(WIDTH, ("table",), KEYS)(places)
+        PositionFeatures(WIDTH, ("table",), KEYS)(positions)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.nn.token_positions import PlaceCounters, PlaceEmbedding, token_positions
+from hsa.nn.token_positions import TreePositionCounters, TreePositionEmbedding, token_positions
 from hsa.tree.causal_tree import causal_tree
 
 trees = st.tuples(
@@ -38,31 +38,31 @@ def test_nothing_later_matters_and_counters_count_the_same(tree, seed, with_clos
     closes = heights(seed, lengths) if with_closes else None
     wanted = token_positions(lengths, branching, closes, sinks, 3).reshape(len(lengths), longest, 3)
     by_text = None if closes is None else closes.reshape(len(lengths), longest)
-    counters = PlaceCounters(len(lengths), branching, sinks, 3)
+    counters = TreePositionCounters(len(lengths), branching, sinks, 3)
     for i in range(longest):
-        assert (counters.places == wanted[:, i]).all()
+        assert (counters.positions == wanted[:, i]).all()
         if i == longest // 2:
             counters.reorder(range(len(lengths)))
         counters.append(None if by_text is None else by_text[:, i].tolist())
     counters.crop([longest // 3] * len(lengths))
     if longest // 3 < longest:
-        assert (counters.places == wanted[:, longest // 3]).all()
+        assert (counters.positions == wanted[:, longest // 3]).all()
 
 
 def test_reordered_counters_go_on_alone():
-    counters = PlaceCounters(2, (3, 2), 0, 2)
+    counters = TreePositionCounters(2, (3, 2), 0, 2)
     for closes in ([0, 1], [0, 0]):
         counters.append(closes)
     counters.reorder([1, 1, 0])
-    assert counters.places.tolist() == [[1, 1], [1, 1], [2, 0]]
+    assert counters.positions.tolist() == [[1, 1], [1, 1], [2, 0]]
     counters.append([0, 1, 0])
-    assert counters.places.tolist() == [[2, 1], [0, 0], [0, 1]]
+    assert counters.positions.tolist() == [[2, 1], [0, 0], [0, 1]]
 
 
 def test_embedding_is_a_sum_over_levels():
-    module = PlaceEmbedding(7, (3, 2), 2, features=6)
-    places = torch.tensor([[0, 0], [2, 0], [2, 1]])
-    out = module(places)
-    alone = [module.maps[i](module.fourier[i](places[:, i : i + 1])) for i in range(2)]
+    module = TreePositionEmbedding(7, (3, 2), 2, features=6)
+    positions = torch.tensor([[0, 0], [2, 0], [2, 1]])
+    out = module(positions)
+    alone = [module.maps[i](module.fourier[i](positions[:, i : i + 1])) for i in range(2)]
     torch.testing.assert_close(out, alone[0] + alone[1])
     assert not torch.allclose(out[1], out[2])

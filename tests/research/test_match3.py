@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from hsa.analysis.cost_plots import cost_table
 from hsa.cli.runs import NAMED
-from hsa.cli.train import _match3_recipe
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, count_parameters
+from hsa.models.options import ModelOptions
 from hsa.nn.attention import Flat
-from hsa.research.match3 import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
+from hsa.research.match3.data import CLASSES, MODALITY, match3_data, prepare_match3, rules, three_match, two_match
+from hsa.research.match3.options import Match3Options
+from hsa.research.match3.task import preset
 from hsa.research.trilinear import costs as trilinear_costs
 from hsa.research.trilinear.costs import BRANCHING, WINDOW, costs
 from hsa.research.trilinear.counts import flops_trilinear
@@ -24,7 +26,7 @@ from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
 from hsa.training.accelerator import make_accelerator
 from hsa.training.experiment import model_config
 from hsa.training.loop import Trainer
-from hsa.training.options import Match3Options, ModelOptions, TrainingOptions
+from hsa.training.options import TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 from hsa.tree.hierarchy import Hierarchy
 
@@ -138,11 +140,11 @@ def test_models_have_as_many_parameters_as_the_first(prepared):
 def test_recipe_and_command_say_the_same():
     NAMED.set(frozenset())  # whatever command ran before in this process
     recipe = load_recipe(RECIPE)
-    assert recipe == _match3_recipe(Recipe())
-    assert recipe.match3 == Match3Options()
+    assert replace(recipe, extra={"match3": recipe.group("match3")}) == preset(None, quick=False)
+    assert recipe.group("match3") == Match3Options()
     assert recipe.read.task == "match3"
-    changed = overridden(recipe, Recipe(match3=Match3Options(modulus=53, length=9)), {"modulus"})
-    assert changed.match3 == replace(recipe.match3, modulus=53)
+    changed = overridden(recipe, Recipe(extra={"match3": Match3Options(modulus=53, length=9)}), {"modulus"})
+    assert changed.group("match3") == Match3Options(modulus=53)
 
 
 def test_costs_by_length(monkeypatch):

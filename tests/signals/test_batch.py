@@ -10,7 +10,7 @@ from hsa import Hierarchy
 from hsa.errors import InvalidInput
 from hsa.signals import Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import Batch, collate, uncollate
-from tests.model_inputs import place_of_nodes, readable
+from tests.model_inputs import position_of_nodes, readable
 from tests.signals.random_signals import leaves, signals
 
 batches = st.lists(signals | leaves, max_size=4)
@@ -174,7 +174,7 @@ def assert_same_batch(given, wanted):
     assert given.leaves.keys() == given.values.keys() == wanted.values.keys()
     for name, numbers in wanted.leaves.items():
         assert torch.equal(given.leaves[name], numbers)
-    assert place_of_nodes(given.places) == place_of_nodes(wanted.places)
+    assert position_of_nodes(given.positions) == position_of_nodes(wanted.positions)
 
 
 @given(batches, st.data())

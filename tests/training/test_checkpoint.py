@@ -146,7 +146,7 @@ def test_damaged_checkpoints(tmp_path, damage, message):
 def test_checkpoints_of_something_else(tmp_path, other):
     path = tmp_path / CHECKPOINT
     torch.save(other, path)
-    with pytest.raises(InvalidInput, match="given a file of something else, expected a checkpoint of hsa, format 1"):
+    with pytest.raises(InvalidInput, match="given something else, expected a checkpoint of hsa, format 2"):
         checkpoint.load(path)
 
 

@@ -77,7 +77,7 @@ def whole(tmp_path_factory):
     [
         (
             {"models": ("hierarchical", "flt")},
-            r"^models: given 'flt', expected some of hierarchical, .*; did you mean 'flat'\?$",
+            r"^models: given 'flt', expected one of hierarchical, .*; did you mean 'flat'\?$",
         ),
         ({"models": ()}, "^models: given none, expected one or more$"),
         ({"models": ("hierarchical", "hierarchical")}, "^models: given hierarchical twice, expected each once$"),

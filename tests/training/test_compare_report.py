@@ -5,6 +5,8 @@ import pytest
 from PIL import Image
 
 from hsa.analysis.cost_plots import Cost
+from hsa.baselines.hat.model import HatConfig
+from hsa.baselines.options import DocumentOptions
 from hsa.training.compare import Compared, Plan
 from hsa.training.compare_report import JSON, Comparison
 from tests.comparisons import RECIPE, prepared, result, run
@@ -210,10 +212,12 @@ def test_no_room_and_divergence():
     ]
 
 
-def test_a_warm_start_keeps_its_own_size():
+def test_a_warm_start_keeps_its_own_size(monkeypatch):
+    pretrained = HatConfig(width=24, layers=1, warm_start="bert"), {}
+    monkeypatch.setattr("hsa.baselines.hat.warm_start.warm_start", lambda name, **options: pretrained)
     found = comparison(HSA, compared("hat", (0.7,), parameters=1250))
     assert found.findings()[-1] == "hat has 25% more parameters: no size of it fits"
-    recipe = replace(found.recipe, documents=replace(found.recipe.documents, warm_start="bert"))
+    recipe = replace(found.recipe, extra={"documents": DocumentOptions(warm_start="bert")})
     said = "hat has 25% more parameters: it keeps the size of the encoder that it starts from"
     assert replace(found, recipe=recipe).findings()[-1] == said
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.models.options import ModelOptions
 from hsa.models.saved import save_model
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.prepare import prepare
 from hsa.training.experiment import train_models
 from hsa.training.inference import Saved
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from tests.tables import mixed_folder, picture, reviews, write_rows
 from tests.tasks import classifier
 
@@ -254,10 +255,13 @@ def other_config(copy):
     [
         (damaged, "model.safetensors: given a damaged file"),
         (other_weights, "model.safetensors: given .* they belong to another model"),
-        (other_config, "config.json: given something else, expected the configuration of a model of hsa"),
+        (other_config, "config.json: given something else, expected the configuration of a classifier of hsa"),
         (lambda copy: (copy / "config.json").write_text("{"), "config.json: given a file that cannot be read"),
         (lambda copy: (copy / "model.safetensors").unlink(), "model.safetensors: given no such file"),
-        (lambda copy: (copy / "reading.json").unlink(), "reading.json: given no such file, expected how a model reads"),
+        (
+            lambda copy: (copy / "input_spec.json").unlink(),
+            "input_spec.json: given no such file, expected how a model reads",
+        ),
         (
             lambda copy: (copy / "tokenizer.json").unlink(),
             "tokenizer.json: given no such file, expected the model's own",

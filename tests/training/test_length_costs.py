@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Grid, Leaf, Signal
 from hsa.signals.batch import uncollate
 from hsa.training import length_costs as module
@@ -55,7 +55,7 @@ def test_documents_without_parts_are_parts():
 
 def test_families_stay_as_large_as_the_data_may_have():
     data = prepared()
-    data = replace(data, reading=replace(data.reading, max_family=5))
+    data = replace(data, input_spec=replace(data.input_spec, max_family=5))
     document = document_of(data, 211)
     assert document.hierarchy.num_leaves == 211
     assert max(document.hierarchy.structure.num_children) <= 5
@@ -126,6 +126,6 @@ def test_vectors_of_a_frozen_encoder_are_made_once(folders):
         return batch
 
     data = prepared()
-    data = replace(data, reading=SimpleNamespace(transform=transform, max_family=0))
+    data = replace(data, input_spec=SimpleNamespace(transform=transform, max_family=0))
     length_costs(folders, data, make_accelerator(TrainingOptions(), cpu=True), lengths=(13,))
     assert calls == [13, 13]  # for each model

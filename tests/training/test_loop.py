@@ -379,7 +379,7 @@ def test_no_thread_is_left_behind(tmp_path):
         ({"options": replace(QUICK, epochs=4)}, "epochs = 3, expected epochs = 4"),
         ({"model": classifier("none", width=14)}, r"encoder.width = 12, expected encoder.width = 14"),
         ({"model": classifier("flat")}, "encoder.kind = none, expected encoder.kind = flat"),
-        ({"model": classifier("none", include_self=True)}, "encoder.include_self = False, expected"),
+        ({"model": classifier("none", include_self=False)}, "encoder.include_self = True, expected"),
         ({"train": data(41)}, "examples = 40, expected examples = 41"),
         ({"train": data(40, seed=7)}, "a checkpoint of a run on other data, expected the data of the first start"),
         ({"validation": data(20, seed=7)}, "a checkpoint of a run on other data"),

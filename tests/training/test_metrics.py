@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa.training.metrics import class_scores, confusion, number_scores
+from hsa.training.metrics import class_scores, number_scores
 
 CLASSES = 5
 pairs = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, CLASSES - 1)), min_size=1, max_size=30)
@@ -13,16 +13,6 @@ number_pairs = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=30)
 
 def arrays(listed):
     return (np.array(column) for column in zip(*listed, strict=True))
-
-
-@given(pairs)
-def test_confusion_counts_pairs(listed):
-    predicted, true = arrays(listed)
-    table = confusion(predicted, true, CLASSES)
-    assert table.shape == (CLASSES, CLASSES)
-    for a in range(CLASSES):
-        for b in range(CLASSES):
-            assert table[a, b] == listed.count((b, a))
 
 
 @given(pairs)

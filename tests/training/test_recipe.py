@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.models.options import ModelOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from hsa.training.recipe import Recipe, load_recipe, overridden
 
 CONVERSIONS = (Path(__file__).parents[2] / "recipes").glob("convert_*.yaml")  # tests/fidelity/test_sweep.py reads those

@@ -15,7 +15,8 @@ from hsa.attention.dense import dense_weights
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.files import write_then_rename
 from hsa.models.classifier import Classifier
-from hsa.nn.encoder import EncoderConfig
+from hsa.models.registry import Explanation
+from hsa.registry import KINDS
 from hsa.signals.batch import Batch
 from hsa.tree.hierarchy import Hierarchy
 
@@ -110,10 +111,9 @@ def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequen
 
 
 def has_matrix(model: Classifier) -> bool:
-    """Bottom up, and in the published document models, no layer sees all leaves; three-way attention sees pairs of them."""
-    encoder = model.config.encoder
-    no_matrix = ("bottom-up", "trilinear", "hierarchical-trilinear")
-    return isinstance(encoder, EncoderConfig) and encoder.kind not in no_matrix
+    """Whether the layers give a weight to every pair of leaves, which can be drawn as a matrix."""
+    encoder: Any = model.config.encoder
+    return encoder.architecture == "tree" and KINDS.get(encoder.kind).has_matrix
 
 
 def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
@@ -138,8 +138,7 @@ def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.nda
     """
     if not has_matrix(model):
         encoder = model.config.encoder
-        kind = encoder.kind if isinstance(encoder, EncoderConfig) else encoder.architecture
-        given = f"a {kind} encoder"
+        given = f"a {getattr(encoder, 'kind', encoder.architecture)} encoder"
         raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
     layers = model.encoder.layers
     if not 0 <= layer < len(layers):
@@ -189,3 +188,6 @@ def save_figure(figure: Any, path: Path) -> None:
             write_then_rename(path, lambda beside: figure.savefig(beside, dpi=DPI, format=kind))
     finally:
         pyplot().close(figure)
+
+
+ATTENTION_MATRIX = Explanation("attention.png", 80, plot_attention, has_matrix)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hsa.analysis.plots import COLORS, pyplot, save_figure
-from hsa.attention.hierarchical.entmax import sweeps as sparse
 from hsa.attention.hierarchical.entmax.zeros import zeros as hierarchical_zeros
 from hsa.attention.multiscale.zeros import zeros as multiscale_zeros
 from hsa.attention.normalizers import Entmax
@@ -103,9 +102,9 @@ class _Counts:
             assert isinstance(module, Hierarchical)
             own["include_self"] = module.include_self
             found = hierarchical_zeros(q, k, hierarchy, **own)
-            _add(self.entered, sparse.visited(q, k, hierarchy, **own).families)
+            _add(self.entered, found.visited)
         _add(self.zeros, found.zeros)
-        _add(self.entries, found.of)
+        _add(self.entries, found.entries)
         _add(self.families, _families(hierarchy))
 
     def levels(self, layer: int, attention: Attention) -> list[LevelSparsity]:

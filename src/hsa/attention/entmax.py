@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hsa.attention.arguments import is_checking
+from hsa.attention.checks import is_checking
 from hsa.errors import NonFinite
 
 STEPS = 64

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.selection import Partition, Selection
 from hsa.attention.multiscale.torch_lists import entries_seen

@@ -46,7 +46,7 @@ def _across(matrix: Tensor, x: Tensor) -> Tensor:
 
 
 def check_mixing(mixing: Any, q: Tensor) -> None:
-    """It is one for the heads of q, on its device."""
+    """Check that the mixing is for the heads of q, on its device."""
     if mixing is None:
         return
     if not isinstance(mixing, HeadMixing):
@@ -61,8 +61,3 @@ def check_mixing(mixing: Any, q: Tensor) -> None:
             )
         if matrix.device != q.device:
             raise InvalidInput(f"mixing.{name}", given=f"device {matrix.device}", expected=f"{q.device}, as q")
-
-
-def no_mixing(arguments: dict[str, Any]) -> list[str]:
-    """Why a backend without it cannot run."""
-    return [] if arguments["mixing"] is None else ["it does not mix heads"]

@@ -1,4 +1,4 @@
-"""What makes weights of logits: softmax, or α-entmax, which gives small logits no weight at all."""
+"""Normalizers, which turn logits into weights: softmax, or α-entmax, which gives small logits a weight of exactly 0."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import is_checking
+from hsa.attention.checks import is_checking
 from hsa.errors import InvalidInput
 
-SKIPS = True
-"""Whether what gets no weight from above is left out; to measure what that gives."""
 ROUNDING = 1e-6
-"""By which a number as a tensor may be below itself."""
+"""Largest amount by which α, rounded to the dtype of its tensor, may be below the number that was meant."""
 NEAREST = 1e-6
 """Numbers this close to 1 count as 1 + this in a tensor α: formulas divide by α − 1."""
 
@@ -33,11 +31,11 @@ class Entmax:
             families of height h (1: families of leaves) take row min(h, levels) − 1.
         counts: "weighted" as above: exact where the keys inside every B are the same. "logits": log n_B is added to z_B and
             all weights are 1, the energy of the paper's Eq. 51.
-        least: what no α is below, 1 or more. Fused kernels run from 1 + 1/64 on, and do not look at the values of a tensor.
+        least: lower bound of α, 1 or more. Fused kernels run from 1 + 1/64 on, and do not look at the values of a tensor.
 
     Raises:
-        InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are looked at inside
-            `hsa.checking` only.)
+        InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are only checked
+            inside `hsa.checking`.)
 
     >>> Entmax(2.0)
     Entmax(alpha=2.0, counts='weighted')
@@ -67,12 +65,12 @@ such as 1 + sigmoid(parameter)
 
     @property
     def is_softmax(self) -> bool:
-        """The number 1: no entmax at all."""
+        """Whether α is the number 1."""
         return not isinstance(self.alpha, Tensor) and self.alpha == 1
 
     @property
     def lowest(self) -> float:
-        """A number that no α is below."""
+        """Lower bound of α."""
         return self.least if isinstance(self.alpha, Tensor) else float(self.alpha)
 
     @property
@@ -94,7 +92,7 @@ such as 1 + sigmoid(parameter)
 
 
 def resolve_normalizer(normalizer: Any, q: Tensor) -> Entmax | None:
-    """The entmax for the heads of q; None for softmax."""
+    """Return the entmax, checked against the heads of q; None for softmax."""
     if isinstance(normalizer, str) and normalizer == "softmax":
         return None
     if not isinstance(normalizer, Entmax):
@@ -113,17 +111,11 @@ def resolve_normalizer(normalizer: Any, q: Tensor) -> Entmax | None:
 
 
 def resolve_entmax(normalizer: Any, q: Tensor) -> Entmax:
-    """The same for what is asked of entmax alone."""
+    """Do the same where softmax has no meaning."""
     entmax = resolve_normalizer(normalizer, q)
     if entmax is None:
         raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax leaves nothing out")
     return entmax
-
-
-def no_entmax(arguments: dict[str, Any]) -> list[str]:
-    """Why a backend without it cannot run."""
-    normalizer = arguments["normalizer"]
-    return ["it has no entmax"] if isinstance(normalizer, Entmax) and not normalizer.is_softmax else []
 
 
 def _check_tensor(alpha: Tensor, least: float) -> None:

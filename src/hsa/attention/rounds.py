@@ -73,6 +73,10 @@ class Bucket:
             self._cache[key] = value = build()
         return value
 
+    def of_parents(self, x: Tensor) -> Tensor:
+        """`[parents, …]` of the round → `[families, …]`."""
+        return x if self.parents is None else x.index_select(0, self.parents)
+
     def leaf_share(self, dtype: torch.dtype) -> Tensor:
         """[families or 1, 1]: of one member, where all are leaves."""
         return self.cast_share(dtype).amax(-1)

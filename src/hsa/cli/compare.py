@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from hsa.baselines.options import DocumentOptions
 from hsa.cli.comparison_bar import ComparisonBar
 from hsa.cli.progress import say_results, say_where
-from hsa.cli.runs import NAMED, completed, quicker, read_data, run_folder, words
+from hsa.cli.runs import NAMED, completed, read_data, run_folder, words
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.models.options import ModelOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def compare(
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
-        models: What to compare: hsa, multiscale, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
+        models: What to compare: hierarchical, multiscale, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
         rates: Learning rates to choose from, for each model.
         seeds: How many: --seed and those that follow it.
         out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.
@@ -78,7 +80,7 @@ def compare(
     from hsa.training.loop import Interrupted
 
     console = Console(stderr=json)
-    recipe = _recipe(Recipe(data, words(models), read, model, training, documents=documents), quick)
+    recipe = _recipe(Recipe(data, words(models), read, model, training, extra={"documents": documents}), quick)
     plan = _plan(recipe, rates, seeds, quick)  # wrong names are told before the data are read
     accelerator = make_accelerator(recipe.training, cpu=cpu)
     folder = run_folder(recipe, out, resume, kind="compare-")
@@ -103,7 +105,7 @@ def compare(
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
-    recipe = completed(given)
+    recipe = completed(given, quick, MODELS)
     if recipe.read.task not in ("classification", "regression"):
         raise InvalidInput(
             "task",
@@ -112,7 +114,6 @@ def _recipe(given: Recipe, quick: bool) -> Recipe:
             fix=f"hsa train --task {recipe.read.task} --models … compares models of that task",
         )
     if quick:
-        recipe = quicker(recipe)
         most = min(recipe.read.max_tokens or _QUICK_TOKENS, _QUICK_TOKENS)
         recipe = replace(recipe, read=replace(recipe.read, max_tokens=most))
     training, named = recipe.training, NAMED.get()

@@ -1,4 +1,4 @@
-"""`hsa convert`: hierarchical attention in a pre-trained model, and what that costs and saves."""
+"""`hsa convert`: convert a pre-trained model to attention over trees, and report what that keeps and saves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cyclopts import Parameter
 from hsa.cli.progress import Bars
 from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
+from hsa.huggingface.settings import Kind, LayerSettings, Tree
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hsa.huggingface.fidelity.judge import Judge
     from hsa.huggingface.fidelity.report import Report
-    from hsa.huggingface.settings import LayerSettings
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class TextOptions:
     """Where the texts are.
 
     Args:
-        text: Column of the text; two make a pair. The usual names are found by themselves.
-        label: Column of labels, or of how alike a pair is.
-        split: Only rows whose column "split" says so; validation, else test, where there is such a column.
-        join: Several columns are one text, not a pair.
-        limit: At most so many texts, drawn at random.
+        text: Column of the text; two make a pair. Common names are recognised.
+        label: Column of labels, or of the similarity of a pair.
+        split: Value of the column "split" in the rows to use; validation, else test, where there is such a column.
+        join: Join several columns to one text, not a pair.
+        limit: Most texts, drawn at random.
         length: Longest input in tokens; as long as the model takes, at most 4,096, unless given.
     """
 
@@ -43,34 +43,34 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class SettingOptions:
-    """How layers attend; see hsa.huggingface.conversion. Without any of these a converted model keeps its own.
+    """Settings of converted layers, as of hsa.huggingface.convert. Without any, a converted model keeps its own.
 
     Args:
         layers: Numbers from 0, negative from the end; all, unless given.
-        operator: Every query keeps its row, or the paper's operator.
-        hierarchy: Trees found from the keys of each head, fixed windows, or the text's sentences.
-        branching: Members per family, from the leaves up; the last repeats (multiscale).
-        near: Neighbouring families that are exact.
-        top_k: More families that are exact, the best for each query: the fidelity dial.
-        pooled_bias: Added to the logits of pooled nodes.
-        sinks: First tokens that are always exact, or "special".
-        share: Neighbouring queries that share a choice.
-        chunk: Tokens that are searched for trees together; 256 in causal models, else all, unless given.
+        kind: Multiscale attention over clustered keys or over a tree, or the paper's operator over a tree.
+        tree: Windows of consecutive tokens (default) or the sentences of the text; for multiscale and hierarchical.
+        branching: Members per family, from the leaves up; the last factor repeats, except for the paper's operator.
+        near: Neighbouring families that are exact (multiscale only).
+        top_k: Groups that are exact, the best for each query: the fidelity dial.
+        pooled_bias: Number added to the logits of pooled nodes.
+        sinks: Number of first tokens that are always exact, or "special".
+        tile: Neighbouring queries that share a selection.
+        chunk: Tokens whose keys are clustered together; 256 in causal models, else all, unless given.
     """
 
     layers: tuple[int, ...] = ()
-    operator: Literal["multiscale", "hierarchical"] = "multiscale"
-    hierarchy: Literal["keys", "windows", "sentences"] = "keys"
-    branching: tuple[int, ...] = (8, 2)
-    near: int = 0
-    top_k: int = 8
-    pooled_bias: float = 0.0
-    sinks: str = "1"
-    share: int | None = None
-    chunk: int | None = None
+    kind: Kind = LayerSettings.kind
+    tree: Tree | None = LayerSettings.tree  # type: ignore[assignment]  # no function here
+    branching: tuple[int, ...] = LayerSettings.branching
+    near: int = LayerSettings.near
+    top_k: int = LayerSettings.top_k
+    pooled_bias: float = LayerSettings.pooled_bias  # type: ignore[assignment]  # one for all heads
+    sinks: str = str(LayerSettings.sinks)
+    tile: int | None = LayerSettings.tile
+    chunk: int | None = LayerSettings.chunk
 
     def values(self) -> dict[str, Any]:
-        """As `convert` takes them."""
+        """Return them as `hsa.huggingface.convert` takes them."""
         given = {name: value for name, value in vars(self).items() if name != "layers"}
         return {**given, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
 
@@ -92,23 +92,23 @@ def convert(
     read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(),  # noqa: B008
     settings: Annotated[SettingOptions, Parameter(name="*", group="Settings")] = SettingOptions(),  # noqa: B008
 ) -> None:
-    """Put hierarchical attention into a pre-trained transformer; see what it keeps and what it saves.
+    """Convert a pre-trained transformer to attention over trees, and report what that keeps and saves.
 
     Runs the original and the converted model on your data and compares their answers, counts operations, measures time and
     memory at several lengths, and saves the converted model with a report and pictures. With --budget it searches settings
     layer by layer: "ops 4x", "accuracy -0.5", "kept 98%", "cosine 0.985", "perplexity +1%".
 
-    Load the result like any model, then `hsa.huggingface.convert(model)` turns its attention on, as its config says.
+    Load the result like any model; then `hsa.huggingface.convert(model)` turns its attention on, as its config says.
 
     Args:
         model: A folder or a name on the hub: a classifier, an encoder (--task embed), a language model (--task perplexity).
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts.
-        task: What answers are compared: classes, embeddings, or the perplexity of a language model.
-        budget: What to keep to; layers and settings are then searched instead of given.
+        task: Answers to compare: classes, embeddings, or the perplexity of a language model.
+        budget: Limit for a search of layers and settings, which are then not given.
         calibration: A file of texts to search on; else some of the data, which the report leaves out.
-        calibrate_on: At most so many texts to search on, and no more than half of the data.
-        every_layer: With a budget: convert every layer, however little.
-        out: Folder for the results; runs/convert-NAME by default. What was measured there before is used again.
+        calibrate_on: Most texts to search on; at most half of the data.
+        every_layer: With a budget: leave no layer exact.
+        out: Folder for the results; runs/convert-NAME by default. Measurements that are there are used again.
         lengths: Tokens to measure time and memory at; up to the longest, unless given.
         cpu: Do not use a GPU.
         json: Print the report as JSON, for scripts.
@@ -154,10 +154,10 @@ def _convert(
     from hsa.huggingface.fidelity.examples import SPLITS, load_examples
     from hsa.huggingface.fidelity.judge import Judge
     from hsa.huggingface.fidelity.report import Report
-    from hsa.huggingface.fidelity.timing import lengths_up_to, time_model
+    from hsa.huggingface.fidelity.timing import list_lengths, time_model
     from hsa.huggingface.loading import load_for_task, most_tokens
 
-    _check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
+    check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
         given = sorted(NAMED.get() & set(vars(options)))
@@ -184,7 +184,7 @@ def _convert(
     def judge_of(some: Any) -> Judge:
         return Judge(some, task, model, tokenizer, longest=longest, batch_tokens=budget_tokens)
 
-    found = None
+    search = None
     if budget is not None:
         if calibration is not None:
             held = load_examples(calibration, usual=("train", *SPLITS), **texts)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def _convert(
             held = examples.sample(min(calibrate_on, len(examples) // 2), seed=1)
             examples = _without(examples, held)
         with bars.running() as watch:
-            found = calibrate(
+            search = calibrate(
                 model,
                 judge_of(held.sample(calibrate_on)),
                 budget,
@@ -201,7 +201,7 @@ def _convert(
                 folder=folder,
                 watch=watch,
             )
-        settings = found.settings
+        settings = search.settings
     else:
         settings = _settings(model, tokenizer, options)
     judge = judge_of(examples.sample(read.limit))
@@ -210,27 +210,27 @@ def _convert(
         before = judge.ask(model, bars.counter(watch, "original", len(judge)))
         convert_as(model, settings, tokenizer=tokenizer)
         after = judge.ask(model, bars.counter(watch, "converted", len(judge)))
-        places = list(lengths) or lengths_up_to(longest)
+        timed_lengths = list(lengths) or list_lengths(longest)
         timed = time_model(
             model,
             settings,
-            places,
+            timed_lengths,
             tokenizer=tokenizer,
-            watch=lambda length: watch("time at each length", places.index(length) + 1, len(places)),
+            watch=lambda length: watch("time at each length", timed_lengths.index(length) + 1, len(timed_lengths)),
         )
     short = Path(name).name if Path(name).is_dir() else name
-    report = Report.of(short, judge, settings, before, after, timed=timed, calibration=found, budget=budget)
+    report = Report.of(short, judge, settings, before, after, timed=timed, calibration=search, budget=budget)
     return report, model, tokenizer
 
 
-def _check_counts(**given: int | None) -> None:
+def check_counts(**given: int | None) -> None:
     for name, value in given.items():
         if value is not None and value < 1:
             raise InvalidInput(name, given=value, expected="1 or more")
 
 
 def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, LayerSettings]:
-    """What the command line says; where that says nothing, what a model that was converted before has in its config."""
+    """Return the settings of the command line; without any, those of a model that was converted before."""
     from hsa.huggingface.conversion import convert, revert, settings_of
 
     if settings_of(model) and not NAMED.get() & set(vars(options)):
@@ -240,14 +240,14 @@ def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, 
 
 
 def _without(examples: Any, drawn: Any) -> Any:
-    """The rest, which the search has not seen."""
+    """Return the texts that the search has not seen."""
     seen = set(drawn.texts)
     rest = [i for i, texts in enumerate(examples.texts) if texts not in seen]
     if not rest or not seen:
         raise InvalidInput(
             examples.name,
             given=f"{len(set(examples.texts))} different texts",
-            expected="at least 2: some to search on, others to test what was found",
+            expected="at least 2: some to search on, others to test the result",
             fix="pass --calibration FILE to search on other texts",
         )
     return examples.part(rest)

@@ -24,7 +24,7 @@ def evaluate(
     """Test a model that `hsa train` saved on labelled data of the same kind, or a language model on a text.
 
     Args:
-        model: The folder of the model, such as runs/reviews/hsa.
+        model: The folder of the model, such as runs/reviews/hierarchical.
         data: Rows with the columns the model was trained on, or a folder per class; for a language model a text, a folder of
             texts or a table.
         context: For a language model: tokens of a block, in place of what it was trained with; transformer-xl has its
@@ -58,7 +58,7 @@ def evaluate(
 def _classifier(
     model: Path, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
 ) -> dict[str, int | float]:
-    from hsa.baselines.transformer_xl.encoder import set_test_memory
+    from hsa.models.memory import set_test_memory
     from hsa.training.inference import Saved
 
     skipped: list[InvalidInput] = []

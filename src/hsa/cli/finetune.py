@@ -1,4 +1,4 @@
-"""`hsa finetune`: a pre-trained encoder as a classifier of the user's texts."""
+"""`hsa finetune`: fine-tune a pre-trained encoder as a classifier of the user's texts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from hsa.cli.convert import SettingOptions
+from hsa.cli.convert import SettingOptions, check_counts
 from hsa.cli.progress import Bars
-from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.options import FinetuneOptions
 
 
@@ -19,11 +18,11 @@ class TrainingTexts:
     """Where the texts are.
 
     Args:
-        text: Column of the text; two make a pair. The usual names are found by themselves.
+        text: Column of the text; two make a pair. Common names are recognised.
         label: Column of labels; "label" unless given.
-        split: Only rows whose column "split" says so; train, where there is such a column.
-        join: Several columns are one text, not a pair.
-        limit: At most so many texts, drawn at random; all, unless given.
+        split: Value of the column "split" in the rows to use; train, where there is such a column.
+        join: Join several columns to one text, not a pair.
+        limit: Most texts, drawn at random; all, unless given.
     """
 
     text: tuple[str, ...] = ()
@@ -46,7 +45,7 @@ def finetune(
     training: Annotated[FinetuneOptions, Parameter(name="*", group="Training")] = FinetuneOptions(),  # noqa: B008
     settings: Annotated[SettingOptions, Parameter(name="*", group="Settings, with --convert")] = SettingOptions(),  # noqa: B008
 ) -> None:
-    """Fine-tune a pre-trained encoder on labelled texts, to convert it afterwards; or lightly, after converting.
+    """Fine-tune a pre-trained encoder on labelled texts, before converting it or briefly after.
 
     A run that was broken off goes on from its last epoch when it is started again with the same options.
 
@@ -54,7 +53,7 @@ def finetune(
         model: A folder or a name on the hub: an encoder, a classifier, or a converted one (its attention stays converted).
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts and labels.
         out: Folder for the model.
-        convert: Train with hierarchical attention, as the settings say.
+        convert: Convert the model before training, as the settings say.
         fresh: Start from new weights, not from those of the model.
         cpu: Do not use a GPU.
     """
@@ -65,17 +64,16 @@ def finetune(
     from hsa.huggingface.conversion import convert as convert_layers
     from hsa.huggingface.conversion import settings_of
     from hsa.huggingface.fidelity.examples import load_examples
-    from hsa.huggingface.fidelity.finetune import class_names, finish
     from hsa.huggingface.fidelity.finetune import finetune as train
+    from hsa.huggingface.fidelity.finetune import list_classes, save_finetuned
     from hsa.huggingface.loading import load_for_training
 
     console = Console()
     bars = Bars(console)
-    if read.limit is not None and read.limit < 1:
-        raise InvalidInput("limit", given=read.limit, expected="1 or more")
+    check_counts(limit=read.limit)
     split = read.split or ("train" if "split" in _columns(data) else None)
     examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
-    classes = class_names(examples)
+    classes = list_classes(examples)
     bars.say(f"loading {model}")
     torch.manual_seed(training.seed)
     network, tokenizer = load_for_training(model, classes, fresh=fresh)
@@ -93,7 +91,7 @@ def finetune(
             watch("fine-tuning", done, total)
 
         train(network, tokenizer, examples, training, folder=out, watch=step)
-    finish(out, network, tokenizer)
+    save_finetuned(out, network, tokenizer)
     console.print(
         Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} --data FILE"), soft_wrap=True
     )

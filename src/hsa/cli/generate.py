@@ -1,4 +1,4 @@
-"""`hsa generate`: text from a language model, as it is made."""
+"""`hsa generate`: continue a text with a language model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsa.cli.inspect import STDIN
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from hsa.generation.writing import Writer, Writing
+    from hsa.generation.text_stream import TextStream, Writer
 
 
 def generate(
@@ -20,7 +20,7 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
-    tokens: int = 200,
+    max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -28,29 +28,29 @@ def generate(
     stop: tuple[str, ...] = (),
     cpu: bool = False,
 ) -> None:
-    """Go on with a text. What is written goes to stdout as it is made; speed and the size of the cache to stderr.
+    """Continue a text. Text goes to stdout as it is generated; speed and cache size go to stderr at the end.
 
-    Ctrl-C ends it; what was written stays.
+    Ctrl-C ends the text; what was printed stays.
 
     Args:
-        model: A folder with a run of `hsa train --task lm` or one of its models, or with a causal model of transformers: it
-            attends as `hsa convert` has saved it, or as conversion does by default.
-        prompt: The text to go on from; - reads it from stdin.
-        prompt_file: A file with that text.
-        tokens: How many to write, at most.
-        temperature: 0 takes the likeliest token each time; higher is more daring.
-        top_k: Draw among so many of the likeliest tokens; 0 for all.
-        top_p: Draw among the likeliest tokens that together have this probability.
-        seed: The same seed writes the same text.
-        stop: Texts that end it; they are not written.
+        model: Folder of a run of `hsa train --task lm`, of one of its models, or of a causal model of transformers, which
+            attends as `hsa convert` saved it, or as conversion does by default.
+        prompt: Text to continue; - reads it from stdin.
+        prompt_file: File with the text to continue.
+        max_new_tokens: Most tokens to generate.
+        temperature: 0 takes the most likely token each time; higher values vary more.
+        top_k: Number of most likely tokens to draw from; 0 for all.
+        top_p: Draw from the most likely tokens that together have this probability.
+        seed: Random seed; the same seed gives the same text.
+        stop: Strings that end the text; they are not printed.
         cpu: Do not use a GPU.
     """
     text = _prompt(prompt, prompt_file)
     import torch
 
+    from hsa.generation.generate import generate as stream_text
     from hsa.generation.loading import is_transformers, load_writer
     from hsa.generation.sampling import Sampling
-    from hsa.generation.writing import generate as write
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
@@ -58,24 +58,24 @@ def generate(
     ends: set[int] | None = None
     pretrained = is_transformers(model)
     if pretrained:
-        from hsa.huggingface.writer import load_pretrained_writer
+        from hsa.huggingface.text_stream import load_pretrained_writer
 
         writer, tokenizer, ends = load_pretrained_writer(str(model), device)
     else:
         writer, tokenizer = load_writer(model, device)
-    asked: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
-    writing = write(writer, tokenizer, text, **asked, ends=ends, special_tokens=pretrained)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+    stream = stream_text(writer, tokenizer, text, **options, ends=ends, special_tokens=pretrained)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shall not end the text
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
     try:
-        for piece in writing:
+        for piece in stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
         pass
     sys.stdout.write("\n")
     sys.stdout.flush()
-    print(_summary(writing), file=sys.stderr)
+    print(_summary(stream), file=sys.stderr)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -97,12 +97,12 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         raise InvalidInput("stdin", given="bytes that are no text", expected="UTF-8") from None
 
 
-def _summary(writing: Writing) -> str:
-    """One line: how much, how fast, what it took."""
-    made = len(writing.ids)
-    speed = f" at {made / writing.seconds:,.1f} tokens/s" if made and writing.seconds else ""
+def _summary(stream: TextStream) -> str:
+    """Return one line: tokens read and generated, speed, memory of the cache."""
+    made = len(stream.ids)
+    speed = f" at {made / stream.seconds:,.1f} tokens/s" if made and stream.seconds else ""
     why = {"running": " (interrupted)", "end": " (end of the document)", "max_length": " (max_length of the model)"}
     return (
-        f"{len(writing.prompt):,} tokens read in {writing.prompt_seconds:.2f} s, {made:,} written{speed}"
-        f"{why.get(writing.reason, '')}; cache: {writing.cache.memory()}"
+        f"{len(stream.prompt):,} tokens read in {stream.prompt_seconds:.2f} s, {made:,} written{speed}"
+        f"{why.get(stream.reason, '')}; cache: {stream.cache.memory()}"
     )

@@ -15,7 +15,7 @@ def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = 
     """Predict the class (or number, or answer) of every row of a file, or of files.
 
     Args:
-        model: The folder of the model, such as runs/reviews/hsa.
+        model: The folder of the model, such as runs/reviews/hierarchical.
         data: Rows with the columns the model reads; or, for a model trained on folders or on the standard library, a file
             or a folder of files.
         skip_bad: Leave out rows and files that cannot be read, and count them.

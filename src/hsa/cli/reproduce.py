@@ -1,4 +1,4 @@
-"""`hsa reproduce`: an experiment with conversions, as a recipe describes it."""
+"""`hsa reproduce`: run an experiment with conversions, as a recipe describes it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reproduce(
         model: The encoder to fine-tune: a folder, or a name on the hub.
         given: TASK=FOLDER: a model that is fine-tuned already.
         hub: Take the checkpoints that the paper used, from the hub.
-        tasks: Only these.
-        limit: At most so many test texts of each task.
+        tasks: Tasks of the recipe to run; all, unless given.
+        limit: Most test texts of each task.
         out: Folder for models and results; runs/NAME by default.
         cpu: Do not use a GPU.
     """
@@ -43,7 +43,7 @@ def reproduce(
     from hsa.analysis.tables import print_table, terminal_table
     from hsa.huggingface.fidelity.sweep import Sweep
     from hsa.huggingface.fidelity.sweep_recipe import load_sweep
-    from hsa.huggingface.fidelity.sweep_report import columns, write_sweep
+    from hsa.huggingface.fidelity.sweep_report import tabulate, write_sweep_report
 
     console = Console()
     wanted = load_sweep(recipe, tasks)
@@ -67,9 +67,9 @@ def reproduce(
     if not rows:
         reasons = "; ".join(f"{name}: {why}" for name, why in sweep.skipped.items())
         raise InvalidInput(str(recipe), given=f"no task that can run ({reasons})", expected="at least one")
-    pictures = write_sweep(folder, wanted.title, rows, sweep.skipped)
+    pictures = write_sweep_report(folder, wanted.title, rows, sweep.skipped)
     console.print()
-    print_table(console, terminal_table(*columns(rows)))
+    print_table(console, terminal_table(*tabulate(rows)))
     console.print()
     for name, why in sweep.skipped.items():
         console.print(Text(f"{name} was skipped: {why}", style="yellow"))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsa.errors import InvalidInput
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.registry import resolve
 from hsa.training.recipe import Recipe, load_recipe, overridden
+from hsa.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,20 +38,19 @@ def is_recipe(data: Path | None) -> bool:
     return data is not None and data.suffix.lower() in (".yaml", ".yml")
 
 
-def completed(given: Recipe) -> Recipe:
-    """What the command line says, on top of a recipe file or of what suits the standard library."""
+def completed(given: Recipe, quick: bool, models: tuple[str, ...] | None = None) -> Recipe:
+    """Return the recipe with what stands on the command line, over a recipe file or the preset of the task.
+
+    Args:
+        models: Models where neither the command line nor a recipe file names any, in place of the preset's.
+    """
     if given.data is not None and is_recipe(given.data):
-        return overridden(load_recipe(given.data), given, NAMED.get())
-    if given.data is not None:
-        return given
-    # Sizes that suit some two thousand short programs and two cores.
-    default = Recipe(
-        models=given.models,
-        read=DataOptions(vocabulary=4096, max_tokens=384),
-        model=ModelOptions(width=96),
-        training=TrainingOptions(epochs=6, learning_rate=3e-3, batch_tokens=8192),
-    )
-    return overridden(default, given, NAMED.get())
+        base = load_recipe(given.data)
+    else:
+        base = TASKS.get(given.read.task).preset(given.data, quick)
+        base = base if models is None else replace(base, models=models)
+    recipe = overridden(base, given, NAMED.get())
+    return quicker(recipe) if quick else recipe
 
 
 def quicker(given: Recipe) -> Recipe:
@@ -74,31 +74,19 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
     from rich.text import Text
 
-    from hsa.research.match3 import prepare_match3
-    from hsa.training.data.prepare import prepare
     from hsa.training.experiment import check_entmax
 
     def say(message: str) -> None:
         if accelerator.is_main_process:
             console.print(Text(f"{message} …", style="dim"))
 
-    if recipe.documents.warm_start is not None and "hat" not in recipe.models:
-        raise InvalidInput(
-            "warm_start", given=f"for {', '.join(recipe.models)}", expected="hat among the models: it starts from it"
-        )
+    for group in recipe.extra.values():
+        group.check_models(recipe.models)
     check_entmax(recipe.models, recipe.model)
-    if recipe.read.task == "match3":
-        prepared = prepare_match3(recipe.data, recipe.match3, seed=recipe.training.seed)
-    else:
-        with accelerator.main_process_first():  # the others find the data in the cache
-            prepared = prepare(
-                recipe.data,
-                recipe.read,
-                seed=recipe.training.seed,
-                small=small,
-                warm_start=recipe.documents.warm_start,
-                say=say,
-            )
+    where = TASKS.get(recipe.read.task).prepare
+    assert where is not None  # a task of classifiers
+    with accelerator.main_process_first():  # the other processes load the data from the cache
+        prepared: PreparedData = resolve(where)(recipe, small, say)
     if accelerator.is_main_process:
         _announce(console, prepared, folder)
     return prepared
@@ -119,7 +107,7 @@ def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -
                 fix="pass --resume to go on with that run, or another --out",
             )
         return out
-    own_data = {"seq2seq": "marked-sentences", "match3": "match3"}.get(recipe.read.task, "python-standard-library")
+    own_data = TASKS.get(recipe.read.task).own_data
     name = kind + (own_data if recipe.data is None else recipe.data.stem)
     own = re.compile(re.escape(name) + r"(-\d+)?")
     taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from hsa.baselines.options import DocumentOptions
 from hsa.cli.progress import TrainingBar, say_results, say_where
-from hsa.cli.runs import NAMED, completed, is_recipe, no_time_limit, quicker, read_data, run_folder, words
-from hsa.training.options import (
-    DataOptions,
-    DocumentOptions,
-    LanguageOptions,
-    Match3Options,
-    ModelOptions,
-    Seq2SeqOptions,
-    TrainingOptions,
-)
-from hsa.training.recipe import Recipe, overridden
+from hsa.cli.runs import completed, no_time_limit, read_data, run_folder, words
+from hsa.models.options import ModelOptions
+from hsa.research.match3.options import Match3Options
+from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,9 +21,6 @@ if TYPE_CHECKING:
     from hsa.training.data.prepare import PreparedData
     from hsa.training.experiment import Result
     from hsa.training.failures import NoResult
-
-
-_QUICK_SEQUENCES = 2_000
 
 
 def train(
@@ -83,7 +74,8 @@ def train(
     """
     from rich.console import Console
 
-    recipe = _recipe(Recipe(data, words(models), read, model, training, language, seq2seq, match3, documents), quick)
+    extra = {"match3": match3, "documents": documents}
+    recipe = completed(Recipe(data, words(models), read, model, training, language, seq2seq, extra), quick)
     console = Console(stderr=False)
     if recipe.read.task in ("lm", "seq2seq"):
         no_time_limit(recipe)
@@ -99,66 +91,6 @@ def train(
         run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
         return
     _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
-
-
-def _recipe(given: Recipe, quick: bool) -> Recipe:
-    if is_recipe(given.data) or given.read.task in ("classification", "regression"):
-        given = completed(given)
-    elif given.read.task == "lm":
-        given = _lm_recipe(given, quick)
-    elif given.read.task == "seq2seq":
-        given = _seq2seq_recipe(given)
-    else:
-        given = _match3_recipe(given)
-    if quick:
-        given = quicker(given)
-        few = min(given.match3.sequences, _QUICK_SEQUENCES)
-        given = replace(given, match3=replace(given.match3, sequences=few))
-    return given
-
-
-def _lm_recipe(given: Recipe, quick: bool) -> Recipe:
-    """Sizes that suit a megabyte of text and two cores."""
-    default = Recipe(
-        given.data,
-        ("multiscale", "flat"),
-        DataOptions(task="lm", vocabulary=4096),
-        ModelOptions(width=128, layers=2, dropout=0.0),
-        TrainingOptions(
-            epochs=4,
-            learning_rate=3e-3,
-            schedule="cosine",
-            weight_decay=0.1,
-            batch_tokens=2048 if quick else 8192,
-        ),
-        LanguageOptions(context=256, steps=100 if quick else 0),
-    )
-    return overridden(default, given, NAMED.get())
-
-
-def _seq2seq_recipe(given: Recipe) -> Recipe:
-    """Sizes that suit short documents and two cores."""
-    default = Recipe(
-        given.data,
-        ("hierarchical", "flat"),
-        DataOptions(task="seq2seq", vocabulary=512 if given.data is None else 4096),
-        ModelOptions(width=64, dropout=0.0),
-        TrainingOptions(epochs=6, learning_rate=3e-3, batch_size=32, patience=0),
-        LanguageOptions(branching=(4, 4), positions="both"),
-    )
-    return overridden(default, given, NAMED.get())
-
-
-def _match3_recipe(given: Recipe) -> Recipe:
-    """What learns to match three numbers in minutes on one core; recipes/match3.yaml says the same."""
-    default = Recipe(
-        given.data,
-        ("trilinear", "flat", "deepsets"),
-        DataOptions(task="match3"),
-        ModelOptions(width=64, head_dim=32, dropout=0.0, position_width=0),
-        TrainingOptions(epochs=10, learning_rate=2e-3, batch_size=256, patience=0),
-    )
-    return overridden(default, given, NAMED.get())
 
 
 def _run(
@@ -182,7 +114,7 @@ def _run(
         recipe.training,
         folder,
         accelerator,
-        documents=recipe.documents,
+        extra=recipe.extra,
         resume=resume,
         watch=(lambda name: TrainingBar(name, score, console)) if main else None,
         on_failure=failed.__setitem__,
@@ -205,11 +137,11 @@ def _report(
     pictures = write_report(folder, recipe, prepared, results, failed)
     say_results(console, result_table(results, failed), report_lines(prepared, results))
     model = folder / results[0].model
-    made_up = prepared.reading.kind == "match3"
-    following = "" if made_up else f"hsa predict {model} {_more_of(recipe, prepared)}"
+    generated = prepared.input_spec.kind == "generated"
+    following = "" if generated else f"hsa predict {model} {_more_of(recipe, prepared)}"
     say_where(console, model, folder / "report.md", pictures, following)
 
 
 def _more_of(recipe: Recipe, prepared: PreparedData) -> str:
     """What the model could read next."""
-    return {"python": "FILE.py", "news": "FILE"}.get(prepared.reading.kind, str(recipe.data))
+    return {"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))

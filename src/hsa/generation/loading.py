@@ -1,4 +1,4 @@
-"""A language model and its tokenizer, from the folder that `hsa train --task lm` wrote."""
+"""Load a language model and its tokenizer from the folder that `hsa train --task lm` wrote."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json
-from hsa.models.language_models import AnyLanguageModel
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model
 from hsa.signals.readers.tokens import load_tokenizer
 
 
-def load_writer(folder: Path, device: torch.device | str = "cpu") -> tuple[AnyLanguageModel, Any]:
-    """The model and the tokenizer of a folder, or of the first model of a run.
+def load_writer(folder: Path, device: torch.device | str = "cpu") -> tuple[CausalLanguageModel, Any]:
+    """Return the model and the tokenizer of a folder, or of the first model of a run.
 
     Raises:
-        InvalidInput: naming the file that is missing, damaged, or of something else.
+        InvalidInput: For a file that is missing, damaged or of another kind.
     """
     folder = model_folder(folder)
     return load_language_model(folder, device), load_tokenizer(folder / TOKENIZER)
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder itself; of a run, that of its first model."""
+    """Return the folder itself, or for a run the folder of its first model."""
     if not folder.is_dir():
         raise InvalidInput(
             str(folder), given="no such folder", expected="a model or a run that hsa train --task lm wrote"
@@ -42,7 +42,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def is_transformers(folder: Path) -> bool:
-    """Whether it holds a model of transformers: its configuration names a `model_type`."""
+    """Return whether the folder holds a transformers model: its configuration names a `model_type`."""
     if not (folder / CONFIG).is_file():
         return False
     about = read_json(folder / CONFIG, "the configuration of a model")

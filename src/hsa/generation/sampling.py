@@ -1,4 +1,4 @@
-"""From logits to the next token."""
+"""Draw the next token from logits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Sampling:
     """How the next token is drawn.
 
     Args:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: draw among so many of the likeliest tokens; 0 for all.
-        top_p: draw among the likeliest tokens that together have this probability; 1 for all.
-        seed: of the draws; None for another one each time.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 for all.
+        top_p: Draw from the most likely tokens that together have this probability; 1 for all.
+        seed: Random seed; None for another one each time.
 
     >>> Sampling(temperature=0).draw(torch.tensor([[0.1, 2.0, 0.3]])).tolist()
     [1]
@@ -42,7 +42,7 @@ class Sampling:
             raise InvalidInput("seed", given=self.seed, expected="an integer of 0 or more, below 2^63")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """The source of chance for a whole text."""
+        """Return the random generator for a whole text."""
         made = torch.Generator(device)
         if self.seed is None:
             made.seed()
@@ -51,30 +51,32 @@ class Sampling:
         return made
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A token for every row of `logits` `[batch, vocabulary]`."""
+        """Draw a token for every row of `logits` `[batch, vocabulary]`."""
         if self.temperature == 0:
             return logits.argmax(-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """`[batch, vocabulary]` what is drawn from, where the temperature is not 0.
+        """Return the probabilities `[batch, vocabulary]` to draw from; the temperature must not be 0.
 
         >>> Sampling(top_p=0.6).probabilities(torch.tensor([[0.5, 0.3, 0.2]]).log()).tolist()  # 0.5 is less than 0.6
         [[0.625, 0.375, 0.0]]
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature  # however low it is, the likeliest stays finite
+        wide = (
+            wide - wide.amax(-1, keepdim=True)
+        ) / self.temperature  # the most likely one stays finite at any temperature
         if 0 < self.top_k < wide.shape[-1]:
             least = wide.topk(self.top_k).values[..., -1:]
             wide = wide.masked_fill(wide < least, -torch.inf)
-        chances = wide.softmax(-1)
+        probabilities = wide.softmax(-1)
         if self.top_p < 1:
-            ordered, index = chances.sort(-1, descending=True)
-            before = ordered.cumsum(-1) - ordered  # of likelier tokens: the first is always kept
-            kept = torch.zeros_like(chances, dtype=torch.bool).scatter_(-1, index, before < self.top_p)
-            chances = chances.masked_fill(~kept, 0.0)
-            chances = chances / chances.sum(-1, keepdim=True)
-        return chances
+            ordered, index = probabilities.sort(-1, descending=True)
+            before = ordered.cumsum(-1) - ordered  # probability of more likely tokens: the first is always kept
+            kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(-1, index, before < self.top_p)
+            probabilities = probabilities.masked_fill(~kept, 0.0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities
 
 
 def _is_number(value: object) -> bool:

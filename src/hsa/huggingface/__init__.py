@@ -1,4 +1,4 @@
-"""Hierarchical attention in pre-trained transformers models, and frozen encoders as embeddings.
+"""Attention over trees in pre-trained transformers models, and frozen encoders as embeddings.
 
 `convert` and `revert` change a model, `counting` counts its operations.
 Functions load when they are first used, and `convert` registers `attn_implementation="hsa"` with transformers.
@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hsa.huggingface.attend import counting
     from hsa.huggingface.cache import memory_of, new_cache
     from hsa.huggingface.conversion import convert, convert_as, revert, settings_of
     from hsa.huggingface.interface import register
+    from hsa.huggingface.observe import counting
 
 _HOMES = {
     "convert": "conversion",
     "convert_as": "conversion",
-    "counting": "attend",
+    "counting": "observe",
     "memory_of": "cache",
     "new_cache": "cache",
     "register": "interface",

@@ -1,14 +1,15 @@
 """Caches of trees behind the cache interface of transformers: a converted layer's past, for `model.generate`.
 
-transformers hands a layer's new keys to its cache and what that returns to the attention function, and nothing else. So the
-keys that `CacheLayer.update` returns carry their cache layer with them: of a prompt the keys themselves, of later tokens a
-placeholder of the right shape. The attention function finds the layer there and lets it attend.
+transformers hands a layer's new keys to its cache, and what that returns to the attention function, and nothing else. So the
+keys that `CacheLayer.update` returns carry their cache layer with them: for a prompt the keys themselves, for later tokens a
+placeholder of the right shape. The attention function finds the cache layer there and lets it attend.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,38 +17,24 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hsa.attention.cache.clustered import ClusteredCache
-from hsa.attention.cache.clustered_search import Counted
-from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.cache.interface import Cache, Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
-from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.errors import InvalidInput
-from hsa.huggingface.attend import bias_of, count_step, is_counting, is_probing
+from hsa.huggingface.attend import Output, attend, bias_of
+from hsa.huggingface.layer_plan import Call, LayerPlan, layers_that_cache_trees
+from hsa.huggingface.observe import COUNTER, count_steps
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 
-FEW = 16
-"""New tokens up to which they are taken one by one; for more, trees are made anew from all keys."""
-SHORT = 2**15
-"""Prompts of up to so many tokens attend inside the cache where that is quicker."""
 REWIND = 64
-"""Tokens that can be taken back from layers that keep no leaves: what speculative decoding may guess in vain."""
-Outputs = tuple[Tensor, Tensor | None]
-
-
-def keeps_trees(settings: LayerSettings | None) -> bool:
-    """Whether a causal layer with these settings has a cache of trees; the others make their trees anew in each step."""
-    if settings is None or settings.operator != "multiscale" or isinstance(settings.sinks, str):
-        return False
-    if settings.hierarchy == "keys":
-        return len(settings.branching) <= 2
-    return settings.hierarchy == "windows" and settings.top_k == 0
+"""Tokens that can be taken back from layers that keep no leaves: more than speculative decoding guesses in vain."""
 
 
 class CacheLayer(CacheLayerMixin):
     """The past of one converted layer.
 
-    Sequences are packed: each has the length that the mask gives it, and padding is nowhere. transformers counts padded
-    positions, and so do the lengths that it is told.
+    Sequences are packed, without padding: each has the length that the mask gives it. transformers counts padded positions,
+    and so do the lengths that it is told.
     """
 
     is_sliding = False
@@ -61,7 +48,7 @@ class CacheLayer(CacheLayerMixin):
         self.tokens: Cache | None = None
         self.mask: Tensor | None = None  # [batch, seen] which positions hold tokens
         self.seen = 0
-        self._waiting = 0  # positions that nobody has attended from yet
+        self._waiting = 0  # new positions that have not attended yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -83,7 +70,7 @@ class CacheLayer(CacheLayerMixin):
         if self.tokens is None:
             keys, values = key_states, value_states
         else:
-            # Whoever reads these instead of asking the layer shall notice.
+            # Attention that reads these instead of asking the layer gives NaN, which shows.
             keys, values = (
                 x.new_full((), math.nan).expand(batch, heads, self.seen, x.shape[-1])
                 for x in (key_states, value_states)
@@ -107,31 +94,27 @@ class CacheLayer(CacheLayerMixin):
                 fix="start with a new cache",
             )
 
-    def attend(
-        self,
-        settings: LayerSettings | None,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sequences: Sequences,
-        options: dict[str, Any],
-        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
-    ) -> Outputs:
-        """What the attention function returns; `whole` is attention without a cache, which notes the order it found."""
-        waiting, self._waiting = self._waiting, 0
-        if settings != self.settings:
+    def attend(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
+        """Attend with the new tokens that `update` got, as the layer's plan says, and keep them."""
+        self._waiting = 0
+        if plan.settings != self.settings:
             raise InvalidInput(
                 "past_key_values",
-                given=f"a cache that was made for other settings of layer {layer}",
+                given=f"a cache that was made for other settings of layer {plan.number}",
                 expected="one of this conversion",
                 fix="start with a new cache after hsa.huggingface.convert",
             )
-        if self.tokens is None:
-            if self._quicker(query, key, sequences, options):
-                return self._first_quickly(query, key, value, sequences, options["scale"])
-            return self._first(key, value, sequences, whole)
-        if torch.is_grad_enabled() and query.requires_grad:
+        if self.tokens is not None:
+            self._check_continuation(call, sequences, self.tokens)
+        path = plan.cache_path(call, sequences, empty=self.tokens is None)
+        if path == "inside":
+            return self._attend_inside(call, sequences)
+        if path == "whole":
+            return self._attend_whole(plan, call, sequences)
+        return self._attend_steps(plan, call, sequences)
+
+    def _check_continuation(self, call: Call, sequences: Sequences, tokens: Cache) -> None:
+        if call.needs_gradient:
             raise InvalidInput(
                 "past_key_values",
                 given="a cache of trees, where gradients are asked for",
@@ -139,30 +122,58 @@ class CacheLayer(CacheLayerMixin):
                 fix="use torch.no_grad(), or use_cache=False",
             )
         before = [all_ - new for all_, new in zip(sequences.keys.lengths, sequences.queries.lengths, strict=True)]
-        if before != self.tokens.lengths:
+        if before != tokens.lengths:
             raise InvalidInput(
                 "attention_mask",
                 given=f"a mask that says {before[:5]} tokens are in the cache",
-                expected=f"{self.tokens.lengths[:5]}, as there are: the mask of all positions, those in the cache included",
+                expected=f"{tokens.lengths[:5]}, as there are: the mask of all positions, those in the cache included",
             )
-        keys, values = key.hsa_new  # type: ignore[attr-defined]
-        one_by_one = sequences.queries.full and not options["weights"] and not options["dropout_p"]
-        if isinstance(self.tokens, ClusteredCache) and not (one_by_one and waiting <= FEW):
-            return self._anew(keys, values, sequences, whole)
-        if not one_by_one:
-            raise InvalidInput(
-                "past_key_values",
-                given="padding among new tokens, weights or dropout, with a cache that keeps no leaves",
-                expected="new tokens without padding, output_attentions=False, no dropout",
-                fix="use_cache=False",
-            )
+
+    def _attend_inside(self, call: Call, sequences: Sequences) -> Output:
         self.mask = sequences.mask
-        counted = Counted() if is_counting() else None
-        each = zip(query.unbind(2), keys.unbind(2), values.unbind(2), strict=True)
-        out = [self._step(q, k, v, options["scale"], counted) for q, k, v in each]
+        self.tokens = tokens = self._empty(call.key, call.value)
+        assert isinstance(tokens, ClusteredCache)
+        tokens.begin(sequences.keys.lengths)
+        q, k, v = (sequences.keys.pack(x.detach().to(tokens.dtype)) for x in (call.query, call.key, call.value))
+        out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=call.scale)
+        return Output(sequences.keys.unpack(out.to(call.query.dtype)).transpose(1, 2))
+
+    def _attend_whole(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
+        """Attend as without a cache, then fill it with all keys, in the order of their clusters."""
+        if self.tokens is not None:
+            key, value = self._all_tokens(call)
+            call = replace(call, key=key, value=value)
+        out = attend(plan, call, sequences)
+        self.mask = sequences.mask
+        self.tokens = self._empty(call.key, call.value)
+        self.tokens.begin(sequences.keys.lengths)
+        k, v = (sequences.keys.pack(x.detach()) for x in (call.key, call.value))
+        if isinstance(self.tokens, ClusteredCache):
+            self.tokens.fill(0, k, v, clusters=out.clusters)
+        else:
+            self.tokens.fill(0, k, v)
+        return out
+
+    def _all_tokens(self, call: Call) -> list[Tensor]:
+        """Return all keys and values, in the order of time and with their padding, as if they had come at once."""
+        assert isinstance(self.tokens, ClusteredCache)
+        assert self.mask is not None
+        both = []
+        for kept, new in zip(self.tokens.leaves(0), call.key.hsa_new, strict=True):  # type: ignore[attr-defined]
+            padded = new.new_zeros(*self.mask.shape, *kept.shape[1:])
+            padded[self.mask] = kept.to(new.dtype)
+            both.append(torch.cat([padded.transpose(1, 2), new], 2))
+        return both
+
+    def _attend_steps(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
+        self.mask = sequences.mask
+        counted = Counted() if COUNTER.get() is not None else None
+        keys, values = call.key.hsa_new  # type: ignore[attr-defined]
+        each = zip(call.query.unbind(2), keys.unbind(2), values.unbind(2), strict=True)
+        out = [self._step(q, k, v, call.scale, counted) for q, k, v in each]
         if counted is not None:
-            count_step(layer, query, sequences, counted)
-        return torch.stack(out, 1), None
+            count_steps(plan.number, call.query, sequences, counted)
+        return Output(torch.stack(out, 1))
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, counted: Counted | None) -> Tensor:
         tokens = self.tokens
@@ -179,62 +190,6 @@ class CacheLayer(CacheLayerMixin):
                 counted.entries += int((tokens.bias > -math.inf).sum()) * q.shape[1]
         return out.to(q.dtype)
 
-    def _first(
-        self,
-        key: Tensor,
-        value: Tensor,
-        sequences: Sequences,
-        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
-    ) -> Outputs:
-        """The prompts: attention as it is without a cache, then into the cache with them, in the order that it found."""
-        found: list[KeyClusters] = []
-        out = whole(key, value, found)
-        self.mask = sequences.mask
-        self.tokens = self._empty(key, value)
-        self.tokens.begin(sequences.keys.lengths)
-        k, v = (sequences.keys.pack(x.detach()) for x in (key, value))
-        if isinstance(self.tokens, ClusteredCache):
-            self.tokens.fill(0, k, v, clusters=found[0] if found else None)
-        else:
-            self.tokens.fill(0, k, v)
-        return out
-
-    def _quicker(self, query: Tensor, key: Tensor, sequences: Sequences, options: dict[str, Any]) -> bool:
-        """Whether the prompts can attend inside the cache, which on a CPU saves most of the time."""
-        watched = is_counting() or is_probing() or options["weights"] or options["dropout_p"]
-        if watched or query.device.type != "cpu" or (torch.is_grad_enabled() and query.requires_grad):
-            return False
-        short = max(sequences.keys.lengths) <= SHORT
-        return self.settings.hierarchy == "keys" and short and query.shape[2] == key.shape[2] and sequences.causal
-
-    def _first_quickly(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None
-    ) -> Outputs:
-        self.mask = sequences.mask
-        self.tokens = tokens = self._empty(key, value)
-        assert isinstance(tokens, ClusteredCache)
-        tokens.begin(sequences.keys.lengths)
-        q, k, v = (sequences.keys.pack(x.detach().to(tokens.dtype)) for x in (query, key, value))
-        out = tokens.attend_prompts(0, q, k, v, pooled_bias=bias_of(self.settings, q.device), scale=scale)
-        return sequences.keys.unpack(out.to(query.dtype)).transpose(1, 2), None
-
-    def _anew(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        sequences: Sequences,
-        whole: Callable[[Tensor, Tensor, list[KeyClusters]], Outputs],
-    ) -> Outputs:
-        """Many new tokens: all keys, in the order of time and with their padding, as if they had come at once."""
-        assert isinstance(self.tokens, ClusteredCache)
-        assert self.mask is not None
-        both = []
-        for kept, new in zip(self.tokens.leaves(0), (keys, values), strict=True):
-            padded = new.new_zeros(*self.mask.shape, *kept.shape[1:])
-            padded[self.mask] = kept.to(new.dtype)
-            both.append(torch.cat([padded.transpose(1, 2), new], 2))
-        return self._first(both[0], both[1], sequences, whole)
-
     def _empty(self, key: Tensor, value: Tensor) -> Cache:
         settings = self.settings
         sinks = settings.sinks or 0
@@ -250,7 +205,7 @@ class CacheLayer(CacheLayerMixin):
             "branching": settings.branching,
             "sinks": sinks,
         }
-        if settings.hierarchy == "keys":
+        if settings.kind == "clustered":
             return ClusteredCache(top_k=settings.top_k, beam=settings.beam, chunk=settings.chunk_size, **shared)
         return MultiscaleCache(near=settings.near, rewind=REWIND, **shared)
 
@@ -286,7 +241,7 @@ class CacheLayer(CacheLayerMixin):
             self.reorder_cache(torch.arange(self.tokens.batch)[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Negative: forget so many positions at the end. Positive: keep so many at the beginning."""
+        """Remove positions at the end (negative), or all but the first ones (positive)."""
         left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
         if self.tokens is None or self.mask is None or left == self.seen:
             return
@@ -298,7 +253,7 @@ class CacheLayer(CacheLayerMixin):
         self.seen, self.mask = left, mask
 
     def offload(self) -> None:
-        """Stays where it is."""
+        """Do nothing: trees stay on their device."""
 
     prefetch = offload
 
@@ -309,8 +264,8 @@ class CacheLayer(CacheLayerMixin):
         return f"CacheLayer({self.tokens!r})"
 
 
-def adopt(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
-    """Gives the layers of an empty `DynamicCache` that have trees a cache of trees, in place."""
+def cache_trees(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
+    """Replace the empty layers of a `DynamicCache` that belong to converted layers by caches of trees, in place."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not layers:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # it makes its layers when they are needed
@@ -328,9 +283,9 @@ def adopt(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
 
 
 def new_cache(model: Any) -> DynamicCache:
-    """An empty cache for a converted decoder, such as `model.generate` makes by itself.
+    """Make an empty cache for a converted decoder, as `model.generate` does by itself.
 
-    For loops of one's own: `model(ids, past_key_values=cache)`.
+    For a loop of your own: `model(ids, past_key_values=cache)`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=60)
@@ -343,17 +298,14 @@ def new_cache(model: Any) -> DynamicCache:
     >>> cache.get_seq_length()
     48
     """
-    from hsa.huggingface.interface import caching_layers
-
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    adopt(cache, caching_layers(model.modules()))
+    cache_trees(cache, layers_that_cache_trees(model.modules()))
     return cache
 
 
 def memory_of(cache: Any) -> Memory:
-    """What a cache takes, all layers together; layers without trees keep every key and value."""
-    found: Iterable[Memory | None] = [_memory(layer) for layer in cache.layers]
-    each = [memory for memory in found if memory is not None]
+    """Return the memory of a cache, all layers together; layers without trees keep every key and value."""
+    each = [memory for memory in map(_memory, cache.layers) if memory is not None]
     kept = any(memory.leaves_kept for memory in each)
     return Memory(sum(m.bytes for m in each), sum(m.flat_bytes for m in each), kept)
 

@@ -1,17 +1,19 @@
-"""`convert` and `revert`: hierarchical attention in the layers of a pre-trained model."""
+"""`convert` and `revert`: attention over trees in the layers of a pre-trained model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.interface import NAME, Conversion, ConvertedLayer, caching_layers, register
+from hsa.huggingface.hooks import Conversion
+from hsa.huggingface.interface import NAME, register
+from hsa.huggingface.layer_plan import LayerPlan, layers_that_cache_trees
 from hsa.huggingface.layers import attention_layers, is_causal, is_sliding
-from hsa.huggingface.settings import GIVEN, LayerSettings, Settings
+from hsa.huggingface.settings import DEFAULT, FUNCTION, Kind, LayerSettings, ModelSettings, Tree, select_given
 from hsa.huggingface.vocabulary import Vocabulary
 
 Model = TypeVar("Model")
@@ -19,10 +21,19 @@ Model = TypeVar("Model")
 
 def convert(
     model: Model,
-    layers: Iterable[int] | None = None,
+    layers: Iterable[int] | int | None = None,
     *,
     tokenizer: Any = None,
-    **settings: Any,
+    kind: Kind = DEFAULT.kind,
+    tree: Tree | Callable[..., Any] | None = DEFAULT.tree,
+    branching: Sequence[int] = DEFAULT.branching,
+    near: int = DEFAULT.near,
+    top_k: int = DEFAULT.top_k,
+    beam: int | Literal["exact"] | None = DEFAULT.beam,
+    pooled_bias: float | Sequence[float] = DEFAULT.pooled_bias,
+    sinks: int | Literal["special"] | None = DEFAULT.sinks,
+    tile: int | None = DEFAULT.tile,
+    chunk: int | None = DEFAULT.chunk,
 ) -> Model:
     """Replace attention in layers of a transformers model, in place. The other layers keep PyTorch's exact attention.
 
@@ -32,23 +43,21 @@ def convert(
     Args:
         model: a `PreTrainedModel` that takes its attention from transformers' interface. Its weights are not touched.
         layers: numbers from 0, negative from the end; all that see the whole sequence, unless given.
-        tokenizer: the model's; needed for `sinks="special"` and `hierarchy="sentences"`.
-        settings: any of
-
-            operator: "multiscale" (every query keeps its row) or "hierarchical" (the paper's).
-            hierarchy: "keys": trees found from the keys of each head, the most faithful; "windows" of consecutive tokens;
-                "sentences" of the text; or a function from a list of ids per sequence to a `Hierarchy`, a tree per sequence.
-            branching: members per family, from the leaves up. Multiscale trees repeat the last factor up to the root; the
-                paper's join what is left under it.
-            near: neighbouring families that are exact too (not with "keys").
-            top_k: how many more families are exact: the best by the queries' own scores. The fidelity dial.
-            beam: width of the search for them; "exact" looks at all.
-            pooled_bias: added to the logits of pooled nodes, one number or one per head.
-            sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
-            share: neighbouring queries that share a choice; one for "keys", those of a family for the others, unless given.
-                In causal models every query chooses for itself.
-            chunk: how many tokens are searched for trees together ("keys"): in causal models 256, once they are complete,
-                else all, unless given.
+        tokenizer: the model's; needed for `sinks="special"` and `tree="sentences"`.
+        kind: "clustered" (multiscale attention over clustered keys, the most faithful), "multiscale" (over a tree) or
+            "hierarchical" (the paper's operator, over a tree).
+        tree: for the last two kinds: "windows" of consecutive tokens (default), "sentences" of the text, or a function from
+            a list of ids per sequence to a `Hierarchy` with a tree per sequence.
+        branching: members per family, from the leaves up. The last factor repeats up to the root; the paper's trees join
+            what is left under it.
+        near: neighbouring families that are exact too (multiscale only).
+        top_k: number of groups that are exact, the best by the queries' own scores. The fidelity dial.
+        beam: width of the search for them; "exact" looks at all.
+        pooled_bias: added to the logits of pooled nodes, one number or one per head.
+        sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
+        tile: neighbouring queries that share a selection; unless given, 1 for clustered keys and a leaf family otherwise. In
+            causal models every query selects for itself.
+        chunk: tokens whose keys are clustered together; unless given, all, in causal models 256 (once they are complete).
 
     Returns:
         the same model.
@@ -66,45 +75,60 @@ def convert(
     register()
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
-    written = _settings(config, modules) or Settings({})
-    unknown = sorted(set(settings) - set(LayerSettings.__dataclass_fields__))
-    if unknown:
-        raise InvalidInput(unknown[0], given="a setting", expected=f"one of {list(LayerSettings.__dataclass_fields__)}")
-    by_number = _by_number(modules, written, layers, settings)
+    written = _settings(config, modules) or ModelSettings({})
+    given = select_given(
+        kind=kind,
+        tree=tree,
+        branching=branching,
+        near=near,
+        top_k=top_k,
+        beam=beam,
+        pooled_bias=pooled_bias,
+        sinks=sinks,
+        tile=tile,
+        chunk=chunk,
+    )
+    by_number = _by_number(modules, written, layers, given)
     for number, layer in by_number.items():
-        layer.check_direction(number, may_look_ahead=not is_causal(modules[number]))
+        if is_causal(modules[number]):
+            layer.check_causal(number)
     vocabulary = _vocabulary(modules, tokenizer, by_number.values(), written)
-    _apply(model, modules, Settings(by_number, vocabulary.special_ids), vocabulary)
+    _apply(model, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary)
     return model
 
 
-def revert(model: Model, layers: Iterable[int] | None = None) -> Model:
+def revert(model: Model, layers: Iterable[int] | int | None = None) -> Model:
     """Give layers (all, unless named) their exact attention back; with the last one, the model is what it was."""
     register()
     modules = attention_layers(model)
     config: Any = model.config  # type: ignore[attr-defined]
-    written = _settings(config, modules)
-    if written is None and config._attn_implementation == NAME:  # loaded so, with nothing said
-        written = Settings(dict.fromkeys(_by_default(modules), LayerSettings()))
-    if written is None:
-        return model
-    gone = set(_numbers(layers, len(modules)) if layers is not None else written.layers)
-    left = {number: layer for number, layer in written.layers.items() if number not in gone}
+    if layers is not None:
+        written = _settings(config, modules)
+        if written is None and config._attn_implementation == NAME:  # loaded so, with nothing in its config
+            written = ModelSettings(dict.fromkeys(_by_default(modules), LayerSettings()))
+        if written is None:
+            return model
+        gone = set(_numbers(layers, len(modules)))
+        left = {number: layer for number, layer in written.layers.items() if number not in gone}
+        if left:
+            conversion = _conversion_of(modules)
+            vocabulary = conversion.vocabulary if conversion else Vocabulary(written.special_ids)
+            _apply(model, modules, ModelSettings(left, written.special_ids), vocabulary)
+            return model
+    return _revert_all(model, modules)
+
+
+def _revert_all(model: Any, modules: list[Any]) -> Any:
     conversion = _conversion_of(modules)
-    if left:
-        vocabulary = conversion.vocabulary if conversion else Vocabulary(written.special_ids)
-        _apply(model, modules, Settings(left, written.special_ids), vocabulary)
-        return model
-    if hasattr(config, "hsa"):
-        del config.hsa
-    for module in model.modules():  # type: ignore[attr-defined]
-        if hasattr(module, "hsa_layer"):
-            del module.hsa_layer
+    if hasattr(model.config, "hsa"):
+        del model.config.hsa
+    for module in model.modules():
+        if hasattr(module, "hsa_plan"):
+            del module.hsa_plan
     if conversion is not None:
-        conversion.leave()
-    if config._attn_implementation == NAME:
-        before = "sdpa" if conversion is None else conversion.before
-        _set_attention(model, before)
+        conversion.remove_hooks()
+    if model.config._attn_implementation == NAME:
+        _set_attention(model, "sdpa" if conversion is None else conversion.before)
     return model
 
 
@@ -117,58 +141,58 @@ def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer
 
 
 def settings_of(model: Any) -> dict[int, LayerSettings]:
-    """The settings of the converted layers of a model, by number."""
-    if Settings.of(model.config) is None:
+    """Return the settings of the converted layers of a model, by number."""
+    if ModelSettings.of(model.config) is None:
         return {}
     written = _settings(model.config, attention_layers(model))
     return {} if written is None else dict(written.layers)
 
 
-def _settings(config: Any, modules: list[Any]) -> Settings | None:
-    """What a model's config says, with the functions that only its layers know."""
-    written = Settings.of(config)
+def _settings(config: Any, modules: list[Any]) -> ModelSettings | None:
+    """Read a model's config, with the functions that only its layers know."""
+    written = ModelSettings.of(config)
     if written is None:
         return None
     written.check_numbers(len(modules))
-    marks = {number: getattr(modules[number], "hsa_layer", None) for number in written.layers}
+    plans = {number: getattr(modules[number], "hsa_plan", None) for number in written.layers}
     functions = {
-        number: mark.settings
-        for number, mark in marks.items()
-        if mark is not None and written.layers[number].hierarchy == GIVEN and mark.settings is not None
+        number: plan.settings
+        for number, plan in plans.items()
+        if plan is not None and written.layers[number].tree == FUNCTION and plan.settings is not None
     }
     return replace(written, layers={**written.layers, **functions})
 
 
 def _by_number(
-    modules: list[Any], written: Settings, layers: Any, settings: dict[str, Any]
+    modules: list[Any], written: ModelSettings, layers: Any, given: dict[str, Any]
 ) -> dict[int, LayerSettings]:
-    """The settings of all converted layers, those of before included."""
-    if layers is None and written.layers and set(settings) <= {"hierarchy"}:
-        function: Any = settings.get("hierarchy")
-        missing = [number for number, layer in written.layers.items() if layer.hierarchy == GIVEN]
+    """Return the settings of all converted layers, earlier ones included."""
+    if layers is None and written.layers and set(given) <= {"tree"}:
+        function: Any = given.get("tree")
+        missing = [number for number, layer in written.layers.items() if layer.tree == FUNCTION]
         if missing and not callable(function):
             raise InvalidInput(
-                "hierarchy",
+                "tree",
                 given=f"a config in which that of layer {missing[0]} came from a function, which no config can hold",
                 expected="that function",
-                fix="hsa.huggingface.convert(model, hierarchy=function); the other settings are read from the config",
+                fix="hsa.huggingface.convert(model, tree=function); the other settings are read from the config",
             )
-        if missing or not settings:
-            again = {number: replace(written.layers[number], hierarchy=function) for number in missing}
+        if missing or not given:
+            again = {number: replace(written.layers[number], tree=function) for number in missing}
             return {**written.layers, **again}
-    if settings.get("hierarchy") == GIVEN:
-        raise InvalidInput("hierarchy", given=repr(GIVEN), expected="the function itself")
-    new = LayerSettings(**settings)
-    chosen = _by_default(modules) if layers is None else _numbers(layers, len(modules))
-    if not chosen:
+    if given.get("tree") == FUNCTION:
+        raise InvalidInput("tree", given=repr(FUNCTION), expected="the function itself")
+    new = LayerSettings(**given)
+    numbers = _by_default(modules) if layers is None else _numbers(layers, len(modules))
+    if not numbers:
         raise InvalidInput(
             "model",
             given="layers that all look no further than a window",
             expected="some that see the whole sequence",
             fix="name layers if they should be converted all the same",
         )
-    _check_heads(new, modules, chosen)
-    return {**written.layers, **dict.fromkeys(chosen, new)}
+    _check_heads(new, modules, numbers)
+    return {**written.layers, **dict.fromkeys(numbers, new)}
 
 
 def _by_default(modules: list[Any]) -> list[int]:
@@ -180,25 +204,25 @@ def _numbers(layers: Any, count: int) -> list[int]:
         layers = [layers]
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise InvalidInput("layers", given=repr(layers), expected="layer numbers, such as [7, 9, 11]")
-    found = []
+    numbers = set()
     for number in layers:
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not -count <= number < count:
             raise InvalidInput(
                 "layers", given=repr(number), expected=f"numbers from 0 to {count - 1}: the model has {count} layers"
             )
-        found.append(int(number) % count)
-    if not found:
+        numbers.add(int(number) % count)
+    if not numbers:
         raise InvalidInput(
             "layers", given="none", expected="at least one", fix="use revert(model) to undo a conversion"
         )
-    return sorted(set(found))
+    return sorted(numbers)
 
 
-def _check_heads(settings: LayerSettings, modules: list[Any], chosen: list[int]) -> None:
-    """A bias per head fits the heads."""
+def _check_heads(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
+    """Check that a bias per head fits the heads."""
     if not isinstance(settings.pooled_bias, tuple):
         return
-    for number in chosen:
+    for number in numbers:
         heads = getattr(modules[number].config, "num_attention_heads", None)
         if heads is not None and heads != len(settings.pooled_bias):
             raise InvalidInput(
@@ -209,12 +233,14 @@ def _check_heads(settings: LayerSettings, modules: list[Any], chosen: list[int])
 
 
 def _conversion_of(modules: list[Any]) -> Conversion | None:
-    """Of the model that these layers belong to, whether it or one around or inside it was converted."""
-    marks = (getattr(module, "hsa_layer", None) for module in modules)
-    return next((mark.conversion for mark in marks if mark is not None and mark.conversion is not None), None)
+    """Return the conversion of the model that these layers belong to, or of one around or inside it."""
+    plans = (getattr(module, "hsa_plan", None) for module in modules)
+    return next((plan.conversion for plan in plans if plan is not None and plan.conversion is not None), None)
 
 
-def _vocabulary(modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettings], written: Settings) -> Vocabulary:
+def _vocabulary(
+    modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettings], written: ModelSettings
+) -> Vocabulary:
     if tokenizer is not None:
         return Vocabulary.of(tokenizer)
     conversion = _conversion_of(modules)
@@ -222,17 +248,17 @@ def _vocabulary(modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettin
         return conversion.vocabulary
     known = Vocabulary(written.special_ids)
     for settings in layers:
-        if settings.hierarchy == "sentences" or (settings.sinks == "special" and not known.special_ids):
+        if settings.tree == "sentences" or (settings.sinks == "special" and not known.special_ids):
             raise InvalidInput(
                 "tokenizer",
                 given="None",
-                expected="the model's tokenizer: sinks='special' and hierarchy='sentences' are read off token ids",
+                expected="the model's tokenizer: sinks='special' and tree='sentences' are read off token ids",
                 fix="convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
             )
     return known
 
 
-def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocabulary) -> None:
+def _apply(model: Any, modules: list[Any], settings: ModelSettings, vocabulary: Vocabulary) -> None:
     from transformers import PreTrainedModel
 
     before = model.config._attn_implementation
@@ -240,20 +266,20 @@ def _apply(model: Any, modules: list[Any], settings: Settings, vocabulary: Vocab
         _set_attention(model, NAME)
     conversion = _conversion_of(modules) or Conversion("sdpa" if before == NAME else before)
     conversion.vocabulary = vocabulary
-    conversion.leave()
+    conversion.remove_hooks()
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(layer.needs_ids for layer in settings.layers.values()):
-        conversion.listen(models)
+        conversion.note_ids(models)
     for number, module in enumerate(modules):
-        module.hsa_layer = ConvertedLayer(number, settings.layers.get(number), conversion)
-    caching = caching_layers(modules)
-    if caching:
-        conversion.keep_trees(models, caching)
+        module.hsa_plan = LayerPlan(number, settings.layers.get(number), conversion)
+    cached = layers_that_cache_trees(modules)
+    if cached:
+        conversion.cache_trees(models, cached)
     model.config.hsa = settings.to_json()
 
 
 def _set_attention(model: Any, name: str | None) -> None:
-    """transformers looks for a certain phrase in the source of a model and, without it, only warns; we know that it asks."""
+    """Set a model's attention where transformers would only warn, because its source lacks a phrase it looks for."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
     else:

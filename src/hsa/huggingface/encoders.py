@@ -1,4 +1,4 @@
-"""Frozen pre-trained encoders as embeddings: tokens, texts and pictures → vectors."""
+"""Embed tokens, texts and pictures with frozen pre-trained encoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.loading import load_weights, loading, most_tokens, transformers_library
+from hsa.huggingface.loading import check_complete, load_weights, loading, most_tokens, transformers_library
 from hsa.signals import Grid, Leaf, Signal
 from hsa.signals.batch import Batch
 from hsa.signals.readers import read_image
@@ -35,7 +35,7 @@ class _Encoder:
         self.width = model.config.hidden_size
 
     def to(self, device: torch.device | str) -> Self:
-        """The same encoder, moved to a device."""
+        """Move the encoder to a device."""
         self.model.to(device)
         return self
 
@@ -45,13 +45,13 @@ class TextEncoder(_Encoder):
 
     Args:
         path: a folder with config.json, weights and tokenizer, or a name on the hub, such as "intfloat/e5-base-v2".
-        longest: tokens that the model sees at once, special ones included; as many as it can, unless given.
+        longest: most tokens that the model sees at once, special ones included; as many as it can, unless given.
         batch_tokens: tokens that run through the model together, padding included.
-        dtype: of the weights, such as `torch.bfloat16`; vectors are float32.
+        dtype: dtype of the weights, such as `torch.bfloat16`; vectors are float32.
 
     Attributes:
-        tokenizer: that of the model, for `read_text` and other readers.
-        width: of the vectors.
+        tokenizer: the model's tokenizer, for `read_text` and other readers.
+        width: width of the vectors.
 
     Raises:
         InvalidInput: naming the path: no model there and no network, weights that are missing, no encoder of text.
@@ -71,9 +71,8 @@ class TextEncoder(_Encoder):
             config = library.AutoConfig.from_pretrained(name)
             _check_text_type(config, name)
             self.tokenizer = library.AutoTokenizer.from_pretrained(name)
-            if set(self.tokenizer.get_vocab()) <= set(
-                self.tokenizer.all_special_tokens
-            ):  # made up where files are missing
+            # transformers makes up a tokenizer without a vocabulary where files are missing.
+            if set(self.tokenizer.get_vocab()) <= set(self.tokenizer.all_special_tokens):
                 raise OSError("no vocabulary of a tokenizer")
             self._hold(_whole(getattr(library, _T5.get(config.model_type, "AutoModel")), name, dtype))
         self._before, self._after = _special_tokens(self.tokenizer)
@@ -85,9 +84,9 @@ class TextEncoder(_Encoder):
         self.batch_tokens = batch_tokens
 
     def token_vectors(self, batch: Batch, modality: str = "text") -> Batch:
-        """The batch with a vector in the place of every token id, in the context of its tree: a `transform` for training.
+        """Replace token ids by vectors, each in the context of its tree: a `transform` for training.
 
-        The ids of a tree are one text, in their order. One too long for the model is cut into windows of like length.
+        The ids of a tree are one text, in their order. One too long for the model is cut into windows of similar length.
         A batch without such leaves stays as it is.
 
         Raises:
@@ -105,18 +104,18 @@ class TextEncoder(_Encoder):
             begin, end = windows[window]
             vectors[begin:end] = states[len(self._before) : len(states) - len(self._after)]
         encoded = replace(batch, values={**batch.values, modality: vectors})
-        encoded.__dict__["places"] = batch.places
+        encoded.__dict__["positions"] = batch.positions
         return encoded
 
     def text_vectors(self, texts: Sequence[str], *, prefix: str = "", normalize: bool = True) -> Tensor:
-        """A vector per text, `[texts, width]`: the mean over its tokens, special ones included.
+        """Embed texts, `[texts, width]`: the mean over the tokens of each, special ones included.
 
         Args:
-            prefix: put before each text, such as "passage: " for e5.
-            normalize: to length 1.
+            prefix: text before each text, such as "passage: " for e5.
+            normalize: scale vectors to length 1.
 
         Raises:
-            InvalidInput: one string in the place of a list; a text without tokens, for a model without special ones.
+            InvalidInput: one string instead of a list; a text without tokens, for a model without special ones.
         """
         if isinstance(texts, str):
             raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
@@ -139,7 +138,7 @@ class TextEncoder(_Encoder):
         return F.normalize(means, dim=-1) if normalize else means
 
     def _windows(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Runs of like length that the model can see at once; one empty run of nothing."""
+        """Cut a text into runs of similar length that the model can see at once; nothing is one empty run."""
         room = self.longest - len(self._before) - len(self._after)
         count = max(1, -(-(end - begin) // room))
         cuts = [begin + (end - begin) * i // count for i in range(count + 1)]
@@ -147,18 +146,18 @@ class TextEncoder(_Encoder):
 
     @torch.no_grad()
     def _states(self, rows: list[list[int]]) -> Iterator[tuple[int, Tensor]]:
-        """The last hidden states of each row between special tokens, in any order, rows of like length together."""
+        """Yield the last hidden states of each row, in any order: rows of similar length share a batch."""
         device = next(self.model.parameters()).device
         whole = [[*self._before, *row, *self._after] for row in rows]
         lengths = np.array([len(row) for row in whole], np.int64)
         pad = self.tokenizer.pad_token_id or 0
-        for chosen in alike(lengths, self.batch_tokens):
+        for chosen in batch_by_length(lengths, self.batch_tokens):
             longest = int(lengths[chosen[0]])
             ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in chosen.tolist()], device=device)
             size = torch.from_numpy(lengths[chosen]).to(device)
             mask = (torch.arange(longest, device=device) < size[:, None]).long()
             states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-            yield from ((i, states[place, : int(lengths[i])]) for place, i in enumerate(chosen.tolist()))
+            yield from ((i, states[row, : int(lengths[i])]) for row, i in enumerate(chosen.tolist()))
 
     def _check_ids(self, values: Any, modality: str) -> Tensor:
         where, fix = f"values[{modality!r}]", "read the text with tokenizer=encoder.tokenizer"
@@ -200,7 +199,7 @@ class ImageEncoder(_Encoder):
         self.batch_size = batch_size
 
     def image_vectors(self, images: Sequence[Any]) -> Tensor:
-        """A vector per picture, `[images, width]`: that of the class token.
+        """Embed pictures, `[images, width]`: the vector of the class token.
 
         Raises:
             InvalidInput: naming a picture that cannot be read.
@@ -208,14 +207,14 @@ class ImageEncoder(_Encoder):
         return self._vectors(images, grid=False)
 
     def patch_vectors(self, images: Sequence[Any]) -> Tensor:
-        """A vector per patch, `[images, rows, columns, width]`. Raises as `image_vectors` does."""
+        """Embed patches, `[images, rows, columns, width]`. Raises as `image_vectors` does."""
         return self._vectors(images, grid=True)
 
     def read_image(self, picture: Any, *, grid: bool = False, where: str | None = None) -> Signal | Leaf:
-        """A picture as a leaf of modality "image", or as a `Grid` of them: an `image_reader` for other readers.
+        """Read a picture as a leaf of modality "image", or as a `Grid` of them: an `image_reader` for other readers.
 
         Args:
-            grid: a vector per patch in the place of one for the picture.
+            grid: a vector per patch instead of one for the picture.
             where: the name of the picture in error messages.
 
         Raises:
@@ -240,7 +239,7 @@ class ImageEncoder(_Encoder):
 
 
 def _pixels(picture: Any, where: str | None) -> np.ndarray:
-    """A picture in RGB, uint8 `[height, width, 3]`: a grid of patches of one pixel."""
+    """Read a picture in RGB, uint8 `[height, width, 3]`, as a grid of patches of one pixel."""
     signal = read_image(picture, patch=1, largest=1 << 20, where=where)
     assert isinstance(signal.domain, Grid)
     assert isinstance(signal.values, Tensor)
@@ -248,19 +247,14 @@ def _pixels(picture: Any, where: str | None) -> np.ndarray:
 
 
 def _whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
-    """The model with all its weights from the checkpoint, but for the pooler, which nothing here uses."""
+    """Load a model with all its weights but the pooler's, which nothing here uses."""
     model, missing = load_weights(kind, name, dtype)
-    if missing:
-        raise InvalidInput(
-            name,
-            given=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
-            expected=f"all of a {type(model).__name__}",
-        )
+    check_complete(name, model, missing)
     return model
 
 
 def _check_text_type(config: Any, name: str) -> None:
-    """Models trained to fill in masked tokens see both sides of a token; so does the encoder of a T5."""
+    """Refuse models that see one side of a token only: all but masked language models and the encoder of a T5."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     sees_both_sides = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
@@ -274,10 +268,10 @@ def _check_text_type(config: Any, name: str) -> None:
         )
 
 
-def alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Batches of rows, the longest first: at most `budget` tokens with the padding, and at most half of each row padding.
+def batch_by_length(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+    """Batch rows of similar length, the longest first: at most `budget` tokens with padding, half of a row at most.
 
-    >>> [batch.tolist() for batch in alike(np.array([1, 9, 5, 2, 4, 8]), 20)]
+    >>> [batch.tolist() for batch in batch_by_length(np.array([1, 9, 5, 2, 4, 8]), 20)]
     [[1, 5], [2, 4], [3, 0]]
     """
     order = np.argsort(-lengths, kind="stable")
@@ -292,7 +286,7 @@ def alike(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the model expects before and after a text."""
+    """Return the ids that the model expects before and after a text."""
     bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:begin], whole[begin + len(bare) :]

@@ -1,4 +1,4 @@
-"""The self-attention layers of a transformers model, and why a model has none that can be converted."""
+"""Find the self-attention layers of a transformers model that can be converted, and what kind each is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 from hsa.errors import Unsupported
 
-_MARK = "ALL_ATTENTION_FUNCTIONS"  # what a layer that takes its attention from transformers' interface mentions
+_MARK = "ALL_ATTENTION_FUNCTIONS"  # in the source of layers that take their attention from transformers' interface
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
-    """The modules that ask transformers' attention interface for self-attention, in the order of the model.
+    """List the modules that ask transformers' attention interface for self-attention, in the order of the model.
 
     Raises:
         Unsupported: not a transformers model, or one whose attention is its own; the message says which.
@@ -45,7 +45,7 @@ def attention_layers(model: Any) -> list[nn.Module]:
 
 
 def is_sliding(module: nn.Module) -> bool:
-    """Whether a layer looks no further than a window already."""
+    """Whether a layer sees no further than a window."""
     kind = getattr(module, "attention_type", None) or getattr(module, "layer_type", None)
     return bool(getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None)) or (
         isinstance(kind, str) and kind != "full_attention"
@@ -53,7 +53,7 @@ def is_sliding(module: nn.Module) -> bool:
 
 
 def set_attention_dropout(model: Any, p: float) -> None:
-    """Dropout of attention weights in all layers, by the names that families have for it."""
+    """Set the dropout of attention weights in all layers, by the names that families have for it."""
     for module in attention_layers(model):
         for name in ("dropout", "attn_dropout", "attention_dropout"):
             held = getattr(module, name, None)
@@ -80,5 +80,5 @@ def is_cross(module: nn.Module) -> bool:
 
 
 def is_causal(module: Any) -> bool:
-    """Whether a layer sees nothing later. A config can make decoders see everything."""
+    """Whether a layer sees no later tokens. A config can make decoders see everything."""
     return bool(getattr(module, "is_causal", False)) and bool(getattr(module.config, "is_causal", True))

@@ -1,4 +1,4 @@
-"""Pre-trained models and their tokenizers, from a folder or the hub."""
+"""Load pre-trained models and their tokenizers, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
     "embed": "AutoModel",
     "perplexity": "AutoModelForCausalLM",
 }
-"""What a model is loaded as, for each task."""
+"""Class that a model is loaded as, for each task."""
 
 
 def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
@@ -33,7 +33,7 @@ def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Says how to get a model that cannot be loaded."""
+    """Explain how to get a model that cannot be loaded."""
     try:
         if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or _looks_local(name)):
             raise OSError("no such folder")
@@ -53,13 +53,13 @@ def loading(name: str) -> Iterator[None]:
 
 
 def _looks_local(name: str) -> bool:
-    """In a folder that is here: the hub, which takes long to answer where there is no network, need not be asked."""
+    """Whether a name is a path in an existing folder, so that the hub, slow without a network, need not be asked."""
     parent = Path(name).parent
     return parent != Path() and parent.is_dir()
 
 
 def _damaged() -> type[Exception]:
-    """What is raised for weights that are cut off."""
+    """Return the error that truncated weights raise."""
     from safetensors import SafetensorError  # transformers needs it
 
     return SafetensorError
@@ -67,10 +67,10 @@ def _damaged() -> type[Exception]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The library's own reports and bars are silenced."""
+    """Silence the messages and progress bars of transformers."""
     logging = transformers_library().logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub = getLogger("huggingface_hub")  # tells of every attempt to reach it
+    hub = getLogger("huggingface_hub")  # logs every attempt to reach it
     hub_before = hub.level
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -85,24 +85,35 @@ def _quiet() -> Iterator[None]:
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """A model and its tokenizer, as any other is saved."""
+    """Save a model and its tokenizer as any other."""
     with _quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def load_weights(kind: Any, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:
-    """The model, and the names of weights that are not in the checkpoint; the pooler's are not missed."""
+    """Load a model; returns it and the names of weights that the checkpoint lacks, the pooler's left out."""
     model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     mismatched = (key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])  # with their shapes
     missing = {*report["missing_keys"], *mismatched}
     return model, sorted(key for key in missing if "pooler." not in key)
 
 
+def check_complete(name: str, model: Any, missing: list[str], fix: str | None = None) -> None:
+    """Refuse a checkpoint that lacks weights of a model."""
+    if missing:
+        raise InvalidInput(
+            name,
+            given=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
+            expected=f"all of a {type(model).__name__}",
+            fix=fix,
+        )
+
+
 def load_for_task(
     name: str, task: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """A model with all its weights and its tokenizer, as a task needs it ("classify", "embed" or "perplexity").
+    """Load a model with all its weights and its tokenizer for a task ("classify", "embed" or "perplexity").
 
     Raises:
         InvalidInput: nothing that loads, or a checkpoint without the weights of its head.
@@ -111,13 +122,7 @@ def load_for_task(
     with loading(name):
         tokenizer = library.AutoTokenizer.from_pretrained(name)
         model, missing = load_weights(getattr(library, KINDS[task]), name, dtype)
-    if missing:
-        raise InvalidInput(
-            name,
-            given=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
-            expected=f"all of a {type(model).__name__}",
-            fix="fine-tune it first: hsa finetune" if task == "classify" else None,
-        )
+    check_complete(name, model, missing, fix="fine-tune it first: hsa finetune" if task == "classify" else None)
     if task == "perplexity" and not any(is_causal(layer) for layer in attention_layers(model)):
         raise InvalidInput(
             name,
@@ -131,7 +136,7 @@ def load_for_task(
 
 
 def _name_padding(model: Any, tokenizer: Any) -> None:
-    """Classifiers made from language models look for the last token that is no padding, which many have no token for."""
+    """Set a padding token: classifiers made from language models look for the last token that is no padding."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", None) is None:
@@ -139,7 +144,7 @@ def _name_padding(model: Any, tokenizer: Any) -> None:
 
 
 def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> tuple[Any, Any]:
-    """A classifier to be trained: the encoder's weights and a new head, or all of it new, and its tokenizer."""
+    """Load a classifier to train, with the encoder's weights and a new head, or all of it new; and its tokenizer."""
     library = transformers_library()
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     with loading(name):
@@ -153,19 +158,13 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
         model, missing = load_weights(
             kind, name, torch.float32, num_labels=len(classes), ignore_mismatched_sizes=True, **labels
         )
-    inside = sorted(key for key in missing if key.startswith(f"{model.base_model_prefix}."))
-    if inside:
-        raise InvalidInput(
-            name,
-            given=f"a checkpoint without {len(inside)} of the encoder's weights, such as {inside[0]}",
-            expected=f"all of a {type(model.base_model).__name__}",
-        )
+    check_complete(name, model.base_model, [key for key in missing if key.startswith(f"{model.base_model_prefix}.")])
     _name_padding(model, tokenizer)
     return model, tokenizer
 
 
 def most_tokens(model: Any, tokenizer: Any, usual: int = 512) -> int:
-    """The longest input: what the table of positions holds, if there is one, and what the tokenizer knows of it."""
+    """Return the longest input that the table of positions, if there is one, and the tokenizer allow."""
     tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
     table = next((m for m in tables if isinstance(m, torch.nn.Embedding)), None)
     if table is not None:  # RoBERTa counts from beyond the padding

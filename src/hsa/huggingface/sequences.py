@@ -1,4 +1,4 @@
-"""`Sequences`: the tokens of one forward pass, as an attention layer must know them."""
+"""`Sequences`: the tokens of a forward pass, as attention layers need to know them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Sequences:
     Args:
         mask: `[batch, keys]`, true where there is a token.
         causal: a token sees those up to itself only.
-        first_query: the position of the first query among the keys; more than 0 when earlier keys come from a cache.
+        first_query: position of the first query among the keys; more than 0 when earlier keys come from a cache.
         ids: `[batch, keys]` token ids, if they are known.
-        vocabulary: what the ids mean.
-        full: there is known to be no padding, so that nobody has to look, for which a GPU would have to be waited for.
+        vocabulary: meaning of the ids.
+        full: whether the batch is known to have no padding; looking for some would have to wait for the GPU.
     """
 
     def __init__(
@@ -62,62 +62,62 @@ class Sequences:
         return Padding(lengths=[width] * batch, width=width) if self._full else Padding(mask)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """What follows from these tokens alone, made by the first layer that needs it."""
+        """Return what depends on these tokens alone; the first layer that needs it builds it."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
 
-    def part(self, chosen: Sequence[int]) -> Sequences:
-        """Some of the sequences, by number; their padding stays."""
+    def part(self, rows: Sequence[int]) -> Sequences:
+        """Select some of the sequences; their padding stays."""
 
         def build() -> Sequences:
-            rows = torch.tensor(chosen, device=self.mask.device)
+            index = torch.tensor(rows, device=self.mask.device)
             return Sequences(
-                self.mask[rows],
+                self.mask[index],
                 causal=self.causal,
                 first_query=self.first_query,
-                ids=None if self.ids is None or len(self.ids) != len(self.mask) else self.ids[rows],
+                ids=None if self.ids is None or len(self.ids) != len(self.mask) else self.ids[index],
                 vocabulary=self.vocabulary,
                 full=self._full,
             )
 
-        return self.cached(("part", tuple(chosen)), build)
+        return self.cached(("part", tuple(rows)), build)
 
     def known_ids(self, purpose: str) -> Tensor:
-        """`[tokens]` the ids, without padding."""
+        """Return the ids without padding, `[tokens]`."""
         if self.ids is None:
             raise InvalidInput(
                 "input_ids",
                 given="a forward pass that does not say which tokens it holds",
                 expected=f"token ids, which {purpose} is made from",
                 fix="call hsa.huggingface.convert(model) after loading and pass input_ids; or convert with "
-                "hierarchy='keys' or 'windows' and a number for sinks",
+                "kind='clustered' or tree='windows' and a number for sinks",
             )
         if self.ids.shape != self.mask.shape:
             raise InvalidInput(
                 "input_ids",
                 given=f"shape {tuple(self.ids.shape)} for keys {tuple(self.mask.shape)}",
                 expected=f"the ids of all keys, which {purpose} is made from",
-                fix="with a cache of earlier keys, convert with a number for sinks and hierarchy='keys' or 'windows'",
+                fix="with a cache of earlier keys, convert with a number for sinks and kind='clustered' or tree='windows'",
             )
         return self.ids[self.mask]
 
     def sink_mask(self, sinks: str | int | None) -> np.ndarray | int | None:
-        """Sinks as `Hierarchy` takes them."""
+        """Return sinks as `Hierarchy` takes them."""
         if sinks != "special":
             return sinks  # type: ignore[return-value]
         ids = self.known_ids("sinks='special'")
         special = torch.isin(ids, torch.tensor(self.vocabulary.special_ids, device=ids.device, dtype=ids.dtype))
         return special.cpu().numpy()
 
-    def groups(self, hierarchy: Hierarchy, share: int | None) -> Queries | None:
-        """The queries of a multiscale layer; None: one group per leaf family. `share`: queries that share a choice."""
+    def tiles(self, hierarchy: Hierarchy, tile: int | None) -> Queries | None:
+        """Group the queries of a multiscale layer into tiles that share a selection; None: the leaf families."""
         if self.first_query == 0:
-            return None if share is None else Queries.windows(hierarchy, share)
+            return None if tile is None else Queries.windows(hierarchy, tile)
         return self.cached("queries", self._later_queries)
 
     def _later_queries(self) -> Queries:
-        """The last tokens of every sequence ask, each for itself; the cache holds keys before them."""
+        """One query per tile: the last tokens of every sequence, after the keys that a cache holds."""
         device, total, asking = self.mask.device, self.keys.lengths, self.queries.lengths
         first = np.cumsum(total) - total + np.subtract(total, asking)  # leaf of every sequence's first query
         leaves = np.concatenate([np.arange(f, f + n) for f, n in zip(first, asking, strict=True)])
@@ -128,7 +128,7 @@ class Sequences:
         )
 
     def allowed(self) -> Tensor | None:
-        """The mask for PyTorch's attention, `[batch, 1, queries or 1, keys]`; None: all, or causal from the first key."""
+        """Mask for PyTorch's attention, `[batch, 1, queries or 1, keys]`; None: all, or causal from the first key."""
         return self.cached("allowed", self._allowed)
 
     def _allowed(self) -> Tensor | None:

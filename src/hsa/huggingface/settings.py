@@ -1,76 +1,85 @@
-"""How a layer of a pre-trained model attends after conversion, and how that is kept in the model's config."""
+"""Settings of converted layers: their defaults, their checks, and how a model's config stores them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias, get_args
 
-from hsa.attention.arguments import check_count
 from hsa.errors import InvalidInput, inside
 
-VERSION = 1
-"""Of what is written into a config. A reader refuses newer ones."""
-OPERATORS = ("multiscale", "hierarchical")
-HIERARCHIES = ("keys", "windows", "sentences")
-GIVEN = "given"
-"""In a config: the hierarchies came from a function, which no config can hold."""
+Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
+Tree: TypeAlias = Literal["windows", "sentences"]
+VERSION = 2
+"""Version of the format of `config.hsa`; others are refused."""
+FUNCTION = "function"
+"""Value of `tree` in a config whose trees came from a function, which no config can hold."""
 CHUNK = 256
-"""Tokens per chunk in which causal layers find trees, or the next number that their branching allows."""
+"""Tokens per chunk in which causal layers cluster keys, or the next number that their branching allows."""
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """One converted layer; see `convert` for what each means."""
+    """Settings of one converted layer, with the defaults of `convert`, which explains each."""
 
-    operator: str = "multiscale"
-    hierarchy: str | Callable[..., Any] = "keys"
+    kind: Kind = "clustered"
+    tree: str | Callable[..., Any] | None = None  # "windows", unless keys are clustered
     branching: tuple[int, ...] = (8, 2)
     near: int = 0
     top_k: int = 8
     beam: int | str | None = None
     pooled_bias: float | tuple[float, ...] = 0.0
-    sinks: str | int | None = 1
-    share: int | None = None
+    sinks: int | str | None = 1
+    tile: int | None = None
     chunk: int | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        _one_of("operator", self.operator, OPERATORS)
-        if not callable(self.hierarchy):
-            _one_of("hierarchy", self.hierarchy, (*HIERARCHIES, GIVEN))
+        _check_word("kind", self.kind, get_args(Kind))
+        if self.tree is None and self.kind != "clustered":
+            set_field(self, "tree", "windows")
+        if self.tree is not None and not callable(self.tree) and self.tree != FUNCTION:
+            _check_word("tree", self.tree, get_args(Tree), " or a function")
         set_field(self, "branching", _factors(self.branching))
         for name in ("near", "top_k"):
-            set_field(self, name, check_count(name, getattr(self, name), "0 or a positive number of leaf families"))
-        for name in ("share", "chunk"):
+            set_field(self, name, _check_count(name, getattr(self, name), "0 or a positive number of leaf families"))
+        for name in ("tile", "chunk"):
             if getattr(self, name) is not None:
-                set_field(self, name, check_count(name, getattr(self, name), "a positive number of tokens, or None", 1))
+                set_field(
+                    self, name, _check_count(name, getattr(self, name), "a positive number of tokens, or None", 1)
+                )
         if self.beam is not None and self.beam != "exact":
-            set_field(self, "beam", check_count("beam", self.beam, "'exact', None, or a width of at least top_k", 1))
+            set_field(self, "beam", _check_count("beam", self.beam, "'exact', None, or a width of at least top_k", 1))
         set_field(self, "pooled_bias", _biases(self.pooled_bias))
         if self.sinks is not None and self.sinks != "special":
-            set_field(self, "sinks", check_count("sinks", self.sinks, "'special', a number of first tokens, or None"))
+            set_field(self, "sinks", _check_count("sinks", self.sinks, "'special', a number of first tokens, or None"))
         self._check_combination()
 
     def _check_combination(self) -> None:
-        if self.operator == "hierarchical":
-            chosen = {"near": self.near, "pooled_bias": self.pooled_bias, "share": self.share, "beam": self.beam}
-            for name, value in chosen.items():
+        if self.kind == "hierarchical":
+            unused = {"near": self.near, "pooled_bias": self.pooled_bias, "tile": self.tile, "beam": self.beam}
+            for name, value in unused.items():
                 if value:
-                    raise InvalidInput(name, given=repr(value), expected="nothing, with operator='hierarchical'")
-            if self.hierarchy == "keys":
+                    raise InvalidInput(name, given=repr(value), expected="nothing, with kind='hierarchical'")
+        if self.kind == "clustered":
+            if self.tree is not None:
                 raise InvalidInput(
-                    "hierarchy",
-                    given="'keys' with operator='hierarchical'",
-                    expected="'windows' or 'sentences'",
-                    fix="its queries and keys share one tree; trees found from keys need operator='multiscale'",
+                    "tree",
+                    given=f"{self.tree!r} with kind='clustered'",
+                    expected="None: the trees are made from the keys",
+                    fix="pass kind='multiscale' or kind='hierarchical' as well",
                 )
-        if self.hierarchy == "keys" and self.near:
-            raise InvalidInput("near", given=self.near, expected="0 with hierarchy='keys'", fix="open more with top_k")
-        if self.chunk is not None and self.hierarchy != "keys":
-            raise InvalidInput("chunk", given=self.chunk, expected="None without hierarchy='keys'")
-        if self.chunk is not None and self.chunk != (whole := leaves_of_a_node(self.branching, self.chunk)):
+            if self.near:
+                raise InvalidInput(
+                    "near", given=self.near, expected="0 with kind='clustered'", fix="select more groups with top_k"
+                )
+        if self.chunk is None:
+            return
+        if self.kind != "clustered":
+            raise InvalidInput("chunk", given=self.chunk, expected="None, unless kind='clustered'")
+        if self.chunk != (whole := leaves_of_a_node(self.branching, self.chunk)):
             raise InvalidInput(
                 "chunk",
                 given=f"{self.chunk} with branching {self.branching}",
@@ -80,35 +89,35 @@ class LayerSettings:
 
     @property
     def chunk_size(self) -> int:
-        """For causal use."""
+        """Tokens that are clustered together in causal layers."""
         return self.chunk or leaves_of_a_node(self.branching, CHUNK)
 
     @property
-    def needs_ids(self) -> bool:
-        return self.sinks == "special" or self.hierarchy == "sentences" or callable(self.hierarchy)
+    def repeats_last(self) -> bool:
+        """Whether the last factor of `branching` repeats up to the root; the paper's trees join what is left under it."""
+        return self.kind != "hierarchical"
 
-    def check_direction(self, layer: int, *, may_look_ahead: bool) -> None:
-        """Causal layers take only what lets nothing later through."""
-        if may_look_ahead:
+    @property
+    def needs_ids(self) -> bool:
+        """Whether trees or sinks depend on token ids."""
+        return self.sinks == "special" or self.tree == "sentences" or callable(self.tree)
+
+    def check_causal(self, layer: int) -> None:
+        """Refuse settings that would let a causal layer see later tokens."""
+        if self.kind == "hierarchical":
+            name, instead = "kind", "'clustered' or 'multiscale'"
+            why = "its rows are tied, so earlier tokens would see later ones"
+        elif self.tree == "sentences":
+            name, instead = "tree", "'windows', or kind='clustered'"
+            why = "where a sentence ends depends on what follows, so earlier tokens would see later ones"
+        else:
             return
-        if self.operator == "hierarchical":
-            raise InvalidInput(
-                "operator",
-                given=f"'hierarchical' in layer {layer}, which is causal",
-                expected="'multiscale'",
-                fix="its rows are tied, so earlier tokens would see later ones",
-            )
-        if self.hierarchy == "sentences":
-            raise InvalidInput(
-                "hierarchy",
-                given=f"'sentences' in layer {layer}, which is causal",
-                expected="'keys' or 'windows'",
-                fix="where a sentence ends depends on what follows, so earlier tokens would see later ones",
-            )
+        given = f"{getattr(self, name)!r} in layer {layer}, which is causal"
+        raise InvalidInput(name, given=given, expected=instead, fix=why)
 
     def to_json(self) -> dict[str, Any]:
-        """For a config, which holds no functions and no infinities."""
-        values = asdict(replace(self, hierarchy=GIVEN) if callable(self.hierarchy) else self)
+        """Convert to values that a config can hold: no functions, no infinities."""
+        values = asdict(replace(self, tree=FUNCTION) if callable(self.tree) else self)
         bias = values["pooled_bias"]
         written = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
         return {**values, "branching": list(self.branching), "pooled_bias": written}
@@ -126,12 +135,35 @@ class LayerSettings:
             return cls(**values)
 
 
+class _Default:
+    """Default value of an argument that was not given. Prints as the default that applies."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+DEFAULT: Any = SimpleNamespace(**{field.name: _Default(field.default) for field in fields(LayerSettings)})
+"""Defaults for the signature of a function that must know which settings it was given."""
+
+
+def select_given(**settings: Any) -> dict[str, Any]:
+    """Drop the settings that were left at `DEFAULT`.
+
+    >>> select_given(top_k=DEFAULT.top_k, near=1), DEFAULT.top_k
+    ({'near': 1}, 8)
+    """
+    return {name: value for name, value in settings.items() if not isinstance(value, _Default)}
+
+
 _NEWER = "it may have been written by a newer hsa: pip install -U hsa"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a config says: the converted layers by number, and the ids that count as special."""
+class ModelSettings:
+    """Contents of `config.hsa`: the converted layers by number, and the ids of special tokens."""
 
     layers: Mapping[int, LayerSettings]
     special_ids: tuple[int, ...] = ()
@@ -141,11 +173,11 @@ class Settings:
         return {"version": VERSION, "special_ids": list(self.special_ids), "layers": layers}
 
     @classmethod
-    def of(cls, config: Any) -> Settings | None:
-        """What the config of a model says; None: nothing.
+    def of(cls, config: Any) -> ModelSettings | None:
+        """Read the config of a model. None if it was never converted.
 
         Raises:
-            InvalidInput: written by a newer version, or by hand and wrong.
+            InvalidInput: written by another version, or by hand and wrong.
         """
         written = getattr(config, "hsa", None)
         if written is None:
@@ -157,8 +189,15 @@ class Settings:
             raise InvalidInput(
                 f"{where}['version']",
                 given=written["version"],
-                expected=f"at most {VERSION}, which this hsa writes",
+                expected=f"{VERSION}, the version that this hsa writes",
                 fix="pip install -U hsa",
+            )
+        if written["version"] < VERSION:
+            raise InvalidInput(
+                f"{where}['version']",
+                given=f"{written['version']}: this model was converted by hsa 0.1",
+                expected=f"{VERSION}",
+                fix="convert the model again; hsa.huggingface.revert(model) removes the old conversion",
             )
         layers, special = written.get("layers", {}), written.get("special_ids", [])
         if not isinstance(layers, Mapping) or not all(str(n).isdecimal() for n in layers):
@@ -173,7 +212,7 @@ class Settings:
         )
 
     def check_numbers(self, count: int | None) -> None:
-        """They are numbers of a model with so many layers."""
+        """Check that a model of `count` layers has all of these."""
         for number in self.layers:
             if count is not None and not number < count:
                 raise InvalidInput(
@@ -182,7 +221,7 @@ class Settings:
 
 
 def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
-    """The leaves of the smallest nodes that have at least so many; the last factor repeats.
+    """Return the number of leaves of the smallest nodes that have at least `least`; the last factor repeats.
 
     >>> leaves_of_a_node((8, 2), 256), leaves_of_a_node((8, 3), 100)
     (256, 216)
@@ -193,17 +232,21 @@ def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
     return leaves
 
 
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
+    from hsa.attention.checks import check_count  # loads torch, which the help of the command line does without
+
+    return check_count(name, value, expected, minimum)
+
+
+def _check_word(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
     if value not in allowed:
-        expected = ", ".join(map(repr, (a for a in allowed if a != GIVEN)))
-        extra = " or a function" if name == "hierarchy" else ""
-        raise InvalidInput(name, given=repr(value), expected=f"one of {expected}{extra}")
+        raise InvalidInput(name, given=repr(value), expected=f"one of {', '.join(map(repr, allowed))}{more}")
 
 
 def _factors(branching: Any) -> tuple[int, ...]:
     if not isinstance(branching, Sequence) or isinstance(branching, str) or not branching:
         raise InvalidInput("branching", given=repr(branching), expected="factors from the leaves up, such as (8, 2)")
-    return tuple(check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate(branching))
+    return tuple(_check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate(branching))
 
 
 def _biases(bias: Any) -> float | tuple[float, ...]:

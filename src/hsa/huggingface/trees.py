@@ -1,4 +1,4 @@
-"""The hierarchies of converted layers: fixed windows, the text's own sentences, or from a function."""
+"""Trees of converted layers: fixed windows, the sentences of the text, or from a function."""
 
 from __future__ import annotations
 
@@ -10,62 +10,58 @@ import numpy as np
 
 from hsa.errors import InvalidInput
 from hsa.huggingface.sequences import Sequences
-from hsa.huggingface.settings import GIVEN, LayerSettings
+from hsa.huggingface.settings import FUNCTION, LayerSettings
 from hsa.tree.hierarchy import Hierarchy
 
 _KEPT = 64
 _WINDOWS: OrderedDict[Any, Hierarchy] = OrderedDict()
-"""Window trees of recent batches: batches of the same lengths come again, and plans hang on a tree."""
+"""Window trees of recent batches: batches of the same lengths come again, and plans of kernels hang on a tree."""
 
 
 def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
-    """The tree of every sequence, one leaf per token that is no padding."""
-    kind = settings.hierarchy
-    if callable(kind):
-        return sequences.cached(("tree", kind), lambda: _given_tree(kind, sequences))
-    if kind == GIVEN:
+    """Return the tree of every sequence, a leaf per token that is no padding."""
+    given = settings.tree
+    if callable(given):
+        return sequences.cached(("tree", given), lambda: _given_tree(given, sequences))
+    if given == FUNCTION:
         raise InvalidInput(
-            "hierarchy",
-            given="a config whose hierarchies came from a function",
+            "tree",
+            given="a config whose trees came from a function",
             expected="that function",
-            fix="call hsa.huggingface.convert(model, hierarchy=function) after loading",
+            fix="call hsa.huggingface.convert(model, tree=function) after loading",
         )
-    repeats = settings.operator == "multiscale"
-    key = ("tree", kind == "sentences", settings.branching, repeats, settings.sinks)
-    return sequences.cached(
-        key, lambda: _sentence_tree(settings, sequences) if kind == "sentences" else _window_tree(settings, sequences)
-    )
+    build = _sentence_tree if given == "sentences" else _window_tree
+    key = ("tree", build, settings.branching, settings.repeats_last, settings.sinks)
+    return sequences.cached(key, lambda: build(settings, sequences))
 
 
 def _window_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
     sinks = sequences.sink_mask(settings.sinks)
-    repeats = settings.operator == "multiscale"
-    device = sequences.mask.device
-    lengths = sequences.keys.lengths
-    kept_as = (
+    device, lengths = sequences.mask.device, sequences.keys.lengths
+    key = (
         tuple(lengths),
         settings.branching,
-        repeats,
+        settings.repeats_last,
         sinks.tobytes() if isinstance(sinks, np.ndarray) else sinks,
         device,
     )
-    if kept_as not in _WINDOWS:
-        tree = Hierarchy.regular(lengths, settings.branching, repeat_last=repeats, sinks=sinks)
-        _WINDOWS[kept_as] = tree.to(device)
+    if key not in _WINDOWS:
+        tree = Hierarchy.regular(lengths, settings.branching, repeat_last=settings.repeats_last, sinks=sinks)
+        _WINDOWS[key] = tree.to(device)
         if len(_WINDOWS) > _KEPT:
             _WINDOWS.popitem(last=False)
-    _WINDOWS.move_to_end(kept_as)
-    return _WINDOWS[kept_as]
+    _WINDOWS.move_to_end(key)
+    return _WINDOWS[key]
 
 
 def _given_tree(function: Callable[..., Any], sequences: Sequences) -> Hierarchy:
-    ids = sequences.known_ids("a hierarchy of your own").split(sequences.keys.lengths)
+    ids = sequences.known_ids("a tree of your own").split(sequences.keys.lengths)
     tree = function(list(ids))
     if not isinstance(tree, Hierarchy):
-        raise InvalidInput("hierarchy(ids)", given=type(tree).__name__, expected="an hsa.Hierarchy")
+        raise InvalidInput("tree(ids)", given=type(tree).__name__, expected="an hsa.Hierarchy")
     if tree.lengths != sequences.keys.lengths:
         raise InvalidInput(
-            "hierarchy(ids)",
+            "tree(ids)",
             given=f"trees of {_few(tree.lengths)} leaves",
             expected=f"{_few(sequences.keys.lengths)}: a tree per sequence with a leaf per token, padding left out",
         )
@@ -73,22 +69,20 @@ def _given_tree(function: Callable[..., Any], sequences: Sequences) -> Hierarchy
 
 
 def _sentence_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
-    """Sentences in pieces of at most the first factor; the other factors group sentences."""
-    ids = sequences.known_ids("hierarchy='sentences'")
+    ids, lengths = sequences.known_ids("tree='sentences'"), sequences.keys.lengths
     sinks = sequences.sink_mask(settings.sinks)
-    starts = sequences.vocabulary.sentence_starts(ids.tolist(), sequences.keys.lengths)
-    return sentence_hierarchy(
-        starts, sequences.keys.lengths, settings.branching, settings.operator == "multiscale", sinks
-    ).to(sequences.mask.device)
+    starts = sequences.vocabulary.sentence_starts(ids.tolist(), lengths)
+    tree = sentence_tree(starts, lengths, settings.branching, settings.repeats_last, sinks)
+    return tree.to(sequences.mask.device)
 
 
-def sentence_hierarchy(
+def sentence_tree(
     starts: np.ndarray, lengths: list[int], branching: tuple[int, ...], repeat_last: bool, sinks: Any = None
 ) -> Hierarchy:
-    """Trees from where sentences start.
+    """Build trees from where sentences start: pieces of at most the first factor; the other factors group sentences.
 
     >>> starts = np.array([1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
-    >>> print(sentence_hierarchy(starts, [10], (4, 2), True).show())
+    >>> print(sentence_tree(starts, [10], (4, 2), True).show())
     tree 0 · 10 leaves
     ├─ 2 members · 8 leaves
     │  ├─ 1 member · 3 leaves

@@ -1,4 +1,4 @@
-"""What token ids mean to a converted layer: which are special, and where sentences start."""
+"""`Vocabulary`: which token ids are special, and where sentences start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPECIAL = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
 
 @dataclass(eq=False)
 class Vocabulary:
-    """Of one model. The tokenizer is needed for sentences only."""
+    """Special ids and tokenizer of a model. The tokenizer is needed for sentences only."""
 
     special_ids: tuple[int, ...] = ()
     tokenizer: Any = None
@@ -26,10 +26,10 @@ class Vocabulary:
         return cls(tuple(sorted(i for i in ids if i is not None)), tokenizer)
 
     def sentence_starts(self, ids: list[int], lengths: list[int]) -> np.ndarray:
-        """Which tokens start a sentence, by the text that they spell. Special tokens start one, and end it.
+        """Find which tokens start a sentence, by the text that they spell. Special tokens are sentences of their own.
 
         Args:
-            ids: of all sequences, one after the other, without padding.
+            ids: token ids of all sequences, one after the other, without padding.
             lengths: tokens per sequence.
         """
         try:
@@ -56,7 +56,7 @@ class Vocabulary:
         return starts
 
     def _piece(self, token: int) -> str:
-        """The text of a single token inside a text: what it adds after another token."""
+        """Return the text of a token inside a text: what it adds after another token."""
         if token in self.special_ids:
             return " "
         if token not in self._texts:

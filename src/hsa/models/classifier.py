@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
-from hsa.models.encoders import AnyEncoderConfig, build_encoder, encoder_from_dict
 from hsa.models.known_fields import known_fields
+from hsa.models.registry import EncoderConfigLike, config_from_dict, create
 from hsa.nn.embedding import Modality
 from hsa.nn.inputs import Inputs
 from hsa.nn.pooling import GlobalPool, GlobalPooling
@@ -33,7 +33,7 @@ class ModelConfig:
         center, scale: the mean and the spread of the numbers to predict, for regression.
     """
 
-    encoder: AnyEncoderConfig
+    encoder: EncoderConfigLike
     modalities: Mapping[str, Modality]
     outputs: int
     kinds: tuple[str, ...] = ("sequence",)
@@ -59,7 +59,7 @@ class ModelConfig:
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
         given = {
             **known_fields(ModelConfig, data),
-            "encoder": encoder_from_dict(data["encoder"]),
+            "encoder": config_from_dict(data["encoder"]),
             "modalities": {name: Modality(**known_fields(Modality, m)) for name, m in data["modalities"].items()},
         }
         for name in ("kinds", "keys"):
@@ -72,7 +72,7 @@ class Classifier(nn.Module):
     """Encoder, global pooling, and an MLP with one hidden layer.
 
     >>> from hsa import Signal, collate
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
     >>> Classifier(config)(batch).shape  # logits per tree
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         width, inner = config.encoder.width, config.head or config.encoder.width
-        self.encoder = build_encoder(config.encoder, config.modalities, config.kinds, config.keys)
+        self.encoder = create(config.encoder, config.modalities, config.kinds, config.keys)
         self.norm = nn.LayerNorm(width)
         self.pool = None if config.task == "tokens" else GlobalPool(config.pooling, width)
         self.head = nn.Sequential(
@@ -105,12 +105,12 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def equal_parameters(config: ModelConfig, encoder: AnyEncoderConfig) -> ModelConfig:
+def equal_parameters(config: ModelConfig, encoder: EncoderConfigLike) -> ModelConfig:
     """The model with another encoder and as many parameters: its feed-forward networks make up for the difference.
 
     For fair baselines: a model without attention lacks query and key projections, and gets wider networks instead.
 
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> deepsets = equal_parameters(config, replace(config.encoder, kind="none"))
     >>> abs(count_parameters(Classifier(deepsets)) - count_parameters(Classifier(config))) < 40

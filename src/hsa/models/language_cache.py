@@ -1,4 +1,4 @@
-"""The cache of a language model: one cache per kind of attention, and which layers it serves."""
+"""The cache of a language model: one cache per kind of attention, shared by the layers of that kind."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hsa.attention.cache.flat import FlatCache
 from hsa.attention.cache.interface import Cache, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
 from hsa.errors import InvalidInput
-from hsa.nn.token_positions import PlaceCounters
+from hsa.nn.token_positions import TreePositionCounters
 
 if TYPE_CHECKING:
     from hsa.models.language_model import LanguageModel, LanguageModelConfig, Trees
 
 
 class LanguageModelCache:
-    """All that a model remembers of the texts it goes on with. Made by `LanguageModel.new_cache`.
+    """Caches of all layers for a batch of texts. Made by `LanguageModel.new_cache`.
 
     Args:
-        config: of the model.
-        batch: texts.
-        rewind: how many tokens `crop` can take back.
+        config: Configuration of the model.
+        batch: Number of texts.
+        rewind: Most tokens that `crop` can remove.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class LanguageModelCache:
         self.parts = {
             kind: _make(kind, config, {**sizes, "layers": kinds.count(kind)}, rewind) for kind in dict.fromkeys(kinds)
         }
-        self._lengths = [0] * batch  # of its own: to ask a cache may be to wait for a device
-        self._place = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+        self._lengths = [0] * batch  # kept here, as reading it from a cache may wait for a device
+        self._layer_of_part = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._counters = None
         if config.positions != "rope":
-            self._counters = PlaceCounters(batch, config.branching, config.sinks, config.place_levels)
+            self._counters = TreePositionCounters(batch, config.branching, config.sinks, config.position_levels)
 
     @property
     def batch(self) -> int:
@@ -57,22 +57,24 @@ class LanguageModelCache:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every text so far."""
+        """Number of tokens of every text."""
         return list(self._lengths)
 
     def of_layer(self, layer: int) -> tuple[Cache, int]:
-        """The cache of a layer of the model, and which of its layers that is."""
-        return self.parts[self.config.kinds[layer]], self._place[layer]
+        """Return the cache that serves a layer of the model, and the layer's number in that cache."""
+        return self.parts[self.config.kinds[layer]], self._layer_of_part[layer]
 
     def check(self, config: LanguageModelConfig, batch: int) -> None:
-        """It is one of this model, for so many texts."""
+        """Check that this is a cache of the model with this configuration, for `batch` texts."""
         if config != self.config:
-            raise InvalidInput("cache", given="that of another model", expected="one of this: model.new_cache(batch)")
+            raise InvalidInput(
+                "cache", given="a cache of another model", expected="a cache of this model: model.new_cache(batch)"
+            )
         if batch != self.batch:
-            raise InvalidInput("cache", given=f"one for {self.batch} texts", expected=f"one for {batch}")
+            raise InvalidInput("cache", given=f"a cache for {self.batch} texts", expected=f"one for {batch}")
 
     def begin(self, model: LanguageModel, tokens: Tensor, lengths: Sequence[int]) -> Trees:
-        """An empty cache meets its prompts."""
+        """Start an empty cache with prompts, and return their trees."""
         closes = model.heights(tokens)
         forests = {
             kind: part.begin(lengths, closes if kind == "multiscale" else None) for kind, part in self.parts.items()
@@ -84,7 +86,7 @@ class LanguageModelCache:
         return model.trees_of(forests, lengths, closes, model.device)
 
     def append(self, model: LanguageModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A token more in every text; returns the positions and places of these tokens."""
+        """Append a token to every text; return the positions of these tokens in their sequence and in the tree."""
         longest = max(self._lengths) + 1
         if self.config.max_length is not None and longest > self.config.max_length:
             raise InvalidInput(
@@ -92,18 +94,18 @@ class LanguageModelCache:
                 given=f"token {longest:,} of a text",
                 expected=f"at most {self.config.max_length:,}, the max_length of the model",
             )
-        positions, places = torch.tensor(self._lengths, device=model.device), None
+        positions, tree_positions = torch.tensor(self._lengths, device=model.device), None
         closes = model.heights(tokens)
         for kind, part in self.parts.items():
             part.append(closes if kind == "multiscale" else None)
         if self._counters is not None:
-            places = torch.from_numpy(self._counters.places.copy()).to(model.device)
+            tree_positions = torch.from_numpy(self._counters.positions.copy()).to(model.device)
             self._counters.append(None if closes is None else closes.tolist())
         self._lengths = [length + 1 for length in self._lengths]
-        return positions, places
+        return positions, tree_positions
 
     def reorder(self, index: Tensor) -> None:
-        """Beam search: text `index[i]` is copied into place i."""
+        """Replace text i by text `index[i]` (beam search)."""
         for part in self.parts.values():
             part.reorder(index)
         self._lengths = [self._lengths[i] for i in index.tolist()]
@@ -111,7 +113,7 @@ class LanguageModelCache:
             self._counters.reorder(index.tolist())
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Speculative decoding: back to these lengths."""
+        """Remove the tokens after these lengths (speculative decoding)."""
         for part in self.parts.values():
             part.crop(lengths)
         self._lengths = list(lengths)
@@ -119,16 +121,16 @@ class LanguageModelCache:
             self._counters.crop(lengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values, for `torch.save`."""
+        """Return the state as tensors and plain values, for `torch.save`."""
         parts = {kind: part.state_dict() for kind, part in self.parts.items()}
         closes = None if self._counters is None else self._counters.closes
         return {"parts": parts, "closes": closes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Back to what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if set(state.get("parts", ())) != set(self.parts):
             raise InvalidInput(
-                "state", given="that of another model's cache", expected=f"parts {', '.join(self.parts)}"
+                "state", given="the state of another model's cache", expected=f"parts {', '.join(self.parts)}"
             )
         for kind, part in self.parts.items():
             part.load_state_dict(state["parts"][kind])
@@ -137,9 +139,9 @@ class LanguageModelCache:
             self._counters.set(self.lengths, state["closes"])
 
     def memory(self) -> Memory:
-        """Of all layers."""
-        found = [part.memory() for part in self.parts.values()]
-        return Memory(sum(m.bytes for m in found), sum(m.flat_bytes for m in found), any(m.leaves_kept for m in found))
+        """Return the bytes of all layers, and of flat caches for them."""
+        parts = [part.memory() for part in self.parts.values()]
+        return Memory(sum(m.bytes for m in parts), sum(m.flat_bytes for m in parts), any(m.leaves_kept for m in parts))
 
 
 def _make(kind: str, config: LanguageModelConfig, sizes: dict[str, Any], rewind: int) -> Cache:

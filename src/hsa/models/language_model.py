@@ -12,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from hsa.errors import InvalidInput
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.known_fields import known_fields
 from hsa.models.language_cache import LanguageModelCache
+from hsa.models.registry import LanguageArchitecture
 from hsa.nn.causal_attention import CausalAttention, CausalClustered, CausalFlat, CausalMultiscale
 from hsa.nn.decoder import Activation, DecoderLayer, initialise, inner_width
 from hsa.nn.head_fusion import HeadFusion, head_fusion
 from hsa.nn.rotary import rotary_angles
 from hsa.nn.token_loss import mean_token_loss, token_losses
-from hsa.nn.token_positions import PlaceEmbedding, token_positions
+from hsa.nn.token_positions import TreePositionEmbedding, token_positions
 from hsa.tree.causal_tree import causal_tree, check_branching
 from hsa.tree.hierarchy import Hierarchy
 
 AttentionKind = Literal["flat", "multiscale", "clustered"]
-PositionKind = Literal["rope", "places", "both"]
+PositionKind = Literal["rope", "tree", "both"]
 _KEPT = 16  # forests of recent batches: plans hang on them, and batches of the same lengths come again
 
 
@@ -47,9 +49,9 @@ class LanguageModelConfig:
         branching: members per family of the tree, from the leaves up; the last factor repeats.
         near: leaf families before the own that are exact.
         sinks: first tokens that every token sees exactly.
-        positions: "rope" (rotary), "places" (features of a token's index in its family, that family's in its parent, …,
+        positions: "rope" (rotary), "tree" (features of a token's index in its family, that family's in its parent, …,
             added to the embedding) or "both".
-        place_levels: how many such indices.
+        position_levels: how many such indices.
         rope_base: of the rotary frequencies.
         top_k, beam, chunk, group: for "clustered": groups opened per token, width of the search for them, tokens per chunk,
             keys per group.
@@ -73,7 +75,7 @@ class LanguageModelConfig:
     near: int = 1
     sinks: int = 0
     positions: PositionKind = "rope"
-    place_levels: int = 4
+    position_levels: int = 4
     rope_base: float = 10_000.0
     top_k: int = 8
     beam: int | None = None
@@ -81,9 +83,10 @@ class LanguageModelConfig:
     group: int = 8
     closes: Mapping[int, int] = field(default_factory=dict)
     max_length: int | None = None
+    architecture: str = field(default="decoder", init=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "width", "heads", "layers", "place_levels", "chunk", "group"):
+        for name in ("vocabulary", "width", "heads", "layers", "position_levels", "chunk", "group"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
         for name in ("near", "sinks", "top_k"):
@@ -98,7 +101,7 @@ class LanguageModelConfig:
                 given=f"{self.heads} heads, {self.kv_heads or self.heads} of keys and values, a width of {self.width}",
                 expected="heads that divide the width, heads of keys that divide the heads",
             )
-        if self.positions != "places" and self.width // self.heads % 2:
+        if self.positions != "tree" and self.width // self.heads % 2:
             raise InvalidInput("heads", given=f"{self.width // self.heads} channels each", expected="an even number")
         if not 0 <= self.dropout < 1:
             raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
@@ -151,7 +154,7 @@ class LanguageModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
-        given = known_fields(LanguageModelConfig, data)
+        given = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
         given["branching"] = tuple(given.get("branching", LanguageModelConfig.branching))
         given["closes"] = {int(token): int(height) for token, height in given.get("closes", {}).items()}
         if not isinstance(given.get("attention", ""), str):
@@ -161,14 +164,14 @@ class LanguageModelConfig:
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """What follows from lengths, and from tokens that close families: a forest per kind of attention, positions, places."""
+    """What follows from lengths, and from tokens that close families: a forest per kind of attention and positions."""
 
     forests: Mapping[AttentionKind, Hierarchy]
     positions: Tensor  # [tokens] the number of every token in its sequence
-    places: Tensor | None  # [tokens, levels] see `token_positions`
+    tree_positions: Tensor | None  # [tokens, levels] from `token_positions`
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(CausalLanguageModel):
     """Embedding, decoder layers, a last norm, and an output that shares the embedding's weights.
 
     >>> model = LanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
@@ -202,17 +205,13 @@ class LanguageModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.width)
         initialise(self, config.layers)
-        self.place: PlaceEmbedding | None = None
+        self.position_embedding: TreePositionEmbedding | None = None
         if config.positions != "rope":
-            self.place = PlaceEmbedding(config.width, config.branching, config.place_levels)
+            self.position_embedding = TreePositionEmbedding(config.width, config.branching, config.position_levels)
         heights = np.zeros(config.vocabulary, np.int64)
         heights[list(config.closes)] = list(config.closes.values())
         self._heights = heights
         self._trees: OrderedDict[Any, Trees] = OrderedDict()
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
 
     def forward(
         self,
@@ -251,7 +250,7 @@ class LanguageModel(nn.Module):
             trees = cache.begin(self, tokens, sizes)
         elif trees is None:
             trees = self.trees(tokens, sizes)
-        x, angles = self._embed(tokens, trees.positions, trees.places)
+        x, angles = self._embed(tokens, trees.positions, trees.tree_positions)
         for i, (layer, kind) in enumerate(zip(self.layers, self.config.kinds, strict=True)):
             part, place = (None, 0) if cache is None else cache.of_layer(i)
             x = layer(x, trees.forests[kind], angles, cache=part, place=place, memory=memory)
@@ -268,8 +267,8 @@ class LanguageModel(nn.Module):
     def step(self, tokens: Tensor, cache: LanguageModelCache, *, memory: Any = None) -> Tensor:
         """One token `[batch]` more in every text; logits `[batch, vocabulary]` of what follows."""
         cache.check(self.config, len(tokens))
-        positions, places = cache.append(self, tokens)
-        x, angles = self._embed(tokens, positions, places)
+        positions, tree_positions = cache.append(self, tokens)
+        x, angles = self._embed(tokens, positions, tree_positions)
         for i, layer in enumerate(self.layers):
             part, place = cache.of_layer(i)
             x = layer.step(x, part, place, angles, memory=memory)  # type: ignore[operator]
@@ -303,7 +302,7 @@ class LanguageModel(nn.Module):
         with torch.inference_mode(False):  # what is made now must serve later calls with gradients too
             forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
             for kind, layer in dict(zip(config.kinds, self.layers, strict=True)).items():
-                layer.attention.prepare(forests[kind])  # type: ignore[operator, union-attr]
+                layer.attention.prepare(forests[kind])
             made = self.trees_of(forests, lengths, closes, device)
         if closes is None:
             self._trees[key] = made
@@ -318,26 +317,23 @@ class LanguageModel(nn.Module):
         closes: np.ndarray | None,
         device: torch.device,
     ) -> Trees:
-        """These forests, with positions and places."""
+        """These forests, with the positions of the tokens in sequence and tree."""
         config, sizes = self.config, np.asarray(lengths)
         number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        places = None
-        if self.place is not None:
-            found = token_positions(lengths, config.branching, closes, config.sinks, config.place_levels)
-            places = torch.from_numpy(found).to(device)
-        return Trees(forests, torch.from_numpy(number).to(device), places)
+        tree_positions = None
+        if self.position_embedding is not None:
+            found = token_positions(lengths, config.branching, closes, config.sinks, config.position_levels)
+            tree_positions = torch.from_numpy(found).to(device)
+        return Trees(forests, torch.from_numpy(number).to(device), tree_positions)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _embed(self, tokens: Tensor, positions: Tensor, tree_positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
         x = self.embedding(tokens)
-        if self.place is not None and places is not None:
-            x = x + self.place(places)
+        if self.position_embedding is not None and tree_positions is not None:
+            x = x + self.position_embedding(tree_positions)
         config = self.config
-        if config.positions == "places":
+        if config.positions == "tree":
             return self.dropout(x), None
         return self.dropout(x), rotary_angles(positions, config.width // config.heads, config.rope_base)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.embedding.weight)
 
 
 def check_texts(tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
@@ -387,3 +383,11 @@ def _forest(kind: str, lengths: Sequence[int], closes: np.ndarray | None, config
     if kind == "multiscale":
         return causal_tree(lengths, config.branching, closes, config.sinks)
     return causal_tree(lengths, (config.group, 2), None, config.sinks)
+
+
+DECODER = LanguageArchitecture(
+    LanguageModelConfig,
+    LanguageModel,
+    configure="hsa.training.language_model.decoder:configure",
+    reader="hsa.training.language_model.blocks:BlockReader",
+)

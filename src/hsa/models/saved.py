@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.errors import InvalidInput
 from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.classifier import Classifier, ModelConfig
-from hsa.models.language_model import LanguageModel, LanguageModelConfig
-from hsa.models.language_models import AnyLanguageModel
+from hsa.models.registry import LANGUAGE_ARCHITECTURES
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-CLASSIFIER, LANGUAGE_MODEL, TRANSFORMER_XL, SEQ2SEQ = (
-    "hierarchical classifier",
-    "hierarchical language model",
-    "Transformer-XL language model",
-    "hierarchical encoder–decoder",
-)
+FORMAT = 2
+"""Version of what is written. hsa 0.1 wrote files without one."""
+CLASSIFIER, LANGUAGE_MODEL, SEQ2SEQ = "classifier", "language model", "encoder–decoder"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def kind_of(folder: Path) -> str | None:
-    """Which kind of model a folder holds, as its configuration says; None where it does not say."""
+    """Return the kind of model in a folder, as its configuration says; None where it does not say."""
     if not (folder / CONFIG).is_file():
         return None
     about = read_json(folder / CONFIG, "the configuration of a model of hsa")
@@ -42,7 +38,7 @@ def save_model(folder: Path, model: Classifier, classes: Sequence[str] = ()) -> 
         classes: the names of the outputs.
     """
     save_tensors(folder / WEIGHTS, model.state_dict())
-    write_json(folder / CONFIG, {"model": CLASSIFIER, "classes": list(classes), **model.config.to_dict()})
+    _write_config(folder, CLASSIFIER, {"classes": list(classes), **model.config.to_dict()})
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classifier, tuple[str, ...]]:
@@ -50,7 +46,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classi
 
     >>> import tempfile
     >>> from hsa.nn.embedding import Modality
-    >>> from hsa.nn.encoder import EncoderConfig
+    >>> from hsa.nn.encoder_config import EncoderConfig
     >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(Path(folder), model, ("no", "yes"))
@@ -67,22 +63,22 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classi
         classes = tuple(config.pop("classes"))
         return Classifier(ModelConfig.from_dict(config))
 
-    return _load(folder, device, "model", "hsa train", {CLASSIFIER: make}), classes
+    return _load(folder, device, CLASSIFIER, "hsa train", make), classes
 
 
-def save_language_model(folder: Path, model: AnyLanguageModel, tokenizer: Any = None) -> None:
+def save_language_model(folder: Path, model: CausalLanguageModel, tokenizer: Any = None) -> None:
     """Write a language model and what makes its tokens, a `tokenizers.Tokenizer`."""
     save_tensors(folder / WEIGHTS, model.state_dict())
     if tokenizer is not None:
         write_then_rename(folder / TOKENIZER, lambda beside: tokenizer.save(str(beside)))
-    kind = TRANSFORMER_XL if isinstance(model, TransformerXLLanguageModel) else LANGUAGE_MODEL
-    write_json(folder / CONFIG, {"model": kind, **model.config.to_dict()})
+    _write_config(folder, LANGUAGE_MODEL, model.config.to_dict())
 
 
-def load_language_model(folder: Path, device: torch.device | str = "cpu") -> AnyLanguageModel:
+def load_language_model(folder: Path, device: torch.device | str = "cpu") -> CausalLanguageModel:
     """The language model of a folder, ready to write.
 
     >>> import tempfile
+    >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_language_model(Path(folder), model)
@@ -92,51 +88,63 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Any
     Raises:
         InvalidInput: naming the file: it is missing, damaged, or of another model.
     """
-    kinds: dict[str, Callable[[dict[str, Any]], AnyLanguageModel]] = {
-        LANGUAGE_MODEL: lambda config: LanguageModel(LanguageModelConfig.from_dict(config)),
-        TRANSFORMER_XL: lambda config: TransformerXLLanguageModel(TransformerXLLanguageConfig.from_dict(config)),
-    }
-    return _load(folder, device, "language model", "hsa train --task lm", kinds)
+
+    def make(config: dict[str, Any]) -> CausalLanguageModel:
+        architecture = LANGUAGE_ARCHITECTURES.get(config["architecture"])
+        return architecture.module(architecture.config.from_dict(config))
+
+    return _load(folder, device, LANGUAGE_MODEL, "hsa train --task lm", make)
 
 
 def save_seq2seq(folder: Path, model: Seq2Seq) -> None:
     """Write an encoder–decoder."""
     save_tensors(folder / WEIGHTS, model.state_dict())
-    write_json(folder / CONFIG, {"model": SEQ2SEQ, **model.config.to_dict()})
+    _write_config(folder, SEQ2SEQ, model.config.to_dict())
 
 
 def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> Seq2Seq:
     """The encoder–decoder of a folder, ready to answer; raises as `load_language_model`."""
-    kinds = {SEQ2SEQ: lambda config: Seq2Seq(Seq2SeqConfig.from_dict(config))}
-    return _load(folder, device, "encoder–decoder", "hsa train --task seq2seq", kinds)
+    return _load(
+        folder, device, SEQ2SEQ, "hsa train --task seq2seq", lambda config: Seq2Seq(Seq2SeqConfig.from_dict(config))
+    )
+
+
+def _write_config(folder: Path, kind: str, config: dict[str, Any]) -> None:
+    write_json(folder / CONFIG, {"format": FORMAT, "model": kind, **config})
 
 
 def _load(
     folder: Path,
     device: torch.device | str,
-    what: str,
+    kind: str,
     command: str,
-    kinds: Mapping[str, Callable[[dict[str, Any]], AnyModel]],
+    make: Callable[[dict[str, Any]], AnyModel],
 ) -> AnyModel:
-    """By its kind, which the configuration names."""
-    about = read_json(folder / CONFIG, f"the configuration of a {what} of hsa")
-    found = about.get("model") if isinstance(about, dict) else None
-    if not isinstance(found, str) or found not in kinds:
+    """Load a model of one kind; `make` builds it from its configuration."""
+    expected = f"the configuration of a {kind} of hsa"
+    about = read_json(folder / CONFIG, expected)
+    fix = f"train one with: {command}"
+    if not isinstance(about, dict) or not isinstance(about.get("model"), str):
+        raise InvalidInput(str(folder / CONFIG), given="something else", expected=expected, fix=fix)
+    if about.get("format") != FORMAT:
+        older = "format" not in about
         raise InvalidInput(
             str(folder / CONFIG),
-            given=f"that of a {found}" if isinstance(found, str) else "something else",
-            expected=f"the configuration of a {what} of hsa",
-            fix=f"train one with: {command}",
+            given="a model that hsa 0.1 saved" if older else f"format {about['format']!r}",
+            expected=f"format {FORMAT}, which this version of hsa reads and writes",
+            fix="train it again, or load it with hsa 0.1" if older else "load it with the version of hsa that saved it",
         )
+    if about["model"] != kind:
+        raise InvalidInput(str(folder / CONFIG), given=f"that of a {about['model']}", expected=expected, fix=fix)
     try:
-        model = kinds[found]({name: value for name, value in about.items() if name != "model"})
+        model = make({name: value for name, value in about.items() if name not in ("format", "model")})
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
         raise InvalidInput(
             str(folder / CONFIG),
             given=f"a configuration that makes no model ({type(error).__name__}: {error})",
             expected="one that this version of hsa wrote",
         ) from error
-    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of a {what} of hsa")
+    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of a {kind} of hsa")
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device).eval()

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
-from hsa.models.encoders import encoder_from_dict
 from hsa.models.known_fields import known_fields
 from hsa.models.language_model import LanguageModel, LanguageModelConfig, check_logits
+from hsa.models.registry import config_from_dict
 from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig, HierarchicalEncoder
+from hsa.nn.encoder import HierarchicalEncoder
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.token_loss import mean_token_loss
 
@@ -60,7 +61,7 @@ class Seq2SeqConfig:
     def from_dict(data: Mapping[str, Any]) -> Seq2SeqConfig:
         given = {
             **known_fields(Seq2SeqConfig, data),
-            "encoder": encoder_from_dict(data["encoder"]),
+            "encoder": config_from_dict(data["encoder"]),
             "decoder": LanguageModelConfig.from_dict(data["decoder"]),
             "modalities": {name: Modality(**known_fields(Modality, m)) for name, m in data["modalities"].items()},
         }

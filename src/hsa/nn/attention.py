@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hsa.attention.flops import Flops, flops
 from hsa.attention.hierarchical.operator import hierarchical_attention, prepare
-from hsa.attention.kernels.reasons import forest_reasons
+from hsa.attention.kernels.available import why_not_forest
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 class Hierarchical(Attention):
     """The paper's operator: rows and columns tied over pairs of siblings; `alpha`: by entmax in place of softmax."""
 
-    def __init__(self, *, include_self: bool = False, alpha: float | LearnedAlpha | None = None):
+    def __init__(self, *, include_self: bool = True, alpha: float | LearnedAlpha | None = None):
         super().__init__()
         self.include_self, self.alpha = include_self, alpha
 
@@ -138,7 +138,7 @@ class Multiscale(Attention):
 
     def prepare(self, hierarchy: Hierarchy) -> None:
         forest = rooted(hierarchy)[0]
-        if forest.device.type != "cuda" or self.alpha is not None or forest_reasons(forest):
+        if forest.device.type != "cuda" or self.alpha is not None or why_not_forest(forest):
             rounds(forest)
         if not self.top_k:
             self._nearest(hierarchy)
@@ -188,9 +188,9 @@ class Clustered(Attention):
     uses_positions = False
     mixes = False
 
-    def __init__(self, heads: int, *, group: int = 8, top_k: int = 8, window: int = 16):
+    def __init__(self, heads: int, *, group: int = 8, top_k: int = 8, tile: int = 16):
         super().__init__()
-        self.group, self.top_k, self.window = group, top_k, window
+        self.group, self.top_k, self.tile = group, top_k, tile
         self.pooled_bias = nn.Parameter(torch.zeros(heads))
 
     def forward(
@@ -206,25 +206,12 @@ class Clustered(Attention):
             ("binary", self.group),
             lambda: Hierarchy.regular(hierarchy.lengths, (self.group, 2), repeat_last=True).to(hierarchy.device),
         )
-        queries = Queries.windows(tree, self.window)
+        queries = Queries.windows(tree, self.tile)
         order = cluster_keys(k, tree)
         selection = select(q, k, tree, queries=queries, top_k=self.top_k, clusters=order)
         note_operations(q, v, selection, mixing, hierarchy=tree, clusters=order)
         bias = self.pooled_bias
         return multiscale_attention(q, k, v, tree, selection=selection, clusters=order, pooled_bias=bias, mixing=mixing)
-
-
-class NoAttention(Attention):
-    """Attention switched off: every leaf keeps its own value (DeepSets). Queries and keys are not asked for."""
-
-    parts = ("v",)
-    uses_positions = False
-    mixes = False
-
-    def forward(
-        self, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None, mixing: HeadMixing | None = None
-    ) -> Tensor:
-        return v
 
 
 class Flat(Attention):

@@ -92,7 +92,7 @@ def attend(
     layers: Iterable[nn.Module],
     projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
-    places: NodePositions,
+    node_positions: NodePositions,
 ) -> Tensor:
     """Layers of attention inside every family of a step; without projections, without positions."""
     layers = list(layers)
@@ -101,7 +101,7 @@ def attend(
     for layer, project in zip(layers, projected, strict=True):
         positions = None
         if project is not None:
-            row = places.row.index_select(0, step.nodes)
+            row = node_positions.row.index_select(0, step.nodes)
             # The forest of families has its roots in front, which lie nowhere.
             positions = project(features, torch.cat([row.new_zeros(step.families.num_trees), row]))
         members = layer(members, step.families, groups, positions)
@@ -114,12 +114,12 @@ def bottom_up(
     layers: Iterable[nn.Module],
     projections: Iterable[nn.Module],
     features: dict[str, Tensor] | None,
-    places: NodePositions,
+    node_positions: NodePositions,
 ) -> tuple[Tensor, Hierarchy]:
     """The same layers on every level, then the mean. A vector per root, and the forest of these roots alone."""
     layers, projections = list(layers), list(projections)
 
     def mean(members: Tensor, step: Step) -> Tensor:
-        return segment_mean(attend(members, step, layers, projections, features, places), step.sizes)
+        return segment_mean(attend(members, step, layers, projections, features, node_positions), step.sizes)
 
     return fold(x, hierarchy, mean)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.select import select

@@ -1,4 +1,4 @@
-"""What the modules read: leaf values per modality, the forest they hang in, and the places of its nodes."""
+"""What the modules read: leaf values per modality, the forest they hang in, and the positions of its nodes."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class Inputs(Protocol):
     def hierarchy(self) -> Hierarchy: ...
 
     @property
-    def places(self) -> NodePositions: ...
+    def positions(self) -> NodePositions: ...

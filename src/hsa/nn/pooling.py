@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy, Structure
 from hsa.tree.positions import NodePositions
@@ -18,8 +18,8 @@ Pooled = tuple[Tensor, Hierarchy, NodePositions]
 GlobalPooling = Literal["mean", "max", "attention", "first", "last"]
 
 
-def pool_families(x: Tensor, hierarchy: Hierarchy, places: NodePositions) -> Pooled:
-    """Every family of leaves becomes one leaf in its parent's place, with the mean of their vectors.
+def pool_families(x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions) -> Pooled:
+    """Every family of leaves becomes one leaf at its parent's position, with the mean of their vectors.
 
     A forest of height h is down to its roots after h calls. Trees of one leaf stay.
 
@@ -37,11 +37,11 @@ def pool_families(x: Tensor, hierarchy: Hierarchy, places: NodePositions) -> Poo
         s = hierarchy.structure
         return ~np.append(s.height == 1, False)[s.parent]  # −1, a root's parent, is the entry appended
 
-    return _keep(x, hierarchy, places, "families pooled", no_members_of_leaf_families)
+    return _keep(x, hierarchy, node_positions, "families pooled", no_members_of_leaf_families)
 
 
-def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: NodePositions, size: int = 2) -> Pooled:
-    """Runs of `size` neighbouring leaves of a family become one leaf, with their mean and the first one's place.
+def merge_leaves(x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions, size: int = 2) -> Pooled:
+    """Runs of `size` neighbouring leaves of a family become one leaf, with their mean and the first one's position.
 
     >>> tree = Hierarchy.from_nested([[3, 2]])
     >>> x, coarser, _ = merge_leaves(torch.arange(5.0)[:, None], tree, NodePositions.of_sequences(tree))
@@ -56,14 +56,14 @@ def merge_leaves(x: Tensor, hierarchy: Hierarchy, places: NodePositions, size: i
         # A run begins at the first member of a family, and after a subtree; every root is a family of its own.
         first_member = nodes == np.append(s.first_child, -1)[s.parent]
         begins = first_member | (s.parent < 0) | ~np.append(s.is_leaf, False)[nodes - 1]
-        place = nodes - np.maximum.accumulate(np.where(begins, nodes, 0))
-        return ~s.is_leaf | (place % size == 0)
+        index = nodes - np.maximum.accumulate(np.where(begins, nodes, 0))
+        return ~s.is_leaf | (index % size == 0)
 
-    return _keep(x, hierarchy, places, ("leaves merged", size), heads_of_runs)
+    return _keep(x, hierarchy, node_positions, ("leaves merged", size), heads_of_runs)
 
 
 def _keep(
-    x: Tensor, hierarchy: Hierarchy, places: NodePositions, name: Hashable, kept: Callable[[], np.ndarray]
+    x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions, name: Hashable, kept: Callable[[], np.ndarray]
 ) -> Pooled:
     """The forest of the kept nodes. A leaf's vector is the mean of the leaves from its first up to the next one's."""
 
@@ -79,7 +79,7 @@ def _keep(
         return coarser, torch.from_numpy(nodes).to(device), torch.from_numpy(lengths).to(device)
 
     coarser, nodes, lengths = hierarchy.cached(name, build)
-    return segment_mean(x, lengths), coarser, places.keep(nodes)
+    return segment_mean(x, lengths), coarser, node_positions.keep(nodes)
 
 
 def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:

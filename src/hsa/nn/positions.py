@@ -1,6 +1,6 @@
-"""Positions per domain: features of a place, shared by all layers, and a projection per kind in every layer.
+"""Positions per domain: features of a position, shared by all layers, and a projection per kind in every layer.
 
-The position logit of two siblings is ε(A)·ε(B), with ε = W_kind · features(place). Members of sets, and roots, have ε = 0.
+The position logit of two siblings is ε(A)·ε(B), with ε = W_kind · features(position). Members of sets and roots have ε = 0.
 
 | domain   | features of a member                                                             |
 |----------|----------------------------------------------------------------------------------|
@@ -24,7 +24,7 @@ from hsa.errors import InvalidInput
 from hsa.tree.positions import KINDS, NodePositions
 
 WIDTHS = {"sequence": 1, "grid": 3, "graph": 16}
-"""Numbers per place, as `hsa.signals.coordinates` makes them."""
+"""Numbers per position, as `hsa.signals.coordinates` makes them."""
 
 
 class FourierFeatures(nn.Module):
@@ -48,7 +48,7 @@ class FourierFeatures(nn.Module):
 
 
 class PositionFeatures(nn.Module):
-    """Distinct places → features, `[places, width]` per kind.
+    """Distinct positions → features, `[positions, width]` per kind.
 
     Args:
         width: of the features of sequences, grids and tables.
@@ -69,14 +69,14 @@ class PositionFeatures(nn.Module):
         if "table" in kinds:
             self.key_vectors = nn.Embedding(len(keys), width)
 
-    def forward(self, places: NodePositions) -> dict[str, Tensor]:
+    def forward(self, positions: NodePositions) -> dict[str, Tensor]:
         features: dict[str, Tensor] = {}
-        for kind, numbers in places.numbers.items():
+        for kind, numbers in positions.numbers.items():
             self._check(kind)
             features[kind] = numbers if kind == "graph" else self.fourier[kind](numbers)
-        if places.keys:
+        if positions.keys:
             self._check("table")
-            features["table"] = self.key_vectors(self._rows(places.keys))
+            features["table"] = self.key_vectors(self._rows(positions.keys))
         return {kind: features[kind] for kind in KINDS if kind in features}
 
     def _rows(self, keys: Sequence[str]) -> Tensor:
@@ -93,7 +93,7 @@ class PositionFeatures(nn.Module):
     def _check(self, kind: str) -> None:
         if kind not in self.widths:
             raise InvalidInput(
-                "places",
+                "positions",
                 given=f"members of a {kind}",
                 expected=f"only {', '.join(self.widths) or 'sets'}, as the model was made for",
                 fix=f"add {kind!r} to the kinds of the model",
@@ -101,7 +101,7 @@ class PositionFeatures(nn.Module):
 
 
 class PositionProjection(nn.Module):
-    """ε of every node for one layer: a linear map per kind of place.
+    """ε of every node for one layer: a linear map per kind of position.
 
     Returns `[nodes, heads, dim]`.
     """

@@ -1,6 +1,6 @@
-"""Where a token stands in a growing tree: its index in its leaf family, that family's index in its parent, and so on.
+"""Positions of a token in a causal tree: its index in its leaf family, that family's index in its parent, and so on.
 
-All of it is known when the token is: how many members came before.
+Each index counts members that came before, so that it is known as soon as the token is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hsa.tree.causal_tree import cap, levels
 def token_positions(
     lengths: Sequence[int], branching: Sequence[int], closes: np.ndarray | None, sinks: int, height: int
 ) -> np.ndarray:
-    """`[tokens, height]` the index of a token in its family, of that in its parent, … in the tree of `hsa.tree.causal_tree.causal_tree`.
+    """Return `[tokens, height]`: the index of a token in its family, of that family in its parent, … in a causal tree.
 
     >>> token_positions([7], (3, 2), None, 0, 3).T.tolist()
     [[0, 1, 2, 0, 1, 2, 0], [0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
@@ -34,19 +34,19 @@ def token_positions(
     return np.stack(indices, -1)
 
 
-class PlaceCounters:
-    """The places of the next token of every sequence, kept up as they grow.
+class TreePositionCounters:
+    """Positions of the next token of every sequence, updated as tokens are appended.
 
-    >>> counters = PlaceCounters(1, (3, 2), sinks=0, height=3)
+    >>> counters = TreePositionCounters(1, (3, 2), sinks=0, height=3)
     >>> for _ in range(4):
     ...     counters.append([0])
-    >>> counters.places.tolist()  # of the fifth token
+    >>> counters.positions.tolist()  # of the fifth token
     [[1, 1, 0]]
     """
 
     def __init__(self, batch: int, branching: Sequence[int], sinks: int, height: int):
         self.branching, self.sinks, self.height = tuple(branching), sinks, height
-        self.places = np.zeros((batch, height), np.int64)
+        self.positions = np.zeros((batch, height), np.int64)
         self.lengths = [0] * batch
         self.closes: list[list[int]] | None = None  # by token; None: none closed anything so far
 
@@ -57,7 +57,7 @@ class PlaceCounters:
         known = None if closes is None else np.array([h for heights in closes for h in (*heights, 0)], np.int64)
         with_next = [length + 1 for length in lengths]
         found = token_positions(with_next, self.branching, known, self.sinks, self.height)
-        self.places = found[np.cumsum(with_next) - 1]
+        self.positions = found[np.cumsum(with_next) - 1]
 
     def append(self, closes: Sequence[int] | None) -> None:
         """A token more in every sequence, with the height up to which it closes families."""
@@ -71,7 +71,7 @@ class PlaceCounters:
         height = np.where(np.array(self.lengths) == self.sinks, self.height, height)
         grows = np.ones(len(height), bool)  # the level below has a member more
         for level in range(1, self.height + 1):
-            index = self.places[:, level - 1]
+            index = self.positions[:, level - 1]
             index += grows
             grows = grows & ((index == cap(self.branching, level)) | (height >= level))
             index[grows] = 0
@@ -85,8 +85,8 @@ class PlaceCounters:
         self.set(lengths, closes)
 
 
-class PlaceEmbedding(nn.Module):
-    """What a token's places add to its vector: learned Fourier features of every index, and a linear map per level.
+class TreePositionEmbedding(nn.Module):
+    """Embed the positions of tokens in the tree: learned Fourier features of every index and a linear map per level.
 
     Args:
         width: of the token vectors.
@@ -103,11 +103,11 @@ class PlaceEmbedding(nn.Module):
         for layer in self.maps:
             nn.init.normal_(layer.weight, std=0.02 * (2 / features) ** 0.5)  # type: ignore[arg-type]
 
-    def forward(self, places: Tensor) -> Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """`[tokens, height]` → `[tokens, width]`. Few indices are distinct: each is mapped once, then looked up."""
         total: Tensor | float = 0.0
         for level, (fourier, project) in enumerate(zip(self.fourier, self.maps, strict=True)):
-            index = torch.arange(self.members[level], device=places.device)[:, None]
-            total = total + nn.functional.embedding(places[:, level], project(fourier(index)))
+            index = torch.arange(self.members[level], device=positions.device)[:, None]
+            total = total + nn.functional.embedding(positions[:, level], project(fourier(index)))
         assert isinstance(total, Tensor)
         return total

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 from hsa.tree.padding import Padding

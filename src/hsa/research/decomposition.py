@@ -254,7 +254,7 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
 
 
 def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float) -> tuple[list[Tensor], int]:
-    """Return the factors after some iterations (b and c of length 1, a of the length of the components), and their number."""
+    """Return factors (b and c of length 1, a of the length of the components), and the number of iterations."""
     best = _moved_onto(0, start)
     for mode in range(3):
         source.note(mode, best[mode])
@@ -329,7 +329,7 @@ def _slice(factors: list[Tensor], i: int) -> Tensor:
 
 
 def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
-    """Return the tensor in float64 with its modes in rising order of their dimensions, that order, and the original dtype."""
+    """Return the tensor in float64, its modes in rising order of their dimensions, that order, and the original dtype."""
     if isinstance(tensor, CP):
         factors = [tensor.a, tensor.b, tensor.c]
         if (

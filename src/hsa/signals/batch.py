@@ -61,7 +61,7 @@ class Batch:
         return tuple(self.distinct_domains[i] for i in self.domain_ids.tolist())
 
     @cached_property
-    def places(self) -> NodePositions:
+    def positions(self) -> NodePositions:
         """Where every node lies in its family: what position embeddings are made of."""
         s = self.hierarchy.structure
         domain = np.full(self.hierarchy.num_nodes, -1)
@@ -180,8 +180,8 @@ class Batch:
             leaves={name: leaves.to(device) for name, leaves in self.leaves.items()},
             hierarchy=self.hierarchy.to(device),
         )
-        if "places" in self.__dict__:
-            moved.__dict__["places"] = self.places.to(device)
+        if "positions" in self.__dict__:
+            moved.__dict__["positions"] = self.positions.to(device)
         return moved
 
     def path(self, leaf: int) -> str:

@@ -20,7 +20,8 @@ from hsa.errors import InvalidInput
 from hsa.files import write_then_rename
 from hsa.models.saved import check_fits
 
-FORMAT = 1
+FORMAT = 2
+"""Version of what is written; a checkpoint of another one cannot go on."""
 
 
 def full_weights(model: nn.Module) -> dict[str, Any]:
@@ -90,7 +91,9 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidInput(
             str(path),
-            given="a file of something else",
+            given="a checkpoint of hsa 0.1"
+            if isinstance(content, dict) and content.get("format") == 1
+            else "something else",
             expected=f"a checkpoint of hsa, format {FORMAT}",
             fix="remove it to train this model from the start",
         )

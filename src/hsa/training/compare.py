@@ -187,9 +187,7 @@ def compare_models(
         Interrupted: Ctrl-C was pressed; says how far it came.
         InvalidInput: with `resume`, a run in the folder had other options or data.
     """
-    configs = {
-        name: model_config(prepared, recipe.model, name, plan.models[0], recipe.documents) for name in plan.models
-    }
+    configs = {name: model_config(prepared, recipe.model, name, plan.models[0], recipe.extra) for name in plan.models}
     _check_first(folder, plan.models[0], accelerator)
     done = 0
 

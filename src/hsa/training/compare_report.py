@@ -12,6 +12,7 @@ from hsa.analysis.cost_plots import Cost, cost_table, plot_costs
 from hsa.analysis.frontier import on_frontier
 from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_json, write_text
+from hsa.models.registry import configure
 from hsa.training.compare import Compared, Plan
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
@@ -175,10 +176,14 @@ class Comparison:
             if abs(size - meant) > _SAME_SIZE * meant:
                 more = "more" if size > meant else "fewer"
                 why = "no size of it fits"
-                if name == "hat" and self.recipe.documents.warm_start is not None:
+                if self._has_fixed_size(name):
                     why = "it keeps the size of the encoder that it starts from"
                 lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: {why}")
         return lines
+
+    def _has_fixed_size(self, name: str) -> bool:
+        hierarchy = self.prepared.train.batch.hierarchy
+        return configure(name, self.recipe.model, self.recipe.extra, hierarchy).has_fixed_size
 
     @staticmethod
     def _failures(model: Compared) -> list[str]:
@@ -192,7 +197,7 @@ class Comparison:
         """Everything, for scripts."""
         prepared, recipe = self.prepared, self.recipe
         sizes = {name: len(getattr(prepared, name)) for name in ("train", "validation", "test")}
-        parts = (recipe.read, recipe.model, recipe.documents, recipe.training)
+        parts = (recipe.read, recipe.model, *recipe.extra.values(), recipe.training)
         options = {name: _plain(value) for part in parts for name, value in asdict(part).items()}
         return {
             "data": prepared.name,

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from hsa.analysis.metrics import confusion
 from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.encoders import AnyEncoderConfig
+from hsa.models.options import ModelOptions
+from hsa.models.registry import MODELS, EncoderConfigLike, Extra, configure, find_model, start_warm
 from hsa.models.saved import load_model
-from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
-from hsa.registry import FUSIONS
+from hsa.registry import KINDS
 from hsa.training.data.prepare import PreparedData, save_input_spec
-from hsa.training.document_models import DOCUMENT_MODELS, pretrained_parameters, start_warm, usual_levels
 from hsa.training.failures import OnFailure, catch_oom, results_of
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
-from hsa.training.metrics import Scores, confusion
-from hsa.training.options import DocumentOptions, ModelOptions, TrainingOptions
-from hsa.tree.hierarchy import Hierarchy
+from hsa.training.metrics import Scores
+from hsa.training.options import TrainingOptions
 
-# NodePositions in the input: kernels of multiscale attention have none in the logits.
-_OWN_ROWS = {"kind": "multiscale", "position_input": True, "position_dim": 0}
-MODELS: dict[str, dict[str, Any]] = {
-    "hierarchical": {},
-    "multiscale": _OWN_ROWS,
-    "clustered": {"kind": "clustered"},
-    "bottom-up": {"kind": "bottom-up"},
-    "flat": {"kind": "flat"},
-    # Here heads have nothing to talk about and no one key to share.
-    "trilinear": {"kind": "trilinear", "position_input": True, "fusion": "concatenation"},
-    "hierarchical-trilinear": {"kind": "hierarchical-trilinear", "position_input": True, "fusion": "concatenation"},
-    "deepsets": {"kind": "none", "fusion": "concatenation"},
-}
-"""How each model of ours differs from the one the options describe. All have as many parameters."""
 RESULT = "result.json"
 _MEASURED = 256  # test examples whose weights are looked at, one by one
 
@@ -72,67 +57,26 @@ class Result:
         return Result(**data)
 
 
-def changes(name: str) -> dict[str, Any]:
-    """How a model differs from the one the options describe.
-
-    >>> changes("flat+talking")
-    {'kind': 'flat', 'fusion': 'talking'}
-    """
-    base, plus, fusion = name.partition("+")
-    if plus and base in DOCUMENT_MODELS:
-        raise InvalidInput("models", given=repr(name), expected=f"{base}: how its heads are fused is part of it")
-    if base not in MODELS:
-        raise unknown_model(name, [*MODELS, *DOCUMENT_MODELS])
-    if plus and fusion not in FUSIONS:
-        raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(FUSIONS.names())}")
-    return {**MODELS[base], "fusion": fusion} if plus else MODELS[base]
-
-
-def unknown_model(name: str, known: Sequence[str], task: str | None = None) -> InvalidInput:
-    """What is wrong with a name, and which one may have been meant; `task`: where only it has just these."""
-    close = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    expected = f"some of {', '.join(known)}" + ("" if task is None else f", for the task {task}")
-    return InvalidInput(
-        "models", given=repr(name), expected=expected, fix=f"did you mean {close[0]!r}?" if close else None
-    )
-
-
 def check_models(names: Iterable[str]) -> None:
+    """Raise for a name that is no model."""
     for name in names:
-        if name not in DOCUMENT_MODELS:
-            changes(name)
+        find_model(name)
 
 
 def check_entmax(names: Iterable[str], model: ModelOptions) -> None:
-    """Raises where α is given and none of the models has one."""
-    if model.entmax is not None and not any(map(_has_entmax, names)):
-        having = [name for name in MODELS if _has_entmax(name)]
+    """Raise where α is given and none of the models takes it."""
+    if model.entmax is not None and not any(map(_takes_entmax, names)):
+        able = [name for name in MODELS.names() if _takes_entmax(name)]
         raise InvalidInput(
             "entmax",
             given=f"{model.entmax} for {', '.join(names)}",
-            expected=f"one of {', '.join(having)} among the models: others attend by softmax, or not at all",
+            expected=f"one of {', '.join(able)} among the models: others attend by softmax, or not at all",
         )
 
 
-def _has_entmax(name: str) -> bool:
-    return name not in DOCUMENT_MODELS and changes(name).get("kind", "hierarchical") in WITH_ENTMAX
-
-
-def encoder_config(
-    name: str, model: ModelOptions, documents: DocumentOptions, hierarchy: Hierarchy
-) -> AnyEncoderConfig:
-    """The encoder of a model by its name, of the sizes that the options say, for documents with such trees.
-
-    Raises:
-        InvalidInput: the trees lack a level that it needs.
-    """
-    if name in DOCUMENT_MODELS:
-        return DOCUMENT_MODELS[name](model, documents, hierarchy)
-    sizes = {f.name: getattr(model, f.name) for f in fields(EncoderConfig) if hasattr(model, f.name)}
-    if not _has_entmax(name):
-        sizes["entmax"] = None
-    levels = len(model.windows) + 1 if model.windows else usual_levels(hierarchy)
-    return EncoderConfig(**{**sizes, "entmax_levels": levels, **changes(name)})
+def _takes_entmax(name: str) -> bool:
+    kind = find_model(name).changes.get("kind")
+    return kind is not None and KINDS.get(kind).takes_entmax
 
 
 def model_config(
@@ -140,17 +84,17 @@ def model_config(
     model: ModelOptions,
     name: str,
     reference: str = "hierarchical",
-    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    extra: Extra = MappingProxyType({}),
 ) -> ModelConfig:
     """The configuration of a model by its name, for these data, with as many parameters as the `reference` has."""
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
 
-    def encoder(name: str) -> AnyEncoderConfig:
-        return encoder_config(name, model, documents, prepared.train.batch.hierarchy)
+    def encoder(name: str) -> EncoderConfigLike:
+        return configure(name, model, extra, prepared.train.batch.hierarchy)
 
-    meant = ModelConfig(
+    first = ModelConfig(
         encoder(reference),
         prepared.modalities,
         outputs=1 if regression else len(prepared.train.classes),
@@ -162,11 +106,9 @@ def model_config(
         scale=spread or 1.0,
     )
     if name == reference:
-        return meant
+        return first
     own = encoder(name)
-    if getattr(own, "warm_start", None) is not None:  # its sizes are those of what it starts from
-        return replace(meant, encoder=own)
-    return equal_parameters(meant, own)
+    return replace(first, encoder=own) if own.has_fixed_size else equal_parameters(first, own)
 
 
 @catch_oom
@@ -192,8 +134,7 @@ def train_model(
     if prepared.vectors is not None:
         model.encoder.embedding.set_vectors("text", prepared.vectors)
     resumes = resume and (folder / CHECKPOINT).is_file()
-    if not resumes:
-        start_warm(model.encoder)
+    pretrained = start_warm(model.encoder, load=not resumes)
     trainer = Trainer(
         model,
         prepared.train,
@@ -201,8 +142,8 @@ def train_model(
         options,
         folder=folder,
         accelerator=accelerator,
-        transform=prepared.reading.transform,
-        pretrained=pretrained_parameters(model.encoder),
+        transform=prepared.input_spec.transform,
+        pretrained=pretrained,
         watcher=watcher,
     )
     if resumes:
@@ -227,7 +168,7 @@ def train_model(
     if accelerator.is_main_process:
         if has_entmax(config):
             result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
-        save_input_spec(folder, prepared.reading)
+        save_input_spec(folder, prepared.input_spec)
         write_json(folder / RESULT, asdict(result))
     accelerator.wait_for_everyone()
     return result
@@ -236,7 +177,7 @@ def train_model(
 def _sparsity(folder: Path, prepared: PreparedData, device: torch.device) -> tuple[LevelSparsity, ...]:
     """Of a saved model that attends by entmax."""
     model, _ = load_model(folder, device)
-    data, transform = prepared.test, prepared.reading.transform
+    data, transform = prepared.test, prepared.input_spec.transform
     some = np.random.default_rng(0).permutation(len(data))[:_MEASURED]
     batches = (data.select(part).batch.to(device) for part in np.array_split(some, -(-len(some) // 16)))
     return measure_sparsity(model, batches if transform is None else map(transform, batches))
@@ -257,7 +198,7 @@ def train_models(
     folder: Path,
     accelerator: Any,
     *,
-    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    extra: Extra = MappingProxyType({}),
     resume: bool = False,
     watch: Callable[[str], Watcher] | None = None,
     on_failure: OnFailure | None = None,
@@ -267,7 +208,7 @@ def train_models(
     Args:
         on_failure: is told of models without a result, and the others go on; by default that is an error.
     """
-    configs = {name: model_config(prepared, model, name, names[0], documents) for name in names}
+    configs = {name: model_config(prepared, model, name, names[0], extra) for name in names}
 
     def train(name: str) -> Result:
         watcher = watch(name) if watch else None

@@ -41,7 +41,7 @@ class Saved:
 
     model: Classifier
     classes: tuple[str, ...]
-    reading: InputSpec
+    input_spec: InputSpec
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu") -> Saved:
@@ -54,21 +54,21 @@ class Saved:
                 str(folder), given="a folder of models", expected=f"one of {', '.join(map(str, inside))}"
             )
         model, classes = load_model(folder, device)
-        reading = load_input_spec(folder)
-        if reading.kind == "match3":
+        spec = load_input_spec(folder)
+        if spec.kind == "generated":
             raise InvalidInput(
                 str(folder),
-                given="a model of made-up numbers, of hsa train --task match3",
+                given="a model of generated data",
                 expected="a model that reads data",
-                fix="how good it is stands in the report of its run, beside this folder",
+                fix="its scores are in the report of its run, beside this folder",
             )
-        _check_tokenizer(folder, model, reading)
-        return Saved(model, classes, reading)
+        _check_tokenizer(folder, model, spec)
+        return Saved(model, classes, spec)
 
     def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
         """Labelled data of the kind the model was trained on."""
-        source = self.reading.source(path, labelled=True)
-        examples = self._readable(self.reading.examples(source, on_bad), on_bad)
+        source = self.input_spec.source(path, labelled=True)
+        examples = self._readable(self.input_spec.examples(source, on_bad), on_bad)
         return build(examples, self.model.config.task, self.classes or None)
 
     def _readable(self, examples: Iterable[Example], on_bad: OnBad) -> Iterator[Example]:
@@ -91,7 +91,7 @@ class Saved:
         """Scores on labelled data."""
         options = TrainingOptions()
         accelerator = make_accelerator(options, cpu=next(self.model.parameters()).device.type == "cpu")
-        transform = self.reading.transform
+        transform = self.input_spec.transform
         return Trainer(self.model, data, data, options, accelerator=accelerator, transform=transform).evaluate(data)
 
     @torch.no_grad()
@@ -107,26 +107,26 @@ class Saved:
             yield from self._say(waiting)
 
     def _unlabelled(self, path: Path, on_bad: OnBad) -> Iterator[Example]:
-        reading = self.reading
-        if reading.kind == "rows":
+        spec = self.input_spec
+        if spec.kind == "rows":
             if path.exists() and (path.is_dir() or path.suffix.lower() not in ROW_SUFFIXES):
                 given = "a folder" if path.is_dir() else f"a {path.suffix or 'nameless'} file"
                 expected = f"rows, as the model was trained on: one of {', '.join(ROW_SUFFIXES)}"
                 raise InvalidInput(str(path), given=given, expected=expected)
-            yield from reading.examples(reading.source(path, labelled=False), on_bad)
+            yield from spec.examples(spec.source(path, labelled=False), on_bad)
             return
         if not path.exists():
             raise InvalidInput(str(path), given="no such file or folder", expected="a file, or a folder of files")
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
         if not files:
             raise InvalidInput(str(path), given="no files to read", expected=f"some of {', '.join(sorted(SUFFIXES))}")
-        unlabelled = Files([("", file) for file in files], reading.columns.language, reading.image_reader())
-        yield from reading.examples(unlabelled, on_bad)
+        unlabelled = Files([("", file) for file in files], spec.columns.language, spec.image_reader())
+        yield from spec.examples(unlabelled, on_bad)
 
     def _say(self, examples: list[Example]) -> Iterator[Prediction]:
         batch = collate([example.signal for example in examples], self.model.config.modalities)
         batch = batch.to(next(self.model.parameters()).device)
-        transform = self.reading.transform
+        transform = self.input_spec.transform
         out = self.model(batch if transform is None else transform(batch)).float().cpu()
         if not self.classes:
             for example, number in zip(examples, out.tolist(), strict=True):
@@ -138,12 +138,12 @@ class Saved:
             yield Prediction(example.where, self.classes[best], float(row[best]), self.classes[second])
 
 
-def _check_tokenizer(folder: Path, model: Classifier, reading: InputSpec) -> None:
+def _check_tokenizer(folder: Path, model: Classifier, input_spec: InputSpec) -> None:
     """The ids of its tokens are rows of the model's table."""
     text = model.config.modalities.get("text")
     if text is None or not text.tokens:
         return
-    size = 0 if reading.tokenizer is None else reading.tokenizer.get_vocab_size()
+    size = 0 if input_spec.tokenizer is None else input_spec.tokenizer.get_vocab_size()
     if size != text.tokens:
         raise InvalidInput(
             str(folder / "tokenizer.json"),

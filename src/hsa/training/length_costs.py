@@ -68,8 +68,8 @@ def length_costs(
 @torch.no_grad()
 def _cost(name: str, model: Classifier, document: Batch, prepared: PreparedData, accelerator: Any) -> Cost:
     batch = document.to(accelerator.device)
-    if prepared.reading.transform is not None:
-        batch = prepared.reading.transform(batch)
+    if prepared.input_spec.transform is not None:
+        batch = prepared.input_spec.transform(batch)
 
     def run() -> None:
         with accelerator.autocast():
@@ -136,5 +136,5 @@ def _cut(signal: Signal | Leaf, length: int, prepared: PreparedData) -> Batch | 
     cut = signal.first(length) if isinstance(signal, Signal) and signal.num_leaves > length else signal
     if cut is None:
         return None
-    most = prepared.reading.max_family
+    most = prepared.input_spec.max_family
     return collate([in_windows(cut, most) if most else cut])

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hsa.analysis.metrics import confusion
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -19,15 +21,6 @@ class Scores:
     @property
     def main(self) -> float:
         return float(self.accuracy if self.accuracy is not None else self.r2 or 0.0)
-
-
-def confusion(predicted: np.ndarray, true: np.ndarray, classes: int) -> np.ndarray:
-    """`[true class, predicted class]` counts.
-
-    >>> confusion(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
-    [[1, 1], [0, 1]]
-    """
-    return np.bincount(true * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def class_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> Scores:

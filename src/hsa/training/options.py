@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from hsa.baselines.hat.layouts import layout_pattern
 from hsa.errors import InvalidInput
-from hsa.nn.alpha_option import AlphaOption, check_alpha
-from hsa.registry import FUSIONS
+from hsa.registry import Registry
 
 Precision = Literal["no", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
-LevelEncoder = Literal["attention", "gru"]
 
 
 @dataclass(frozen=True)
@@ -66,92 +64,6 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The model; its baselines have as many parameters.
-
-    Args:
-        width: Of the leaf vectors.
-        heads: Of attention.
-        head_dim: Channels per head; width / heads by default.
-        layers: Of the encoder; of hat in all, of han on every level.
-        dropout: On embeddings and residual branches.
-        fusion: How heads become one: concatenation, talking (they mix logits and weights), collaborative (one query and key
-            projection for all) or over-heads (every leaf weighs its heads).
-        shared_dim: For collaborative: channels of the shared queries and keys; half of all heads' by default.
-        fusion_penalty: For over-heads: how strongly leaves are kept from all choosing the same head.
-        entmax: For hsa and multiscale: attention that leaves out what matters little, by entmax with this α in place of
-            softmax: a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
-        include_self: Leaves attend to themselves; in the paper they do not.
-        near: For multiscale: neighbouring leaf families that are read leaf by leaf, on each side.
-        top_k: For multiscale and found: how many more, the best ones.
-        windows: Fixed windows of so many leaves, from the leaves up, in place of the data's own tree.
-        position_width: Of the position features; 0 for no positions.
-        position_input: Also add positions to the leaf vectors.
-        pooling: Of a tree's leaves into one vector: mean, max, attention, first or last.
-    """
-
-    width: int = 128
-    heads: int = 4
-    head_dim: int | None = None
-    layers: int = 1
-    dropout: float = 0.1
-    fusion: str = "concatenation"
-    shared_dim: int | None = None
-    fusion_penalty: float = 0.01
-    entmax: AlphaOption = None
-    include_self: bool = False
-    near: int = 1
-    top_k: int = 0
-    windows: tuple[int, ...] = ()
-    position_width: int = 64
-    position_input: bool = False
-    pooling: Literal["mean", "max", "attention", "first", "last"] = "mean"
-
-    def __post_init__(self) -> None:
-        check_alpha(self.entmax)
-        FUSIONS.check(self.fusion)
-
-
-@dataclass(frozen=True)
-class DocumentOptions:
-    """What the published document models have beside the sizes of all models.
-
-    Args:
-        level_encoder: For han: what encodes the members of a family: attention or gru.
-        levels: For han: levels with weights of their own, from the leaves up; those above share the last one's. By default
-            as many as half of the documents have, at most 3.
-        layout: For hat: where cross-segment layers stand: interleaved, early, late, ad-hoc, a published one (I1, I2, I3,
-            EC1, EC2, LC1, LC2), or a pattern such as SSC.
-        segment: For hat and transformer-xl: tokens per segment.
-        segment_level: For hat: 0 for fixed windows; 1: sentences are the segments, or whatever leaf families are; 2: what is
-            above these.
-        memory: For transformer-xl: tokens of earlier segments that are remembered.
-        test_memory: For transformer-xl: the same after training; as in training by default.
-        warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name. Its tokenizer reads the texts,
-            its weights learn at a tenth of the learning rate.
-    """
-
-    level_encoder: LevelEncoder = "attention"
-    levels: int | None = None
-    layout: str = "interleaved"
-    segment: int = 128
-    segment_level: int = 0
-    memory: int = 128
-    test_memory: int | None = None
-    warm_start: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("levels", 1), ("segment", 1), ("segment_level", 0), ("memory", 0), ("test_memory", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidInput(name, given=value, expected=f"{least} or more")
-        layout_pattern(self.layout, layers=1)  # says what does not fit
-        if self.level_encoder not in get_args(LevelEncoder):
-            expected = f"one of {', '.join(get_args(LevelEncoder))}"
-            raise InvalidInput("level_encoder", given=self.level_encoder, expected=expected)
-
-
-@dataclass(frozen=True)
 class DataOptions:
     """Which data, and how they are read.
 
@@ -161,7 +73,8 @@ class DataOptions:
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
         task: classification (the label names a class), regression (it is a number), lm (a language model of the texts),
-            seq2seq (the label is a text, to be written) or match3 (made-up numbers, of which three are to match).
+            seq2seq (the label is a text, to be written), or a task of a study: match3 (generated numbers, of which three are
+            to match).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -178,7 +91,7 @@ class DataOptions:
     label: str | None = None
     number: tuple[str, ...] = ()
     image: tuple[str, ...] = ()
-    task: Literal["classification", "regression", "lm", "seq2seq", "match3"] = "classification"
+    task: str = "classification"
     validation: Path | None = None
     test: Path | None = None
     max_tokens: int = 512
@@ -202,7 +115,7 @@ class LanguageOptions:
         structure: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
         branching: Members per family of the tree, from the leaves up; the last factor repeats.
         sinks: First tokens that every token reads exactly.
-        positions: rope, places (in the families of the tree) or both.
+        positions: rope, tree (positions in the families of the tree) or both.
         kv_heads: Heads of keys and values; as many as heads by default.
         feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
         chunk: For found: tokens whose keys are put in order together.
@@ -217,7 +130,7 @@ class LanguageOptions:
     structure: Literal["windows", "text"] = "windows"
     branching: tuple[int, ...] = (32, 4)
     sinks: int = 0
-    positions: Literal["rope", "places", "both"] = "rope"
+    positions: Literal["rope", "tree", "both"] = "rope"
     kv_heads: int | None = None
     feed_forward: int | None = None
     chunk: int = 256
@@ -260,33 +173,12 @@ class Seq2SeqOptions:
             raise InvalidInput("max_answer", given=self.max_answer, expected="1 or more")
 
 
-@dataclass(frozen=True)
-class Match3Options:
-    """For the task match3: the sequences of numbers that are made up.
+class ExtraOptions(Protocol):
+    """A dataclass of options that a plug-in adds to `hsa train` and to recipes."""
 
-    Args:
-        modulus: Numbers are counted modulo this one. About 0.65 · length² makes half of the answers a yes.
-        length: Numbers of a sequence.
-        shortest: Training sequences have from so many numbers up to the length: in short ones a match stands out.
-        sequences: To train on; a tenth as many more to validate and to test.
-    """
-
-    modulus: int = 41
-    length: int = 8
-    shortest: int = 3
-    sequences: int = 50_000
-
-    def __post_init__(self) -> None:
-        for name, least in (("modulus", 2), ("length", 1), ("shortest", 1), ("sequences", 10)):
-            if getattr(self, name) < least:
-                raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
-        if self.shortest > self.length:
-            raise InvalidInput("shortest", given=self.shortest, expected=f"at most {self.length}, the length")
+    def check_models(self, names: Sequence[str]) -> None:
+        """Raise where an option is given that none of the models uses."""
 
 
-def decoder_sizes(model: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
-    """What options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
-    names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
-    shared = {name: getattr(model, name) for name in names}
-    own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
-    return {**shared, **{name: getattr(language, name) for name in own}}
+EXTRA_OPTIONS: Registry[type[Any]] = Registry("options")
+"""Groups of options of plug-ins, by name; each is an `ExtraOptions`."""

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hsa.errors import InvalidInput, MissingExtra
-from hsa.training.options import (
-    DataOptions,
-    DocumentOptions,
-    LanguageOptions,
-    Match3Options,
-    ModelOptions,
-    Seq2SeqOptions,
-    TrainingOptions,
-)
+from hsa.errors import InvalidInput
+from hsa.files import load_yaml
+from hsa.models.options import ModelOptions
+from hsa.training.options import EXTRA_OPTIONS, DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 
-_PARTS = (DataOptions, ModelOptions, TrainingOptions, LanguageOptions, Seq2SeqOptions, Match3Options, DocumentOptions)
+_PARTS: dict[str, type] = {
+    "read": DataOptions,
+    "model": ModelOptions,
+    "training": TrainingOptions,
+    "language": LanguageOptions,
+    "seq2seq": Seq2SeqOptions,
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Recipe:
     """What `hsa train` does.
 
     Args:
-        data: a file of rows, a folder per class, or None for the Python standard library.
-        models: to train, the first of them the one that is meant.
+        data: File of rows, or a folder per class; None for the Python standard library.
+        models: Models to train. The first is the reference; the others are matched to its size.
+        extra: Options of plug-ins, by the name of their group in `EXTRA_OPTIONS`; defaults where a group is missing.
     """
 
     data: Path | None = None
@@ -40,8 +41,11 @@ class Recipe:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     language: LanguageOptions = field(default_factory=LanguageOptions)
     seq2seq: Seq2SeqOptions = field(default_factory=Seq2SeqOptions)
-    match3: Match3Options = field(default_factory=Match3Options)
-    documents: DocumentOptions = field(default_factory=DocumentOptions)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def group(self, name: str) -> Any:
+        """Return a group of options of a plug-in."""
+        return self.extra[name] if name in self.extra else EXTRA_OPTIONS.get(name)()
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -53,16 +57,17 @@ def load_recipe(path: Path) -> Recipe:
     given = load_yaml(path)
     data = given.pop("data", None)
     models = _words(given.pop("models", Recipe.models))
-    parts = []
-    for kind in _PARTS:
+    kinds = {**_PARTS, **{name: EXTRA_OPTIONS.get(name) for name in EXTRA_OPTIONS.names()}}
+    parts: dict[str, Any] = {}
+    for part, kind in kinds.items():
         names = {f.name for f in fields(kind)}
         own = {name: _value(kind, name, given.pop(name), path) for name in sorted(names & set(given))}
         try:
-            parts.append(kind(**own))
+            parts[part] = kind(**own)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error.where}", given=error.given, expected=error.expected) from None
     if given:
-        known = sorted(f.name for kind in _PARTS for f in fields(kind))
+        known = sorted(f.name for kind in kinds.values() for f in fields(kind))
         unknown = min(map(str, given))
         close = difflib.get_close_matches(unknown, ["data", "models", *known], 1, cutoff=0.5)
         raise InvalidInput(
@@ -71,28 +76,8 @@ def load_recipe(path: Path) -> Recipe:
             expected=f"data, models, {', '.join(known)}",
             fix=f"did you mean {close[0]!r}?" if close else None,
         )
-    return Recipe(None if data is None else path.parent / str(data), models, *parts)  # type: ignore[arg-type]
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """The names and values of a YAML file.
-
-    Raises:
-        InvalidInput: naming the file: not there, no YAML, no names.
-    """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtra("pyyaml", "train", "reading recipes") from None
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(str(path), given=error.strerror or error, expected="a recipe") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(path), given=f"no YAML ({' '.join(str(error).split())})", expected="a recipe") from None
-    if not isinstance(given, dict):
-        raise InvalidInput(str(path), given=f"a {type(given).__name__}", expected="names and values of options")
-    return given
+    extra = {name: group for name in EXTRA_OPTIONS.names() if (group := parts.pop(name)) != kinds[name]()}
+    return Recipe(None if data is None else path.parent / str(data), models, **parts, extra=extra)
 
 
 def _value(kind: type, name: str, value: Any, path: Path) -> Any:
@@ -143,14 +128,6 @@ def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
     def merge(base: Any, own: Any) -> Any:
         return replace(base, **{f.name: getattr(own, f.name) for f in fields(own) if f.name in named})
 
-    return Recipe(
-        recipe.data,
-        given.models if "models" in named else recipe.models,
-        merge(recipe.read, given.read),
-        merge(recipe.model, given.model),
-        merge(recipe.training, given.training),
-        merge(recipe.language, given.language),
-        merge(recipe.seq2seq, given.seq2seq),
-        merge(recipe.match3, given.match3),
-        merge(recipe.documents, given.documents),
-    )
+    parts = {part: merge(getattr(recipe, part), getattr(given, part)) for part in _PARTS}
+    extra = {name: merge(recipe.group(name), given.group(name)) for name in {**recipe.extra, **given.extra}}
+    return Recipe(recipe.data, given.models if "models" in named else recipe.models, **parts, extra=extra)

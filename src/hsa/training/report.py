@@ -13,20 +13,21 @@ import numpy as np
 from hsa.analysis.sparsity import HEADER
 from hsa.analysis.sparsity import rows as rows_of_levels
 from hsa.analysis.tables import markdown_table, terminal_table
-from hsa.baselines.han.model import HanEncoder
 from hsa.files import write_text
+from hsa.models.registry import explanation_of
 from hsa.models.saved import load_model
-from hsa.research.match3 import COSTS, match3_report
+from hsa.registry import resolve
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.recipe import Recipe
 from hsa.training.significance import margin
+from hsa.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MATRIX_LEAVES, _TREE_LEAVES, _PAGE_LEAVES = 80, 240, 400  # that can be read: as a matrix, as a tree, as text
+_TREE_LEAVES = 240  # of the largest tree that can be read in a picture
 _SPARSITY = (
     "Of up to 256 test examples. Level 1 are families of leaves (sentences, statements), level 2 families of these. Zeros: "
     "of the weights that members of a family give each other and what is inside them. Visited: families, times heads, that "
@@ -123,12 +124,15 @@ def write_report(
     for model, levels in sparse.items():
         lines += [f"## Sparsity of {model}", "", *markdown_table(HEADER, rows_of_levels(levels)), "", _SPARSITY, ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
-    if recipe.read.task == "match3":
-        lines += ["", *match3_report(folder, prepared, recipe.match3, recipe.model)]
-        pictures.append(folder / COSTS)
+    added = TASKS.get(recipe.read.task).report
+    if added is not None:
+        more_lines, more_pictures = resolve(added)(folder, recipe, prepared)
+        lines, pictures = [*lines, "", *more_lines], [*pictures, *more_pictures]
     lines += ["", "## Options", "", "```"]
     options = asdict(recipe.read) | asdict(recipe.model) | asdict(recipe.training)
-    options |= asdict(recipe.match3) if recipe.read.task == "match3" else {}
+    for name, group in recipe.extra.items():
+        if name == recipe.read.task or group != type(group)():
+            options |= asdict(group)
     lines += [f"{name}: {value}" for name, value in options.items()]
     write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
     return pictures
@@ -140,7 +144,7 @@ def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[
 
     model, _ = load_model(folder / name)
     chosen = _longest_readable(prepared, _TREE_LEAVES)
-    if chosen is None or prepared.reading.transform is not None:
+    if chosen is None or prepared.input_spec.transform is not None:
         return []
     example = prepared.test.select([chosen])
     labels, title = leaf_labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
@@ -153,24 +157,18 @@ def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[
 
 
 def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) -> list[Path]:
-    """What the first model attends to in a test example, where that can be shown."""
-    from hsa.analysis.plots import has_matrix, plot_attention
-    from hsa.baselines.han.weights import plot_document_weights
-
+    """Draw what the first model attends to in a test example, where that can be shown."""
     model, _ = load_model(folder / first.model)
-    pools = isinstance(model.encoder, HanEncoder)
-    chosen = _longest_readable(prepared, _PAGE_LEAVES if pools else _MATRIX_LEAVES)
-    if chosen is None or not first.operations or prepared.reading.transform is not None:
+    explanation = explanation_of(model)
+    if explanation is None or not first.operations or prepared.input_spec.transform is not None:
         return []
-    example = prepared.test.select([chosen])
+    index = _longest_readable(prepared, explanation.leaves)
+    if index is None:
+        return []
+    example = prepared.test.select([index])
     labels, title = leaf_labels(example.batch, prepared), f"{first.model}: {example.names[0]}"
-    picture = folder / ("weights.png" if pools else "attention.png")
-    if pools:
-        plot_document_weights(picture, model.encoder, example.batch, labels, title)
-    elif has_matrix(model):
-        plot_attention(picture, model, example.batch, labels, title)
-    else:
-        return []
+    picture = folder / explanation.file
+    explanation.draw(picture, model, example.batch, labels, title)
     return [picture]
 
 
@@ -183,7 +181,7 @@ def _longest_readable(prepared: PreparedData, most: int) -> int | None:
 
 def leaf_labels(example: Any, prepared: PreparedData) -> list[str] | None:
     """The text of every token: what it adds to those before it, with a space where a word begins."""
-    tokenizer = prepared.reading.tokenizer
+    tokenizer = prepared.input_spec.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:
         return None
     ids = example.values["text"].tolist()

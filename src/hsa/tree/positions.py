@@ -1,7 +1,7 @@
-"""`NodePositions`: where every node of a forest lies in its family, as tensors.
+"""`NodePositions`: the position of every node of a forest in its family, as tensors.
 
-Few places are distinct (the seventh word of a sentence is the seventh word of every sentence), so a position embedding is
-worked out once for each distinct place and looked up for each node.
+Few positions are distinct (the seventh word of a sentence is the seventh word of every sentence), so a position embedding is
+computed once for each distinct position and looked up for each node.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from hsa.tree.hierarchy import Hierarchy
 
 KINDS = ("sequence", "grid", "graph", "table")
-"""Domains whose members can be told apart by their place. Members of a set cannot."""
+"""Domains whose members can be told apart by their position. Members of a set cannot."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """The places of one domain: a row of numbers for each member, or a key for each; neither for a set."""
+    """Positions of the members of one domain: a row of numbers each, or a key each; neither for a set."""
 
     kind: str | None
     numbers: np.ndarray | None = None  # [members, width]
@@ -30,12 +30,12 @@ class Coordinates:
 
 @dataclass(frozen=True, eq=False)
 class NodePositions:
-    """Distinct places per kind, and the place of every node.
+    """Distinct positions per kind, and the position of every node.
 
     Attributes:
-        row: `[nodes]` 0 for nowhere (roots, members of sets), else 1 + the row among the distinct places of all kinds, one
-            kind after another in the order of `KINDS`.
-        numbers: kind → `[places, width]`, for "sequence" (the index), "grid" (an index per axis), "graph" (features).
+        row: `[nodes]` 0 for nodes without a position (roots, members of sets), else 1 + the row among the distinct
+            positions of all kinds, one kind after another in the order of `KINDS`.
+        numbers: kind → `[positions, width]`, for "sequence" (the index), "grid" (an index per axis), "graph" (features).
         keys: the distinct keys of tables.
     """
 
@@ -49,12 +49,12 @@ class NodePositions:
         )
 
     def keep(self, nodes: Tensor) -> NodePositions:
-        """The places of some nodes, when others leave the forest."""
+        """Return the positions of some nodes, after the others have left the forest."""
         return replace(self, row=self.row[nodes])
 
     @staticmethod
     def of_sequences(hierarchy: Hierarchy) -> NodePositions:
-        """Every family a sequence: where no domains are known.
+        """Return positions as if every family were a sequence, for forests without domains.
 
         >>> NodePositions.of_sequences(Hierarchy.flat([3, 2])).row.tolist()
         [0, 0, 1, 2, 3, 1, 2]
@@ -68,34 +68,34 @@ class NodePositions:
             index = np.arange(row.max(initial=0), dtype=np.float32)[:, None]
             return NodePositions(torch.from_numpy(row), {"sequence": torch.from_numpy(index)}, ()).to(hierarchy.device)
 
-        return hierarchy.cached("sequence places", build)
+        return hierarchy.cached("sequence positions", build)
 
     @staticmethod
     def merge(
         domains: Sequence[Coordinates], domain: np.ndarray, member: np.ndarray, hierarchy: Hierarchy
     ) -> NodePositions:
-        """The places of a forest, from those of its domains.
+        """Return the positions of a forest from those of its domains.
 
         Args:
-            domains: the distinct ones.
-            domain, member: for every node that is no root, its family's domain, and which member of it the node is.
+            domains: the distinct domains.
+            domain, member: for every node but the roots, its family's domain and its index in the family.
         """
         distinct: dict[str, list[np.ndarray]] = {}
         keys: dict[str, int] = {}
-        local: list[np.ndarray] = []  # per domain: rows among the distinct places of its kind
+        local: list[np.ndarray] = []  # per domain: rows among the distinct positions of its kind
         longest = 0
-        for places in domains:
-            if places.kind is None:
+        for coordinates in domains:
+            if coordinates.kind is None:
                 local.append(np.empty(0, np.int64))
-            elif places.kind == "table":
-                local.append(np.array([keys.setdefault(key, len(keys)) for key in places.keys], np.int64))
-            elif places.numbers is not None and places.kind == "sequence":
-                longest = max(longest, len(places.numbers))
-                local.append(np.arange(len(places.numbers)))
-            elif places.numbers is not None:
-                listed = distinct.setdefault(places.kind, [])
-                local.append(sum(map(len, listed)) + np.arange(len(places.numbers)))
-                listed.append(places.numbers)
+            elif coordinates.kind == "table":
+                local.append(np.array([keys.setdefault(key, len(keys)) for key in coordinates.keys], np.int64))
+            elif coordinates.numbers is not None and coordinates.kind == "sequence":
+                longest = max(longest, len(coordinates.numbers))
+                local.append(np.arange(len(coordinates.numbers)))
+            elif coordinates.numbers is not None:
+                listed = distinct.setdefault(coordinates.kind, [])
+                local.append(sum(map(len, listed)) + np.arange(len(coordinates.numbers)))
+                listed.append(coordinates.numbers)
         if longest:
             distinct["sequence"] = [np.arange(longest)[:, None]]
         numbers = {kind: np.concatenate(distinct[kind]).astype(np.float32) for kind in KINDS if kind in distinct}
@@ -104,11 +104,11 @@ class NodePositions:
             first[kind] = total
             total += len(keys) if kind == "table" else len(numbers.get(kind, ()))
         rows = [
-            np.zeros(1, np.int64) if places.kind is None else first[places.kind] + row
-            for places, row in zip(domains, local, strict=True)
+            np.zeros(1, np.int64) if coordinates.kind is None else first[coordinates.kind] + row
+            for coordinates, row in zip(domains, local, strict=True)
         ]
         begin = np.cumsum([0, *map(len, rows)])[:-1]
-        is_set = np.array([places.kind is None for places in domains], bool)
+        is_set = np.array([coordinates.kind is None for coordinates in domains], bool)
         table = np.concatenate(rows) if rows else np.empty(0, np.int64)
         below = table[begin[domain] + np.where(is_set[domain], 0, member)] if len(domain) else member
         row = np.concatenate([np.zeros(hierarchy.num_trees, np.int64), below])

@@ -1,4 +1,4 @@
-"""Found trees, token by token: the same numbers as the full pass, whatever happened to the cache before."""
+"""Trees over clustered keys, token by token: the same numbers as the full pass, whatever happened to the cache before."""
 
 import io
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy, cluster_keys, multiscale_attention, select
 from hsa.attention.cache.clustered import ClusteredCache
-from hsa.attention.cache.clustered_search import Counted
+from hsa.attention.cache.interface import Counted
 from hsa.attention.flops import flops
 from hsa.errors import InvalidInput
 
@@ -24,8 +24,8 @@ WAYS = {
     "three members": {"branching": (4, 3), "chunk": 12, "top_k": 2, "beam": 4, "sinks": 1},
     "one factor": {"branching": (3,), "chunk": 9, "top_k": 2, "beam": 2},
     "chunks of a group": {"branching": (4, 2), "chunk": 4, "top_k": 2, "beam": 5},
-    "nothing opened": {"branching": (4, 2), "chunk": 16, "top_k": 0, "sinks": 1},
-    "all opened": {"branching": (4, 2), "chunk": 16, "top_k": 80},
+    "nothing selected": {"branching": (4, 2), "chunk": 16, "top_k": 0, "sinks": 1},
+    "everything selected": {"branching": (4, 2), "chunk": 16, "top_k": 80},
 }
 
 
@@ -37,12 +37,12 @@ def tokens(lengths, seed=0, dtype=torch.float32):
 
 
 def full(q, k, v, lengths, *, branching, chunk, top_k, beam=None, sinks=0):
-    """The full pass: outputs, the order of the keys, the choice and the trees."""
+    """Return outputs, clusters, selection and trees of the full pass."""
     tree = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
-    order = cluster_keys(k, tree, chunk=chunk)
-    selection = select(q, k, tree, top_k=top_k, beam=beam, clusters=order, causal=True)
-    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True, pooled_bias=BIAS)
-    return out, order, selection, tree
+    clusters = cluster_keys(k, tree, chunk=chunk)
+    selection = select(q, k, tree, top_k=top_k, beam=beam, clusters=clusters, causal=True)
+    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True, pooled_bias=BIAS)
+    return out, clusters, selection, tree
 
 
 def cache_of(batch, way, layers=1, **others):
@@ -55,7 +55,7 @@ class Sequences:
     def __init__(self, lengths, way, seed=0):
         self.lengths, self.way = lengths, way
         self.q, self.k, self.v = tokens(lengths, seed)
-        self.out, self.order, self.selection, self.tree = full(self.q, self.k, self.v, lengths, **WAYS[way])
+        self.out, self.clusters, self.selection, self.tree = full(self.q, self.k, self.v, lengths, **WAYS[way])
         self.first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
 
     def prompts(self, lengths):
@@ -114,12 +114,12 @@ def test_prompts_that_attend_inside_the_cache_are_the_full_pass(monkeypatch, way
     st.booleans(),
     st.integers(0, 99),
 )
-def test_prompts_of_unequal_lengths_and_then_token_by_token(way, prompts, given_order, seed):
+def test_prompts_of_unequal_lengths_and_then_token_by_token(way, prompts, given_clusters, seed):
     text = Sequences([n + 40 for n in prompts], way, seed)
     cache = cache_of(len(prompts), way)
     tree = cache.begin(prompts)
     k, v = text.prompts(prompts)
-    cache.fill(0, k, v, clusters=cluster_keys(k, tree, chunk=WAYS[way]["chunk"]) if given_order else None)
+    cache.fill(0, k, v, clusters=cluster_keys(k, tree, chunk=WAYS[way]["chunk"]) if given_clusters else None)
     assert max(text.step(cache) for _ in range(40)) < 1e-5
 
 
@@ -174,7 +174,7 @@ def test_saved_and_restored():
     for _ in range(60):
         assert text.step(cache) < 1e-5
         assert text.step(other) < 1e-5
-    with pytest.raises(InvalidInput, match="state: given"):
+    with pytest.raises(InvalidInput, match=r"state\['settings'\]: given"):
         cache_of(2, "sink").load_state_dict(cache.state_dict())
 
 
@@ -202,18 +202,18 @@ def test_other_precisions(dtype):
     for t in range(130):
         cache.append()
         row = slice(t, t + 1)
-        found = cache.attend(0, q[row], k[row], v[row], pooled_bias=BIAS)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, out[row], rtol=0, atol=atol)
+        ours = cache.attend(0, q[row], k[row], v[row], pooled_bias=BIAS)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, out[row], rtol=0, atol=atol)
 
 
 def test_pooled_nodes_can_be_dropped_and_scaled():
     q, k, v = tokens([130])
     way = WAYS["sink"]
-    _, order, selection, tree = full(q, k, v, [130], **way)
+    _, clusters, _, tree = full(q, k, v, [130], **way)
     options = {"pooled_bias": -torch.inf, "scale": 0.5}
-    selection = select(q, k, tree, top_k=2, beam=5, clusters=order, causal=True, scale=0.5)
-    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True, **options)
+    selection = select(q, k, tree, top_k=2, beam=5, clusters=clusters, causal=True, scale=0.5)
+    out = multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True, **options)
     cache = cache_of(1, "sink")
     for t in range(130):
         cache.append()
@@ -266,7 +266,7 @@ def test_what_is_refused():
     q, k, v = (x[:2] for x in tokens([2, 2]))
     with pytest.raises(InvalidInput, match="append before attend"):
         cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match=r"closes: given levels to close.*None"):
+    with pytest.raises(InvalidInput, match=r"closes: given heights to close.*None"):
         cache.append(closes=[1, 0])
     with pytest.raises(InvalidInput, match="max_length"):
         cache.begin([66, 3])
@@ -301,3 +301,16 @@ def test_what_is_refused_leaves_the_cache_as_it_was():
     with pytest.raises(InvalidInput, match="pooled_bias"):
         cache.attend(0, q[39:], k[39:], v[39:], pooled_bias=torch.zeros(3))
     assert cache.attend(0, q[39:], k[39:], v[39:]).shape == (1, 2, 8)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_gradients_are_recorded(inference):
+    cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)
+    q, k, v = (torch.randn(40, 2, 8, requires_grad=True) for _ in range(3))
+    with torch.inference_mode(inference):
+        cache.begin([39])
+        assert not cache.attend_prompts(0, q[:39], k[:39], v[:39]).requires_grad
+        cache.append()
+        bias = torch.zeros(2, requires_grad=True)
+        assert not cache.attend(0, q[39:], k[39:], v[39:], pooled_bias=bias).requires_grad
+    assert not any(x.requires_grad or x.is_inference() for x in cache.leaves(0))

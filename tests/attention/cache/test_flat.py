@@ -15,7 +15,7 @@ def cache_of(batch, layers=1, **others):
 
 
 class FlatText(Text):
-    """Every token sees every token up to itself: the tree does not matter when all families are selection."""
+    """Every token sees every token up to itself: the tree does not matter when all families are selected."""
 
     def outputs(self, q, k, v):
         selection = select(q, k, self.tree, near=sum(self.lengths), causal=True)

@@ -1,4 +1,4 @@
-"""The right-skewed tree, token by token: the same numbers as the full pass, whatever happened to the cache before."""
+"""The causal tree, token by token: the same numbers as the full pass, whatever happened to the cache before."""
 
 import pytest
 import torch
@@ -112,8 +112,8 @@ def test_after_a_crop_it_is_as_if_the_tokens_had_never_been(way):
     rewind, text = 5, text_of([65, 65], way)
     cache = cache_of(2, way, max_length=70, rewind=rewind)
     for length in range(65):
-        taken_back = 1 + length % rewind
-        for _ in range(taken_back):
+        removed = 1 + length % rewind
+        for _ in range(removed):
             text.step_garbage(cache)
         cache.crop([length, length])
         assert cache.lengths == [length, length]
@@ -241,8 +241,8 @@ def test_a_longer_text_takes_a_ring_more_per_factor():
     short, long = (MultiscaleCache(1, 1, 1, 8, branching=(16, 16), near=1, max_length=2**n) for n in (12, 20))
     assert short.rings == [(0, 32), (32, 32), (64, 32)]
     assert long.rings[:3] == short.rings
-    assert long.places == 5 * 32
-    assert MultiscaleCache(1, 1, 1, 8, branching=(16, 16), max_length=2**12 + 1).places == 4 * 32
+    assert long.slots == 5 * 32
+    assert MultiscaleCache(1, 1, 1, 8, branching=(16, 16), max_length=2**12 + 1).slots == 4 * 32
     with_all = MultiscaleCache(1, 1, 1, 8, branching=(4, 2), near=2, sinks=3, rewind=5, max_length=9)
     assert with_all.rings == [(3, 17), (20, 11), (31, 11)]
     closing = MultiscaleCache(1, 1, 1, 8, branching=(4, 2), near=0, closing=2, max_length=9)
@@ -344,7 +344,7 @@ def test_wrong_crops_and_orders_are_refused(kind):
 def test_crops_that_go_too_far_are_refused():
     cache = cache_of(2, "windows", rewind=2)
     text_of([9, 9], "windows").begin(cache, [9, 8])
-    with pytest.raises(InvalidInput, match=r"3 tokens to take back .*at most 2.*rewind=3"):
+    with pytest.raises(InvalidInput, match=r"3 tokens to remove .*at most 2.*rewind=3"):
         cache.crop([9, 5])
     assert cache.lengths == [9, 8]
 
@@ -378,7 +378,7 @@ def test_states_of_other_caches_are_refused():
             other.load_state_dict(state)
     settings = {"near": 0, "rewind": 4}, {"near": 1, "rewind": 0}  # rings of the same size
     one, two = (MultiscaleCache(1, 1, KV_HEADS, DIM, branching=(4, 4), max_length=64, **s) for s in settings)
-    assert one.places == two.places
+    assert one.slots == two.slots
     with pytest.raises(InvalidInput, match=r"state\['settings'\]: given"):
         two.load_state_dict(one.state_dict())
     with pytest.raises(InvalidInput, match=r"state\['keys'\]: given nothing"):

@@ -29,7 +29,7 @@ def tokens(number: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> To
 
 def last_row(qkv: Tokens, length: int, tree: Hierarchy) -> Tensor:
     q, k, v = (x[:length] for x in qkv)
-    return hierarchical_attention(q, k, v, tree, causal=True, include_self=True)[-1]
+    return hierarchical_attention(q, k, v, tree, causal="paper-mask")[-1]
 
 
 def step(
@@ -87,7 +87,7 @@ def test_rows_of_earlier_tokens_change() -> None:
     cache = TiedCache(1, branching)
     incremental = torch.cat([step(cache, [(q, k, v)]) for _ in range(length)])
     tree = causal_tree([length], branching)
-    full = hierarchical_attention(q, k, v, tree, causal=True, include_self=True)
+    full = hierarchical_attention(q, k, v, tree, causal="paper-mask")
     torch.testing.assert_close(incremental[-1], full[-1])
     moved = (incremental - full).abs().amax((1, 2)) > 1e-3
     # All that had a node to their left and now have a token to their right in their own.
@@ -204,7 +204,7 @@ def test_bad_input() -> None:
     with pytest.raises(InvalidInput, match="one model"):
         cache.attend(0, q[:, :2], k, v)
     cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match="an empty one"):
+    with pytest.raises(InvalidInput, match="an empty cache"):
         cache.begin([3, 4])
     with pytest.raises(InvalidInput, match="index"):
         cache.reorder([2])

@@ -37,9 +37,9 @@ class Pair:
         expected = self._step(self.torch, text, rows)
         if both:
             self.triton.load_state_dict(state)
-            found = self._step(self.triton, text, rows)
-            torch.testing.assert_close(found, expected, rtol=0, atol=self.atol)
-            torch.testing.assert_close(found.cpu(), text.out[rows], rtol=0, atol=self.atol)
+            ours = self._step(self.triton, text, rows)
+            torch.testing.assert_close(ours, expected, rtol=0, atol=self.atol)
+            torch.testing.assert_close(ours.cpu(), text.out[rows], rtol=0, atol=self.atol)
             self.compare()
 
     def _step(self, cache, text, rows):

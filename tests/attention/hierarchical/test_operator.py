@@ -8,27 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa import Entmax, Hierarchy, HsaError, dense_weights, energy, hierarchical_attention
-from hsa.attention.hierarchical import reference
-from hsa.attention.hierarchical import torch_sweeps as levelwise
-from hsa.attention.hierarchical.entmax import reference as sparse_reference
-from hsa.attention.hierarchical.entmax import sweeps as sparse
+from hsa import Entmax, Hierarchy, HsaError, dense_weights, energy, hierarchical_attention, multiscale_attention
 from hsa.attention.hierarchical.operator import HIERARCHICAL
 from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl
 
 seeds = st.integers(0, 10**6)
-selves = st.sampled_from([(False, False), (True, False), (True, True)])  # include_self, causal
-ON_THE_CPU = [
-    backend for backend in HIERARCHICAL if backend.name != "triton"
-]  # test_triton_hierarchical.py has that one
+SIGHTS = [{"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"}]
+sights = st.sampled_from(SIGHTS)
+ON_THE_CPU = [backend for backend in HIERARCHICAL if backend.name != "triton"]  # test_triton_operator.py has that one
 BACKENDS = [backend.name for backend in ON_THE_CPU]
 
 
-@given(forests(), seeds, selves, st.booleans())
-def test_torch_equals_reference(forest, seed, how, with_positions):
+@given(forests(), seeds, sights, st.booleans())
+def test_torch_equals_reference(forest, seed, sight, with_positions):
     q, k, v = random_inputs(forest, seed, requires_grad=True)
     positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
-    options = {"positions": positions, "include_self": how[0], "causal": how[1]}
+    options = {"positions": positions, **sight}
     fast = hierarchical_attention(q, k, v, forest, backend="torch", **options)
     slow = hierarchical_attention(q, k, v, forest, backend="reference", **options)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
@@ -39,10 +34,10 @@ def test_torch_equals_reference(forest, seed, how, with_positions):
         torch.testing.assert_close(hierarchical_attention(q, k, v, forest, **options), slow, rtol=1e-10, atol=1e-10)
 
 
-@given(forests(), seeds, selves)
-def test_energy_torch_equals_reference(forest, seed, how):
+@given(forests(), seeds, sights)
+def test_energy_torch_equals_reference(forest, seed, sight):
     q, k, _ = random_inputs(forest, seed)
-    options = {"include_self": how[0], "causal": how[1]}
+    options = sight
     fast = energy(q, k, forest, backend="torch", **options)
     torch.testing.assert_close(fast, energy(q, k, forest, backend="reference", **options), rtol=1e-10, atol=1e-10)
 
@@ -57,12 +52,12 @@ def test_a_flat_tree_is_softmax_attention(backend, lengths, seed, include_self):
     torch.testing.assert_close(weights, flat, rtol=1e-10, atol=1e-10)
 
 
-@given(forests(), seeds, selves)
-def test_rows_sum_to_one_unless_there_is_nothing_to_see(forest, seed, how):
+@given(forests(), seeds, sights)
+def test_rows_sum_to_one_unless_there_is_nothing_to_see(forest, seed, sight):
     q, k, _ = random_inputs(forest, seed)
-    weights = dense_weights(hierarchical_attention, q, k, forest, include_self=how[0], causal=how[1])
+    weights = dense_weights(hierarchical_attention, q, k, forest, **sight)
     length = torch.repeat_interleave(torch.tensor(forest.lengths), torch.tensor(forest.lengths))
-    expected = ((length > 1) | how[0]).double().expand(weights.shape[:2])
+    expected = ((length > 1) | sight["include_self"]).double().expand(weights.shape[:2])
     torch.testing.assert_close(weights.sum(-1), expected, rtol=1e-10, atol=1e-10)
     assert (weights >= 0).all()
 
@@ -130,7 +125,7 @@ def test_closest_to_softmax_among_all_tied_matrices(nested):
     forest = Hierarchy.from_nested(nested)
     q, k, _ = random_inputs(forest, 3, heads=1, kv_heads=1)
     flat = softmax_weights(q, k, forest, include_self=False)[0]
-    ours = dense_weights(hierarchical_attention, q, k, forest)[0]
+    ours = dense_weights(hierarchical_attention, q, k, forest, include_self=False)[0]
     free = torch.zeros(len(list(siblings(forest))), dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS(
         [free], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16, line_search_fn="strong_wolfe"
@@ -162,28 +157,28 @@ def test_sets_are_permutation_equivariant(sizes, seed):
     torch.testing.assert_close(again, out[rows], rtol=1e-10, atol=1e-10)
 
 
-@given(st.lists(forests(), min_size=2, max_size=3), seeds, selves)
-def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed, how):
+@given(st.lists(forests(), min_size=2, max_size=3), seeds, sights)
+def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed, sight):
     batch = Hierarchy.collate(parts)
     q, k, v = random_inputs(batch, seed)
-    out = hierarchical_attention(q, k, v, batch, include_self=how[0], causal=how[1])
+    out = hierarchical_attention(q, k, v, batch, **sight)
     begin = 0
     for part in parts:
         rows = slice(begin, begin + part.num_leaves)
-        alone = hierarchical_attention(q[rows], k[rows], v[rows], part, include_self=how[0], causal=how[1])
+        alone = hierarchical_attention(q[rows], k[rows], v[rows], part, **sight)
         torch.testing.assert_close(out[rows], alone, rtol=1e-10, atol=1e-10)
         begin += part.num_leaves
 
 
-@pytest.mark.parametrize("how", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @pytest.mark.parametrize("value_dim", [2, 3])  # the fused and the plain path inside families
-def test_gradcheck(how, value_dim):
+def test_gradcheck(sight, value_dim):
     forest = Hierarchy.collate([Hierarchy.from_nested([[3, [2, 1]]], sinks=(0,)), Hierarchy.from_parents([-1])])
     q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=value_dim, requires_grad=True)
     positions = random_positions(forest, 1, heads=2, requires_grad=True)
 
     def run(q, k, v, positions):
-        return hierarchical_attention(q, k, v, forest, positions=positions, include_self=how[0], causal=how[1])
+        return hierarchical_attention(q, k, v, forest, positions=positions, **sight)
 
     assert torch.autograd.gradcheck(run, (q, k, v, positions))
     assert torch.autograd.gradcheck(lambda q, k, v: run(q, k, v, None), (q, k, v))
@@ -195,8 +190,9 @@ def test_declared_tolerances(backend, dtype):
     forest = Hierarchy.collate([Hierarchy.regular([61], (5, 3)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
     for seed in range(5):
         q, k, v = random_inputs(forest, seed, dim=16, value_dim=16, dtype=dtype)
-        exact = hierarchical_attention(q.double(), k.double(), v.double(), forest, backend="reference")
-        out = hierarchical_attention(q, k, v, forest, backend=backend.name)
+        options = {"include_self": seed % 2 == 1}
+        exact = hierarchical_attention(q.double(), k.double(), v.double(), forest, backend="reference", **options)
+        out = hierarchical_attention(q, k, v, forest, backend=backend.name, **options)
         assert out.dtype == dtype
         error = (out.double() - exact).abs().max() / exact.abs().max()
         assert error < backend.tolerance[dtype]
@@ -206,7 +202,7 @@ def test_causal_mask_of_the_paper_hides_right_siblings_but_leaks():
     """Erratum 7: the weight matrix is lower triangular, yet earlier outputs move with the last query."""
     forest = Hierarchy.regular([16], (4, 4))
     q, k, v = random_inputs(forest, 5)
-    options = {"include_self": True, "causal": True}
+    options = {"causal": "paper-mask"}
     weights = dense_weights(hierarchical_attention, q, k, forest, **options)
     assert weights.triu(1).abs().max() == 0
     out = hierarchical_attention(q, k, v, forest, **options)
@@ -216,19 +212,30 @@ def test_causal_mask_of_the_paper_hides_right_siblings_but_leaks():
     assert moved.tolist() == [False] * 12 + [True] * 4
 
 
-def test_causal_needs_include_self():
+def test_the_mask_of_the_paper_needs_include_self():
     forest = Hierarchy.flat([3])
     with pytest.raises(HsaError, match=r"include_self=True.*multiscale_attention"):
-        hierarchical_attention(*random_inputs(forest, 0), forest, causal=True)
+        hierarchical_attention(*random_inputs(forest, 0), forest, causal="paper-mask", include_self=False)
+
+
+@pytest.mark.parametrize("causal", [True, False, "yes"])
+def test_causality_that_leaks_has_no_other_name(causal):
+    forest = Hierarchy.flat([3])
+    q, k, v = random_inputs(forest, 0)
+    message = rf"causal: given {causal!r}, expected None, or 'paper-mask'.*leaks.*multiscale_attention\(causal=True\)"
+    with pytest.raises(HsaError, match=message):
+        hierarchical_attention(q, k, v, forest, causal=causal)
+    with pytest.raises(HsaError, match=message):
+        energy(q, k, forest, causal=causal)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_leaf(backend):
     for forest in (Hierarchy.flat([1]), Hierarchy.from_parents([-1]), Hierarchy.from_nested([[[1]]])):
         q, k, v = random_inputs(forest, 0, heads=2)
-        assert hierarchical_attention(q, k, v, forest, backend=backend).abs().max() == 0
-        torch.testing.assert_close(hierarchical_attention(q, k, v, forest, include_self=True, backend=backend), v)
-        assert energy(q, k, forest, backend=backend).tolist() == [[math.inf, math.inf]]
+        assert hierarchical_attention(q, k, v, forest, include_self=False, backend=backend).abs().max() == 0
+        torch.testing.assert_close(hierarchical_attention(q, k, v, forest, backend=backend), v)
+        assert energy(q, k, forest, include_self=False, backend=backend).tolist() == [[math.inf, math.inf]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -245,7 +252,6 @@ def test_half_precision_survives_huge_logits():
     q, k = q * 60, k * 60
     logits = torch.einsum("ihd,jhd->ijh", q.double(), k.double().repeat_interleave(3, 1)) / 4
     assert logits.abs().max() > 1e4
-    exact = hierarchical_attention(q.double(), k.double(), v.double(), forest, backend="reference")
     for include_self in (False, True):
         exact = hierarchical_attention(
             q.double(), k.double(), v.double(), forest, include_self=include_self, backend="reference"
@@ -319,9 +325,7 @@ def test_linear_family_attention_is_stochastic(forest, seed, include_self):
 def test_linear_family_attention_refuses_a_causal_mask():
     forest = Hierarchy.flat([4])
     with pytest.raises(HsaError, match="cannot hide siblings"):
-        hierarchical_attention(
-            *random_inputs(forest, 0), forest, include_self=True, causal=True, family_attention="linear"
-        )
+        hierarchical_attention(*random_inputs(forest, 0), forest, causal="paper-mask", family_attention="linear")
 
 
 def test_long_families_are_padded_and_masked():
@@ -334,13 +338,12 @@ def test_long_families_are_padded_and_masked():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_backends_of_an_operator_have_one_signature():
-    for backends in ((levelwise, reference), (sparse, sparse_reference)):
-        for operator in (hierarchical_attention, energy):
-            named = [getattr(backend, operator.__name__) for backend in backends]
-            signatures = {tuple(inspect.signature(run).parameters) for run in named}
-            assert len(signatures) == 1
-            assert set(*signatures) <= set(inspect.signature(operator).parameters)
+def test_the_defaults_of_both_functions_are_the_same():
+    attend, of_energy = (inspect.signature(f).parameters for f in (hierarchical_attention, energy))
+    assert set(attend) - set(of_energy) == {"v", "mixing"}
+    assert all(attend[name] == of_energy[name] for name in of_energy)
+    assert attend["include_self"].default is True
+    assert inspect.signature(multiscale_attention).parameters["include_self"].default is True
 
 
 def test_refusals_list_every_backend():

@@ -4,22 +4,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-import inspect
-
 import numpy as np
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hsa import Hierarchy, hierarchical_attention
-from hsa.attention.hierarchical import torch_sweeps as levelwise
-from hsa.attention.hierarchical.entmax import sweeps as sparse
 from hsa.attention.hierarchical.operator import HIERARCHICAL
 from hsa.attention.hierarchical.triton import operator as kernels
 from hsa.attention.hierarchical.triton import sweeps
 from hsa.attention.hierarchical.triton.plan import Layout, tiles
+from hsa.attention.hierarchical.why_not import why_not_tiles
 from hsa.attention.kernels.levels import levels
-from hsa.attention.kernels.reasons import hierarchical_reasons
 from hsa.attention.kernels.triton.launch import compiled_for
 from hsa.attention.rounds import rooted
 from hsa.errors import Unsupported
@@ -52,7 +48,7 @@ def run(tree, tensors, d_out, dtype, backend, positions=None, **options):
 
 
 def check(tree, dtype=torch.float32, positions=None, spread=1.0, seed=0, options=None, **sizes):
-    tree, options = tree.to(DEVICE), options or {}
+    tree, options = tree.to(DEVICE), {"include_self": False} if options is None else options
     *tensors, d_out = inputs(tree, seed=seed, spread=spread, **sizes)
     tensors = [x.to(dtype).double() for x in tensors]
     places = None
@@ -77,17 +73,17 @@ def check(tree, dtype=torch.float32, positions=None, spread=1.0, seed=0, options
 @given(
     forests(),
     st.integers(0, 10**6),
-    st.sampled_from([{}, {"include_self": True}, {"include_self": True, "causal": True}]),
+    st.sampled_from([{"include_self": False}, {}, {"causal": "paper-mask"}]),
 )
 def test_random_forests(forest, seed, options):
-    assume(not hierarchical_reasons(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    assume(not why_not_tiles(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     check(forest, seed=seed, options=options)
 
 
 @settings(max_examples=8)
 @given(forests(), st.integers(0, 10**6), st.sampled_from([(3,), (2, 4)]))
 def test_positions(forest, seed, shape):
-    assume(not hierarchical_reasons(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    assume(not why_not_tiles(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     check(forest, seed=seed, positions=shape, options={"include_self": seed % 2 == 0})
 
 
@@ -107,9 +103,7 @@ def test_sizes_of_families(lengths, branching):
 
 
 def test_sizes_mixed_in_one_level():
-    check(
-        Hierarchy.from_nested([[3, 40, 17, 1, 16, 90], [2, 30]]), dim=16, value_dim=16, options={"include_self": True}
-    )
+    check(Hierarchy.from_nested([[3, 40, 17, 1, 16, 90], [2, 30]]), dim=16, value_dim=16, options={})
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 256])
@@ -120,7 +114,7 @@ def test_head_dims(dim):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision(dtype):
     check(Hierarchy.regular([150], (16, 4)), dtype, dim=32, value_dim=32)
-    check(Hierarchy.from_nested([[20, 7, 3], [5]]), dtype, dim=16, value_dim=32, options={"include_self": True})
+    check(Hierarchy.from_nested([[20, 7, 3], [5]]), dtype, dim=16, value_dim=32, options={})
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -244,25 +238,23 @@ def test_equal_keys_of_launches_mean_equal_kernels(monkeypatch):
     assert len(seen) > 20
 
 
-def test_signature():
-    ours = inspect.signature(kernels.hierarchical_attention).parameters
-    for theirs in (levelwise.hierarchical_attention, sparse.hierarchical_attention):
-        assert set(inspect.signature(theirs).parameters) <= set(ours)
-
-
-def test_inference_mode_first():
-    tree = Hierarchy.regular([40], (6, 3)).to(DEVICE)
+def test_what_is_built_in_inference_mode_serves_training():
+    fresh, tree = (Hierarchy.regular([40], (6, 3)).to(DEVICE) for _ in range(2))
     *tensors, d_out = inputs(tree, heads=1)
     with torch.inference_mode():
-        hierarchical_attention(*(x.float() for x in tensors), tree, backend="triton")
-    run(tree, tensors, d_out, torch.float32, "triton")
+        out = hierarchical_attention(*(x.float() for x in tensors), tree, backend="triton")
+    after = run(tree, tensors, d_out, torch.float32, "triton")
+    assert torch.equal(after[0], out)
+    assert all(
+        torch.equal(a, b) for a, b in zip(after, run(fresh, tensors, d_out, torch.float32, "triton"), strict=True)
+    )
 
 
 @few
 @given(forests())
 def test_runs_hold_every_family_once(forest):
     forest, _ = rooted(forest)
-    assume(not hierarchical_reasons(forest, torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
+    assume(not why_not_tiles(forest, torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     plan, chained = tiles(forest), levels(forest)
     layout = Layout.read(plan.layout)
     assert layout.integers() == plan.layout

@@ -1,4 +1,4 @@
-"""Found key orders: permutations inside trees and chunks, deterministic, and they group what belongs together."""
+"""Clustered keys: permutations inside trees and chunks, deterministic, and they group what belongs together."""
 
 import pytest
 import torch

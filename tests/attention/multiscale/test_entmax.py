@@ -12,7 +12,7 @@ import hsa
 from hsa import Entmax, Hierarchy, HsaError, Queries, cluster_keys, dense_weights, multiscale_attention, select
 from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.operator import MULTISCALE
-from tests.attention.multiscale.test_operator import open_all
+from tests.attention.multiscale.test_operator import select_all
 from tests.forests import forests, gradients, random_inputs, random_positions, windows
 
 seeds = st.integers(0, 10**6)
@@ -64,7 +64,7 @@ def test_torch_equals_reference(forest, seed, alpha, how, near, data):
 
 @few
 @given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
-def test_torch_equals_reference_with_found_trees(forest, seed, top_k, size):
+def test_torch_equals_reference_with_clusters(forest, seed, top_k, size):
     q, k, v = small_inputs(forest, seed, kv_heads=2, requires_grad=True)
     order = cluster_keys(k, forest)
     selection = select(q, k, forest, queries=Queries.windows(forest, size), top_k=top_k, clusters=order)
@@ -73,7 +73,7 @@ def test_torch_equals_reference_with_found_trees(forest, seed, top_k, size):
 
 @few
 @given(windows(), seeds, st.integers(0, 3), st.sampled_from([3, 8]))
-def test_torch_equals_reference_with_found_causal_trees(forest, seed, top_k, chunk):
+def test_torch_equals_reference_with_causal_clusters(forest, seed, top_k, chunk):
     q, k, v = small_inputs(forest, seed, kv_heads=2, requires_grad=True)
     order = cluster_keys(k, forest, chunk=chunk)
     selection = select(q, k, forest, top_k=top_k, clusters=order, causal=True)
@@ -120,9 +120,9 @@ def flat_entmax(q, k, forest, alpha, include_self=True, causal=False):
 
 
 @given(forests(), seeds, st.sampled_from([1.2, 1.5, 2.0]), st.booleans(), counts)
-def test_all_open_is_entmax_attention(forest, seed, alpha, include_self, how):
+def test_all_selected_is_entmax_attention(forest, seed, alpha, include_self, how):
     q, k, _ = random_inputs(forest, seed)
-    options = {"selection": open_all(forest), "include_self": include_self, "normalizer": Entmax(alpha, how)}
+    options = {"selection": select_all(forest), "include_self": include_self, "normalizer": Entmax(alpha, how)}
     weights = dense_weights(multiscale_attention, q, k, forest, **options)
     torch.testing.assert_close(weights, flat_entmax(q, k, forest, alpha, include_self), rtol=0, atol=1e-10)
 
@@ -134,8 +134,8 @@ def test_identical_keys_inside_blocks(alpha):
     q, k, _ = random_inputs(forest, 1)
     k = k[::9].repeat_interleave(9, 0)
     flat = flat_entmax(q, k, forest, alpha)
-    found = dense_weights(multiscale_attention, q, k, forest, normalizer=Entmax(alpha))
-    torch.testing.assert_close(found, flat, rtol=0, atol=1e-10)
+    result = dense_weights(multiscale_attention, q, k, forest, normalizer=Entmax(alpha))
+    torch.testing.assert_close(result, flat, rtol=0, atol=1e-10)
     other = dense_weights(multiscale_attention, q, k, forest, normalizer=Entmax(alpha, "logits"))
     assert (other - flat).abs().sum(-1).max() > 0.2
 
@@ -196,7 +196,7 @@ def test_with_an_alpha_per_level_no_other_row_is_better():
     forest = Hierarchy.regular([18], (3, 3))
     q, k, v = random_inputs(forest, 3, kv_heads=6)
     alpha = random_alpha(3, (2, 6)).detach()
-    found = multiscale_attention(q, k, v, forest, normalizer=Entmax(alpha))
+    result = multiscale_attention(q, k, v, forest, normalizer=Entmax(alpha))
     for i, h in ((0, 0), (7, 2), (17, 5)):
         first = i // 3 * 3
         blocks = [[j] for j in range(first, first + 3)]
@@ -221,7 +221,7 @@ def test_with_an_alpha_per_level_no_other_row_is_better():
         optimizer.step(loss)
         p = (w**2 / (w**2).sum()).detach()
         row = (p[:, None] * torch.stack([v[b, h].mean(0) for b in blocks])).sum(0)
-        torch.testing.assert_close(row, found[i, h], rtol=0, atol=1e-5)
+        torch.testing.assert_close(row, result[i, h], rtol=0, atol=1e-5)
 
 
 def test_causal_rows_do_not_depend_on_what_follows():
@@ -327,7 +327,7 @@ def test_huge_logits(alpha):
     torch.testing.assert_close(out, hard)
 
 
-def test_logits_beyond_all_numbers_are_found():
+def test_logits_beyond_all_numbers_are_reported():
     forest = Hierarchy.flat([5])
     q, k, v = random_inputs(forest, 6, dtype=torch.float32)
     with hsa.checking(), pytest.raises(HsaError, match="a logit is"):

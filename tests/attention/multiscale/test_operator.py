@@ -1,7 +1,5 @@
 """Multiscale attention: oracles, causality, and every path against the reference."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ from hsa.attention.rounds import rooted
 from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl, windows
 
 seeds = st.integers(0, 10**6)
-ON_THE_CPU = [backend for backend in MULTISCALE if backend.name != "triton"]  # test_triton_multiscale.py has that one
+ON_THE_CPU = [backend for backend in MULTISCALE if backend.name != "triton"]  # test_triton_operator.py has that one
 BACKENDS = [backend.name for backend in ON_THE_CPU]
 
 
@@ -43,8 +41,8 @@ def both_backends(q, k, v, forest, positions=None, pooled_bias=0.0, **options):
     return fast
 
 
-def open_all(forest, queries=None):
-    """Every leaf family open for every group."""
+def select_all(forest, queries=None):
+    """Every leaf family selected for every group."""
     forest, _ = rooted(forest)
     queries = queries or Queries.families(forest)
     listed = leaf_families(forest)
@@ -65,7 +63,7 @@ def test_torch_equals_reference(forest, seed, near, top_k, beam, data):
 
 
 @given(windows(), seeds, st.integers(1, 3), st.integers(1, 5))
-def test_torch_equals_reference_with_found_trees(forest, seed, top_k, size):
+def test_torch_equals_reference_with_clusters(forest, seed, top_k, size):
     q, k, v = random_inputs(forest, seed, heads=4, value_dim=3, requires_grad=True)
     order = cluster_keys(k, forest)
     selection = select(q, k, forest, queries=Queries.windows(forest, size), top_k=top_k, clusters=order)
@@ -73,7 +71,7 @@ def test_torch_equals_reference_with_found_trees(forest, seed, top_k, size):
 
 
 @given(windows(), seeds, st.integers(0, 3), st.sampled_from([None, 6]), st.sampled_from([3, 4, 8, 12]))
-def test_torch_equals_reference_with_found_causal_trees(forest, seed, top_k, beam, chunk):
+def test_torch_equals_reference_with_causal_clusters(forest, seed, top_k, beam, chunk):
     q, k, v = random_inputs(forest, seed, heads=4, requires_grad=True)
     order = cluster_keys(k, forest, chunk=chunk)
     selection = select(q, k, forest, top_k=top_k, beam=beam, clusters=order, causal=True)
@@ -95,19 +93,19 @@ def test_torch_equals_reference_for_other_queries(forest, seed, top_k, data):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(forest=forests(), seed=seeds, include_self=st.booleans())
-def test_all_open_is_softmax_attention(backend, forest, seed, include_self):
+def test_all_selected_is_softmax_attention(backend, forest, seed, include_self):
     q, k, _ = random_inputs(forest, seed)
-    options = {"selection": open_all(forest), "include_self": include_self, "backend": backend}
+    options = {"selection": select_all(forest), "include_self": include_self, "backend": backend}
     weights = dense_weights(multiscale_attention, q, k, forest, **options)
     flat = softmax_weights(q, k, forest, include_self=include_self)
     torch.testing.assert_close(weights, flat, rtol=1e-10, atol=1e-10)
 
 
 @given(windows(), seeds)
-def test_all_open_is_causal_softmax_attention(forest, seed):
+def test_all_selected_is_causal_softmax_attention(forest, seed):
     q, k, v = random_inputs(forest, seed, kv_heads=6)
     order = cluster_keys(k, forest, chunk=4)
-    everything = open_all(forest, Queries.windows(forest, 1))
+    everything = select_all(forest, Queries.windows(forest, 1))
     for clusters in (None, order):
         out = multiscale_attention(q, k, v, forest, selection=everything, clusters=clusters, causal=True)
         begin = 0
@@ -133,7 +131,7 @@ def test_every_key_is_in_one_block(forest, seed, near, top_k):
 
 
 @given(forests(), seeds)
-def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_open(forest, seed):
+def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_selected(forest, seed):
     q, k, _ = random_inputs(forest, seed)
     flat = softmax_weights(q, k, forest)
     tied = total_kl(dense_weights(hierarchical_attention, q, k, forest, include_self=True), flat)
@@ -145,8 +143,8 @@ def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_open(fo
         now = total_kl(dense_weights(multiscale_attention, q, k, forest, selection=selection), flat)
         assert now <= last + 1e-9
         last = now
-    refined = select(q, k, forest, top_k=1), select(q, k, forest, top_k=2)
-    more = [total_kl(dense_weights(multiscale_attention, q, k, forest, selection=o), flat) for o in refined]
+    best = select(q, k, forest, top_k=1), select(q, k, forest, top_k=2)
+    more = [total_kl(dense_weights(multiscale_attention, q, k, forest, selection=o), flat) for o in best]
     assert more[1] <= more[0] + 1e-9 <= own + 2e-9
 
 
@@ -159,13 +157,13 @@ def causal_options(forest, k, kind):
 
 @pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
 def test_causal_jacobian_is_exactly_zero(kind):
-    """Change everything after i: outputs up to i stay bit for bit, choice and found order included."""
+    """Change everything after i: outputs up to i stay, selection and clusters included."""
     forest = Hierarchy.regular([41], (4, 2), repeat_last=True, sinks=1)
     q, k, v = random_inputs(forest, 11)
 
     def run(q, k, v):
-        options, choice = causal_options(forest, k, kind)
-        selection = select(q, k, forest, causal=True, **choice)
+        options, how = causal_options(forest, k, kind)
+        selection = select(q, k, forest, causal=True, **how)
         return multiscale_attention(q, k, v, forest, selection=selection, causal=True, **options)
 
     out = run(q, k, v)
@@ -192,8 +190,8 @@ def test_step_by_step_equals_the_full_pass(kind):
     q, k, v = random_inputs(full, 13)
 
     def run(q, k, v, tree, queries=None):
-        options, choice = causal_options(tree, k, kind)
-        selection = select(q, k, tree, queries=queries, causal=True, **choice)
+        options, how = causal_options(tree, k, kind)
+        selection = select(q, k, tree, queries=queries, causal=True, **how)
         return multiscale_attention(q, k, v, tree, selection=selection, causal=True, **options)
 
     out = run(q, k, v, full)
@@ -221,7 +219,7 @@ def test_gradcheck(causal, value_dim):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck_with_a_key_order(causal):
+def test_gradcheck_with_clusters(causal):
     forest = Hierarchy.regular([11], (2, 2), repeat_last=True)
     q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=2, requires_grad=True)
     order = cluster_keys(k, forest, chunk=4 if causal else None)
@@ -308,9 +306,9 @@ def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
 def test_dropout_in_rows_that_see_nothing(options):
     forest = Hierarchy.regular([8], (2, 2))
     q, k, v = random_inputs(forest, 0, requires_grad=True)
-    nothing_open = Selection(torch.empty(4, 1, 0, dtype=torch.long), Queries.families(forest))
+    nothing_selected = Selection(torch.empty(4, 1, 0, dtype=torch.long), Queries.families(forest))
     if "pooled_bias" in options:
-        options = {**options, "selection": nothing_open}
+        options = {**options, "selection": nothing_selected}
     for dropout_p in (0.0, 0.3):
         out = multiscale_attention(q, k, v, forest, dropout_p=dropout_p, **options)
         assert out.isfinite().all()
@@ -332,16 +330,27 @@ def test_empty_groups_change_nothing_for_the_others():
 
 
 def test_what_is_built_in_inference_mode_serves_training():
-    forest = Hierarchy.from_nested([[3, [2, 4]]])
-    q, k, v = random_inputs(forest, 0, requires_grad=True)
-    with torch.inference_mode():
-        hierarchical_attention(q, k, v, forest)
+    """Outputs and gradients are those of a forest on which nothing was built before."""
+    used, fresh = (Hierarchy.from_nested([[3, [2, 4]]]) for _ in range(2))
+    q, k, v = random_inputs(used, 0, requires_grad=True)
+
+    def runs(forest):
         selection = select(q, k, forest, near=1)
-        multiscale_attention(q, k, v, forest, selection=selection)
-        multiscale_attention(q, k, v, forest)
-    hierarchical_attention(q, k, v, forest).sum().backward()
-    multiscale_attention(q, k, v, forest).sum().backward()
-    multiscale_attention(q, k, v, forest, selection=select(q, k, forest, near=1)).sum().backward()
+        return [
+            hierarchical_attention(q, k, v, forest),
+            multiscale_attention(q, k, v, forest),
+            multiscale_attention(q, k, v, forest, selection=selection),
+        ]
+
+    with torch.inference_mode():
+        before = runs(used)
+    for out, again, expected in zip(before, runs(used), runs(fresh), strict=True):
+        assert out.is_inference()
+        assert torch.equal(again, expected)
+        torch.testing.assert_close(out.clone(), expected.detach(), rtol=1e-12, atol=1e-12)
+        for a, b in zip(gradients(again, [q, k, v]), gradients(expected, [q, k, v]), strict=True):
+            assert torch.equal(a, b)
+            assert a.abs().max() > 0
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
@@ -373,16 +382,6 @@ def test_one_leaf_and_empty_batches():
     assert cluster_keys(k, forest).order.shape == (2, 0)
 
 
-def test_backends_of_the_operator_have_one_signature():
-    slow = inspect.signature(ON_THE_CPU[1].run).parameters
-    from hsa.attention.multiscale import torch_lists as gathered
-
-    fast = inspect.signature(gathered.multiscale_attention).parameters
-    assert [n if n != "partition" else "selection" for n in fast] == list(slow)
-    public = set(inspect.signature(multiscale_attention).parameters)
-    assert set(slow) - {"limit"} <= public
-
-
 def bad_calls():
     forest = Hierarchy.regular([12], (2, 2))
     q, k, v = random_inputs(forest, 0)
@@ -393,42 +392,45 @@ def bad_calls():
     def attend(**options):
         return lambda: multiscale_attention(q, k, v, forest, **options)
 
-    def choose(**options):
+    def selecting(**options):
         return lambda: select(q, k, forest, **options)
 
     def ask(offsets=(0, 12), tree=(0,), **others):
         others = {name: torch.tensor(x) for name, x in others.items()}
-        return choose(queries=Queries(torch.tensor(offsets), torch.tensor(tree), **others))
+        return selecting(queries=Queries(torch.tensor(offsets), torch.tensor(tree), **others))
 
-    found = select(q, k, forest, top_k=1, clusters=order)
+    clustered = select(q, k, forest, top_k=1, clusters=order)
     plain = select(q, k, forest, top_k=1)
     chunked = cluster_keys(k, forest, chunk=4)
 
-    # options that have no meaning under a key order
-    yield choose(near=1, clusters=order), r"near: given a value together with clusters, expected near=0"
-    yield choose(positions=positions, clusters=order), r"positions: given a value together with clusters"
-    yield attend(include_self=False, clusters=order, selection=found), r"include_self: .*clusters"
-    yield attend(positions=positions, clusters=order, selection=found), r"positions: .*clusters"
-    yield attend(clusters=order), r"selection: given None with a key order.*select"
+    # options that have no meaning for clustered keys
+    yield selecting(near=1, clusters=order), r"near: given a value together with clusters, expected near=0"
+    yield selecting(positions=positions, clusters=order), r"positions: given a value together with clusters"
+    yield attend(include_self=False, clusters=order, selection=clustered), r"include_self: .*clusters"
+    yield attend(positions=positions, clusters=order, selection=clustered), r"positions: .*clusters"
+    yield attend(clusters=order), r"selection: given None with clusters.*select"
     # causality
-    yield choose(top_k=1, clusters=order, causal=True), r"clusters: given an order of whole trees.*chunk=256"
-    yield attend(selection=found, clusters=order, causal=True), r"clusters: given an order of whole trees"
-    yield attend(selection=plain, causal=True), r"selection: given a choice made with causal=False"
+    yield selecting(top_k=1, clusters=order, causal=True), r"clusters: given clusters of whole trees.*chunk=256"
+    yield attend(selection=clustered, clusters=order, causal=True), r"clusters: given clusters of whole trees"
+    yield attend(selection=plain, causal=True), r"selection: given one made with causal=False"
     yield (
         attend(selection=select(q, k, forest, top_k=1, clusters=chunked), clusters=chunked, causal=True),
-        r"selection: given a choice made with causal=False",
+        r"selection: given one made with causal=False",
     )
-    yield choose(top_k=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
-    yield choose(causal=True, queries=elsewhere), r"queries.visible or queries.leaves"
-    # choices and orders for something else
+    yield selecting(top_k=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
+    yield selecting(causal=True, queries=elsewhere), r"queries.visible or queries.leaves"
+    # selections and clusters for something else
     other = Hierarchy.from_nested([[6, [4, 2]]])
-    yield attend(selection=select(q, k, other, top_k=1)), r"selection: given a choice made for another hierarchy"
-    yield attend(selection=found), r"selection: given a choice made with another clusters"
-    yield attend(selection=select(q[:, :2], k, forest, top_k=1)), r"selection: given a choice for 2 heads"
-    yield attend(selection=found, clusters=cluster_keys(k, other)), r"clusters: given an order found for another hier"
+    yield attend(selection=select(q, k, other, top_k=1)), r"selection: given one made for another hierarchy"
+    yield attend(selection=clustered), r"selection: given one made with other clusters"
+    yield attend(selection=select(q[:, :2], k, forest, top_k=1)), r"selection: given a selection for 2 heads"
+    yield (
+        attend(selection=clustered, clusters=cluster_keys(k, other)),
+        r"clusters: given clusters made for another hier",
+    )
     shorter = Hierarchy.regular([9], (2, 2))
     yield (
-        attend(clusters=cluster_keys(k[:9], shorter), selection=found),
+        attend(clusters=cluster_keys(k[:9], shorter), selection=clustered),
         r"clusters: given shape \(2, 9\), expected \[2 key/value heads, 12 leaves\]",
     )
     # queries
@@ -441,22 +443,22 @@ def bad_calls():
     yield ask(visible=[1.0] * 12), r"queries.visible: given torch.float32"
     yield ask(leaves=[*range(11), 12]), r"queries.leaves\[11\]: given 12, expected 0..11"
     yield ask(leaves=[*range(12)], visible=[1] * 12), r"queries: given visible and leaves, expected one of them"
-    yield choose(queries=Queries([0, 12], [0])), r"queries.offsets: given list"
-    yield choose(queries=torch.arange(3)), r"queries: given Tensor, expected an hsa.Queries"
+    yield selecting(queries=Queries([0, 12], [0])), r"queries.offsets: given list"
+    yield selecting(queries=torch.arange(3)), r"queries: given Tensor, expected an hsa.Queries"
     windows_of_three = Queries.windows(forest, 3)
-    yield choose(positions=positions, queries=windows_of_three), r"groups that span several leaf families"
+    yield selecting(positions=positions, queries=windows_of_three), r"groups that span several leaf families"
     shared = select(q, k, forest, queries=windows_of_three)
     yield attend(positions=positions, selection=shared), r"groups that span several leaf families"
     from_outside = select(q, k, forest, queries=elsewhere, top_k=1)
     yield attend(selection=from_outside, include_self=False), r"include_self: .*no self"
     yield attend(selection=from_outside, positions=positions), r"positions: .*no position in it"
     # numbers
-    yield choose(near=-1), r"near: given -1"
-    yield choose(near=True), r"near: given True"
-    yield choose(top_k=1.5), r"top_k: given 1.5"
-    yield choose(top_k=4, beam=3), r"beam: given 3.*at least 4"
-    yield choose(top_k=1, beam=2.5), r"beam: given 2.5"
-    yield choose(top_k=4, beam="wide"), r"beam: given 'wide'"
+    yield selecting(near=-1), r"near: given -1"
+    yield selecting(near=True), r"near: given True"
+    yield selecting(top_k=1.5), r"top_k: given 1.5"
+    yield selecting(top_k=4, beam=3), r"beam: given 3.*at least 4"
+    yield selecting(top_k=1, beam=2.5), r"beam: given 2.5"
+    yield selecting(top_k=4, beam="wide"), r"beam: given 'wide'"
     yield attend(dropout_p=1.0), r"dropout_p: given 1.0"
     yield attend(dropout_p=None), r"dropout_p: given None"
     yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"

@@ -1,60 +1,64 @@
-"""The choice of open families: the definition, ties, tiles, the beam."""
+"""The selection of leaf families: the definition, ties, tiles, the beam."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, Queries, Selection, cluster_keys, select
+from hsa import Hierarchy, Queries, Selection, cluster_keys, multiscale_attention, select
 from hsa.attention.multiscale import reference
+from hsa.attention.multiscale.call import SelectCall
+from hsa.attention.multiscale.neighbourhood import neighbourhood
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
-from tests.forests import forests, random_inputs, random_positions, windows
+from tests.forests import forests, gradients, random_inputs, random_positions, windows
 
 seeds = st.integers(0, 10**6)
 
 
-def chosen(selection, top_k, heads):
-    """The refined families as lists, without the padding."""
+def best_of(selection, top_k, heads):
+    """The `top_k` best families as lists, without the neighbourhood and the padding."""
     if selection.families.shape[1] != heads:
         return [[[]] * heads for _ in selection.families]
     return [[[n for n in row if n >= 0] for row in group] for group in selection.families[:, :, -top_k:].tolist()]
 
 
 def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None, positions=None, near=0):
-    start = select(
-        q, k, forest, queries=selection.queries, near=near, clusters=clusters, positions=positions, causal=causal
-    )
     forest, positions = rooted(forest, positions)
-    return reference.select(
-        q,
-        k,
-        forest,
-        start,
-        top_k=top_k,
-        limit=key_limit(selection.queries, forest, causal),
+    limit = key_limit(selection.queries, forest, causal)
+    call = SelectCall(
+        q=q,
+        k=k,
+        hierarchy=forest,
+        queries=selection.queries,
+        neighbourhood=neighbourhood(selection.queries, forest, near, clusters, limit),
         clusters=clusters,
         positions=positions,
+        limit=limit,
+        top_k=top_k,
+        width=None,
         scale=q.shape[-1] ** -0.5,
+        backend="reference",
     )
+    return reference.select(call)
 
 
 @given(forests(), seeds, st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
-def test_exact_choice_is_the_definition(forest, seed, near, top_k, causal, with_positions):
+def test_the_exact_search_is_the_definition(forest, seed, near, top_k, causal, with_positions):
     q, k, _ = random_inputs(forest, seed, heads=4)
     positions = random_positions(forest, seed, heads=4) if with_positions else None
     options = {"positions": positions, "causal": causal, "near": near}
     selection = select(q, k, forest, top_k=top_k, beam="exact", **options)
-    assert chosen(selection, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
+    assert best_of(selection, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
 
 
 @given(windows(), seeds, st.integers(1, 4), st.booleans())
-def test_exact_choice_among_found_families_is_the_definition(forest, seed, top_k, causal):
+def test_the_exact_search_in_clusters_is_the_definition(forest, seed, top_k, causal):
     q, k, _ = random_inputs(forest, seed, heads=4)
     order = cluster_keys(k, forest, chunk=6 if causal else None)
     selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order, causal=causal)
     expected = by_definition(q, k, forest, selection, top_k, clusters=order, causal=causal)
-    assert chosen(selection, top_k, 4) == expected
+    assert best_of(selection, top_k, 4) == expected
 
 
 @given(forests(), seeds, st.integers(1, 3), st.booleans())
@@ -64,7 +68,7 @@ def test_a_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
     wide = select(q, k, forest, top_k=top_k, beam=64, causal=causal)
 
     def as_sets(selection):
-        return [[set(row) for row in group] for group in chosen(selection, top_k, 4)]
+        return [[set(row) for row in group] for group in best_of(selection, top_k, 4)]
 
     assert as_sets(wide) == as_sets(exact)
 
@@ -77,9 +81,9 @@ def test_a_narrow_beam_follows_the_best_branch():
     q[:, 0, 0] = 20.0
     selection = select(q, k, tree, top_k=1, beam=1)
     best = tree.structure.parent[tree.structure.leaf_nodes[37]]
-    refined = selection.families[:, 0, -1]
+    nearest = selection.families[:, 0, -1]
     own = selection.families[:, 0, 0]
-    assert ((refined == best) | (own == best)).all()
+    assert ((nearest == best) | (own == best)).all()
     exact = select(q, k, tree, top_k=1, beam="exact")
     assert selection.scored < exact.scored
 
@@ -98,11 +102,11 @@ def test_ties_go_to_the_lower_number():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_tiles_do_not_change_the_choice(monkeypatch, causal):
+def test_tiles_do_not_change_the_selection(monkeypatch, causal):
     forest = Hierarchy.collate([Hierarchy.regular([57], (3, 2)), Hierarchy.from_nested([[3, 2, [1, 4]], [2, 2]])])
     q, k, _ = random_inputs(forest, 3)
     whole = [select(q, k, forest, near=1, top_k=2, beam=b, causal=causal).families for b in ("exact", 4)]
-    monkeypatch.setattr("hsa.attention.multiscale.select.TILE", 1)
+    monkeypatch.setattr("hsa.attention.multiscale.search.TILE", 1)
     pieces = [select(q, k, forest, near=1, top_k=2, beam=b, causal=causal).families for b in ("exact", 4)]
     for a, b in zip(whole, pieces, strict=True):
         assert torch.equal(a, b)
@@ -126,23 +130,35 @@ def test_near_skips_sinks():
     assert starts == [[1], [1, 3], [1, 3, 5], [3, 5], [5]]
 
 
-def test_opened_is_never_differentiated():
+def test_a_selection_is_not_differentiated():
+    """It is the same with and without gradients, and no gradient flows through it."""
     forest = Hierarchy.regular([12], (2, 2))
-    q, k, _ = random_inputs(forest, 0, requires_grad=True)
+    q, k, v = random_inputs(forest, 0, requires_grad=True)
     selection = select(q, k, forest, top_k=2)
-    assert isinstance(selection, Selection)
     assert not selection.families.requires_grad
+    with torch.no_grad():
+        assert torch.equal(selection.families, select(q, k, forest, top_k=2).families)
+    by_hand = Selection(selection.families, selection.queries)
+    outs = [multiscale_attention(q, k, v, forest, selection=some) for some in (selection, by_hand)]
+    for a, b in zip(*(gradients(out, [q, k, v]) for out in outs), strict=True):
+        assert torch.equal(a, b)
 
 
-def test_windows_of_queries_share_a_choice():
+def test_windows_of_queries_share_a_selection():
+    """The group's scores are the sums over its queries: those of a window are those of its members."""
     forest = Hierarchy.regular([30], (3, 2), repeat_last=True)
     q, k, _ = random_inputs(forest, 0)
-    order = cluster_keys(k, forest)
-    selection = select(q, k, forest, queries=Queries.windows(forest, 7), top_k=2, clusters=order)
+    clusters, queries = cluster_keys(k, forest), Queries.windows(forest, 7)
+    selection = select(q, k, forest, queries=queries, top_k=2, clusters=clusters)
     assert selection.families.shape == (5, 6, 2)
+    assert selection.queries is queries
+    expected = by_definition(q, k, forest, selection, 2, clusters=clusters)
+    assert selection.families.tolist() == expected
+    alone = select(q, k, forest, queries=Queries.windows(forest, 1), top_k=2, clusters=clusters)
+    assert not torch.equal(selection.families[queries.group], alone.families)
 
 
-def test_what_a_causal_query_opens_does_not_depend_on_the_length_of_its_tree(monkeypatch):
+def test_what_a_causal_query_selects_does_not_depend_on_the_length_of_its_tree(monkeypatch):
     """Without a limit short trees are searched whole; with one, always by a beam."""
     monkeypatch.setattr("hsa.attention.multiscale.select.EXACT_FAMILIES", 100)
     tree, part = (Hierarchy.regular([n], (2, 2), repeat_last=True) for n in (251, 170))

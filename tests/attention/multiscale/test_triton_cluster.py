@@ -1,4 +1,4 @@
-"""Key orders by the kernels: permutations inside nodes, and the families found without kernels where keys form groups."""
+"""Clusters by the kernels: permutations inside nodes, and the same families as without kernels where keys form groups."""
 
 import pytest
 import torch
@@ -118,9 +118,9 @@ def test_as_good_as_without_kernels_where_nothing_stands_out():
         members = torch.stack([k[order[head], head] for head in range(2)]).view(2, -1, 8, 16)
         return (members - members.mean(2, keepdim=True)).square().sum()
 
-    found, expected = cluster_keys(k, tree, None), without_kernels(k, tree).order
-    assert spread_inside_families(found) < 1.05 * spread_inside_families(expected)
-    assert spread_inside_families(found) < 0.8 * spread_inside_families(torch.arange(192).expand(2, -1))
+    order, expected = cluster_keys(k, tree, None), without_kernels(k, tree).order
+    assert spread_inside_families(order) < 1.05 * spread_inside_families(expected)
+    assert spread_inside_families(order) < 0.8 * spread_inside_families(torch.arange(192).expand(2, -1))
 
 
 def test_a_tree_is_the_same_in_any_batch():

@@ -27,12 +27,12 @@ fewer = settings(max_examples=4)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
-def close(found, expected, tolerance=2e-5):
-    found, expected = found.detach(), expected.detach()
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    if found.numel():
-        assert (found.double() - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
+def close(result, expected, tolerance=2e-5):
+    result, expected = result.detach(), expected.detach()
+    assert result.shape == expected.shape
+    assert result.isfinite().all()
+    if result.numel():
+        assert (result.double() - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max()))
 
 
 def inputs(shapes, seed, dtype=torch.float32):
@@ -56,11 +56,11 @@ def check_pyramid(forest, seed, *, heads=2, dim=16, moved=False, dtype=torch.flo
     if moved:
         order = torch.stack([torch.randperm(forest.num_leaves) for _ in range(heads)]).to(DEVICE)
     (x,), (precise,) = inputs([(forest.num_leaves, heads, dim)], seed, dtype)
-    found, expected = pyramid.pyramid(x, plan, order), means(precise, plan, order)
-    assert found.dtype == dtype
-    close(found, expected, TOLERANCE[dtype])
+    result, expected = pyramid.pyramid(x, plan, order), means(precise, plan, order)
+    assert result.dtype == dtype
+    close(result, expected, TOLERANCE[dtype])
     weight = torch.randn_like(expected)
-    (d_x,) = torch.autograd.grad(found, x, weight.to(dtype))
+    (d_x,) = torch.autograd.grad(result, x, weight.to(dtype))
     (d_precise,) = torch.autograd.grad(expected, precise, weight)
     close(d_x, d_precise, TOLERANCE[dtype])
 
@@ -148,15 +148,15 @@ def check(
     asked = n if queries is None else queries.num_queries
     shapes = [(asked, heads[0], dims[0]), (n, heads[1], dims[0]), (n, heads[1], dims[1]), (heads[0],)]
     ours, precise = inputs(shapes, seed, dtype)
-    chosen, clusters = selection(*ours[:2])
+    selected, clusters = selection(*ours[:2])
     bias, precise_bias = ours.pop(), precise.pop()
     if isinstance(pooled_bias, str):
         ours, precise = [*ours, bias], [*precise, precise_bias]
     else:
         bias = precise_bias = pooled_bias
-    out = attend(*ours[:3], forest, chosen, clusters=clusters, pooled_bias=bias, **options)
+    out = attend(*ours[:3], forest, selected, clusters=clusters, pooled_bias=bias, **options)
     options = {**options, "clusters": clusters, "pooled_bias": 0.0 if bias is None else precise_bias}
-    expected = multiscale_attention(*precise[:3], forest, selection=chosen, backend="torch", **options)
+    expected = multiscale_attention(*precise[:3], forest, selection=selected, backend="torch", **options)
     assert out.dtype == dtype
     close(out, expected, TOLERANCE[dtype])
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
@@ -165,15 +165,15 @@ def check(
     return out
 
 
-def choose(forest, *, queries=None, chunk=None, found=False, **options):
+def selecting(forest, *, queries=None, chunk=None, clustered=False, **options):
     """A function of q, k: what is open, and the order of the keys."""
 
-    def chosen(q, k):
+    def selected(q, k):
         q, k = q.detach(), k.detach()
-        order = cluster_keys(k, forest, chunk=chunk) if found else None
+        order = cluster_keys(k, forest, chunk=chunk) if clustered else None
         return select(q, k, forest, queries=queries, clusters=order, **options), order
 
-    return chosen
+    return selected
 
 
 @few
@@ -181,26 +181,26 @@ def choose(forest, *, queries=None, chunk=None, found=False, **options):
 def test_any_forest(forest, seed, near, top_k, causal, include_self):
     forest = forest.to(DEVICE)
     options = {"near": near, "top_k": top_k, "causal": causal}
-    check(forest, seed, choose(forest, **options), causal=causal, include_self=include_self)
+    check(forest, seed, selecting(forest, **options), causal=causal, include_self=include_self)
 
 
 @fewer
 @given(small, seeds, st.integers(1, 3), st.integers(1, 5))
-def test_found_trees(forest, seed, top_k, size):
+def test_clusters(forest, seed, top_k, size):
     forest = forest.to(DEVICE)
     queries = Queries.windows(forest, size)
-    check(forest, seed, choose(forest, queries=queries, found=True, top_k=top_k))
+    check(forest, seed, selecting(forest, queries=queries, clustered=True, top_k=top_k))
 
 
 @fewer
 @given(small, seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
-def test_found_causal_trees(forest, seed, top_k, chunk, size):
-    """One query per group; and several, where the choice does not look at them."""
+def test_causal_clusters(forest, seed, top_k, chunk, size):
+    """One query per group; and several, where the selection does not depend on them."""
     forest = forest.to(DEVICE)
     top_k = top_k if size == 1 else 0
     queries = Queries.windows(forest, size)
-    options = {"queries": queries, "found": True, "chunk": chunk, "top_k": top_k, "causal": True}
-    check(forest, seed, choose(forest, **options), causal=True)
+    options = {"queries": queries, "clustered": True, "chunk": chunk, "top_k": top_k, "causal": True}
+    check(forest, seed, selecting(forest, **options), causal=True)
 
 
 @fewer
@@ -216,7 +216,7 @@ def test_other_queries(forest, seed, limited, data):
         visible=torch.tensor(visible, dtype=torch.long).to(DEVICE) if limited else None,
     )
     options = {"queries": queries, "top_k": 0 if limited else 2, "causal": limited}
-    check(forest, seed, choose(forest, **options), queries=queries, causal=limited)
+    check(forest, seed, selecting(forest, **options), queries=queries, causal=limited)
 
 
 @pytest.mark.parametrize("bias", [None, -1.5, -torch.inf])
@@ -224,13 +224,13 @@ def test_pooled_bias(bias):
     forest = Hierarchy.collate([Hierarchy.regular([11], (3, 2)), Hierarchy.from_nested([[4, [2, 2]]], sinks=(0,))])
     forest = forest.to(DEVICE)
     bias = None if bias is None else torch.tensor([bias], device=DEVICE)
-    check(forest, 3, choose(forest, near=1), pooled_bias=bias)
+    check(forest, 3, selecting(forest, near=1), pooled_bias=bias)
 
 
 def test_pooled_bias_per_head():
     forest = Hierarchy.regular([11], (3, 2)).to(DEVICE)
     per_head = torch.tensor([-torch.inf, 1.0], device=DEVICE)
-    check(forest, 4, choose(forest, top_k=1), pooled_bias=per_head)
+    check(forest, 4, selecting(forest, top_k=1), pooled_bias=per_head)
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -238,18 +238,18 @@ def test_pooled_bias_per_head():
 def test_half_precision(dims, size):
     forest = Hierarchy.regular([11, 3], (3, 2), sinks=1).to(DEVICE)
     queries = Queries.windows(forest, size)
-    check(forest, 5, choose(forest, queries=queries, top_k=2), dtype=torch.float16, dims=dims, heads=(4, 2))
+    check(forest, 5, selecting(forest, queries=queries, top_k=2), dtype=torch.float16, dims=dims, heads=(4, 2))
 
 
 def test_large_groups_and_wide_families():
-    """More queries than a block, more children than a tile, more open families than threads."""
+    """More queries than a block, more children than a tile, more selected families than threads."""
     wide = Hierarchy.from_nested([[50, [3, 40], *[1] * 30]]).to(DEVICE)
-    check(wide, 6, choose(wide, queries=Queries.windows(wide, 100), top_k=2))
+    check(wide, 6, selecting(wide, queries=Queries.windows(wide, 100), top_k=2))
     many = Hierarchy.regular([90], (2, 3, 20)).to(DEVICE)
-    check(many, 7, choose(many, queries=Queries.windows(many, 45), top_k=40))
+    check(many, 7, selecting(many, queries=Queries.windows(many, 45), top_k=40))
 
 
-def test_mixed_families_open_inside_each_other():
+def test_mixed_families_selected_inside_each_other():
     forest = Hierarchy.from_parents([-1, 0, 0, 1, 1, 1, 3, 3, 3, 6, 6, 2, 2, 9, 9]).to(DEVICE)
     (leaves,) = {len(x) for x in [forest.structure.leaf_nodes]}
     parents = np.unique(forest.structure.parent[forest.structure.leaf_nodes])
@@ -268,9 +268,9 @@ def test_mixed_families_open_inside_each_other():
 
 def test_lists_in_stretches(monkeypatch):
     forest = Hierarchy.regular([30], (4, 3)).to(DEVICE)
-    whole = check(forest, 8, choose(forest, near=1))
+    whole = check(forest, 8, selecting(forest, near=1))
     monkeypatch.setattr(lists, "SCRATCH", 100)
-    assert torch.equal(check(forest, 8, choose(forest, near=1)), whole)
+    assert torch.equal(check(forest, 8, selecting(forest, near=1)), whole)
 
 
 def test_most_entries_is_a_bound():
@@ -284,7 +284,7 @@ def test_most_entries_is_a_bound():
 
 def test_nothing_to_see_is_zero():
     single = Hierarchy.from_nested([[[1]], [2]]).to(DEVICE)
-    out = check(single, 9, choose(single), include_self=False)
+    out = check(single, 9, selecting(single), include_self=False)
     assert out[0].abs().max() == 0
     assert out[1].abs().max() > 0
     empty = Queries(torch.tensor([0, 0]).to(DEVICE), torch.tensor([0]).to(DEVICE))
@@ -298,7 +298,7 @@ def test_custom_operators(monkeypatch):
         operator = module.operator
         monkeypatch.setattr(module, "operator", lambda *args, of=operator: calls.update({of: args}) or of(*args))
     forest = Hierarchy.regular([5], (2, 2)).to(DEVICE)
-    check(forest, 0, choose(forest, causal=True, found=True, chunk=2), causal=True)
+    check(forest, 0, selecting(forest, causal=True, clustered=True, chunk=2), causal=True)
     assert len(calls) == 2
     for operator, arguments in calls.items():
         arguments = [

@@ -1,16 +1,12 @@
-"""Multiscale attention by kernels through the public functions: finding, choosing and attending, refusals, graphs."""
+"""Multiscale attention by kernels through the public functions: clusters, selection, attention, refusals, graphs."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-import inspect
-
 import torch
 
 from hsa import Hierarchy, Queries, cluster_keys, hierarchical_attention, multiscale_attention, select
-from hsa.attention.multiscale import reference
-from hsa.attention.multiscale.triton import operator as kernels
 from hsa.errors import Unsupported
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
@@ -25,7 +21,7 @@ def binary(leaves=60):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_found_trees_from_keys_to_gradients(causal):
+def test_clusters_from_keys_to_gradients(causal):
     tree, (q, k, v) = binary(), inputs()
     order = cluster_keys(k, tree, chunk=16, backend="triton")
     groups = None if causal else Queries.windows(tree, 8)
@@ -55,11 +51,6 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(out, expected)
     ours, theirs = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))
     torch.testing.assert_close(ours, theirs)
-
-
-def test_signature():
-    ours, theirs = (inspect.signature(x.multiscale_attention).parameters for x in (kernels, reference))
-    assert list(ours) == list(theirs)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The choice of open families by kernels: the same families as the torch search, group by group and head by head."""
+"""The selection by kernels: the same families as the torch search, group by group and head by head."""
 
 import pytest
 
 pytest.importorskip("triton")
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,14 +13,15 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy, Queries, cluster_keys, select
 from hsa.attention.kernels.levels import levels
-from hsa.attention.kernels.reasons import choice_reasons
-from hsa.attention.multiscale import select as torch_choice
-from hsa.attention.multiscale.leaf_families import leaf_families
+from hsa.attention.multiscale import search as torch_search
+from hsa.attention.multiscale.call import SelectCall
+from hsa.attention.multiscale.neighbourhood import neighbourhood
 from hsa.attention.multiscale.pyramid import in_order
 from hsa.attention.multiscale.triton import beam as beam_search
 from hsa.attention.multiscale.triton import exact as exact_search
 from hsa.attention.multiscale.triton import ranking
 from hsa.attention.multiscale.visibility import key_limit
+from hsa.attention.multiscale.why_not import why_not_triton_search
 from hsa.attention.rounds import rooted
 from tests.forests import forests, random_inputs, windows
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
@@ -36,14 +39,14 @@ def pooled(k, plan, clusters=None):
 
 
 def search(q, k, forest, *, queries=None, near=0, top_k=1, beam="exact", clusters=None, causal=False):
-    """What `select` does, up to the chosen nodes [groups, heads, top_k] and the number of products."""
-    queries = torch_choice._checked_queries(queries, forest, top_k, causal, clusters)
+    """What `select` does, up to the selected nodes [groups, heads, top_k] and the number of products."""
+    if queries is None:
+        queries = Queries.windows(forest, 1) if causal else Queries.families(forest)
     forest, _ = rooted(forest)
-    families = leaf_families(forest)
     limit = key_limit(queries, forest, causal)
-    low, high = torch_choice._open_from_the_start(queries, forest, families, near, clusters, limit)
+    always = neighbourhood(queries, forest, near, clusters, limit)
     plan, tables = levels(forest), ranking.search_tables(forest)
-    ranges = [torch.as_tensor(x).to(DEVICE) if high.any() else None for x in (low, high)]
+    ranges = [None if always.bounds is None else torch.as_tensor(x).to(DEVICE) for x in (always.low, always.high)]
     groups = (queries.offsets.to(DEVICE), queries.tree.to(DEVICE), *ranges)
     options = {
         "limit": None if limit is None else limit.to(DEVICE),
@@ -70,19 +73,19 @@ def on_device(tables):
 
 
 def expected(q, k, forest, *, top_k, clusters=None, **options):
-    """The torch search of every group and head alone: how far others get must not change a choice."""
-    chosen, scored = [], 0
+    """The torch search of every group and head alone: how far others get must not change a selection."""
+    selected, scored = [], 0
     repeat = q.shape[1] // k.shape[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_choice, "TILE", 1)
+        patch.setattr(torch_search, "TILE", 1)
         for head in range(q.shape[1]):
             kv = slice(head // repeat, head // repeat + 1)
             order = clusters and type(clusters)(clusters.order[kv], clusters.chunk, 0, clusters.made_for)
             selection = select(q[:, head : head + 1], k[:, kv], forest, top_k=top_k, clusters=order, **options)
-            found = selection.families[:, 0]
-            chosen.append(found[:, -top_k:] if selection.scored else torch.full((len(found), top_k), -1))
+            nodes = selection.families[:, 0]
+            selected.append(nodes[:, -top_k:] if selection.scored else torch.full((len(nodes), top_k), -1))
             scored += selection.scored
-    return torch.stack(chosen, 1), scored
+    return torch.stack(selected, 1), scored
 
 
 def check(q, k, forest, **options):
@@ -113,7 +116,7 @@ def test_any_forest(forest, seed, near, top_k, beam, causal):
 
 @few
 @given(windows(), seeds, st.integers(1, 3), beams, st.booleans())
-def test_found_trees(forest, seed, top_k, beam, causal):
+def test_clusters(forest, seed, top_k, beam, causal):
     q, k = inputs(forest, seed, heads=1)
     order = cluster_keys(k, forest, chunk=6 if causal else None)
     groups = None if causal else Queries.windows(forest, 5)
@@ -153,7 +156,7 @@ def test_more_candidates_than_a_tile(monkeypatch, beam, size):
     check(q, k, forest, queries=groups, top_k=3, beam=beam)
 
 
-def test_long_paths_to_the_open_range():
+def test_long_paths_to_the_neighbourhood():
     """One-child chains: a node is left by one edge at a time, whatever stands for it at other levels."""
     forest = Hierarchy.from_nested([[[[[[2]]]], [[3, 1], [[1, 2], 2]], 4, [[[5]], 1]]])
     q, k = inputs(forest, 4)
@@ -215,15 +218,36 @@ def test_operators_are_registered_fully(near):
         torch.library.opcheck(operator.traced, arguments)
 
 
-def test_beams_that_do_not_fit_are_refused():
-    binary = Hierarchy.regular([64], (2, 2), repeat_last=True)
-    q = torch.empty(1, 1, 64)
-    assert choice_reasons(binary, q, 4, 128, any_open=True) == []
-    assert "more than 128" in choice_reasons(binary, q, 4, 129, any_open=True)[0]
-    assert choice_reasons(binary, q, 256, None, any_open=True) == []
-    assert "more than a program can keep" in choice_reasons(binary, q, 257, None, any_open=True)[0]
+def test_searches_that_do_not_fit_are_refused():
+    binary = Hierarchy.regular([64], (2, 2), repeat_last=True).to(DEVICE)
     deep = [5]
     for _ in range(70):
         deep = [deep]
-    assert choice_reasons(Hierarchy.from_nested([deep]), q, 4, 8, any_open=False) == []
-    assert choice_reasons(Hierarchy.from_nested([deep]), q, 4, 8, any_open=True)
+    deep = Hierarchy.from_nested([deep]).to(DEVICE)
+
+    def why_not(tree, top_k, width, near=True):
+        q = torch.empty(tree.num_leaves, 1, 64, device=DEVICE)
+        queries = Queries.families(tree)
+        always = neighbourhood(queries, tree, 0, None, None)
+        call = SelectCall(
+            q=q,
+            k=q,
+            hierarchy=tree,
+            queries=queries,
+            neighbourhood=always if near else replace(always, bounds=None),
+            clusters=None,
+            positions=None,
+            limit=None,
+            top_k=top_k,
+            width=width,
+            scale=1.0,
+            backend="triton",
+        )
+        return why_not_triton_search(call)
+
+    assert why_not(binary, 4, 128) == []
+    assert "more than 128" in why_not(binary, 4, 129)[0]
+    assert why_not(binary, 256, None) == []
+    assert "more than a program can keep" in why_not(binary, 257, None)[0]
+    assert why_not(deep, 4, 8, near=False) == []
+    assert "more than 128" in why_not(deep, 4, 8)[0]

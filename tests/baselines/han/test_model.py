@@ -13,11 +13,11 @@ from hsa.attention.flops import flops_flat
 from hsa.baselines.han.model import HanConfig, HanEncoder, check_levels
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
+from hsa.models.registry import config_from_dict
 from hsa.models.saved import load_model, save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.grouped_linear import Groups
 from hsa.signals import Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import collate
@@ -56,8 +56,8 @@ def encoded_alone(model, level, rows, members, batch):
     for layer, project in zip(level.layers, level.positions or [None] * len(level.layers), strict=True):
         positions = None
         if project is not None:
-            row = torch.cat([torch.zeros(1, dtype=torch.int64), batch.places.row[members]])
-            positions = project(model.features(batch.places), row)
+            row = torch.cat([torch.zeros(1, dtype=torch.int64), batch.positions.row[members]])
+            positions = project(model.features(batch.positions), row)
         rows = layer(rows, Hierarchy.flat([len(members)]), Groups((len(members),), None, None), positions)
     return rows
 
@@ -307,7 +307,7 @@ def test_unknown_modalities_keys_and_kinds():
         model(collate([Leaf(0.5, "number")]))
     with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
-    with pytest.raises(InvalidInput, match=r"places: given members of a grid.*add 'grid' to the kinds"):
+    with pytest.raises(InvalidInput, match=r"positions: given members of a grid.*add 'grid' to the kinds"):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
 
 
@@ -373,7 +373,7 @@ def test_it_has_no_classes_per_leaf():
 
 def test_the_configuration_goes_through_json():
     config = HanConfig(levels=5, encoder="gru", feed_forward=7)
-    assert encoder_from_dict(json.loads(json.dumps(asdict(config)))) == config
+    assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_LEVELS)

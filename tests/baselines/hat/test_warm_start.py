@@ -9,14 +9,16 @@ import torch
 from hsa import Signal, collate
 from hsa.baselines.hat.model import HatEncoder
 from hsa.baselines.hat.warm_start import pretrained_tokenizer, warm_start
+from hsa.baselines.options import DocumentOptions
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier
+from hsa.models.options import ModelOptions
 from hsa.models.saved import load_model
 from hsa.nn.embedding import Modality
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.prepare import prepare
 from hsa.training.experiment import model_config, train_model, train_models
-from hsa.training.options import DataOptions, DocumentOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from tests.tables import FILLERS, WORDS, reviews, write_rows
 
 transformers = pytest.importorskip("transformers")
@@ -182,11 +184,11 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.csv", reviews())
     options = TrainingOptions(epochs=1, learning_rate=1e-12, weight_decay=0.0)
-    documents = DocumentOptions(warm_start=name, segment=5)
-    prepared = prepare(data, READ, warm_start=name)
+    extra = {"documents": DocumentOptions(warm_start=name, segment=5)}
+    prepared = prepare(data, READ, tokenizer=pretrained_tokenizer(name))
     accelerator = make_accelerator(options, cpu=True)
     hat, hsa = train_models(
-        ("hat", "hierarchical"), TINY, prepared, options, tmp_path / "run", accelerator, documents=documents
+        ("hat", "hierarchical"), TINY, prepared, options, tmp_path / "run", accelerator, extra=extra
     )
     model, _ = load_model(tmp_path / "run" / "hat")
     config, tensors = warm_start(name, segment=5, dropout=0.0)
@@ -195,7 +197,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     assert all(torch.allclose(own[key], tensor, atol=1e-8) for key, tensor in tensors.items())
     assert model.config.modalities["text"] == Modality(tokens=pretrained_tokenizer(name).get_vocab_size())
     assert hsa.parameters == pytest.approx(hat.parameters, rel=0.02)  # those of the first
-    last = model_config(prepared, TINY, "hat", "hierarchical", documents)
+    last = model_config(prepared, TINY, "hat", "hierarchical", extra)
     assert last.encoder == config  # no feed-forward networks of another width
 
 
@@ -207,9 +209,9 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
     data = write_rows(tmp_path / "reviews.jsonl", reviews())
     rates = {"warmup": 0.0, "schedule": "constant", "weight_decay": 0.0, "learning_rate": 1e-3}
     options = TrainingOptions(epochs=1, batch_size=64, **rates)  # one step
-    documents = DocumentOptions(warm_start=name, segment=5)
-    prepared = prepare(data, replace(READ, number=("stars",)), warm_start=name)
-    config = model_config(prepared, TINY, "hat", "hat", documents)
+    extra = {"documents": DocumentOptions(warm_start=name, segment=5)}
+    prepared = prepare(data, replace(READ, number=("stars",)), tokenizer=pretrained_tokenizer(name))
+    config = model_config(prepared, TINY, "hat", "hat", extra)
     accelerator, folder = make_accelerator(options, cpu=True), tmp_path / "run"
     found = train_model("hat", config, prepared, options, folder, accelerator)
     after, _ = load_model(folder)
@@ -234,15 +236,16 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
 def test_data_are_read_with_the_tokenizer_of_the_pretrained_model(tmp_path, pretrained):
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.csv", reviews())
-    own, prepared, again = prepare(data, READ), prepare(data, READ, warm_start=name), prepare(data, READ)
-    assert prepared.reading.tokenizer.to_str() == pretrained_tokenizer(name).to_str()
+    given = {"tokenizer": pretrained_tokenizer(name)}
+    own, prepared, again = prepare(data, READ), prepare(data, READ, **given), prepare(data, READ)
+    assert prepared.input_spec.tokenizer.to_str() == pretrained_tokenizer(name).to_str()
     assert own.train.digest == again.train.digest != prepared.train.digest
     for conflict in ({"encoder": name}, {"word_vectors": tmp_path / "vectors.txt"}):
         with pytest.raises(InvalidInput, match=f"{next(iter(conflict))} too"):
-            prepare(data, replace(READ, **conflict), warm_start=name)
+            prepare(data, replace(READ, **conflict), **given)
     numbers = write_rows(tmp_path / "numbers.csv", [{"a": i, "label": "xy"[i % 2]} for i in range(40)])
     with pytest.raises(InvalidInput, match="data without text"):
-        prepare(numbers, DataOptions(number=("a",), label="label"), warm_start=name)
+        prepare(numbers, DataOptions(number=("a",), label="label"), **given)
 
 
 @pytest.mark.usefixtures("_cache")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hsa.baselines.transformer_xl.encoder import TransformerXLConfig, TransformerXLEncoder
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
-from hsa.models.encoders import encoder_from_dict
+from hsa.models.registry import config_from_dict
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch, collate
 from tests.model_inputs import MODALITIES, exact, num_leaves, readable
@@ -152,8 +152,8 @@ def test_sizes_without_meaning(changes, message):
 
 
 def test_a_classifier_of_equal_size_that_goes_through_json():
-    assert encoder_from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
-    ours = ModelConfig(EncoderConfig(width=26, heads=2), TEXT, outputs=3)
+    assert config_from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
+    ours = ModelConfig(EncoderConfig(width=26, heads=2, layers=2), TEXT, outputs=3)
     config = equal_parameters(ours, replace(CONFIG, width=26))
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     wanted, found = (count_parameters(Classifier(c)) for c in (ours, config))

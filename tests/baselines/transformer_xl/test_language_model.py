@@ -13,9 +13,10 @@ from hsa.baselines.transformer_xl import encoder as transformer_xl
 from hsa.baselines.transformer_xl.encoder import SegmentMemory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.errors import InvalidInput
+from hsa.generation.generate import generate
 from hsa.generation.loading import load_writer
 from hsa.generation.sampling import Sampling
-from hsa.generation.writing import generate
+from hsa.models.memory import set_test_memory
 from hsa.models.saved import CONFIG as CONFIG_FILE
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.tokens import train_tokenizer
@@ -176,7 +177,7 @@ def test_a_memory_that_changes_while_a_text_is_written(lengths, shorter):
             made.layers.lengths = (8, None)
             cache = made.new_cache(2)
             made.read(tokens, lengths, cache)
-            transformer_xl.set_test_memory(made, shorter)
+            set_test_memory(made, shorter)
             found.append(torch.stack([made.step(tokens[:2], cache) for _ in range(9)]))
     close(found[0], found[1])
 
@@ -197,20 +198,20 @@ def test_saved_and_loaded_and_writing(tmp_path):
     saved = model(vocabulary=tokenizer.get_vocab_size(), test_memory=7, max_length=40)
     save_language_model(tmp_path, saved.float(), tokenizer)
     about = json.loads((tmp_path / CONFIG_FILE).read_text())
-    assert about["model"] == "Transformer-XL language model"
+    assert (about["model"], about["architecture"]) == ("language model", "transformer-xl")
     assert about["test_memory"] == 7
     made, found = load_writer(tmp_path)
     assert made.config == saved.config
     assert not made.training
-    writing = generate(made, found, "the cat", tokens=90, sampling=Sampling(temperature=0))
-    text = "".join(writing)
-    assert text == found.decode(writing.ids, skip_special_tokens=False)
-    assert writing.reason == "max_length"
-    whole = torch.tensor([*writing.prompt, *writing.ids])
+    stream = generate(made, found, "the cat", max_new_tokens=90, sampling=Sampling(temperature=0))
+    text = "".join(stream)
+    assert text == found.decode(stream.ids, skip_special_tokens=False)
+    assert stream.reason == "max_length"
+    whole = torch.tensor([*stream.prompt, *stream.ids])
     assert len(whole) == 41  # nothing is asked after the last
     likeliest = saved(whole[:-1], [40]).argmax(-1).tolist()
-    assert writing.ids == likeliest[len(writing.prompt) - 1 :]
-    assert "flat cache" in str(writing.cache.memory())
+    assert stream.ids == likeliest[len(stream.prompt) - 1 :]
+    assert "flat cache" in str(stream.cache.memory())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**about, "branching": 3}))
     with pytest.raises(InvalidInput, match="unknown field 'branching'"):
         load_language_model(tmp_path)

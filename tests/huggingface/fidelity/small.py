@@ -10,16 +10,16 @@ from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import DECODER, ENCODER, FAMILIES, WORDS, transformers, word_tokenizer
 
 LONGEST = 61
-CHEAP = LayerSettings(hierarchy="windows", branching=(4, 2), top_k=0)
-NEAR = LayerSettings(hierarchy="windows", branching=(4, 2), near=1, top_k=0)
-FOUND = LayerSettings(branching=(4, 2), top_k=2)
+CHEAP = LayerSettings(kind="multiscale", branching=(4, 2), top_k=0)
+NEAR = LayerSettings(kind="multiscale", branching=(4, 2), near=1, top_k=0)
+CLUSTERED = LayerSettings(branching=(4, 2), top_k=2)
 
 
 def tokenizer():
-    found = word_tokenizer()
-    found.model_max_length = LONGEST
-    found.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    return found
+    result = word_tokenizer()
+    result.model_max_length = LONGEST
+    result.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return result
 
 
 def classifier(kind="Bert", seed=1, **changes):

@@ -13,11 +13,11 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.conversion import convert_as
 from hsa.huggingface.fidelity import calibrate as calibration
-from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, hull
+from hsa.huggingface.fidelity.calibrate import CANDIDATES, Budget, calibrate, trace_hull
 from hsa.huggingface.fidelity.judge import Judge
 from tests.huggingface.fidelity.small import (
     CHEAP,
-    FOUND,
+    CLUSTERED,
     LONGEST,
     NEAR,
     classifier,
@@ -102,15 +102,15 @@ def test_what_holds():
     st.tuples(st.floats(0.5, 1), st.floats(0, 1)),
 )
 def test_the_hull_falls_at_rising_cost(points, first):
-    ways = [(*point, place) for place, point in enumerate(points)]
-    taken = hull((*first, None), ways)
+    ways = [(*point, index) for index, point in enumerate(points)]
+    taken = trace_hull((*first, None), ways)
     slopes = [slope for slope, _ in taken]
     assert slopes == sorted(slopes)
-    operations = [first[0], *(points[place][0] for _, place in taken)]
+    operations = [first[0], *(points[index][0] for _, index in taken)]
     assert all(later < earlier for earlier, later in itertools.pairwise(operations))
     assert operations[-1] == min([first[0], *(p[0] for p in points)])  # down to the cheapest
     # No way lies below the line from one that is taken to the next.
-    corners = [first, *(points[place] for _, place in taken)]
+    corners = [first, *(points[index] for _, index in taken)]
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         for x, y in points:
             if x1 <= x < x0 and x0 - x1 > 1e-6:
@@ -118,53 +118,53 @@ def test_the_hull_falls_at_rising_cost(points, first):
 
 
 def test_operations_as_asked_for(model, judge):
-    found = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
-    assert found.holds
+    result = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
+    assert result.holds
     assert settings_of(model) == {}
     assert model.config._attn_implementation == "sdpa"
-    chosen = [point for point in found.frontier if point["chosen"]]
+    chosen = [point for point in result.frontier if point["chosen"]]
     assert len(chosen) == 1
-    cheap_enough = [point for point in found.frontier if point["ops"] >= 1.5]
+    cheap_enough = [point for point in result.frontier if point["ops"] >= 1.5]
     assert chosen[0] is cheap_enough[0] or chosen[0] == cheap_enough[0]  # the most faithful of them
-    assert [point["step"] for point in found.frontier] == sorted({point["step"] for point in found.frontier})
-    ops = [point["ops"] for point in found.frontier]
+    assert [point["step"] for point in result.frontier] == sorted({point["step"] for point in result.frontier})
+    ops = [point["ops"] for point in result.frontier]
     assert ops == sorted(ops)
     assert ops[0] == 1
-    after = judge.ask(convert_as(model, found.settings))
+    after = judge.ask(convert_as(model, result.settings))
     assert after.counted.ratio == pytest.approx(chosen[0]["ops"])
-    assert {replace(s, pooled_bias=0.0) for s in found.settings.values()} <= set(WAYS)
-    assert {(row["layer"], json.dumps(row["settings"])) for row in found.sensitivities} == {
+    assert {replace(s, pooled_bias=0.0) for s in result.settings.values()} <= set(WAYS)
+    assert {(row["layer"], json.dumps(row["settings"])) for row in result.sensitivities} == {
         (layer, json.dumps(way.to_json())) for layer in (0, 1) for way in WAYS
     }
-    for row in found.sensitivities:
+    for row in result.sensitivities:
         assert row["distance"] > 0
         assert 0 < row["ops"] < 1
 
 
 def test_a_budget_that_nothing_keeps_to(model, judge):
-    found = calibrate(model, judge, "ops 1000x", candidates=WAYS)
-    assert not found.holds
-    assert found.frontier[-1]["chosen"]  # the cheapest
-    assert len(found.settings) == 2
-    found = calibrate(model, judge, "kept 101%", candidates=WAYS)
-    assert (found.holds, found.settings) == (False, {})
+    result = calibrate(model, judge, "ops 1000x", candidates=WAYS)
+    assert not result.holds
+    assert result.frontier[-1]["chosen"]  # the cheapest
+    assert len(result.settings) == 2
+    result = calibrate(model, judge, "kept 101%", candidates=WAYS)
+    assert (result.holds, result.settings) == (False, {})
 
 
 def test_a_score_as_asked_for(model, judge):
-    found = calibrate(model, judge, "kept 0%", candidates=WAYS)
-    assert found.holds
-    assert max(found.frontier, key=lambda point: point["ops"])["chosen"]  # the cheapest
+    result = calibrate(model, judge, "kept 0%", candidates=WAYS)
+    assert result.holds
+    assert max(result.frontier, key=lambda point: point["ops"])["chosen"]  # the cheapest
 
 
 def test_every_layer(model, judge):
-    found = calibrate(model, judge, "kept 101%", candidates=WAYS, every_layer=True)
-    assert set(found.settings) == {0, 1}
-    assert {point["converted"] for point in found.frontier} == {2}
+    result = calibrate(model, judge, "kept 101%", candidates=WAYS, every_layer=True)
+    assert set(result.settings) == {0, 1}
+    assert {point["converted"] for point in result.frontier} == {2}
     nearest = {
-        layer: min((row for row in found.sensitivities if row["layer"] == layer), key=lambda row: row["distance"])
+        layer: min((row for row in result.sensitivities if row["layer"] == layer), key=lambda row: row["distance"])
         for layer in (0, 1)
     }
-    for layer, settings in found.settings.items():
+    for layer, settings in result.settings.items():
         assert replace(settings, pooled_bias=0.0).to_json() == nearest[layer]["settings"]
 
 
@@ -173,8 +173,8 @@ def test_sliding_layers_stay_as_they_are():
     known = tokenizer()
     known.model_input_names = ["input_ids", "attention_mask"]
     judge = Judge(examples(4), "classify", model, known, longest=LONGEST)
-    found = calibrate(model, judge, "ops 1000x", candidates=WAYS, every_layer=True)
-    assert set(found.settings) == {0, 3}
+    result = calibrate(model, judge, "ops 1000x", candidates=WAYS, every_layer=True)
+    assert set(result.settings) == {0, 3}
 
 
 def test_what_was_measured_is_used_again(model, judge, tmp_path, asked):
@@ -226,9 +226,9 @@ def test_another_model_or_other_labels_are_measured_anew(model, judge, tmp_path,
                 weight.mul_(1 + 1e-6)
     else:
         judge.labels = 1 - judge.labels
-    found = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
+    result = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
     assert abs(len(asked) - whole) <= 1  # the biases may turn out otherwise
-    assert found.frontier[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
+    assert result.frontier[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
 
 
 def test_biases_only_where_they_help(model, judge, monkeypatch):
@@ -244,8 +244,8 @@ def test_biases_only_where_they_help(model, judge, monkeypatch):
     nearness = Judge.distance
     for sign, wanted in ((1, (good,) * 4), (-1, 0.0)):  # as it is, and where the same bias takes answers further away
         monkeypatch.setattr(Judge, "distance", lambda self, *both, sign=sign: sign * nearness(self, *both))
-        found = calibrate(model, judge, "ops 1000x", candidates=[CHEAP]).settings
-        assert {settings.pooled_bias for settings in found.values()} == {wanted}
+        result = calibrate(model, judge, "ops 1000x", candidates=[CHEAP]).settings
+        assert {settings.pooled_bias for settings in result.values()} == {wanted}
 
 
 def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
@@ -271,14 +271,14 @@ def test_what_does_not_fit(model, judge):
 def test_language_models(asked):
     model = language_model()
     judge = Judge(examples(6), "perplexity", model, tokenizer(), longest=LONGEST)
-    found = calibrate(model, judge, "perplexity +1000%", candidates=[CHEAP])
-    assert found.holds
-    assert "perplexity" in found.frontier[0]
+    result = calibrate(model, judge, "perplexity +1000%", candidates=[CHEAP])
+    assert result.holds
+    assert "perplexity" in result.frontier[0]
 
 
 def test_a_converted_model_is_searched_from_its_exact_attention(model, judge, asked):
     wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
-    convert(model, **vars(FOUND))
+    convert(model, **vars(CLUSTERED))
     asked.clear()
     assert calibrate(model, judge, "ops 1.5x", candidates=WAYS) == wanted
     assert asked[0] == settings_of(model) == {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.fidelity.examples import Examples, Tokens, class_numbers, load_examples, tokenize
+from hsa.huggingface.fidelity.examples import Examples, Tokens, load_examples, number_labels, tokenize
 from tests.huggingface.fidelity.small import examples, tokenizer
 from tests.tables import write_rows
 
@@ -34,10 +34,10 @@ def table(tmp_path):
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet"])
 def test_columns_are_found(table, columns, wanted, suffix):
     path = table([{name: f"{name} {i}" for name in columns} for i in range(3)], f"t.{suffix}")
-    found = load_examples(path)
-    assert found.texts == [tuple(f"{name} {i}" for name in wanted) for i in range(3)]
-    assert found.labels is None
-    assert (found.name, len(found)) == ("t", 3)
+    result = load_examples(path)
+    assert result.texts == [tuple(f"{name} {i}" for name in wanted) for i in range(3)]
+    assert result.labels is None
+    assert (result.name, len(result)) == ("t", 3)
 
 
 def test_columns_that_are_named_and_joined(table):
@@ -64,9 +64,9 @@ def test_splits(table):
 def test_rows_without_labels_are_left_out(table):
     labels = ["a", None, "b", -1, "-1", "", float("nan"), "a"]
     path = table([{"text": f"row {i}", "label": label} for i, label in enumerate(labels)])
-    found = load_examples(path)
-    assert found.texts == [("row 0",), ("row 2",), ("row 7",)]
-    assert found.labels == ["a", "b", "a"]
+    result = load_examples(path)
+    assert result.texts == [("row 0",), ("row 2",), ("row 7",)]
+    assert result.labels == ["a", "b", "a"]
     none = load_examples(table([{"text": f"row {i}", "label": -1} for i in range(3)]))
     assert (len(none), none.labels) == (3, None)
     other = load_examples(table([{"text": "x", "label": 1, "mark": 0}]), label="mark")
@@ -78,7 +78,7 @@ NAMES = {"neg": 0, "pos": 1, "none": 2}
 
 def test_labels_by_name_and_number():
     def numbers(labels, names=NAMES):
-        return class_numbers(Examples("t", [("x",)] * len(labels), labels), names, 3).tolist()
+        return number_labels(Examples("t", [("x",)] * len(labels), labels), names, 3).tolist()
 
     assert numbers(["pos", "neg", "none"]) == [1, 0, 2]
     assert numbers([2, 0, np.int64(1)]) == [2, 0, 1]
@@ -91,9 +91,9 @@ def test_labels_by_name_and_number():
         ):
             numbers(["pos", wrong])
     with pytest.raises(InvalidInput, match=r"t: given no labels, expected a label per row.*--label"):
-        class_numbers(Examples("t", [("x",)]), NAMES, 3)
+        number_labels(Examples("t", [("x",)]), NAMES, 3)
     with pytest.raises(InvalidInput, match="model: given a head of 1 output, expected a class each: 2 or more"):
-        class_numbers(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)
+        number_labels(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_samples_are_always_the_same():
     some = whole.sample(7)
     assert len(some) == len(set(some.texts)) == 7
     assert some == whole.sample(7) != whole.sample(7, seed=1)
-    place = [whole.texts.index(texts) for texts in some.texts]
-    assert some == whole.part(place)
-    assert place == sorted(place)
+    rows = [whole.texts.index(texts) for texts in some.texts]
+    assert some == whole.part(rows)
+    assert rows == sorted(rows)
     assert whole.sample(None) is whole.sample(30) is whole
 
 

@@ -9,7 +9,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, settings_of
 from hsa.huggingface.fidelity import finetune as finetuning
 from hsa.huggingface.fidelity.examples import Examples, tokenize
-from hsa.huggingface.fidelity.finetune import OPTIONS, STATE, class_names, finetune, finish
+from hsa.huggingface.fidelity.finetune import OPTIONS, STATE, finetune, list_classes, save_finetuned
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.options import FinetuneOptions
 from hsa.huggingface.layers import attention_layers, set_attention_dropout
@@ -63,8 +63,8 @@ def test_going_on_gives_the_same_weights(tmp_path):
         finetune(calm(), tokenizer(), data, options, folder=tmp_path, watch=breaks_at(3 + 2))  # in the second epoch
     torch.manual_seed(123)
     again = finetune(calm(seed=5), tokenizer(), data, options, folder=tmp_path)
-    for (name, wanted), found in zip(whole.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(wanted, found), name
+    for (name, wanted), result in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(wanted, result), name
     other = finetune(calm(), tokenizer(), data, FinetuneOptions(epochs=3, seed=1, **SHORT))
     assert not torch.equal(other.classifier.weight, whole.classifier.weight)
     without = calm(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -94,7 +94,7 @@ def test_what_is_left_is_a_model(tmp_path):
     model, data = calm(), learnable(16)
     finetune(model, tokenizer(), data, FinetuneOptions(epochs=1, **SHORT), folder=tmp_path)
     assert (tmp_path / STATE).exists()
-    finish(tmp_path, model, tokenizer())
+    save_finetuned(tmp_path, model, tokenizer())
     assert not (tmp_path / STATE).exists()
     loaded, known = load_for_task(str(tmp_path), "classify")
     judge = Judge(data, "classify", loaded, known, longest=LONGEST)
@@ -130,14 +130,20 @@ def test_options_that_do_not_fit(changes, message):
 
 
 def test_texts_longer_than_the_model_takes_are_cut():
-    model = calm()
+    model, widths = calm(), []
+    model.register_forward_pre_hook(
+        lambda module, arguments, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
     long = Examples("long", [(" ".join(["cat"] * 300),)] * 4, [0, 1, 0, 1])
+    before = model.classifier.weight.clone()
     finetune(model, tokenizer(), long, FinetuneOptions(epochs=1, length=512, **SHORT))
+    assert widths == [LONGEST]  # not 302 tokens, and not the 512 that were asked for
+    assert not torch.equal(model.classifier.weight, before)
 
 
 def test_names_of_classes():
     def names(labels):
-        return class_names(Examples("t", [("x",)] * len(labels), labels))
+        return list_classes(Examples("t", [("x",)] * len(labels), labels))
 
     assert names([10, 9, 2, 10]) == ["2", "9", "10"]
     assert names(["pos", "neg", "pos"]) == ["neg", "pos"]
@@ -145,7 +151,7 @@ def test_names_of_classes():
     with pytest.raises(InvalidInput, match="t: label: given nothing but 'a', expected at least 2 classes"):
         names(["a", "a"])
     with pytest.raises(InvalidInput, match="t: given no labels, expected a label per row"):
-        class_names(Examples("t", [("x",)]))
+        list_classes(Examples("t", [("x",)]))
 
 
 def test_an_epoch_has_every_text_once_and_its_own_order():
@@ -212,4 +218,6 @@ def test_language_models_as_classifiers_know_their_padding(tmp_path):
     trained, known = load_for_training(str(tmp_path), ["0", "1"])
     assert trained.config.pad_token_id == known.pad_token_id == known.eos_token_id
     known.model_input_names = ["input_ids", "attention_mask"]
+    before = trained.score.weight.clone()
     finetune(trained, known, learnable(8), FinetuneOptions(epochs=1, **SHORT))
+    assert not torch.equal(trained.score.weight, before)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsa.errors import InvalidInput
-from hsa.huggingface import convert
-from hsa.huggingface.attend import counting
+from hsa.huggingface import convert, counting
 from hsa.huggingface.fidelity.examples import Examples
-from hsa.huggingface.fidelity.judge import TASKS, Answers, Judge, classification_scores, spearman, wilson
+from hsa.huggingface.fidelity.judge import TASKS, Answers, Judge, score_classes, spearman, wilson_interval
 from tests.huggingface.fidelity.small import CHEAP, LONGEST, classifier, examples, language_model, tokenizer
 
 
@@ -75,8 +74,8 @@ def test_perplexity_is_that_of_the_models_own_loss(warm_up):
     labels[:, : warm_up + 1] = -100
     with torch.no_grad():
         wanted = model(ids, labels=labels).loss.exp()
-    found = judge.scores(judge.ask(model))
-    assert found == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
+    result = judge.scores(judge.ask(model))
+    assert result == {"perplexity": pytest.approx(float(wanted), rel=1e-5)}
     stream = tokenizer()("\n\n".join(t for (t,) in some.texts), add_special_tokens=False)["input_ids"]
     assert [i for piece in judge.tokens.ids for i in piece] == stream[: 29 * len(judge)]
     assert len(stream) - 29 * len(judge) < 29
@@ -138,7 +137,7 @@ def test_equal_answers_are_at_no_distance(task):
     same = judge.compare(before, before)
     assert same == pytest.approx(
         {
-            "classify": {"kept": 1, "kept low": wilson(6, 6)[0], "kept high": 1},
+            "classify": {"kept": 1, "kept low": wilson_interval(6, 6)[0], "kept high": 1},
             "embed": {"cosine": 1, "lowest cosine": 1},
             "perplexity": {"perplexity change": 0},
         }[task]
@@ -169,7 +168,7 @@ def test_divergence_of_certain_answers_is_finite():
 def test_scores_of_classes_by_definition(data, classes, count):
     one = st.lists(st.integers(0, classes - 1), min_size=count, max_size=count)
     predicted, true = (np.array(data.draw(one)) for _ in range(2))
-    found = classification_scores(predicted, true, classes)
+    result = score_classes(predicted, true, classes)
     rows = []
     for c in sorted({*predicted.tolist(), *true.tolist()}):
         hits = sum(p == t == c for p, t in zip(predicted, true, strict=True))
@@ -181,12 +180,12 @@ def test_scores_of_classes_by_definition(data, classes, count):
     x, y = (np.eye(classes)[v] - np.eye(classes)[v].mean(0) for v in (predicted, true))
     spread = math.sqrt((x * x).sum() * (y * y).sum())
     wanted["matthews"] = (x * y).sum() / spread if spread > 1e-9 else 0
-    assert found == pytest.approx(wanted, abs=1e-9)
-    assert next(iter(found)) == "accuracy"
+    assert result == pytest.approx(wanted, abs=1e-9)
+    assert next(iter(result)) == "accuracy"
 
 
 def ranks(values):
-    """The mean place among the sorted."""
+    """The mean index among the sorted."""
     return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
 
 
@@ -201,7 +200,7 @@ def test_spearman_with_ties(pairs):
 @given(total=st.integers(1, 5000), share=st.floats(0, 1))
 def test_intervals_hold_the_share(total, share):
     hits = round(share * total)
-    low, high = wilson(hits, total)
+    low, high = wilson_interval(hits, total)
     assert 0 <= low <= hits / total + 1e-12
     assert hits / total - 1e-12 <= high <= 1
     for edge in (e for e in (low, high) if 1e-9 < e < 1 - 1e-9):  # where the share would be 1.96 deviations away

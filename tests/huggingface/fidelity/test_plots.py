@@ -26,14 +26,14 @@ def limits(monkeypatch):
     """The y limits of every picture, by their axes' labels."""
     from hsa.huggingface.fidelity import plots as conversion_plots
 
-    found, save = {}, conversion_plots.save_figure
+    result, save = {}, conversion_plots.save_figure
 
     def note(figure, path):
-        found.update({axes.get_ylabel(): axes.get_ylim() for axes in figure.axes})
+        result.update({axes.get_ylabel(): axes.get_ylim() for axes in figure.axes})
         save(figure, path)
 
     monkeypatch.setattr(conversion_plots, "save_figure", note)
-    return found
+    return result
 
 
 @pytest.fixture(autouse=True)

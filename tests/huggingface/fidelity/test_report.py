@@ -14,7 +14,7 @@ from hsa.huggingface.fidelity.timing import Timed
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.fidelity.small import (
     CHEAP,
-    FOUND,
+    CLUSTERED,
     LONGEST,
     NEAR,
     classifier,
@@ -74,21 +74,21 @@ def test_remarks():
     slow = replace(report, timed=[Timed(n, 1.0, after, None, None) for n, after in ((128, 3), (1024, 2), (2048, 0.5))])
     assert ["up to 1,024 tokens the converted model is slower" in remark for remark in slow.remarks()] == [True]
     for holds, count in ((True, 0), (False, 1)):
-        found = replace(report, calibration=Calibration({}, [], [], holds), budget="ops 99x")
-        assert sum("keeps to the budget 'ops 99x'" in remark for remark in found.remarks()) == count
+        result = replace(report, calibration=Calibration({}, [], [], holds), budget="ops 99x")
+        assert sum("keeps to the budget 'ops 99x'" in remark for remark in result.remarks()) == count
 
 
 def test_what_is_written(tmp_path):
-    report, *_ = report_of({1: FOUND}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
+    report, *_ = report_of({1: CLUSTERED}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
     pictures = write_report(tmp_path, report)
     assert [picture.name for picture in pictures] == ["operations.png", "timing.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["operations.png", "report.json", "report.md", "timing.png"]
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert found["times_fewer_operations"] == report.ratio
-    assert LayerSettings.from_json("here", found["settings"]["1"]) == FOUND
-    assert found["layers"] == report.layers
-    assert found["timed"][0] == {"length": 7, "before_ms": 2.0, "after_ms": 1.0, "before_mib": None, "after_mib": None}
-    assert "holds" not in found
+    result = json.loads((tmp_path / "report.json").read_text())
+    assert result["times_fewer_operations"] == report.ratio
+    assert LayerSettings.from_json("here", result["settings"]["1"]) == CLUSTERED
+    assert result["layers"] == report.layers
+    assert result["timed"][0] == {"length": 7, "before_ms": 2.0, "after_ms": 1.0, "before_mib": None, "after_mib": None}
+    assert "holds" not in result
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# tiny on small\n")
     assert report.summary in text
@@ -106,16 +106,16 @@ def test_a_search_is_written_too(tmp_path, task):
     report, judge, *_ = report_of({1: CHEAP}, task)
     model = {"perplexity": language_model}.get(task, classifier)()
     model = model.bert if task == "embed" else model
-    found = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
-    report = replace(report, calibration=found, budget="ops 1.2x")
+    result = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
+    report = replace(report, calibration=result, budget="ops 1.2x")
     assert [p.name for p in write_report(tmp_path, report)] == ["operations.png", "frontier.png"]
-    header = frontier_header(found.frontier)
+    header = frontier_header(result.frontier)
     assert {len(row) for row in report.frontier_rows()} == {len(header)}
     assert [row[-1] for row in report.frontier_rows()].count("chosen") == 1
     written = json.loads((tmp_path / "report.json").read_text())
-    assert (written["frontier"], written["holds"]) == (found.frontier, found.holds)
+    assert (written["frontier"], written["holds"]) == (result.frontier, result.holds)
     rows = [{"layer": 0, "settings": way.to_json(), "distance": 0.1, "ops": 0.5} for way in CANDIDATES]
-    usual = replace(report, calibration=replace(found, sensitivities=rows))
+    usual = replace(report, calibration=replace(result, sensitivities=rows))
     assert [p.name for p in write_report(tmp_path, usual)] == ["operations.png", "frontier.png", "sensitivity.png"]
 
 
@@ -133,14 +133,14 @@ def test_nothing_converted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "keys (8, 2), top_k 8"),
-        ({"top_k": 0}, "keys (8, 2)"),
-        ({"hierarchy": "windows", "near": 2, "branching": (16, 4)}, "windows (16, 4), near 2, top_k 8"),
-        ({"pooled_bias": 0.5}, "keys (8, 2), top_k 8, biased"),
-        ({"pooled_bias": (0.0, 0.5)}, "keys (8, 2), top_k 8, biased"),
-        ({"pooled_bias": (0.0, 0.0)}, "keys (8, 2), top_k 8"),
-        ({"operator": "hierarchical", "hierarchy": "windows"}, "hierarchical, windows (8, 2)"),
-        ({"hierarchy": len}, "given trees (8, 2), top_k 8"),
+        ({}, "clustered (8, 2), top_k 8"),
+        ({"top_k": 0}, "clustered (8, 2)"),
+        ({"kind": "multiscale", "near": 2, "branching": (16, 4)}, "multiscale, windows (16, 4), near 2, top_k 8"),
+        ({"pooled_bias": 0.5}, "clustered (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.5)}, "clustered (8, 2), top_k 8, biased"),
+        ({"pooled_bias": (0.0, 0.0)}, "clustered (8, 2), top_k 8"),
+        ({"kind": "hierarchical"}, "hierarchical, windows (8, 2)"),
+        ({"kind": "multiscale", "tree": len}, "multiscale, given trees (8, 2), top_k 8"),
     ],
 )
 def test_settings_in_words(changes, words):

@@ -9,13 +9,13 @@ import pytest
 from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.judge import Judge
 from hsa.huggingface.fidelity.sweep import RESULTS, Sweep
-from hsa.huggingface.fidelity.sweep_recipe import Task, Variant, expanded, late_layers, load_sweep
-from hsa.huggingface.fidelity.sweep_report import columns, write_sweep
+from hsa.huggingface.fidelity.sweep_recipe import Task, Variant, expand_variants, load_sweep, select_late_layers
+from hsa.huggingface.fidelity.sweep_report import tabulate, write_sweep_report
 from hsa.huggingface.loading import load_for_task
 from tests.huggingface.fidelity.small import LONGEST, classifier, examples, rows, save, tokenizer
 from tests.tables import write_rows
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("convert_*.yaml"))
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("convert_*.yaml"))
 TASK = "{train: t.jsonl, epochs: 1, batch_size: 8}"
 
 
@@ -27,8 +27,8 @@ def recipe(tmp_path, tasks=None, variants=None, **more):
     return path
 
 
-WINDOWS = "{hierarchy: windows, branching: [4, 2], top_k: 0}"
-PAPER = "{operator: hierarchical, hierarchy: windows, branching: [4, 2], sinks: null, layers: each start}"
+WINDOWS = "{kind: multiscale, branching: [4, 2], top_k: 0}"
+PAPER = "{kind: hierarchical, branching: [4, 2], sinks: null, layers: each start}"
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_load(path):
-    found = load_sweep(path)
-    assert found.tasks
-    assert found.variants
+    result = load_sweep(path)
+    assert result.tasks
+    assert result.variants
     for count in (2, 12, 24):
-        for variant, layers in expanded(found.variants, count):
+        for variant, layers in expand_variants(result.variants, count):
             assert layers == sorted(set(layers))
             assert set(layers) <= set(range(count))
             assert variant.exact or variant.settings
     assert len(RECIPES) >= 5
-    one = next(iter(found.tasks))
+    one = next(iter(result.tasks))
     assert list(load_sweep(path, [one]).tasks) == [one]
 
 
@@ -120,28 +120,28 @@ def test_tasks_that_use_others(tmp_path):
         "b": "{uses: a, shortest: 9}",
         "c": "{uses: b, limit: 2, text: [text, title]}",
     }
-    found = load_sweep(recipe(tmp_path, tasks), ["c", "b"]).tasks
+    result = load_sweep(recipe(tmp_path, tasks), ["c", "b"]).tasks
     shared = {"train": "t.jsonl", "epochs": 4, "learning_rate": 1e-4, "uses": "a", "shortest": 9}
-    assert found["b"] == Task(**shared, text=("text",))
-    assert found["c"] == Task(**shared, text=("text", "title"), limit=2)  # the model is that of a
-    assert list(found) == ["b", "c"]
+    assert result["b"] == Task(**shared, text=("text",))
+    assert result["c"] == Task(**shared, text=("text", "title"), limit=2)  # the model is that of a
+    assert list(result) == ["b", "c"]
 
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_late_layers(count):
-    found = late_layers(count)
-    assert found[-1] == count - 1
-    assert all(b - a == 2 for a, b in itertools.pairwise(found))
-    assert len(found) == max(1, -(-count // 4))
+    result = select_late_layers(count)
+    assert result[-1] == count - 1
+    assert all(b - a == 2 for a, b in itertools.pairwise(result))
+    assert len(result) == max(1, -(-count // 4))
 
 
 def test_layers_of_variants():
     def layers(wanted, count=5, sliding=()):
-        return [(v.name, numbers) for v, numbers in expanded([Variant("v", wanted)], count, sliding)]
+        return [(v.name, numbers) for v, numbers in expand_variants([Variant("v", wanted)], count, sliding)]
 
     assert layers("all") == [("v", [0, 1, 2, 3, 4])]
     assert layers("all", sliding={1, 2}) == [("v", [0, 3, 4])]
-    assert layers("late") == [("v", late_layers(5))]
+    assert layers("late") == [("v", select_late_layers(5))]
     assert layers((3, -1, 3)) == [("v", [3, 4])]
     assert layers("each start", 3) == [("v from 0", [0, 2]), ("v from 1", [1]), ("v from 2", [2])]
     for wrong in (5, -6):
@@ -161,7 +161,7 @@ def test_an_experiment(tmp_path, data, encoder):
     variants = {"cheap": WINDOWS, '"(4,2)"': PAPER, "again": "{exact: true, finetune: {epochs: 1}}"}
     tasks = {"toy": TASK, "toy-some": "{uses: toy, limit: 3}", "gone": "{train: no.csv}", "test": "{test: test.jsonl}"}
     path, out = recipe(tmp_path, tasks, variants), tmp_path / "out"
-    found, sweep, said = run(path, data, out, encoder)
+    result, sweep, said = run(path, data, out, encoder)
     assert sweep.skipped == {
         "gone": f"no.csv is not in {data}",
         "test": "there is nothing to train on; give a fine-tuned model: --given test=FOLDER",
@@ -169,51 +169,51 @@ def test_an_experiment(tmp_path, data, encoder):
     assert f"gone: skipped: no.csv is not in {data}" in said
     assert sum("fine-tuning" in line for line in said) == 1  # the second task uses the same model
     names = ["original", "cheap", "(4,2) from 0", "(4,2) from 1", "again"]
-    assert [(row["task"], row["variant"]) for row in found] == [(t, v) for t in ("toy", "toy-some") for v in names]
-    assert [row["examples"] for row in found] == [6] * 5 + [3] * 5
-    assert [row["layers"] for row in found[:5]] == [[], [0, 1], [0], [1], []]
-    assert [json.loads(line) for line in (out / RESULTS).read_text().splitlines()] == found
-    for row in found:
+    assert [(row["task"], row["variant"]) for row in result] == [(t, v) for t in ("toy", "toy-some") for v in names]
+    assert [row["examples"] for row in result] == [6] * 5 + [3] * 5
+    assert [row["layers"] for row in result[:5]] == [[], [0, 1], [0], [1], []]
+    assert [json.loads(line) for line in (out / RESULTS).read_text().splitlines()] == result
+    for row in result:
         assert ("ops ratio, converted layers" in row) == (row["variant"] not in ("original", "again"))
         assert ("padded MFLOP per layer" in row) == row["variant"].startswith("(4,2)")
         assert ("kept" in row) == (row["variant"] != "original")
     # The original's row is what the saved model gives.
     model, known = load_for_task(str(out / "models" / "toy"), "classify")
     judge = Judge(examples(6, seed=1), "classify", model, known, longest=LONGEST)
-    assert found[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
+    assert result[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
 
     again, _, said = run(path, data, out, encoder)
-    assert again == found
-    assert (out / RESULTS).read_text().count("\n") == len(found)
+    assert again == result
+    assert (out / RESULTS).read_text().count("\n") == len(result)
     assert not any("fine-tuning" in line for line in said)
 
     # Half a line, left by a run that was broken off, is made again.
     text = (out / RESULTS).read_text()
     (out / RESULTS).write_text(text[:-30])
     again, _, _ = run(path, data, out, encoder)
-    assert [(row["task"], row["variant"]) for row in again] == [(row["task"], row["variant"]) for row in found]
-    assert len((out / RESULTS).read_text().splitlines()) == len(found)
+    assert [(row["task"], row["variant"]) for row in again] == [(row["task"], row["variant"]) for row in result]
+    assert len((out / RESULTS).read_text().splitlines()) == len(result)
 
-    pictures = write_sweep(out, "A test", found, sweep.skipped)
+    pictures = write_sweep_report(out, "A test", result, sweep.skipped)
     assert [picture.name for picture in pictures] == ["toy.png", "toy-some.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     report = (out / "report.md").read_text()
     assert report.startswith("# A test\n")
     assert "- gone was skipped: no.csv is not in" in report
     assert "![toy](toy.png)" in report
-    header, table = columns(found)
+    header, table = tabulate(result)
     assert {len(row) for row in table} == {len(header)}
-    assert report.count("\n| ") + report.startswith("| ") == 1 + len(found)  # the header, and a row each
-    for cells, row in zip(table, found, strict=True):
+    assert report.count("\n| ") + report.startswith("| ") == 1 + len(result)  # the header, and a row each
+    for cells, row in zip(table, result, strict=True):
         assert cells[0] == f"{row['task']} ({row['mean length']:.0f})"
-        change = 100 * (row["accuracy"] - next(r["accuracy"] for r in found if r["task"] == row["task"]))
+        change = 100 * (row["accuracy"] - next(r["accuracy"] for r in result if r["task"] == row["task"]))
         assert cells[header.index("change")] == ("" if row["variant"] == "original" else f"{change:+.2f}")
 
 
 def test_a_model_that_is_given(tmp_path, data, trained):
     path = recipe(tmp_path, {"test": "{test: test.jsonl}", "long": "{test: test.jsonl, shortest: 500}"})
-    found, sweep, _ = run(path, data, tmp_path / "out", given={"test": trained, "long": trained})
-    assert [row["variant"] for row in found] == ["original", "cheap"]
+    result, sweep, _ = run(path, data, tmp_path / "out", given={"test": trained, "long": trained})
+    assert [row["variant"] for row in result] == ["original", "cheap"]
     assert sweep.skipped == {"long": "no test text has 500 tokens"}
     assert not (tmp_path / "out" / "models").exists()
     some, _, _ = run(path, data, tmp_path / "few", given={"test": trained}, limit=2)
@@ -223,8 +223,8 @@ def test_a_model_that_is_given(tmp_path, data, trained):
 def test_short_texts_are_left_out(tmp_path, data, trained):
     lengths = sorted(len(tokenizer()(row["text"])["input_ids"]) for row in rows(5, seed=2))
     path = recipe(tmp_path, {"test": f"{{test: test.jsonl, shortest: {lengths[2]}}}"})
-    found, _, _ = run(path, data, tmp_path / "out", given={"test": trained})
-    assert found[0]["examples"] == sum(length >= lengths[2] for length in lengths)
+    result, _, _ = run(path, data, tmp_path / "out", given={"test": trained})
+    assert result[0]["examples"] == sum(length >= lengths[2] for length in lengths)
 
 
 @pytest.mark.parametrize(
@@ -240,28 +240,28 @@ def test_short_texts_are_left_out(tmp_path, data, trained):
 def test_why_a_task_is_skipped(tmp_path, data, encoder, trained, task, variant, model, given, reason):
     path = recipe(tmp_path, {"a": task}, {"v": variant})
     options = {"given": {"a": trained}} if given else {}
-    found, sweep, _ = run(path, data, tmp_path / "out", encoder if model else None, **options)
-    assert found == []
+    result, sweep, _ = run(path, data, tmp_path / "out", encoder if model else None, **options)
+    assert result == []
     assert sweep.skipped == {"a": reason.format(data=data)}
 
 
 def test_from_new_weights_there_is_no_original(tmp_path, data, encoder):
     fresh = "fresh: true, finetune: {epochs: 1}"
     variants = {"flat": f"{{exact: true, {fresh}}}", "tree": f"{{{WINDOWS[1:-1]}, {fresh}}}"}
-    found, _, said = run(recipe(tmp_path, variants=variants), data, tmp_path / "out", encoder)
-    assert [row["variant"] for row in found] == ["flat", "tree"]
-    assert not any("kept" in row for row in found)
+    result, _, said = run(recipe(tmp_path, variants=variants), data, tmp_path / "out", encoder)
+    assert [row["variant"] for row in result] == ["flat", "tree"]
+    assert not any("kept" in row for row in result)
     assert not any("fine-tuning on" in line for line in said)
     assert not (tmp_path / "out" / "models").exists()
-    assert write_sweep(tmp_path / "out", "A test", found, {}) == []
-    assert [cells[4] for cells in columns(found)[1]] == ["", ""]  # nothing to compare with
+    assert write_sweep_report(tmp_path / "out", "A test", result, {}) == []
+    assert [cells[4] for cells in tabulate(result)[1]] == ["", ""]  # nothing to compare with
 
 
 def test_checkpoints_of_the_paper(tmp_path, data, trained, monkeypatch):
     task = f"{{test: test.jsonl, hub: {json.dumps(trained)}, hub_layers: [0]}}"
     path = recipe(tmp_path, {"a": task}, {"late": f"{{{WINDOWS[1:-1]}, layers: late}}"})
-    found, _, _ = run(path, data, tmp_path / "hub", from_hub=True)
-    assert found[1]["layers"] == [0]
-    found, _, _ = run(path, data, tmp_path / "given", given={"a": trained})
-    assert found[1]["layers"] == [1]
-    assert late_layers(2) == [1]
+    result, _, _ = run(path, data, tmp_path / "hub", from_hub=True)
+    assert result[1]["layers"] == [0]
+    result, _, _ = run(path, data, tmp_path / "given", given={"a": trained})
+    assert result[1]["layers"] == [1]
+    assert select_late_layers(2) == [1]

@@ -7,17 +7,17 @@ from hsa.analysis.timing import median_seconds
 from hsa.errors import InvalidInput
 from hsa.huggingface import settings_of
 from hsa.huggingface.fidelity import timing
-from hsa.huggingface.fidelity.timing import Timed, lengths_up_to, time_model
+from hsa.huggingface.fidelity.timing import Timed, list_lengths, time_model
 from tests.huggingface.fidelity.small import CHEAP, classifier, tokenizer
 
 
 @pytest.mark.parametrize("longest", [1, 127, 128, 129, 512, 4096, 5000])
 def test_lengths(longest):
-    found = lengths_up_to(longest)
-    assert found[-1] == longest
-    assert found == sorted(set(found))
-    assert all(n & (n - 1) == 0 and n >= 128 for n in found[:-1])
-    assert len(found) == 1 or longest <= 2 * found[-2]
+    result = list_lengths(longest)
+    assert result[-1] == longest
+    assert result == sorted(set(result))
+    assert all(n & (n - 1) == 0 and n >= 128 for n in result[:-1])
+    assert len(result) == 1 or longest <= 2 * result[-2]
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -62,9 +62,9 @@ def test_memory_of_a_call():
     import torch
 
     kept = []
-    found = extra_memory(lambda: kept.append(torch.ones(2**23)))  # 32 MiB
-    if found is None:
+    result = extra_memory(lambda: kept.append(torch.ones(2**23)))  # 32 MiB
+    if result is None:
         pytest.skip("this system cannot say")
-    assert 30 < found < 100
+    assert 30 < result < 100
     assert extra_memory(lambda: None) < 30
     assert Timed(1, 6.0, 3.0, None, None).times_faster == 2

@@ -206,7 +206,7 @@ def test_a_model_with_collaborative_heads_can_be_converted():
     collaborate(model, 1.0)
     inputs, kept = inputs_of("bert")
     expected = run(model, **inputs)
-    convert(model, hierarchy="windows", branching=(4, 2), top_k=99)
+    convert(model, kind="multiscale", branching=(4, 2), top_k=99)
     torch.testing.assert_close(run(model, **inputs)[kept], expected[kept], atol=1e-10, rtol=0)
     revert(model)
     torch.testing.assert_close(run(model, **inputs)[kept], expected[kept])
@@ -268,7 +268,7 @@ def test_what_is_no_model_or_changed_already_is_refused():
     with pytest.raises(Unsupported, match="has collaborative heads already"):
         collaborate(model, 0.5)
     model = tiny("bert")
-    convert(model, hierarchy="windows", branching=(4, 2))
+    convert(model, kind="multiscale", branching=(4, 2))
     with pytest.raises(InvalidInput, match="a converted one"):
         collaborate(model, 0.5)
 

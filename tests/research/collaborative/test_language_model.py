@@ -9,10 +9,10 @@ from hsa.errors import HsaError
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.research.collaborative import collaborate
 
-SIZES = {"width": 24, "heads": 3, "layers": 2, "branching": (3, 2), "positions": "places"}
+SIZES = {"width": 24, "heads": 3, "layers": 2, "branching": (3, 2), "positions": "tree"}
 
 
 def trained(**changes):

@@ -24,7 +24,7 @@ from hsa.models.saved import (
 )
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hsa.nn.embedding import Modality
-from hsa.nn.encoder import EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.head_fusion import HeadFusion
 from hsa.nn.penalties import collecting_penalties
 from hsa.signals.readers.nested import from_nested
@@ -37,7 +37,7 @@ ATTENTIONS = {
     "multiscale": {"attention": "multiscale"},
     "multiscale, closing": {"attention": "multiscale", "closes": {3: 1, 5: 2}, "positions": "both", "sinks": 1},
     "clustered": {"attention": "clustered"},
-    "mixed": {"attention": ("flat", "multiscale"), "positions": "places", "near": 2},
+    "mixed": {"attention": ("flat", "multiscale"), "positions": "tree", "near": 2},
 }
 CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "clustered")]
 

@@ -91,7 +91,7 @@ def test_masks_by_position_and_none():
 
 
 def test_converted_models():
-    model = convert(tiny("bert"), hierarchy="windows", branching=(4, 2), top_k=0)
+    model = convert(tiny("bert"), kind="multiscale", branching=(4, 2), top_k=0)
     ids, mask = random_ids()
     before = run(model, input_ids=ids, attention_mask=mask)
     with TransformerHeads(model).watching(lambda *some: None):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hsa import Hierarchy
-from hsa.attention.arguments import checking
+from hsa.attention.checks import checking
 from hsa.errors import HsaError, InvalidInput, NonFinite, Unsupported
 from hsa.research.decomposition import CP
 from hsa.research.trilinear import dense, streaming

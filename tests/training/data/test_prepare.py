@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.models.options import ModelOptions
 from hsa.signals import Grid, Sequence, Table
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data import prepare as preparing
@@ -14,7 +15,7 @@ from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import cache_folder, load_input_spec, open_source, prepare, save_input_spec
 from hsa.training.data.sources import Columns, Rows, StandardLibrary
 from hsa.training.experiment import train_models
-from hsa.training.options import DataOptions, ModelOptions, TrainingOptions
+from hsa.training.options import DataOptions, TrainingOptions
 from tests.tables import WORDS, mixed_folder, picture, reviews, write_rows
 
 TEXT = DataOptions(text=("text",), label="label", vocabulary=300)
@@ -53,7 +54,7 @@ def test_rows_of_every_format_are_the_same_data(tmp_path, suffix):
     assert (len(found.train), len(found.validation), len(found.test)) == (32, 4, 4)
     assert found.train.classes == ("neg", "pos")
     assert (found.kinds, found.keys, found.name) == (("sequence",), (), f"reviews{suffix}")
-    assert found.modalities["text"].tokens == found.reading.tokenizer.get_vocab_size() <= 300
+    assert found.modalities["text"].tokens == found.input_spec.tokenizer.get_vocab_size() <= 300
     names = [name for part in (found.train, found.validation, found.test) for name in part.names]
     assert len(set(names)) == 40
     for part in (found.validation, found.test):
@@ -188,7 +189,7 @@ def test_the_standard_library_needs_no_data():
     assert len(found.train.classes) >= 2
     assert len(found.train) > 100
     assert (np.bincount(found.train.targets) > 0).all()
-    assert (found.train.lengths.max(), found.name, found.reading.kind) == (64, "Python standard library", "python")
+    assert (found.train.lengths.max(), found.name, found.input_spec.kind) == (64, "Python standard library", "python")
 
 
 # The cache
@@ -213,7 +214,7 @@ def test_the_cache_gives_the_same_data(tmp_path, monkeypatch):
         assert same(getattr(first, name), getattr(second, name))
     assert first.modalities == second.modalities
     assert (first.kinds, first.keys) == (second.kinds, second.keys)
-    assert first.reading.tokenizer.to_str() == second.reading.tokenizer.to_str()
+    assert first.input_spec.tokenizer.to_str() == second.input_spec.tokenizer.to_str()
 
 
 def change_the_file(path, options, seed):
@@ -283,18 +284,18 @@ def test_word_vectors(tmp_path):
     options = replace(TEXT, word_vectors=vectors)
     found = prepare(path, options)
     assert (found.modalities["text"].width, found.modalities["text"].frozen) == (3, True)
-    assert found.modalities["text"].tokens == found.reading.tokenizer.get_vocab_size() == len(found.vectors)
+    assert found.modalities["text"].tokens == found.input_spec.tokenizer.get_vocab_size() == len(found.vectors)
     (result,) = train(found, tmp_path / "out", models=("hierarchical",))
     assert np.isfinite(result.history[0].loss)
     vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words[::-1])))
     other = prepare(path, options)  # other ids for the same words: not from the cache
-    ids = {found.reading.tokenizer.token_to_id("good"), other.reading.tokenizer.token_to_id("good")}
+    ids = {found.input_spec.tokenizer.token_to_id("good"), other.input_spec.tokenizer.token_to_id("good")}
     assert len(ids) == 2
     assert other.train.digest != found.train.digest
 
 
 def test_reading_is_kept_with_a_model(tmp_path):
-    found = prepare(write_rows(tmp_path / "a.csv", reviews()), replace(TEXT, number=("stars",))).reading
+    found = prepare(write_rows(tmp_path / "a.csv", reviews()), replace(TEXT, number=("stars",))).input_spec
     save_input_spec(tmp_path / "model", found)
     loaded = load_input_spec(tmp_path / "model")
     assert loaded.tokenizer.to_str() == found.tokenizer.to_str()
@@ -303,8 +304,8 @@ def test_reading_is_kept_with_a_model(tmp_path):
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "rows"}', '{"kind": 1, "columns": 2}'])
 def test_readings_that_are_none(tmp_path, content):
-    (tmp_path / "reading.json").write_text(content)
-    with pytest.raises(InvalidInput, match=r"reading.json: given other content, expected how a model reads data"):
+    (tmp_path / "input_spec.json").write_text(content)
+    with pytest.raises(InvalidInput, match=r"input_spec.json: given other content, expected how a model reads data"):
         load_input_spec(tmp_path)
 
 

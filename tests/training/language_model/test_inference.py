@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hsa.baselines.transformer_xl.encoder import set_test_memory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.cli.main import run
 from hsa.errors import InvalidInput
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.models.memory import set_test_memory
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.text import train_tokenizer
 from hsa.training.language_model.data import CHAPTER, END, PARAGRAPH, encode_documents
@@ -105,7 +105,8 @@ def test_blocks_as_long_as_in_training(ours):
 def test_what_does_not_fit_the_model(saved, ours):
     folder, text, _ = ours
     with pytest.raises(
-        InvalidInput, match=r"^memory: given 7 tokens for a model without a memory, expected a Transformer"
+        InvalidInput,
+        match=r"^memory: given 7 tokens for a model without a memory, expected a model that reads texts in segments",
     ):
         evaluate_text(folder, text, memory=7)
     with pytest.raises(
@@ -118,7 +119,7 @@ def test_what_does_not_fit_the_model(saved, ours):
 
 def test_a_transformer_xl_has_segments(saved):
     folder, text, _ = saved
-    with pytest.raises(InvalidInput, match=r"^context: given 9 tokens .* segments of 24; say how much it remembers"):
+    with pytest.raises(InvalidInput, match=r"^context: given 9 tokens .* segments of 24; set how much it remembers"):
         evaluate_text(folder, text, context=9)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
+from hsa.models.options import ModelOptions
 from hsa.training.loop import Interrupted, Silent
-from hsa.training.options import DataOptions, LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions
+from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.seq2seq.data import MarkedSentences, Pairs, PreparedPairs, prepare_pairs
 from hsa.training.seq2seq.loop import evaluate_seq2seq, seq2seq_config, seq2seq_result, train_seq2seq
 from tests.tables import write_rows
@@ -52,7 +53,7 @@ def marked() -> PreparedPairs:
 def test_prompts_keep_their_sentences_and_answers_their_words(marked: PreparedPairs) -> None:
     assert [len(p) for p in (marked.train, marked.validation, marked.test)] == [800, 100, 100]
     known = {answer for _, answer in MarkedSentences(1_000).documents()}
-    decode = marked.reading.tokenizer.decode
+    decode = marked.input_spec.tokenizer.decode
     assert all(decode(marked.test.answer(i)) in known for i in range(100))
     assert marked.train.prompts.hierarchy.depth == 3  # paragraphs, sentences, tokens
 

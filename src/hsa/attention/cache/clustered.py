@@ -1,59 +1,67 @@
-"""`ClusteredCache`: trees found from the keys, for decoding token by token.
+"""`ClusteredCache`: trees over clustered keys, for decoding token by token.
 
 The keys of the chunk in progress are in the order of time, and a token reads them exactly. When a chunk is complete, its
-keys are ordered once per key/value head (`cluster_keys`) and pooled bottom up; above the chunks the tree goes on, so that
-what a token reads of the past grows with the logarithm of the length. A token
+keys are clustered once per key/value head (`cluster_keys`) and pooled bottom up; above the chunks the tree continues, so
+that a token reads a number of entries that grows with the logarithm of the length. A token
 
 1. starts at the largest complete nodes before its own chunk,
-2. descends by a beam to the `top_k` best groups, as `select` does,
-3. attends to the sinks, its own chunk up to itself, the keys of those groups, and the pooled rest: the largest nodes that
-   hold none of them.
+2. descends by a beam search to the `top_k` best groups, as `select` does,
+3. attends to the sinks, to its own chunk up to itself, to the keys of the selected groups, and to the pooled rest: the
+   largest nodes that contain no selected group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import scale_or_default, without_autocast
-from hsa.attention.cache.clustered_search import Block, Counted, KeptLayer, Token
+from hsa.attention.cache.clustered_search import Block, KeptLayer, Token
 from hsa.attention.cache.clustered_tree import Heap, Shape, Step, shape_of, step_of
-from hsa.attention.cache.interface import Cache, Memory
-from hsa.attention.mixing import HeadMixing
+from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
+from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import in_order
-from hsa.errors import InvalidInput, Unsupported
+from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 PRODUCTS = 2**24
-"""Of queries and keys that are held at once when prompts attend."""
+"""Most products of queries and keys that are held at once when prompts attend."""
+
+
+def _without_autograd(function: F) -> F:
+    """Run a method without gradients, and outside inference mode: later steps write to the tensors it makes.
+
+    The order matters: leaving inference mode turns gradients on.
+    """
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class ClusteredCache(Cache):
-    """Keys and values of a growing batch under trees found from the keys; all leaves are kept.
+    """A cache of all keys and values, under trees over clustered keys.
 
-    Decoding step by step gives what the full pass gives:
+    Each token gets the result of the full pass:
 
-        tree   = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
-        order  = cluster_keys(k, tree, chunk=chunk)
-        selection = select(q, k, tree, top_k=top_k, beam=beam, clusters=order, causal=True)
-        out    = multiscale_attention(q, k, v, tree, selection=selection, clusters=order, causal=True)
+        tree      = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
+        clusters  = cluster_keys(k, tree, chunk=chunk)
+        selection = select(q, k, tree, top_k=top_k, beam=beam, clusters=clusters, causal=True)
+        out       = multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True)
 
     Args:
-        layers, batch, kv_heads, head_dim: what is kept.
-        branching: keys of a group, members of every node above.
-        chunk: tokens that are ordered together once they are there: the keys of a whole node.
-        top_k: groups of earlier chunks that a token reads exactly, per query head.
-        beam: width of the search for them; "exact" scores every group; None: max(32, 2·top_k).
-        sinks: first tokens, which are always exact.
-        max_length: tokens per sequence to make room for at once, and never more; by default room doubles as it is needed.
-        value_dim: `head_dim` unless given.
+        layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
+        branching: Keys of a group, members of every node above.
+        chunk: Number of tokens that are clustered together once they are complete; the keys of a whole node.
+        top_k: Number of groups of earlier chunks that a token reads exactly, per query head.
+        beam: Width of the search for them; "exact" scores every group; None: max(32, 2·top_k).
+        sinks: Number of first tokens, which are always exact.
+        max_length: Most tokens per sequence, allocated at once; by default the capacity doubles as needed.
 
     >>> q, k, v = torch.randn(3, 70, 2, 8).unbind(0)  # 70 tokens, 2 heads of 8
     >>> cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)
@@ -63,6 +71,8 @@ class ClusteredCache(Cache):
     >>> cache.attend(0, q[69:], k[69:], v[69:]).shape
     torch.Size([1, 2, 8])
     """
+
+    mixes_heads = False
 
     def __init__(
         self,
@@ -77,17 +87,14 @@ class ClusteredCache(Cache):
         beam: int | str | None = None,
         sinks: int = 0,
         max_length: int | None = None,
-        value_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: Any = "cpu",
+        **storage: Unpack[Storage],
     ):
-        sizes: dict[str, Any] = {"value_dim": value_dim, "max_length": max_length, "dtype": dtype, "device": device}
-        super().__init__(layers, batch, kv_heads, head_dim, **sizes)
+        super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
         self.shape = shape_of(branching, chunk, top_k, beam, sinks)
         self._lengths = [0] * self.batch
-        self._trees: Hierarchy | None = None  # of the prompts
+        self._trees: Hierarchy | None = None  # of the prompts, until all layers are filled
         self._step: Step | None = None
-        self._capacity, self._heap = self._room(max_length or self.shape.sinks + self.shape.chunk)
+        self._capacity, self._heap = self._capacity_for(max_length or self.shape.sinks + self.shape.chunk)
         self._kept = [self._empty(self._capacity, self._heap) for _ in range(self.layers)]
 
     def __repr__(self) -> str:
@@ -98,44 +105,41 @@ class ClusteredCache(Cache):
         return list(self._lengths)
 
     def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
-        """Prompts of these lengths, one after another, come into an empty cache. Returns their trees, for the full pass."""
         _check_closes(closes)
-        self._lengths = list(self._meet_prompts(lengths))
+        self._lengths = list(self._start_prompts(lengths))
         branching = (self.shape.group, self.shape.factor)
         tree = Hierarchy.regular(self._lengths, branching, repeat_last=True, sinks=self.shape.sinks)
-        self._make_room(max(self._lengths))
+        self._ensure_capacity(max(self._lengths))
         self._trees = tree.to(self.device)
         return self._trees
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @_without_autograd
     def fill(self, layer: int, k: Tensor, v: Tensor, clusters: KeyClusters | None = None) -> None:
-        """The keys and values of the prompts, after `begin`.
+        """Store the keys and values of the prompts, after `begin`.
 
         Args:
             k, v: `[tokens, kv_heads, dim]`, packed.
-            clusters: what the full pass found, `cluster_keys(k, tree, chunk=chunk)`; found here unless given.
+            clusters: Result of `cluster_keys(k, tree, chunk=chunk)`, if the full pass has it already.
         """
-        self._meet_layer(layer, k, v)
+        self._accept(layer, k, v)
         tree = self._trees
         assert tree is not None
         chunks = [self.shape.chunks(length) for length in self._lengths]
         if clusters is None and any(chunks):
             clusters = cluster_keys(k, tree, chunk=self.shape.chunk)
         if clusters is not None:
-            self._check_order(clusters, tree)
+            self._check_clusters(clusters, tree)
             k, v = in_order(k, clusters.order), in_order(v, clusters.order)
         kept = self._kept[layer]
-        sequence, place = _sequence_and_place(tree)
-        kept.keys[sequence, :, place] = k
-        kept.values[sequence, :, place] = v
+        sequence, slot = _sequence_and_slot(tree)
+        kept.keys[sequence, :, slot] = k
+        kept.values[sequence, :, slot] = v
         if clusters is not None:
             first = tree.tensor("leaf_offsets")[sequence] + self.shape.sinks
-            kept.place[sequence, :, place] = ((clusters.order - first) % self.shape.chunk).T.to(kept.place.dtype)
+            kept.time[sequence, :, slot] = ((clusters.order - first) % self.shape.chunk).T.to(kept.time.dtype)
         self._pool_whole(kept, max(chunks))
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @_without_autograd
     def attend_prompts(
         self,
         layer: int,
@@ -147,10 +151,10 @@ class ClusteredCache(Cache):
         pooled_bias: float | Tensor = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """`fill`, and what the prompts' own queries `[tokens, heads, dim]` see: `[tokens, heads, value_dim]`.
+        """Fill a layer, and return the attention `[tokens, heads, value_dim]` of the prompts' queries.
 
-        Products of all queries of a chunk with all that is before it: quadratic, but on a CPU quicker than to gather what
-        each query reads (`multiscale_attention`), up to some 50,000 tokens.
+        Multiplies all queries of a chunk with all keys before it: quadratic, but up to some 50,000 tokens faster on a CPU
+        than gathering the entries of each query (`multiscale_attention`).
         """
         lengths = self._lengths
         heads = q.shape[1] if q.ndim == 3 else 0
@@ -169,16 +173,14 @@ class ClusteredCache(Cache):
         for number in range(max(1, -(-(max(lengths) - sinks) // chunk))):
             begin, end = (sinks + number * chunk if number else 0), min(sinks + (number + 1) * chunk, max(lengths))
             some = torch.tensor([i for i, length in enumerate(lengths) if length > begin], device=device)
-            # At once as many queries as keep the products few; all sequences of the batch that reach so far.
+            # As many queries at once as PRODUCTS allows, of all sequences that are long enough.
             step = max(1, PRODUCTS // (len(some) * heads * end))
             for start in range(begin, end, step):
                 time = torch.arange(start, min(start + step, end), device=device)
                 keys = torch.cat(
                     [torch.arange(min(sinks, begin), device=device), torch.arange(begin, end, device=device)]
                 )
-                asking, read = (
-                    first[some, None] + torch.minimum(places, size[some, None] - 1) for places in (time, keys)
-                )
+                asking, read = (first[some, None] + torch.minimum(x, size[some, None] - 1) for x in (time, keys))
                 with without_autocast(q):
                     block = Block(self.shape, self._heap, self._kept[layer], number, some, q[asking] * scale)
                     seen = block.attend(k[read], v[read], keys > time[:, None], bias)
@@ -187,85 +189,55 @@ class ClusteredCache(Cache):
         return out
 
     def append(self, closes: Any = None) -> None:
-        """Every sequence grows by one token, whose keys and values `attend` brings, layer by layer."""
         _check_closes(closes)
-        self._meet_token()
-        self._make_room(self._longest)
+        self._start_token()
+        self._ensure_capacity(self._longest)
         self._step = step_of(self.shape, self._heap, tuple(self._lengths), self._capacity, self.kv_heads, self.device)
         self._lengths = [length + 1 for length in self._lengths]
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pooled_bias: float | Tensor = 0.0,
-        mixing: HeadMixing | None = None,
-        scale: float | None = None,
-        counted: Counted | None = None,
-    ) -> Tensor:
-        """Keep the new token's keys and values, and attend to what it may see: `[batch, heads, value_dim]`.
-
-        Args:
-            q: `[batch, heads, dim]`; k, v: `[batch, kv_heads, dim]`.
-            pooled_bias, scale: as for `multiscale_attention`.
-            mixing: None: every head looks at nodes of its own, so there is nothing to mix.
-            counted: takes the count of entries that were attended to and scored.
-        """
-        if mixing is not None:
-            raise Unsupported("a ClusteredCache cannot mix heads: each looks at nodes of its own")
-        bias, scale = per_head(pooled_bias, q), scale_or_default(scale, q)
-        self._meet_layer(layer, k, v, q)
+    @_without_autograd
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         kept, step = self._kept[layer], self._step
         assert step is not None
         kept.keys.view(-1, self.head_dim).index_copy_(0, step.written, k.reshape(-1, self.head_dim))
         kept.values.view(-1, self.value_dim).index_copy_(0, step.written, v.reshape(-1, self.value_dim))
         with without_autocast(q):
-            token = Token(self.shape, self._heap, kept, step, q, scale, counted)
-            out = token.attend(bias).to(q.dtype)
+            token = Token(self.shape, self._heap, kept, step, q, options.scale, options.counted)
+            out = token.attend(options.bias).to(q.dtype)
             if step.closing:
-                self._close(kept, step, counted)
+                self._close(kept, step, options.counted)
         return out
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @_without_autograd
     def reorder(self, index: Any) -> None:
-        """Sequence `index[i]` into place i; their number may change."""
-        chosen = self._check_index(index)
+        selected = self._check_index(index)
         for kept in self._kept:
             for name, tensor in kept.tensors().items():
-                setattr(kept, name, tensor.index_select(0, chosen))
-        self.batch, self._lengths = len(chosen), [self._lengths[i] for i in chosen.tolist()]
+                setattr(kept, name, tensor.index_select(0, selected))
+        self.batch, self._lengths = len(selected), [self._lengths[i] for i in selected.tolist()]
         self._longest = max(self._lengths)
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @_without_autograd
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget the last tokens of every sequence, down to these lengths. Chunks that lose some are in progress again."""
+        """Remove the tokens after these lengths. Complete chunks that lose some are in progress again."""
         wanted = self._check_shorter(lengths)
         shape = self.shape
-        selection = [
+        reopened = [
             (sequence, shape.chunks(n))
             for sequence, (n, have) in enumerate(zip(wanted, self._lengths, strict=True))
             if shape.chunks(n) < shape.chunks(have) and (n - shape.sinks) % shape.chunk and n > shape.sinks
         ]
-        if selection:
-            at = self._leaves_of_chunks(*zip(*selection, strict=True))
+        if reopened:
+            at = self._leaves_of_chunks(*zip(*reopened, strict=True))
             for kept in self._kept:
-                place = kept.place[at].long()
+                time = kept.time[at].long()
                 for leaves in (kept.keys, kept.values):
-                    moved = leaves[at]
-                    leaves[at] = torch.empty_like(moved).scatter_(2, place[..., None].expand_as(moved), moved)
+                    leaves[at] = _in_time(leaves[at], time)
         self._lengths, self._longest = wanted, max(wanted)
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
+    @_without_autograd
     def leaves(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values as they came, packed: `[tokens, kv_heads, dim]`."""
+        """Return all keys and values in the order of time, packed: `[tokens, kv_heads, dim]`."""
         kept, shape = self._kept[layer], self.shape
         longest = max(self._lengths)
         slot = torch.arange(longest, device=self.device)
@@ -273,54 +245,37 @@ class ClusteredCache(Cache):
         end = shape.sinks + complete * shape.chunk
         in_tree = (slot >= shape.sinks) & (slot < end[:, None])  # [batch, longest]
         first = slot - (slot - shape.sinks) % shape.chunk
-        time = torch.where(in_tree[:, None], first + kept.place[:, :, :longest], slot)  # [batch, kv_heads, longest]
+        time = torch.where(in_tree[:, None], first + kept.time[:, :, :longest], slot)  # [batch, kv_heads, longest]
         there = slot < torch.tensor(self._lengths, device=self.device)[:, None]
 
         def packed(leaves: Tensor) -> Tensor:
-            moved = leaves[:, :, :longest]
-            in_time = torch.empty_like(moved).scatter_(2, time[..., None].expand_as(moved), moved)
-            return in_time.transpose(1, 2)[there]
+            return _in_time(leaves[:, :, :longest], time).transpose(1, 2)[there]
 
         return packed(kept.keys), packed(kept.values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values, for `torch.save`."""
-        self._check_nobody_waits()
-        kept = [{name: x.clone() for name, x in layer.tensors().items()} for layer in self._kept]
-        return {
-            "settings": self._settings(),
-            "lengths": list(self._lengths),
-            "capacity": self._capacity,
-            "layers": kept,
-        }
+        self._check_complete()
+        layers = [{name: x.clone() for name, x in kept.tensors().items()} for kept in self._kept]
+        return {"settings": self._settings(), "lengths": self.lengths, "capacity": self._capacity, "layers": layers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Everything as it was when `state_dict` was called; the batch is that of then."""
-        if state.get("settings") != self._settings():
-            raise InvalidInput(
-                "state",
-                given=f"a cache with {state.get('settings')}",
-                expected=f"one with {self._settings()}",
-                fix="make the cache with the settings it was saved with",
-            )
-        self._capacity, self._heap = self._room(state["capacity"])
+        self._check_state(state)
+        self._capacity, self._heap = self._capacity_for(state["capacity"])
         self._kept = [
             KeptLayer(**{name: x.to(self.device, copy=True) for name, x in layer.items()}) for layer in state["layers"]
         ]
-        self._lengths, self.batch = list(state["lengths"]), len(state["lengths"])
-        self._longest, self._waiting, self._prompts = max(self._lengths), set(), None
+        self._lengths = list(state["lengths"])
+        self._loaded(self._lengths)
 
     def _settings(self) -> dict[str, Any]:
-        """What another cache must have in common to take this one's state."""
         sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return {**sizes, "value_dim": self.value_dim, "dtype": str(self.dtype), **asdict(self.shape)}
 
     def memory(self) -> Memory:
-        """What is kept, and what a plain cache of the same tokens would keep."""
         total = sum(x.numel() * x.element_size() for kept in self._kept for x in kept.tensors().values())
         return Memory(total, self._flat_bytes(), leaves_kept=True)
 
-    def _check_order(self, clusters: KeyClusters, tree: Hierarchy) -> None:
+    def _check_clusters(self, clusters: KeyClusters, tree: Hierarchy) -> None:
         if clusters.chunk != self.shape.chunk or clusters.order.shape != (self.kv_heads, tree.num_leaves):
             raise InvalidInput(
                 "clusters",
@@ -329,8 +284,8 @@ class ClusteredCache(Cache):
                 fix=f"use cluster_keys(k, tree, chunk={self.shape.chunk})",
             )
 
-    def _room(self, length: int) -> tuple[int, Heap]:
-        """Tokens there is room for, in whole chunks unless there is a maximum, and the heap over their chunks."""
+    def _capacity_for(self, length: int) -> tuple[int, Heap]:
+        """Return a capacity of at least `length` tokens, in whole chunks after the sinks, and the heap over its chunks."""
         shape = self.shape
         chunks = max(1, -(-max(0, length - shape.sinks) // shape.chunk))
         levels = shape.chunk_height
@@ -339,7 +294,7 @@ class ClusteredCache(Cache):
         return shape.sinks + chunks * shape.chunk, Heap(shape.factor, levels)
 
     def _empty(self, capacity: int, heap: Heap) -> KeptLayer:
-        """Zeros: what is hidden by a mask must still be numbers."""
+        """Return zeros: what a mask hides must be finite too."""
         pooled = torch.promote_types(self.dtype, torch.float32)
 
         def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -349,32 +304,30 @@ class ClusteredCache(Cache):
         return KeptLayer(
             keys=zeros(capacity, self.head_dim, dtype=self.dtype),
             values=zeros(capacity, self.value_dim, dtype=self.dtype),
-            place=zeros(capacity, dtype=torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
+            time=zeros(capacity, dtype=torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
             pooled_keys=zeros(heap.none + 1, self.head_dim, dtype=pooled),
             pooled_values=zeros(heap.none + 1, self.value_dim, dtype=pooled),
         )
 
-    @torch.no_grad()
-    @torch.inference_mode(False)
-    def _make_room(self, length: int) -> None:
+    @_without_autograd
+    def _ensure_capacity(self, length: int) -> None:
         if length <= self._capacity:
             return
         old, have = self._heap, self._capacity
-        self._capacity, self._heap = self._room(max(length, 2 * have))
+        self._capacity, self._heap = self._capacity_for(max(length, 2 * have))
         for number, kept in enumerate(self._kept):
-            self._kept[number] = causal_tree = self._empty(self._capacity, self._heap)
-            for name in ("keys", "values", "place"):
-                getattr(causal_tree, name)[:, :, :have] = getattr(kept, name)
+            self._kept[number] = larger = self._empty(self._capacity, self._heap)
+            for name in ("keys", "values", "time"):
+                getattr(larger, name)[:, :, :have] = getattr(kept, name)
             for height in range(1, old.levels + 1):
                 before, now = old.first(height), self._heap.first(height)
                 count = old.factor ** (old.levels - height)
                 for name in ("pooled_keys", "pooled_values"):
-                    getattr(causal_tree, name)[:, :, now : now + count] = getattr(kept, name)[
-                        :, :, before : before + count
-                    ]
+                    pooled = getattr(kept, name)[:, :, before : before + count]
+                    getattr(larger, name)[:, :, now : now + count] = pooled
 
     def _leaves_of_chunks(self, sequences: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Index of the leaves `[sequences, kv_heads, chunk]` of one chunk of each of these sequences."""
+        """Return the index of the leaves `[sequences, kv_heads, chunk]` of one chunk of each of these sequences."""
         chunk, device = self.shape.chunk, self.device
         first = self.shape.sinks + torch.tensor(numbers, device=device) * chunk
         slots = first[:, None, None] + torch.arange(chunk, device=device)
@@ -386,23 +339,23 @@ class ClusteredCache(Cache):
         return torch.arange(self.kv_heads, device=self.device)[:, None]
 
     def _close(self, kept: KeptLayer, step: Step, counted: Counted | None) -> None:
-        """Chunks that have just become complete: their order, their nodes, and the nodes above that they complete."""
+        """Cluster and pool the chunks that the token completes, and the nodes above that are complete with them."""
         shape, several = self.shape, len(step.closing)
         at = self._leaves_of_chunks(step.closing, step.closed)
         keys, values = kept.keys[at], kept.values[at]  # [several, kv_heads, chunk, dim]
         tree = _chunk_trees(shape, several, self.device)
-        found = cluster_keys(keys.transpose(1, 2).flatten(0, 1), tree)
+        clusters = cluster_keys(keys.transpose(1, 2).flatten(0, 1), tree)
         if counted is not None:
-            counted.finding += found.operations
+            counted.clustering += clusters.operations
             counted.pooling += 2 * self.kv_heads * (self.head_dim + self.value_dim) * tree.num_nodes
-        place = found.order.view(self.kv_heads, several, shape.chunk).transpose(0, 1) % shape.chunk
-        kept.place[at] = place.to(kept.place.dtype)
+        time = clusters.order.view(self.kv_heads, several, shape.chunk).transpose(0, 1) % shape.chunk
+        kept.time[at] = time.to(kept.time.dtype)
         numbers = torch.tensor(step.closed, device=self.device)
         for leaves, pooled, moved in (
             (kept.keys, kept.pooled_keys, keys),
             (kept.values, kept.pooled_values, values),
         ):
-            moved = moved.gather(2, place[..., None].expand_as(moved))
+            moved = moved.gather(2, time[..., None].expand_as(moved))
             leaves[at] = moved
             members = shape.group
             for height in range(1, shape.chunk_height + 1):
@@ -425,11 +378,11 @@ class ClusteredCache(Cache):
                 pooled[rows, self._heads.T, self._heap.first(height) + parents] = mean
 
     def _is_last(self, number: int) -> bool:
-        """Of its family."""
+        """Return whether a node is the last of its family."""
         return (number + 1) % self.shape.factor == 0
 
     def _pool_whole(self, kept: KeptLayer, chunks: int) -> None:
-        """All nodes over the first chunks; where a sequence has fewer, its nodes are made again when they are complete."""
+        """Pool all nodes over the first chunks. Nodes of sequences with fewer chunks are pooled again once complete."""
         shape = self.shape
         for leaves, pooled in ((kept.keys, kept.pooled_keys), (kept.values, kept.pooled_values)):
             level = leaves[:, :, shape.sinks : shape.sinks + chunks * shape.chunk]
@@ -453,18 +406,25 @@ def _chunk_trees(shape: Shape, several: int, device: torch.device) -> Hierarchy:
         return tree.to(device)
 
 
-def _sequence_and_place(tree: Hierarchy) -> tuple[Tensor, Tensor]:
-    """[leaves] the tree of every leaf and its number there."""
+def _in_time(leaves: Tensor, time: Tensor) -> Tensor:
+    """Return leaves `[…, n, dim]` in the order of time `[…, n]`."""
+    return torch.empty_like(leaves).scatter_(2, time[..., None].expand_as(leaves), leaves)
+
+
+def _sequence_and_slot(tree: Hierarchy) -> tuple[Tensor, Tensor]:
+    """Return `[leaves]` the tree of every leaf and its index there."""
 
     def build() -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(tree.lengths)
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-        place = torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
-        return sequence.to(tree.device), place.to(tree.device)
+        slot = torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
+        return sequence.to(tree.device), slot.to(tree.device)
 
-    return tree.cached("sequence and place", build)
+    return tree.cached("sequence and slot", build)
 
 
 def _check_closes(closes: Any) -> None:
     if closes is not None:
-        raise InvalidInput("closes", given="levels to close", expected="None", fix="found trees follow no text")
+        raise InvalidInput(
+            "closes", given="heights to close", expected="None", fix="trees over clustered keys do not follow the text"
+        )

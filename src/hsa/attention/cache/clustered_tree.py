@@ -1,9 +1,9 @@
-"""The trees of `ClusteredCache` as numbers: which nodes there are after so many tokens, and where they lie.
+"""The trees of `ClusteredCache` as numbers: which nodes exist at a length, and where they are stored.
 
-Nothing here holds keys. All of it follows from lengths, so it is made once per length or chunk and shared by all layers.
-Pooled nodes lie in a heap: node i has the children i·factor + 1, …, and groups are its last level. It has room for the
-complete tree over the capacity; nodes that are not complete are never read. After them comes *none*, the node that stands
-where there is no node: it holds no keys, so its logit is −∞, and its children are none again.
+Nothing here holds keys. Everything follows from the lengths, so it is computed once per length or chunk and shared by all
+layers. Pooled nodes are stored as a heap: node i has the children i·factor + 1, …, and groups are its last level. It has
+room for the complete tree over the capacity; nodes that are not complete are never read. The last node, `Heap.none`, stands
+for a missing node: it has no keys, so its logit is −∞, and its children are missing too.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.multiscale.select import default_width
 from hsa.errors import InvalidInput
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the trees, and of the search in them."""
+    """Shape of the trees and of the search in them."""
 
     group: int  # keys of a group
     factor: int  # members of every node above
-    chunk: int  # keys that are ordered together: those of one node
-    top_k: int
+    chunk: int  # keys that are clustered together: those of one node
+    top_k: int  # groups that a query reads exactly
     width: int | None  # of the beam; None: every group is scored
     sinks: int
 
     @cached_property
     def chunk_height(self) -> int:
-        """Of the node that is a chunk; groups have height 1."""
+        """Height of the node that is a chunk; groups have height 1."""
         height, size = 1, self.group
         while size < self.chunk:
             height, size = height + 1, size * self.factor
@@ -49,21 +49,21 @@ class Shape:
         return height
 
     def chunks(self, length: int) -> int:
-        """Complete ones among so many tokens."""
+        """Return the number of complete chunks of a sequence."""
         return max(0, length - self.sinks) // self.chunk
 
     def starts(self, chunks: int) -> list[tuple[int, int]]:
-        """The largest complete nodes over so many chunks, from left to right: (height, number at that height)."""
-        found: list[list[tuple[int, int]]] = []
+        """Return the largest complete nodes over some chunks, from left to right: (height, index at that height)."""
+        levels: list[list[tuple[int, int]]] = []
         height, end = self.chunk_height, chunks
         while end:
             first = end - end % self.factor
-            found.append([(height, number) for number in range(first, end)])
+            levels.append([(height, number) for number in range(first, end)])
             height, end = height + 1, end // self.factor
-        return [node for nodes in reversed(found) for node in nodes]
+        return [node for nodes in reversed(levels) for node in nodes]
 
     def candidates(self, chunks: int) -> list[tuple[int, int]]:
-        """Where the search begins to leave nodes out: the starts, replaced by children as long as all of them are kept."""
+        """Return the nodes where the search first drops some: the starts, replaced by children while all are kept."""
         nodes = self.starts(chunks)
         if self.width is None:
             return [(1, group) for group in range(chunks * (self.chunk // self.group))]
@@ -78,13 +78,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Heap:
-    """Where nodes are: heights from 1 (groups) to `levels` (the one root)."""
+    """Numbering of nodes: heights from 1 (groups) to `levels` (the one root)."""
 
     factor: int
     levels: int
 
     def first(self, height: int) -> int:
-        """The node of a height that comes first."""
+        """Return the first node of a height."""
         return int((self.factor ** (self.levels - height) - 1) // (self.factor - 1))
 
     @property
@@ -93,14 +93,14 @@ class Heap:
 
     @property
     def none(self) -> int:
-        """The node that stands where there is none, after all others."""
+        """The node that stands for a missing one, after all others."""
         return self.first(1) + self.groups
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    children: Tensor  # [nodes, factor] of a group itself, then none
-    log_count: Tensor  # [nodes] of the keys below each
+    children: Tensor  # [nodes, factor]; a group has itself as its first child, the others are missing
+    log_count: Tensor  # [nodes] logarithm of the number of keys below each
 
 
 @lru_cache(maxsize=32)
@@ -119,16 +119,16 @@ def tables_of(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """What a token may read of complete chunks: follows from their numbers, so it is made once per chunk."""
+    """Nodes of complete chunks that a token may read. Computed once per chunk."""
 
     candidates: Tensor  # [batch, most] nodes of the heap where the search begins
     starts: Tensor  # [batch, most] the largest complete nodes
     ends: Tensor  # [batch, most] the group after the last one of each
-    height: Tensor  # [batch, most + 1] of each; 0 where there is none
-    few: bool  # some sequence has fewer groups than may be opened
-    rounds: int  # how often the search goes down a level
+    height: Tensor  # [batch, most + 1] of each; 0 for a missing one
+    few: bool  # some sequence has fewer groups than top_k
+    rounds: int  # levels that the search descends
     tallest: int  # height of the tallest start; 0: no complete chunk
-    pooled: int  # no list has more pooled entries
+    pooled: int  # most pooled entries of a row
     levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest: height, groups of a node, first node
 
 
@@ -165,35 +165,35 @@ def past_of(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.dev
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One more token in every sequence; the same for all layers."""
+    """Rows that one more token in every sequence writes and reads; the same for all layers."""
 
     past: Past
     written: Tensor  # [batch · kv_heads] rows of the leaves, all sequences and heads flattened, that the token goes to
     exact: Tensor  # [batch, kv_heads, most] rows of the sinks and of the own chunk up to the token
-    hidden: Tensor | None  # [batch, 1, most] which of them there are not; None: all are
+    hidden: Tensor | None  # [batch, 1, most] which of them are missing; None: all are there
     closing: tuple[int, ...]  # sequences whose chunk this token completes
-    closed: tuple[int, ...]  # and the numbers of those chunks
+    closed: tuple[int, ...]  # indices of those chunks
 
 
 @lru_cache(maxsize=64)
 def step_of(
     shape: Shape, heap: Heap, lengths: tuple[int, ...], capacity: int, kv_heads: int, device: torch.device
 ) -> Step:
-    """`lengths`: before the token."""
-    place = np.array(lengths)
-    chunks = np.maximum(place - shape.sinks, 0) // shape.chunk
+    """Return the step from sequences of these lengths to one more token in each."""
+    slot = np.array(lengths)
+    chunks = np.maximum(slot - shape.sinks, 0) // shape.chunk
     own = shape.sinks + chunks * shape.chunk
-    most = int((np.minimum(place + 1, shape.sinks) + np.maximum(place + 1 - own, 0)).max())
+    most = int((np.minimum(slot + 1, shape.sinks) + np.maximum(slot + 1 - own, 0)).max())
     entry = np.arange(most)
     slots = np.where(entry < shape.sinks, entry, own[:, None] - shape.sinks + entry)
-    there = slots <= place[:, None]
-    first = np.arange(len(place) * kv_heads).reshape(len(place), kv_heads) * capacity
+    there = slots <= slot[:, None]
+    first = np.arange(len(slot) * kv_heads).reshape(len(slot), kv_heads) * capacity
     rows = first[..., None] + np.where(there, slots, 0)[:, None]
-    closing = np.flatnonzero((place >= shape.sinks) & ((place + 1 - shape.sinks) % shape.chunk == 0))
+    closing = np.flatnonzero((slot >= shape.sinks) & ((slot + 1 - shape.sinks) % shape.chunk == 0))
     with torch.inference_mode(False):
         return Step(
             past=past_of(shape, heap, tuple(chunks.tolist()), device),
-            written=torch.from_numpy((first + place[:, None]).flatten()).to(device),
+            written=torch.from_numpy((first + slot[:, None]).flatten()).to(device),
             exact=torch.from_numpy(rows).to(device),
             hidden=None if there.all() else torch.from_numpy(~there[:, None]).to(device),
             closing=tuple(closing.tolist()),

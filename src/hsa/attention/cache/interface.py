@@ -1,24 +1,25 @@
-"""What every cache for generation can do: a batch of sequences that grow together, some layers deep."""
+"""`Cache`: the interface and the checks that all caches share, for sequences that grow together token by token."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
-from hsa.attention.mixing import HeadMixing
-from hsa.errors import InvalidInput
+from hsa.attention.checks import check_count, scale_or_default
+from hsa.attention.mixing import HeadMixing, check_mixing
+from hsa.attention.multiscale.operator import per_head
+from hsa.errors import InvalidInput, Unsupported
 from hsa.tree.hierarchy import Hierarchy, integers
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a cache takes, and what a flat one would take for the same tokens.
+    """Bytes of a cache, and bytes of a flat cache for the same tokens.
 
     >>> print(Memory(bytes=65_536, flat_bytes=33_554_432, leaves_kept=False))
     64 KiB, 1/512 of the 32 MiB of a flat cache
@@ -26,7 +27,7 @@ class Memory:
 
     bytes: int
     flat_bytes: int
-    leaves_kept: bool  # every key and value is still there
+    leaves_kept: bool  # whether every key and value is kept
 
     def __str__(self) -> str:
         kept = "; every key and value is kept" if self.leaves_kept else ""
@@ -44,20 +45,52 @@ def _size(number: float) -> str:
     return f"{number:.4g} GiB"
 
 
+@dataclass
+class Counted:
+    """Work of decoding steps, summed over heads and sequences."""
+
+    entries: int = 0  # keys and pooled nodes that were attended to
+    scored: int = 0  # pooled nodes that the search scored
+    clustering: int = 0  # operations to order chunks that became complete
+    pooling: int = 0  # operations to pool their nodes
+
+
+class Storage(TypedDict, total=False):
+    """Optional properties of the stored tensors; see `Cache`."""
+
+    value_dim: int | None
+    dtype: torch.dtype
+    device: torch.device | str
+
+
+@dataclass(frozen=True)
+class AttendOptions:
+    """Options of `Cache.attend` after its checks."""
+
+    bias: Tensor | None  # [1 or heads] for the logits of pooled nodes
+    mixing: HeadMixing | None
+    scale: float
+    counted: Counted | None
+
+
 class Cache(ABC):
     """Keys and values of a batch of sequences, for decoding one token at a time.
 
-        tree = cache.begin(lengths)                # the prompts; then for every layer
-        cache.fill(layer, k, v)                    #   their packed keys and values
-        cache.append()                             # a token more in every sequence; then for every layer
-        y = cache.attend(layer, q, k, v)           #   what its query sees
+        tree = cache.begin(lengths)                # start with prompts; then for every layer
+        cache.fill(layer, k, v)                    #   store their packed keys and values
+        cache.append()                             # add a token to every sequence; then for every layer
+        y = cache.attend(layer, q, k, v)           #   store its key and value, and attend
 
     Args:
-        layers: that share the structure.
-        batch: sequences.
-        kv_heads, head_dim: of the keys; `value_dim` of the values, the same by default.
-        max_length: tokens a sequence may come to.
+        layers: Number of layers; they share the tree.
+        batch: Number of sequences.
+        kv_heads, head_dim: Key/value heads and their channels.
+        value_dim: Channels of the values; `head_dim` by default.
+        max_length: Most tokens per sequence.
+        dtype, device: Of the stored tensors.
     """
+
+    mixes_heads = True  # whether `attend` takes `mixing`
 
     def __init__(
         self,
@@ -83,27 +116,36 @@ class Cache(ABC):
         self.max_length, self.dtype = max_length, dtype
         self.device = torch.empty(0, device=device).device
         self._longest = 0  # tokens of the longest sequence
-        self._waiting: set[int] = set()  # layers that have not got the newest token, or the prompts, yet
-        self._prompts: tuple[int, ...] | None = None  # their lengths, until every layer is filled
+        self._pending: set[int] = set()  # layers that still lack the prompts or the newest token
+        self._prompts: tuple[int, ...] | None = None  # their lengths, until a token is appended
 
     @property
     @abstractmethod
     def lengths(self) -> list[int]:
-        """Tokens seen per sequence."""
+        """Number of tokens of every sequence."""
 
     @abstractmethod
     def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
-        """Prompts of these lengths, one after another, come into an empty cache. Returns their forest."""
+        """Start an empty cache with prompts of these lengths, and return their forest.
+
+        Args:
+            lengths: `[batch]` tokens of every prompt.
+            closes: `[tokens]` height up to which each token closes families, prompts one after another; None for 0.
+        """
 
     @abstractmethod
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The keys and values `[tokens, kv_heads, dim]` of the prompts in one layer."""
+        """Store the packed keys and values `[tokens, kv_heads, dim]` of the prompts in one layer."""
 
     @abstractmethod
     def append(self, closes: Any = None) -> None:
-        """Every sequence grows by one token. `closes`: `[batch]` the height up to which it closes families."""
+        """Add a token to every sequence; `attend` brings its keys and values.
 
-    @abstractmethod
+        Args:
+            closes: `[batch]` height up to which the token closes families; None for 0.
+        """
+
+    @torch.no_grad()
     def attend(
         self,
         layer: int,
@@ -114,57 +156,77 @@ class Cache(ABC):
         pooled_bias: float | Tensor = 0.0,
         mixing: HeadMixing | None = None,
         scale: float | None = None,
+        counted: Counted | None = None,
     ) -> Tensor:
-        """What the newest token of every sequence sees in one layer.
+        """Store the key and value of the newest token, and return its attention `[batch, heads, value_dim]`.
 
         Args:
-            q: `[batch, heads, head_dim]`.
-            k, v: `[batch, kv_heads, head_dim]`, `[batch, kv_heads, value_dim]`: of the same token; they are stored.
-            pooled_bias: added to the logits of pooled nodes, a number or one per head.
-            mixing: talking heads, as in `multiscale_attention`.
+            layer: Each layer once after every `append`.
+            q: `[batch, heads, head_dim]` queries of the newest tokens.
+            k, v: `[batch, kv_heads, head_dim]`, `[batch, kv_heads, value_dim]` keys and values of these tokens.
+            pooled_bias: Number, or one number per head, to add to the logits of pooled nodes.
+            mixing: Talking heads, as in `multiscale_attention`.
+            scale: Factor of the logits; `head_dim ** -0.5` by default.
+            counted: Counter to add this call's work to.
         """
+        check_mixing(mixing, q)
+        if mixing is not None and not self.mixes_heads:
+            raise Unsupported(f"a {type(self).__name__} cannot mix heads: each attends to nodes of its own")
+        options = AttendOptions(self._head_bias(pooled_bias, q), mixing, scale_or_default(scale, q), counted)
+        self._accept(layer, k, v, q)
+        return self._attend(layer, q, k, v, options)
+
+    @abstractmethod
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """Run `attend` on checked arguments."""
+
+    def _head_bias(self, pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
+        return per_head(pooled_bias, q)
 
     @abstractmethod
     def reorder(self, index: Any) -> None:
-        """Sequence i becomes what sequence `index[i]` was (beam search); there may be more or fewer than before."""
+        """Replace sequence i by sequence `index[i]` (beam search). The number of sequences may change."""
 
     @abstractmethod
     def crop(self, lengths: Sequence[int]) -> None:
-        """Back to these lengths: the tokens after them have never been (speculative decoding)."""
+        """Remove the tokens after these lengths (speculative decoding)."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors and plain values."""
+        """Return the state as tensors and plain values, for `torch.save`."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` of a cache of the same sizes gave."""
+        """Restore what `state_dict` of a cache with the same sizes returned, its batch included."""
 
     @abstractmethod
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """Return the bytes of this cache and of a flat one."""
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a cache must share with this one to take its state, beside the shapes of tensors."""
+        return {}
 
     def _flat_bytes(self) -> int:
         row = self.kv_heads * (self.head_dim + self.value_dim) * torch.empty(0, dtype=self.dtype).element_size()
         return self.layers * row * sum(self.lengths)
 
-    def _meet_prompts(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Checks of `begin`."""
+    def _start_prompts(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Check the arguments of `begin`, and expect the prompts in every layer."""
         if self._longest:
-            raise InvalidInput(
-                "begin", given="a cache with tokens in it", expected="an empty one", fix="make a new one"
-            )
+            raise InvalidInput("begin", given="a cache with tokens", expected="an empty cache", fix="make a new one")
         sizes = tuple(integers("lengths", lengths).reshape(-1).tolist())
         if len(sizes) != self.batch or min(sizes) < 1:
             raise InvalidInput(
                 "lengths",
                 given=f"{list(sizes)[:5]} for {len(sizes)} sequences",
-                expected=f"a token or more in each of {self.batch} sequences, as the cache was made for",
+                expected=f"a token or more in each of {self.batch} sequences, the batch of the cache",
             )
-        self._grow_to(max(sizes))
-        self._prompts, self._waiting = sizes, set(range(self.layers))
+        self._set_longest(max(sizes))
+        self._prompts, self._pending = sizes, set(range(self.layers))
         return sizes
 
-    def _grow_to(self, longest: int) -> None:
+    def _set_longest(self, longest: int) -> None:
         if self.max_length is not None and longest > self.max_length:
             raise InvalidInput(
                 "cache",
@@ -174,32 +236,32 @@ class Cache(ABC):
             )
         self._longest = longest
 
-    def _meet_token(self) -> None:
-        """Checks of `append`."""
-        self._check_nobody_waits()
-        self._grow_to(self._longest + 1)
-        self._prompts, self._waiting = None, set(range(self.layers))
+    def _start_token(self) -> None:
+        """Check that a token can be appended, and expect it in every layer."""
+        self._check_complete()
+        self._set_longest(self._longest + 1)
+        self._prompts, self._pending = None, set(range(self.layers))
 
-    def _check_nobody_waits(self) -> None:
-        if self._waiting:
+    def _check_complete(self) -> None:
+        if self._pending:
             what = "the prompts" if self._prompts else "the newest token"
             raise InvalidInput(
                 "cache",
-                given=f"layer {min(self._waiting)} without {what}",
+                given=f"layer {min(self._pending)} without {what}",
                 expected="keys and values of every layer before the next token",
                 fix="call fill(layer, k, v) after begin, attend(layer, q, k, v) after append, for every layer",
             )
 
-    def _meet_layer(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
-        """Checks of `fill` (without q) and `attend`."""
+    def _accept(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        """Check the arguments of `fill` (without q) or `attend`; the layer is no longer pending."""
         prompts = q is None
-        if layer not in self._waiting or (self._prompts is not None) != prompts:
+        if layer not in self._pending or (self._prompts is not None) != prompts:
             raise InvalidInput(
                 "layer",
                 given=f"{layer}, which is not waiting for {'prompts' if prompts else 'a token'}",
-                expected=f"one of {sorted(self._waiting)}, once each"
-                if self._waiting
-                else "nothing: no layer is waiting",
+                expected=f"one of {sorted(self._pending)}, once each"
+                if self._pending
+                else "no call: every layer has its keys and values",
                 fix="call begin before fill, append before attend",
             )
         rows = sum(self._prompts) if self._prompts is not None else self.batch
@@ -217,26 +279,26 @@ class Cache(ABC):
                 raise InvalidInput(
                     name,
                     given=f"shape {tuple(x.shape)}",
-                    expected=f"{shapes[name]}, as the cache was made for",
+                    expected=f"{shapes[name]}, as in this cache",
                     fix="use a cache made for this model and batch",
                 )
             if x.dtype != self.dtype or x.device != self.device:
                 raise InvalidInput(
-                    name, given=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as the cache"
+                    name, given=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as in this cache"
                 )
-        self._waiting.discard(layer)
+        self._pending.discard(layer)
 
     def _check_index(self, index: Any) -> Tensor:
-        self._check_nobody_waits()
-        chosen = torch.as_tensor(index)
-        if chosen.ndim != 1 or chosen.is_floating_point() or chosen.dtype == torch.bool or len(chosen) == 0:
-            raise InvalidInput("index", given=repr(index), expected="sequence numbers, one per place")
-        if not bool(((chosen >= 0) & (chosen < self.batch)).all()):
-            raise InvalidInput("index", given=chosen.tolist(), expected=f"sequences 0 to {self.batch - 1}")
-        return chosen.to(self.device)
+        self._check_complete()
+        selected = torch.as_tensor(index)
+        if selected.ndim != 1 or selected.is_floating_point() or selected.dtype == torch.bool or len(selected) == 0:
+            raise InvalidInput("index", given=repr(index), expected="a vector of sequence numbers")
+        if not bool(((selected >= 0) & (selected < self.batch)).all()):
+            raise InvalidInput("index", given=selected.tolist(), expected=f"sequences 0 to {self.batch - 1}")
+        return selected.to(self.device)
 
     def _check_shorter(self, lengths: Sequence[int]) -> list[int]:
-        self._check_nobody_waits()
+        self._check_complete()
         wanted, now = integers("lengths", lengths).reshape(-1).tolist(), self.lengths
         if len(wanted) != self.batch:
             raise InvalidInput("lengths", given=wanted, expected=f"one for each of {self.batch} sequences")
@@ -244,19 +306,30 @@ class Cache(ABC):
             raise InvalidInput("lengths", given=wanted, expected=f"at most what is there: {now}")
         return wanted
 
-    def _check_state(self, state: dict[str, Any], shapes: dict[str, tuple[int | None, ...]]) -> None:
-        """It is one of a cache of the same sizes; None: any."""
+    def _check_state(self, state: dict[str, Any], **shapes: tuple[int | None, ...]) -> None:
+        """Check that a state fits this cache: shapes of its tensors (None: any size), dtype and settings."""
         for name, shape in shapes.items():
-            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
-            fits = found is not None and len(found) == len(shape)
-            if not fits or any(s is not None and s != f for f, s in zip(found or (), shape, strict=True)):
+            given = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+            fits = given is not None and len(given) == len(shape)
+            if not fits or any(s is not None and s != g for g, s in zip(given or (), shape, strict=True)):
                 raise InvalidInput(
                     f"state[{name!r}]",
-                    given="nothing" if found is None else f"shape {found}",
-                    expected=f"{shape} (None: any), as this cache is made",
+                    given="nothing" if given is None else f"shape {given}",
+                    expected=f"{shape} (None: any size), as in this cache",
                     fix="make the cache with the sizes of the saved one",
                 )
             if name in ("keys", "values") and state[name].dtype != self.dtype:
                 raise InvalidInput(
-                    f"state[{name!r}]", given=state[name].dtype, expected=f"{self.dtype}, as this cache is made"
+                    f"state[{name!r}]", given=state[name].dtype, expected=f"{self.dtype}, as in this cache"
                 )
+        if state.get("settings", {}) != self._settings():
+            raise InvalidInput(
+                "state['settings']",
+                given=state.get("settings"),
+                expected=f"{self._settings()}, as in this cache",
+                fix="make the cache with the settings of the saved one",
+            )
+
+    def _loaded(self, lengths: Sequence[int]) -> None:
+        """Expect no keys or values after a state of these lengths was loaded."""
+        self.batch, self._longest, self._pending, self._prompts = len(lengths), max(lengths), set(), None

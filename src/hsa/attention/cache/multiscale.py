@@ -1,33 +1,33 @@
-"""`MultiscaleCache`: the right-skewed tree of a growing sequence, in memory that grows with the logarithm of its length.
+"""`MultiscaleCache`: the causal tree of a growing sequence, in memory that grows with the logarithm of its length.
 
-A token attends to the leaves of its own family and of the `near` families before it, and beyond to closed nodes, each by its
-pooled key, pooled value and leaf count. So of every level only the newest nodes are kept, in a ring of (near + 1) · members
-places: the members of the node in progress, and of those that a near family stands in.
+A token attends to the leaves of its own family and of the `near` families before it, and to closed nodes further back, each
+by its pooled key, pooled value and leaf count. So only the newest nodes of every level are kept, in a ring of
+(near + 1) · members slots: the members of the node in progress, and those of the nodes that contain the near families.
 
-What a token sees follows from three numbers per place: how many leaves it stands for, the token it ends with, and the token
-its parent ends with (none as long as that is in progress). With T the last token before the near families, a pooled node is
-listed if it ends at or before T and its parent after T; a leaf if its parent ends after T. That is the causal frontier of
+Three numbers per slot decide what a token sees: the number of leaves below the node, the token it ends with, and the token
+its parent ends with (none while the parent is in progress). With T the last token before the near families, a pooled node
+is seen if it ends at or before T and its parent after T; a leaf if its parent ends after T. That is the causal frontier of
 `multiscale_attention`, number for number.
 
-The structure moves once per token (`append`), for all layers; each layer then stores one key and value, attends to one tile
-of places, and pools what has closed (`attend`). Nothing asks the device for a decision, so a step can be captured as a CUDA
-graph; the host, which watches over `max_length`, then no longer counts along.
+The structure advances once per token (`append`), for all layers; each layer then stores one key and value, attends to one
+tile of slots, and pools the nodes that have closed (`attend`). No step needs a decision from the device, so that it can be
+captured as a CUDA graph; the host, which enforces `max_length`, then no longer counts along.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, scale_or_default
-from hsa.attention.cache.interface import Cache, Memory
+from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Storage
+from hsa.attention.checks import check_count
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
-from hsa.attention.mixing import HeadMixing, check_mixing
+from hsa.attention.mixing import HeadMixing
 from hsa.attention.multiscale.operator import per_head
 from hsa.attention.multiscale.pyramid import pyramid
 from hsa.attention.rounds import rooted, rounds
@@ -36,25 +36,25 @@ from hsa.tree.causal_tree import Level, cap, causal_tree, check_branching, check
 from hsa.tree.hierarchy import Hierarchy
 
 OPEN = 2**31 - 1
-"""Where the parent of a node ends that is still in progress."""
+"""End of the parent of a node, while that parent is in progress."""
 LENGTH = 2**20
-"""Tokens a sequence may come to unless the caller says otherwise; each factor of `branching` more costs one ring."""
+"""Default `max_length`. A sequence longer by a factor of `branching` costs one more ring."""
 
 
 class MultiscaleCache(Cache):
     """A cache of O(branching · depth) keys and values per head.
 
-    A token gets what the full pass gives it: `multiscale_attention(q, k, v, tree, selection=selection, causal=True)` with
+    Each token gets the result of the full pass: `multiscale_attention(q, k, v, tree, selection=selection, causal=True)` with
     `selection = select(q, k, tree, near=near, causal=True)` and `tree = causal_tree(lengths, branching, closes, sinks)`.
 
     Args:
-        layers, batch, kv_heads, head_dim, value_dim, dtype, device: see `Cache`.
-        branching: members per family, from the leaves up, at most; the last factor repeats.
-        near: leaf families before the own one that are exact.
-        sinks: first tokens of every sequence that are always exact.
-        closing: the greatest height that tokens close (`closes`); 0 for fixed windows.
-        max_length: tokens a sequence may come to; decides the number of levels.
-        rewind: how many tokens `crop` can take back.
+        layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
+        branching: Most members per family, from the leaves up; the last factor repeats.
+        near: Number of exact leaf families before the token's own.
+        sinks: Number of first tokens that are always exact.
+        closing: Greatest height that tokens close (`closes`); 0 for fixed windows.
+        max_length: Most tokens per sequence; it decides the number of levels.
+        rewind: Most tokens that `crop` can remove.
         backend: "auto", "triton" (CUDA) or "torch".
 
     >>> cache = MultiscaleCache(layers=1, batch=1, kv_heads=2, head_dim=8, branching=(4, 4), max_length=4096)
@@ -62,7 +62,7 @@ class MultiscaleCache(Cache):
     ...     q, k, v = torch.randn(3, 1, 2, 8).unbind(0)
     ...     cache.append()
     ...     y = cache.attend(0, q, k, v)
-    >>> cache.lengths, cache.places  # of which it can see some
+    >>> cache.lengths, cache.slots
     ([100], 48)
     """
 
@@ -80,41 +80,42 @@ class MultiscaleCache(Cache):
         max_length: int = LENGTH,
         rewind: int = 0,
         backend: str = "auto",
-        **sizes: Any,
+        **storage: Unpack[Storage],
     ):
-        super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **sizes)
+        super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
         self.branching = check_branching(branching)
         self.near = check_count("near", near, "0 or a positive number of leaf families")
         self.sinks = check_count("sinks", sinks, "0 or a positive number of first tokens")
         self.closing = check_count("closing", closing, "0 or the greatest height that tokens close")
         self.rewind = check_count("rewind", rewind, "0 or a positive number of tokens")
-        self.backend = choose("MultiscaleCache", CACHES, backend, {"cache": self, "backend": backend})
+        self.asked_backend = backend
+        self.backend = choose("MultiscaleCache", CACHES, backend, self)
         self.caps = _caps(self.branching, self.closing, max_length)
-        """Members that a node takes; entry l for the nodes of level l + 1."""
+        """Most members of a node; entry l is for the nodes of level l + 1."""
         rings = [(self.near + 1) * members + self.rewind for members in self.caps]
         first = np.cumsum([self.sinks, *rings])
         self.rings = [(int(begin), size) for begin, size in zip(first, rings, strict=False)]
-        """Begin and size of the ring of every level among the places; sinks come first."""
-        self.places = int(first[-1])
+        """First slot and size of the ring of every level; the slots of sinks come first."""
+        self.slots = int(first[-1])
 
-        def whole(*shape: int, kind: Any = torch.int32, value: float = 0) -> Tensor:
-            return torch.full(shape, value, dtype=kind, device=self.device)
+        def full(*shape: int, dtype: torch.dtype = torch.int32, value: float = 0) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
 
-        self.leaves = whole(batch, self.places)  # 0: nothing here
-        self.end = whole(batch, self.places)
-        self.parent_end = whole(batch, self.places, value=OPEN)
-        self.made = whole(batch, len(self.rings))  # nodes of every level so far
-        self.length = whole(batch)
-        self.reached = whole(batch)  # the longest it was before a crop: places have been overwritten up to there
-        self.keys = whole(layers, batch, kv_heads, self.places, head_dim, kind=self.dtype)
-        self.values = whole(layers, batch, kv_heads, self.places, self.value_dim, kind=self.dtype)
-        # Of the newest token: the place of its leaf and of each node that it closes (−1: none), the logit to add at every
-        # place (−∞: not seen), and the share of every place in the node that closes above it.
-        self.written = whole(batch, len(self.rings), value=-1)
+        self.leaves = full(batch, self.slots)  # 0: an empty slot
+        self.end = full(batch, self.slots)
+        self.parent_end = full(batch, self.slots, value=OPEN)
+        self.made = full(batch, len(self.rings))  # nodes of every level closed so far; leaves on level 0
+        self.length = full(batch)
+        self.reached = full(batch)  # greatest length before a crop: slots were overwritten up to there
+        self.keys = full(layers, batch, kv_heads, self.slots, head_dim, dtype=self.dtype)
+        self.values = full(layers, batch, kv_heads, self.slots, self.value_dim, dtype=self.dtype)
+        # For the newest token: the slot of its leaf and of each node that it closes (−1: none), the number to add to the
+        # logit of every slot (−∞: not seen), and the share of every slot in the node that closes above it.
+        self.written = full(batch, len(self.rings), value=-1)
         wide = torch.promote_types(self.dtype, torch.float32)
-        self.bias = whole(batch, self.places, kind=wide)
-        self.share = whole(batch, self.places, kind=wide)
-        self.closes = whole(batch)
+        self.bias = full(batch, self.slots, dtype=wide)
+        self.share = full(batch, self.slots, dtype=wide)
+        self.closes = full(batch)
         layout = [(*ring, members) for ring, members in zip(self.rings, self.caps, strict=True)]
         self.layout = torch.tensor(layout, dtype=torch.int32, device=self.device)
         self._biases: dict[float, Tensor] = {}
@@ -128,39 +129,39 @@ class MultiscaleCache(Cache):
 
     @property
     def pooled_from(self) -> int:
-        """The first place of a pooled node; leaves are before it."""
+        """First slot of a pooled node; the slots of leaves come before it."""
         return sum(self.rings[0])
 
     def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
         heights = None if closes is None else check_closes(closes, sum(int(n) for n in lengths))
         if heights is not None and heights.max(initial=0) > self.closing:
             raise self._closes_too_much(int(heights.max()))
-        sizes = self._meet_prompts(lengths)
+        sizes = self._start_prompts(lengths)
         forest = causal_tree(sizes, self.branching, heights, self.sinks).to(self.device)
-        self._place_prompts(sizes, levels(sizes, self.branching, heights, self.sinks, len(self.rings) - 1), forest)
+        self._assign_slots(sizes, levels(sizes, self.branching, heights, self.sinks, len(self.rings) - 1), forest)
         return forest
 
-    def _place_prompts(self, sizes: Sequence[int], found: list[Level], forest: Hierarchy) -> None:
-        """The newest closed nodes of every level go to the places where appending would have put them."""
+    def _assign_slots(self, sizes: Sequence[int], tree: list[Level], forest: Hierarchy) -> None:
+        """Assign the newest closed nodes of every level to the slots that appending would have put them in."""
         numbers = {name: getattr(self, name).cpu().numpy() for name in ("leaves", "end", "parent_end", "made")}
         forest, _ = rooted(forest)
         kept = []
-        for number, level in enumerate(found):
-            sequence, place, node, made = self._newest(number, level)
-            numbers["leaves"][sequence, place] = level.leaves[node]
-            numbers["end"][sequence, place] = level.end[node]
-            numbers["parent_end"][sequence, place] = _parents_end(found[number + 1 :], node)
+        for number, level in enumerate(tree):
+            sequence, slot, node, made = self._newest(number, level)
+            numbers["leaves"][sequence, slot] = level.leaves[node]
+            numbers["end"][sequence, slot] = level.end[node]
+            numbers["parent_end"][sequence, slot] = _parents_end(tree[number + 1 :], node)
             numbers["parent_end"][:, : self.sinks] = OPEN
             numbers["made"][:, number] = made
             first = (np.cumsum(sizes) - sizes)[sequence] + level.end[node] - level.leaves[node]
-            kept.append(np.stack([sequence, place, _nodes_with(first, level.leaves[node], forest)]))
+            kept.append(np.stack([sequence, slot, _nodes_with(first, level.leaves[node], forest)]))
         for name, array in numbers.items():
             getattr(self, name).copy_(torch.as_tensor(array))
         self.length.copy_(torch.tensor(sizes))
         self._kept = forest, torch.as_tensor(np.concatenate(kept, 1)).to(self.device)
 
     def _newest(self, number: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Sequence, place and node of what a level keeps, and how many nodes it has closed per sequence."""
+        """Return sequence, slot and node of everything a level keeps, and how many nodes each sequence has closed."""
         begin, size = self.rings[number]
         is_sink = level.end <= self.sinks
         node = np.flatnonzero(level.closed & ~is_sink)
@@ -168,25 +169,25 @@ class MultiscaleCache(Cache):
         made = np.bincount(sequence, minlength=self.batch)
         index = np.arange(len(node)) - (np.cumsum(made) - made)[sequence]
         newest = index >= made[sequence] - size
-        places = begin + index % size
+        slot = begin + index % size
         if number == 0 and self.sinks:
             first = np.flatnonzero(is_sink)
             sequence, node = np.append(level.tree[first], sequence[newest]), np.append(first, node[newest])
-            return sequence, np.append(level.end[first] - 1, places[newest]), node, made
-        return sequence[newest], places[newest], node[newest], made
+            return sequence, np.append(level.end[first] - 1, slot[newest]), node, made
+        return sequence[newest], slot[newest], node[newest], made
 
     @torch.no_grad()
     def fill(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._meet_layer(layer, k, v)
-        forest, (sequence, place, node) = self._kept
+        self._accept(layer, k, v)
+        forest, (sequence, slot, node) = self._kept
         for leaves, stored in ((k, self.keys[layer]), (v, self.values[layer])):
-            stored[sequence, :, place] = self.backend.run(self).pooled(leaves, forest, node).to(self.dtype)
-        if not self._waiting:
+            stored[sequence, :, slot] = self.backend.run(self).pooled(leaves, forest, node).to(self.dtype)
+        if not self._pending:
             del self._kept
 
     def append(self, closes: Any = None) -> None:
         heights = None if closes is None else self._checked_closes(closes)
-        self._meet_token()
+        self._start_token()
         if heights is None:
             self.closes.zero_()
         else:
@@ -205,57 +206,47 @@ class MultiscaleCache(Cache):
         return InvalidInput(
             "closes",
             given=f"a token that closes height {height}",
-            expected=f"0 to {self.closing}, the `closing` the cache was made with",
+            expected=f"0 to {self.closing}, the `closing` of the cache",
             fix=f"make it with closing={height}",
         )
 
-    def _per_head(self, given: float | Tensor, q: Tensor) -> Tensor:
-        """[1 or heads] on the device, where a number is put once."""
-        if not isinstance(given, Tensor) and given in self._biases:
-            return self._biases[given]
-        bias = per_head(given, q)
+    def _head_bias(self, pooled_bias: float | Tensor, q: Tensor) -> Tensor:
+        """Return `[1 or heads]` on the device. Numbers are uploaded once: a copy would break a CUDA graph."""
+        if not isinstance(pooled_bias, Tensor) and pooled_bias in self._biases:
+            return self._biases[pooled_bias]
+        bias = per_head(pooled_bias, q)
         bias = torch.zeros(1, device=self.device) if bias is None else bias.detach()
-        if not isinstance(given, Tensor):
-            self._biases[given] = bias
+        if not isinstance(pooled_bias, Tensor):
+            self._biases[pooled_bias] = bias
         return bias.to(self.bias.dtype)
 
-    @torch.no_grad()
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        pooled_bias: float | Tensor = 0.0,
-        mixing: HeadMixing | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        bias, scale = self._per_head(pooled_bias, q), scale_or_default(scale, q)
-        check_mixing(mixing, q)
-        self._meet_layer(layer, k, v, q)
-        if mixing is not None:  # the kernel does not mix
-            return _Torch(self).attend(layer, q, k, v, bias, scale, mixing)
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        if options.counted is not None:
+            options.counted.entries += int((self.bias > -torch.inf).sum()) * q.shape[1]
+        bias, scale = options.bias, options.scale
+        assert bias is not None
+        if options.mixing is not None:  # the kernel does not mix
+            return _Torch(self).attend(layer, q, k, v, bias, scale, options.mixing)
         return self.backend.run(self).attend(layer, q, k, v, bias, scale)
 
     def reorder(self, index: Any) -> None:
-        chosen = self._check_index(index)
+        selected = self._check_index(index)
         for name in (*self._STATE, *self._STEP):
             axis = 1 if name in ("keys", "values") else 0
-            setattr(self, name, getattr(self, name).index_select(axis, chosen))
-        self.batch = len(chosen)
+            setattr(self, name, getattr(self, name).index_select(axis, selected))
+        self.batch = len(selected)
         self._longest = max(self.lengths)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """NodePositions are not overwritten for `rewind` tokens: forgetting what came later brings back what was."""
+        """Remove tokens: slots are not overwritten for `rewind` tokens, so forgetting later nodes restores the state."""
         wanted, reached = self._check_shorter(lengths), torch.maximum(self.reached, self.length)
         back = max(n - m for n, m in zip(reached.tolist(), wanted, strict=True))
         if back > self.rewind:
             raise InvalidInput(
                 "lengths",
-                given=f"{back} tokens to take back from the most there were",
-                expected=f"at most {self.rewind}, the `rewind` the cache was made with",
-                fix=f"make it with rewind={back}; it takes so many places more per level",
+                given=f"{back} tokens to remove from the greatest length so far",
+                expected=f"at most {self.rewind}, the `rewind` of the cache",
+                fix=f"make it with rewind={back}, which takes as many more slots per level",
             )
         length = torch.tensor(wanted, dtype=torch.int32, device=self.device)
         later = (self.leaves > 0) & (self.end > length[:, None])
@@ -268,32 +259,22 @@ class MultiscaleCache(Cache):
         self._longest = max(wanted)
 
     def state_dict(self) -> dict[str, Any]:
-        self._check_nobody_waits()
-        return {"settings": self._settings, **{name: getattr(self, name).clone() for name in self._STATE}}
+        self._check_complete()
+        return {"settings": self._settings(), **{name: getattr(self, name).clone() for name in self._STATE}}
 
-    @property
     def _settings(self) -> dict[str, Any]:
-        names = ("branching", "near", "sinks", "closing", "rewind")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("branching", "near", "sinks", "closing", "rewind")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows, rings = (self.layers, None, self.kv_heads, self.places), len(self.rings)
-        shapes = {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim), "made": (None, rings)}
-        self._check_state(state, shapes)
-        if state.get("settings") != self._settings:
-            raise InvalidInput(
-                "state['settings']",
-                given=state.get("settings"),
-                expected=f"{self._settings}, as this cache is made",
-                fix="make the cache with the settings of the saved one",
-            )
+        rows = (self.layers, None, self.kv_heads, self.slots)
+        shapes = {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim), "made": (None, len(self.rings))}
+        self._check_state(state, **shapes)
         for name in self._STATE:
             setattr(self, name, state[name].to(self.device, copy=True))
-        self.batch = len(self.length)
+        self._loaded(self.lengths)
         for name in self._STEP:
             old = getattr(self, name)
             setattr(self, name, old.new_zeros(self.batch, *old.shape[1:]))
-        self._longest, self._waiting, self._prompts = max(self.lengths), set(), None
 
     def memory(self) -> Memory:
         used = sum(getattr(self, name).nbytes for name in (*self._STATE, *self._STEP))
@@ -301,9 +282,9 @@ class MultiscaleCache(Cache):
 
 
 def _caps(branching: Sequence[int], closing: int, max_length: int) -> list[int]:
-    """Members per node, for as many levels as the longest sequence needs: nodes of the last never close.
+    """Return the most members per node of as many levels as the longest sequence needs; nodes of the last never close.
 
-    Nodes up to height `closing` may be closed after a single token.
+    A single token may close nodes up to height `closing`.
     """
     caps, tokens = [cap(branching, 1)], 1
     while True:
@@ -322,7 +303,7 @@ def _parents_end(above: list[Level], node: np.ndarray) -> np.ndarray | int:
 
 
 def _nodes_with(first: np.ndarray, leaves: np.ndarray, forest: Hierarchy) -> np.ndarray:
-    """For every run of leaves that some node holds, a node that holds it."""
+    """Return a node for every run of leaves that is the leaves of some node."""
     s = forest.structure
     runs = s.first_leaf * (forest.num_leaves + 1) + s.leaf_count
     order = np.argsort(runs, kind="stable")
@@ -330,7 +311,7 @@ def _nodes_with(first: np.ndarray, leaves: np.ndarray, forest: Hierarchy) -> np.
 
 
 class _Torch:
-    """The step in PyTorch's own operations."""
+    """The step in PyTorch operations."""
 
     def __init__(self, cache: MultiscaleCache):
         self.cache = cache
@@ -341,12 +322,12 @@ class _Torch:
         c.length += 1
         now = c.length
         is_sink = now <= c.sinks
-        place = torch.where(is_sink, now - 1, self._next_place(0)).long()
-        c.leaves[rows, place], c.end[rows, place], c.parent_end[rows, place] = 1, now, OPEN
+        slot = torch.where(is_sink, now - 1, self._next_slot(0)).long()
+        c.leaves[rows, slot], c.end[rows, slot], c.parent_end[rows, slot] = 1, now, OPEN
         c.made[:, 0] += (~is_sink).int()
         c.written.fill_(-1)
-        c.written[:, 0] = place
-        self._list_what_is_seen()
+        c.written[:, 0] = slot
+        self._update_bias()
         c.share.zero_()
         closing = ~is_sink
         for level, members in enumerate(c.caps[:-1], 1):
@@ -361,17 +342,18 @@ class _Torch:
             total = leaves.sum(1, dtype=torch.int32)
             c.share[:, ring] = leaves.to(c.share.dtype) / total.clamp(min=1)[:, None]
             c.parent_end[:, ring] = torch.where(inside, now[:, None], c.parent_end[:, ring])
-            place = self._next_place(level).long()
+            slot = self._next_slot(level).long()
             for numbers, value in ((c.leaves, total), (c.end, now), (c.parent_end, torch.full_like(now, OPEN))):
-                numbers[rows, place] = torch.where(closing, value, numbers[rows, place])
-            c.written[:, level] = torch.where(closing, place, -1)
+                numbers[rows, slot] = torch.where(closing, value, numbers[rows, slot])
+            c.written[:, level] = torch.where(closing, slot, -1)
             c.made[:, level] += closing.int()
 
-    def _next_place(self, level: int) -> Tensor:
+    def _next_slot(self, level: int) -> Tensor:
         begin, size = self.cache.rings[level]
         return begin + self.cache.made[:, level] % size
 
-    def _list_what_is_seen(self) -> None:
+    def _update_bias(self) -> None:
+        """Hide the slots that the newest token does not see; weigh the others by their leaves."""
         c = self.cache
         if len(c.rings) > 1:
             begin, size = c.rings[1]
@@ -380,12 +362,12 @@ class _Torch:
             last = torch.where(older[:, None] >= 0, last, 0)
         else:
             last = torch.zeros_like(c.length)[:, None]
-        is_leaf = torch.arange(c.places, device=c.device) < c.pooled_from
+        is_leaf = torch.arange(c.slots, device=c.device) < c.pooled_from
         seen = (c.leaves > 0) & (is_leaf | (c.end <= last)) & (c.parent_end > last)
         c.bias.copy_(c.leaves.to(c.bias.dtype).log().masked_fill_(~seen, -torch.inf))
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
-        """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
+        """Return `[nodes, kv_heads, dim]`, means over the leaves below nodes of a rooted forest."""
         plan = rounds(forest)
         return pyramid(leaves, plan)[plan.slot_of_node[nodes]]
 
@@ -402,8 +384,8 @@ class _Torch:
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         keys, values = c.keys[layer], c.values[layer]
-        place = c.written[:, 0].long()
-        keys[rows, :, place], values[rows, :, place] = k, v
+        slot = c.written[:, 0].long()
+        keys[rows, :, slot], values[rows, :, slot] = k, v
         dtype = torch.promote_types(c.dtype, torch.float32)
         bias = c.bias.to(dtype)[:, None].expand(-1, q.shape[1], -1)
         bias = torch.cat([bias[..., : c.pooled_from], bias[..., c.pooled_from :] + pooled_bias.to(dtype)[:, None]], -1)
@@ -422,16 +404,16 @@ class _Torch:
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         for level in range(1, len(c.rings)):
-            place = c.written[:, level].long()
-            closed = (place >= 0)[:, None, None]
+            slot = c.written[:, level].long()
+            closed = (slot >= 0)[:, None, None]
             if c.device.type == "cpu" and not bool(closed.any()):
                 return
             begin, size = c.rings[level - 1]
             share = c.share[:, None, None, begin : begin + size].to(dtype)
-            place = place.clamp(min=0)
+            slot = slot.clamp(min=0)
             for stored in (keys, values):
                 pooled = (share @ stored[:, :, begin : begin + size].to(dtype)).squeeze(2).to(c.dtype)
-                stored[rows, :, place] = torch.where(closed, pooled, stored[rows, :, place])
+                stored[rows, :, slot] = torch.where(closed, pooled, stored[rows, :, slot])
 
 
 def _run_triton(cache: MultiscaleCache) -> Any:
@@ -440,10 +422,9 @@ def _run_triton(cache: MultiscaleCache) -> Any:
     return Decode(cache)
 
 
-def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    cache = arguments["cache"]
+def _why_not_triton(cache: MultiscaleCache) -> list[str]:
     like = torch.empty(0, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
-    return available.why_not(like, like, arguments["backend"])
+    return available.why_not(like, like, cache.asked_backend)
 
 
 CACHES = (Backend("triton", _run_triton, _why_not_triton), Backend("torch", _Torch))

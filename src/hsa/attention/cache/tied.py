@@ -1,4 +1,4 @@
-"""`TiedCache`: the paper's own cache (appendix G.2), for its own operator: pooled queries and energies on the path."""
+"""`TiedCache`: the paper's cache (appendix G.2) for `hierarchical_attention`: pooled queries and energies on the path."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.cache.interface import Memory
+from hsa.attention.checks import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.hierarchical.operator import energy
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
@@ -20,25 +20,25 @@ from hsa.tree.hierarchy import Hierarchy, integers
 
 
 class TiedCache:
-    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal=True, include_self=True)`.
+    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal="paper-mask")`.
 
-    Kept per layer: of every open node on the path to the newest token the sum of its queries and the energy of its finished
-    members, of every finished member on the path its pooled key, pooled value and leaf count. A token costs O(b·depth):
+    Every layer keeps, for each open node on the path to the newest token, the sum of its queries and the energy of its
+    finished members, and for each finished member its pooled key, pooled value and leaf count. A token costs O(b·depth):
 
         upwards    inner(P) = (Σ over finished members C of count(C)·mass(C) + count(A)·mass(A)) / count(P)
                    mass(A)  = log(e^inner(A) + e^outer(A)),  outer(A) over the finished members of P     (A: P's path member)
         downwards  out ← out + weight · share(outer(A)) · y(A),  weight ← weight · share(inner(A))
 
-    The row of a token is the one it has in the tree as it was then. This operator ties rows, so that a pass over the longer
+    A token's row is that of the tree at the time of the token. This operator ties rows, so that a pass over the longer
     sequence gives earlier tokens *other* rows: pooled queries and energies change with every token that joins a node. That
     is what appendix G describes, and why models here decode with `MultiscaleCache`, whose rows never change. Tokens cannot
-    be taken back: what was added to sums and means stays there.
+    be removed: they stay in sums and means.
 
     Args:
-        batch: sequences that grow together, one token each per step.
-        branching: members per node from the leaves up; the last factor repeats.
-        layers: of the model.
-        sinks: first tokens that hang directly under the root.
+        batch: Number of sequences; each grows by one token per step.
+        branching: Members per node from the leaves up; the last factor repeats.
+        layers: Number of layers.
+        sinks: Number of first tokens, which are children of the root.
 
     >>> from hsa import Hierarchy, hierarchical_attention
     >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 tokens, 2 heads of 4
@@ -47,7 +47,7 @@ class TiedCache:
     ...     cache.append()
     ...     out = cache.attend(0, q[t : t + 1], k[t : t + 1], v[t : t + 1])
     >>> tree = Hierarchy.regular([9], (2, 2), repeat_last=True)
-    >>> full = hierarchical_attention(q, k, v, tree, causal=True, include_self=True)
+    >>> full = hierarchical_attention(q, k, v, tree, causal="paper-mask")
     >>> torch.allclose(out[0], full[-1], atol=1e-5)
     True
     """
@@ -66,17 +66,17 @@ class TiedCache:
         self._widths: tuple[Any, ...] | None = None  # heads, key/value heads, dim, value_dim, dtype, device
 
     def begin(self, lengths: Any, closes: Any = None) -> Hierarchy:
-        """An empty cache meets its prompts: structure only.
+        """Start an empty cache with prompts: structure only.
 
         Args:
             lengths: `[batch]` tokens of every prompt.
-            closes: `[tokens]` what each of them closes, prompts one after another; None for nothing.
+            closes: `[tokens]` height up to which each token closes nodes, prompts one after another; None for 0.
 
         Returns:
             The forest of the prompts, for `hierarchical_attention`.
         """
         if any(self.lengths):
-            raise InvalidInput("begin", given="a cache with tokens", expected="an empty one", fix="make a new one")
+            raise InvalidInput("begin", given="a cache with tokens", expected="an empty cache", fix="make a new one")
         hierarchy = causal_tree(lengths, self.branching, closes, sinks=self.sinks)
         if hierarchy.num_trees != self.batch:
             raise InvalidInput("lengths", given=f"{hierarchy.num_trees} prompts", expected=f"{self.batch} sequences")
@@ -91,10 +91,10 @@ class TiedCache:
 
     @torch.no_grad()
     def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> None:
-        """What the path needs of the prompts, after `begin`.
+        """Store what the path needs of the prompts, after `begin`.
 
         Args:
-            layer: each once.
+            layer: Each layer once.
             q, k, v: `[tokens, heads, dim]`, packed.
         """
         if self._prompts is None or layer in self._attended:
@@ -107,10 +107,10 @@ class TiedCache:
             self._prompts = None
 
     def append(self, closes: Any = None) -> None:
-        """Every sequence grows by one token; the nodes that it completes close.
+        """Add a token to every sequence, and close the nodes that it completes.
 
         Args:
-            closes: `[batch]` the level up to which the token closes nodes, whatever their size; 0 for none.
+            closes: `[batch]` height up to which the token closes nodes, whatever their size; None for 0.
         """
         self._check_finished("append")
         heights = np.zeros(self.batch, np.int64) if closes is None else check_closes(closes, self.batch)
@@ -119,7 +119,7 @@ class TiedCache:
             self._upload()
 
     def _advance(self, there: np.ndarray, heights: np.ndarray) -> list[_Step]:
-        """The structure with one more token in some of the sequences, and the nodes on its path."""
+        """Add a token to the structure of some sequences, and return the steps of the nodes on its path."""
         in_tree = there & (np.array(self.lengths) >= self.sinks)
         complete, size, steps = in_tree, np.ones(self.batch, np.int64), []  # of the path's member of a level
         for height, level in enumerate(self._levels, start=1):
@@ -140,10 +140,10 @@ class TiedCache:
 
     @torch.no_grad()
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """Store the new token of every sequence and give its row.
+        """Store the new token of every sequence and return its row.
 
         Args:
-            layer: each once after every `append`.
+            layer: Each layer once after every `append`.
             q: `[batch, heads, dim]`.
             k, v: `[batch, kv_heads, dim]`, `[batch, kv_heads, value_dim]`; fewer heads than q: grouped.
 
@@ -170,7 +170,7 @@ class TiedCache:
         return (out + weight * repeat_heads(v.to(wide), heads)).to(v.dtype)
 
     def reorder(self, index: Any) -> None:
-        """Beam search: the sequence to copy into each place. The batch may change."""
+        """Replace sequence i by sequence `index[i]` (beam search). The number of sequences may change."""
         index = integers("index", index)
         if index.ndim != 1 or len(index) == 0 or ((index < 0) | (index >= self.batch)).any():
             raise InvalidInput("index", given=index.tolist(), expected=f"a vector of sequences in 0..{self.batch - 1}")
@@ -181,7 +181,7 @@ class TiedCache:
         self._steps = None
 
     def memory(self) -> Memory:
-        """What is kept, and what a flat cache of keys and values would keep."""
+        """Return the bytes of this cache and of a flat one."""
         if self._widths is None:
             return Memory(0, 0, leaves_kept=False)
         _, kv_heads, dim, value_dim, dtype, _ = self._widths
@@ -190,7 +190,7 @@ class TiedCache:
         return Memory(kept, flat, leaves_kept=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is, as tensors and plain values."""
+        """Return the state as tensors and plain values, for `torch.save`."""
         self._check_finished("state_dict")
         return {
             "settings": self._settings(),
@@ -200,7 +200,7 @@ class TiedCache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The cache as it was. Tensors stay on the device they are on."""
+        """Restore what `state_dict` returned. Tensors stay on their device."""
         if state.get("settings") != self._settings():
             raise InvalidInput(
                 "state", given=f"a cache of {state.get('settings')}", expected=f"{self._settings()}, as this one"
@@ -225,8 +225,8 @@ class TiedCache:
         if len(self._attended) < self.layers:
             raise InvalidInput(
                 where,
-                given=f"a cache whose last tokens {len(self._attended)} of {self.layers} layers have seen",
-                expected="all of them",
+                given=f"a cache whose last tokens are in {len(self._attended)} of {self.layers} layers",
+                expected="all layers",
                 fix="call attend (after begin: fill) once per layer",
             )
 
@@ -267,10 +267,10 @@ class TiedCache:
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
-    """The finished members on the paths of some prompts, which together hold every token once, oldest first."""
+    """The finished members on the paths of prompts, oldest first; together they contain every token once."""
 
     members: Hierarchy  # one tree each
-    places: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per level, top down: sequence, slot, tree
+    slots: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per level, top down: sequence, slot, tree
 
     @staticmethod
     def of(hierarchy: Hierarchy, counts: list[np.ndarray]) -> _Prompts:
@@ -278,28 +278,28 @@ class _Prompts:
         wide = np.concatenate(counts, 1)
         sizes = wide[wide > 0]
         s, end = hierarchy.structure, np.cumsum(sizes)
-        # What is not inside a member is still open, and leaves the forest.
+        # Nodes outside members are still open; they leave the forest.
         inside = s.end_leaf <= end[np.searchsorted(end, s.first_leaf, side="right")]
         number = np.cumsum(inside) - 1
         parent = np.where((s.parent >= 0) & np.append(inside, False)[s.parent], number[s.parent], -1)[inside]
         members = Hierarchy._from_parent_array(parent, s.first_leaf[inside])
         tree = np.cumsum(wide > 0).reshape(wide.shape) - 1
         bounds = np.cumsum([0, *(c.shape[1] for c in counts)])
-        places = []
+        slots = []
         for begin, level in zip(bounds, counts, strict=False):
             sequence, slot = np.nonzero(level)
-            places.append((sequence, slot, tree[sequence, begin + slot]))
-        return _Prompts(members, places)
+            slots.append((sequence, slot, tree[sequence, begin + slot]))
+        return _Prompts(members, slots)
 
     def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, levels: list[_Level], scale: float) -> None:
-        """Members' means, and the energies they add up to. A member sees those before it in its node."""
+        """Store the means of members and the sums of their energies. A member sees those before it in its node."""
         members = self.members.to(q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
-        inner = -energy(q, k, members, causal=True, include_self=True, scale=scale).to(wide)
+        inner = -energy(q, k, members, causal="paper-mask", scale=scale).to(wide)
         lengths = members.tensor("leaf_offsets").diff()
         means = [torch.segment_reduce(x.to(wide), "mean", lengths=lengths) for x in (q, k, v)]
-        for level, place in zip(levels, self.places, strict=True):
-            sequence, slot, tree = (torch.as_tensor(x).to(q.device) for x in place)
+        for level, slots in zip(levels, self.slots, strict=True):
+            sequence, slot, tree = (torch.as_tensor(x).to(q.device) for x in slots)
             query, key, value = (x.new_zeros(*level.counts.shape, *x.shape[1:]) for x in means)
             own = inner.new_zeros(*level.counts.shape, inner.shape[1])
             for padded, packed in ((query, means[0]), (key, means[1]), (value, means[2]), (own, inner)):
@@ -318,12 +318,12 @@ class _Prompts:
 
 @dataclass
 class _Step:
-    """One node on the path while a token joins it, per sequence."""
+    """A node on the path while a token joins it, per sequence."""
 
     counts: np.ndarray  # [batch, width] leaves of its finished members; 0: none there
-    slot: np.ndarray  # [batch] where its path member goes when that is finished
-    complete: np.ndarray  # [batch] whether it is
-    closing: np.ndarray  # [batch] whether the node itself is finished then
+    slot: np.ndarray  # [batch] slot of its path member once that is finished
+    complete: np.ndarray  # [batch] whether it is finished
+    closing: np.ndarray  # [batch] whether the node itself is finished with it
     count: np.ndarray  # [batch] leaves of the node, the new one included
 
     def upload(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -336,7 +336,7 @@ class _Step:
 
 
 class _Level:
-    """The open node of one level in every sequence: its finished members, and what they add up to."""
+    """The open node of one level in every sequence: its finished members and their sums."""
 
     def __init__(self, batch: int, width: int):
         self.counts = np.zeros((batch, width), np.int64)
@@ -359,7 +359,7 @@ class _Level:
         }
 
     def step(self, complete: np.ndarray, closing: np.ndarray, size: np.ndarray) -> _Step:
-        """The structure before the token, for attention; afterwards it is that behind the token."""
+        """Advance the structure by a token, and return the one before it, for attention."""
         step = _Step(self.counts.copy(), self.sizes, complete, closing, self.counts.sum(1) + size)
         for sequence in np.flatnonzero(complete & ~closing):
             self.counts[sequence, step.slot[sequence]] = size[sequence]
@@ -367,7 +367,7 @@ class _Level:
         return step
 
     def siblings(self, layer: int, query: Tensor, step: _Step, scale: float) -> tuple[Tensor, Tensor]:
-        """y and outer of the path's member, `[batch, heads, value_dim]` and `[batch, heads]`."""
+        """Return y and outer of the path's member, `[batch, heads, value_dim]` and `[batch, heads]`."""
         heads = query.shape[1]
         k, v = (repeat_heads(self.tensors[x][layer].transpose(1, 2), heads).to(query.dtype) for x in ("k", "v"))
         y, outer = exact(query[:, :, None], k, v, step.bias, scale=scale)
@@ -376,7 +376,7 @@ class _Level:
     def join(
         self, layer: int, query: Tensor, mass: Tensor, key: Tensor, value: Tensor, count: Tensor, step: _Step
     ) -> tuple[Tensor, ...]:
-        """The path's member joins: sums, inner, means and leaf count of the node with it. Finished, it stays here."""
+        """Add the path's member: return sums, inner, means and leaf count of the node. A finished member is stored."""
         mine = {name: x[layer] for name, x in self.tensors.items()}
         total = mine["query"] + query
         energy = mine["energy"] + count * mass

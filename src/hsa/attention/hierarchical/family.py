@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput, Unsupported
+
+FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+FamilyAttentionName: TypeAlias = Literal["exact", "flex", "linear"]
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,7 @@ def linear(
     eye = torch.eye(size, dtype=torch.bool, device=q.device)
     everyone = torch.where(eye, own[..., None], present[..., None, :])
     if size > 1 and not torch.equal(mask, everyone):
-        raise Unsupported("family_attention='linear' cannot hide siblings: use 'exact' with causal=True")
+        raise Unsupported("family_attention='linear' cannot hide siblings: use 'exact' with causal='paper-mask'")
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     features = _orthogonal_features(dim, q.device).to(dtype)
@@ -105,10 +108,11 @@ def _log_features(x: Tensor, features: Tensor) -> Tensor:
     return x @ features.T - x.square().sum(-1, keepdim=True) / 2 - math.log(len(features)) / 2
 
 
-FAMILY_ATTENTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"exact": exact, "flex": flex, "linear": linear}
+FAMILY_ATTENTION: dict[str, FamilyAttention] = {"exact": exact, "flex": flex, "linear": linear}
 
 
-def family_attention_named(name: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def family_attention_named(name: Any) -> FamilyAttention:
+    """Return the family attention of a name; a function is its own."""
     if callable(name):
         return name
     if not isinstance(name, str) or name not in FAMILY_ATTENTION:

@@ -1,6 +1,6 @@
 """The first round by hand: families of leaves, where nearly all the work is.
 
-The same numbers as the sweeps of `levelwise`, in two pieces that touch every leaf once: `attend_leaves` attends inside the
+The same numbers as `torch_sweeps` in general, in two pieces that touch every leaf once: `attend_leaves` attends inside the
 families and pools them, forward and backward chunk by chunk in the cache; `finish_leaves` adds what comes from above.
 """
 
@@ -75,7 +75,7 @@ class _AttendLeaves(torch.autograd.Function):
             bias, alone = bucket.bias(*ctx.options, lse.dtype)
             idle = _idle(bucket, alone)
             share = bucket.leaf_share(lse.dtype)[:, :, None]  # [families or 1, 1, 1]: leaves of a family share alike
-            above = [_of_parents(x, bucket) * share for x in (d_inner[..., None], d_pq, d_pk, d_pv)]
+            above = [bucket.of_parents(x) * share for x in (d_inner[..., None], d_pq, d_pk, d_pv)]
             for part in _chunks(bucket, q[0].numel()):
                 d_mass, *d_means = (x[part].unsqueeze(2) for x in above)  # [families, heads, 1, dim]
                 d_lse = d_mass.squeeze(-1)
@@ -104,11 +104,11 @@ class _FinishLeaves(torch.autograd.Function):
         ctx.families = families
         ctx.save_for_backward(weight, *averages)
         if families.buckets[0].rows is None:
-            place = averages[0] if overwrite and not any(ctx.needs_input_grad) else torch.empty_like(averages[0])
-            return torch.addcmul(out[:, None], averages[0], weight[:, None, :, None], out=place).flatten(0, 1)
+            target = averages[0] if overwrite and not any(ctx.needs_input_grad) else torch.empty_like(averages[0])
+            return torch.addcmul(out[:, None], averages[0], weight[:, None, :, None], out=target).flatten(0, 1)
         result = averages[0].new_empty(families.num_members, *out.shape[1:])
         for bucket, average in zip(families.buckets, averages, strict=True):
-            above, share = _of_parents(out, bucket)[:, None], _of_parents(weight, bucket)[:, None, :, None]
+            above, share = bucket.of_parents(out)[:, None], bucket.of_parents(weight)[:, None, :, None]
             _put(result, bucket, slice(None), torch.addcmul(above, average, share))
         return result
 
@@ -120,7 +120,7 @@ class _FinishLeaves(torch.autograd.Function):
         d_weight = torch.empty_like(weight)
         d_averages = []
         for bucket, average in zip(ctx.families.buckets, averages, strict=True):
-            share = _of_parents(weight, bucket)[:, None, :, None]
+            share = bucket.of_parents(weight)[:, None, :, None]
             d_average = torch.empty_like(average)
             for part in _chunks(bucket, average[0, 0].numel()):
                 below = _take(grad, bucket, part)
@@ -168,10 +168,6 @@ def _put(target: Tensor, bucket: Bucket, part: slice, x: Tensor) -> None:
         real = bucket.real if part == slice(None) else bucket.present[part].flatten().nonzero().squeeze(-1)
         rows, flat = rows.index_select(0, real), flat.index_select(0, real)
     target.index_copy_(0, rows, flat.to(target.dtype))
-
-
-def _of_parents(x: Tensor, bucket: Bucket) -> Tensor:
-    return x if bucket.parents is None else x.index_select(0, bucket.parents)
 
 
 def _put_parents(target: Tensor, bucket: Bucket, x: Tensor, part: slice = slice(None)) -> None:

@@ -7,100 +7,94 @@ import math
 import torch
 from torch import Tensor
 
-from hsa.attention.hierarchical.torch_sweeps import FamilyAttention
+from hsa.attention.hierarchical.call import HierarchicalCall
 from hsa.attention.mixing import HeadMixing
-from hsa.tree.hierarchy import Hierarchy
 
 
-def hierarchical_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: FamilyAttention,
-    mixing: HeadMixing | None,
-    scale: float,
-) -> Tensor:
-    """See `hsa.hierarchical_attention`."""
-    del family_attention  # the definition is the exact one
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    leaves = q.to(dtype), k.to(dtype), v.to(dtype)
-    return _Recursion(leaves, hierarchy, positions, include_self, causal, scale, mixing).run().to(v.dtype)
+def attend(call: HierarchicalCall) -> Tensor:
+    """Run `hsa.hierarchical_attention`."""
+    return _Recursion(call).run().to(call.v.dtype)
 
 
-def energy(
-    q: Tensor,
-    k: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: FamilyAttention,
-    scale: float,
-) -> Tensor:
-    """−inner(root), `[trees, heads]`."""
-    del family_attention
-    recursion = _Recursion((q, k, k), hierarchy, positions, include_self, causal, scale, None)
-    roots = [-recursion.up(root) for root in range(hierarchy.num_trees)]
-    return torch.stack(roots) if roots else q.new_zeros(0, q.shape[1])
+def energy(call: HierarchicalCall) -> Tensor:
+    """Return −inner(root), `[trees, heads]`."""
+    recursion = _Recursion(call)
+    roots = [-recursion.up(root) for root in recursion.roots]
+    return torch.stack(roots) if roots else recursion.nothing[None][:0]
 
 
-class _Recursion:
-    """Algorithms 2 and 3 of the paper with the errata applied. Every number is one per head: `[heads]`, `[heads, dim]`."""
+class Nodes:
+    """Queries, keys and values of a call, node by node, in float32 or better."""
 
-    def __init__(
-        self,
-        leaves: tuple[Tensor, ...],
-        hierarchy: Hierarchy,
-        positions: Tensor | None,
-        include_self: bool,
-        causal: bool,
-        scale: float,
-        mixing: HeadMixing | None,
-    ):
-        self.q, self.k, self.v = leaves
-        self.structure = hierarchy.structure
-        self.include_self, self.causal, self.scale = include_self, causal, scale
-        self.positions = None if positions is None else positions.to(self.q.dtype)
-        self.mixing = HeadMixing.identity(self.q.shape[1], device=self.q.device) if mixing is None else mixing
-        self.nothing = self.q.new_full((self.q.shape[1],), -math.inf)
-        self.inner: dict[int, Tensor] = {}
-        self.outer: dict[int, Tensor] = {}
-        self.siblings: dict[int, list[int]] = {}
-        self.weights: dict[int, Tensor] = {}  # of the siblings, [siblings, heads]
-        self.out: dict[int, Tensor] = {}
+    def __init__(self, call: HierarchicalCall):
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
+        self.q, self.k, self.v = call.q.to(dtype), call.k.to(dtype), call.v.to(dtype)
+        self.positions = None if call.positions is None else call.positions.to(dtype)
+        self.include_self, self.causal, self.scale = call.include_self, call.causal, call.scale
+        self.structure = call.hierarchy.structure
+        self.roots = range(call.hierarchy.num_trees)
+        self.siblings: dict[int, list[int]] = {}  # that each node sees
+        self.out: dict[int, Tensor] = {}  # of every leaf
 
     def run(self) -> Tensor:
         zero, one = self.v.new_zeros(self.v.shape[1:]), self.v.new_ones(self.v.shape[1])
-        for root in range(len(self.structure.leaf_offsets) - 1):
+        for root in self.roots:
             self.up(root)
             self.down(root, one, zero)
         leaves = [self.out[node] for node in self.structure.leaf_nodes.tolist()]
         return torch.stack(leaves) if leaves else self.v
 
+    def up(self, node: int) -> object:
+        raise NotImplementedError
+
+    def down(self, node: int, weight: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
     def children(self, node: int) -> list[int]:
         first = int(self.structure.first_child[node])
         return list(range(first, first + int(self.structure.num_children[node])))
 
-    def mean(self, x: Tensor, node: int) -> Tensor:
-        first, count = int(self.structure.first_leaf[node]), int(self.structure.leaf_count[node])
-        return x[first : first + count].mean(0)
+    def visible(self, child: int, children: list[int]) -> list[int]:
+        """The siblings that a member of a family sees."""
+        self.siblings[child] = [b for b in children if b != child and not (self.causal and b > child)]
+        return self.siblings[child]
 
-    def place(self, a: int, b: int) -> Tensor | float:
-        return 0.0 if self.positions is None else (self.positions[a] * self.positions[b]).sum(-1)
+    def count(self, node: int) -> int:
+        return int(self.structure.leaf_count[node])
+
+    def mean(self, x: Tensor, node: int) -> Tensor:
+        first = int(self.structure.first_leaf[node])
+        return x[first : first + self.count(node)].mean(0)
+
+    def similarity(self, a: int, b: int) -> Tensor:
+        """scale · q·k + ε·ε, one number per head."""
+        similarity = self.scale * (self.mean(self.q, a) * self.mean(self.k, b)).sum(-1)
+        return similarity if self.positions is None else similarity + (self.positions[a] * self.positions[b]).sum(-1)
+
+    def finish(self, node: int, weight: Tensor, out: Tensor) -> None:
+        """Add to a leaf's output what it gives to itself."""
+        own = self.v[int(self.structure.first_leaf[node])]
+        self.out[node] = out + weight[:, None] * own * float(self.include_self)
+
+
+class _Recursion(Nodes):
+    """Algorithms 2 and 3 of the paper with the errata applied. Every number is one per head: `[heads]`, `[heads, dim]`."""
+
+    def __init__(self, call: HierarchicalCall):
+        super().__init__(call)
+        heads = self.q.shape[1]
+        self.mixing = HeadMixing.identity(heads, device=self.q.device) if call.mixing is None else call.mixing
+        self.nothing = self.q.new_full((heads,), -math.inf)
+        self.inner: dict[int, Tensor] = {}
+        self.outer: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}  # of the siblings, [siblings, heads]
 
     def logit(self, a: int, b: int) -> Tensor:
-        similarity = (self.mean(self.q, a) * self.mean(self.k, b)).sum(-1)
-        own = self.scale * similarity + self.place(a, b)
-        return self.mixing.logits.to(own.dtype) @ own + math.log(self.structure.leaf_count[b])
+        similarity = self.similarity(a, b)
+        return self.mixing.logits.to(similarity.dtype) @ similarity + math.log(self.count(b))
 
     def up(self, node: int) -> Tensor:
-        """inner(node), after the same for everything below it."""
+        """Return inner(node), after the same for everything below it."""
         children = self.children(node)
         if not children:
             self.inner[node] = self.logit(node, node) if self.include_self else self.nothing
@@ -108,13 +102,12 @@ class _Recursion:
         mass = []
         for child in children:
             self.up(child)
-            siblings = [b for b in children if b != child and not (self.causal and b > child)]
+            siblings = self.visible(child, children)
             logits = torch.stack([self.logit(child, b) for b in siblings]) if siblings else self.nothing[None][:0]
-            self.siblings[child] = siblings
             self.outer[child] = logits.logsumexp(0) if siblings else self.nothing
             self.weights[child] = logits.softmax(0)
             mass.append(self.mass(child))
-        share = [int(self.structure.leaf_count[c]) / int(self.structure.leaf_count[node]) for c in children]
+        share = [self.count(child) / self.count(node) for child in children]
         self.inner[node] = sum((s * m for s, m in zip(share, mass, strict=True)), start=torch.zeros_like(mass[0]))
         return self.inner[node]
 
@@ -141,13 +134,12 @@ class _Recursion:
         elif not children:  # a tree of one leaf: a row with nothing in it but the leaf itself
             weight = self.mixing.weights.to(weight.dtype) @ weight
         if not children:
-            own = self.v[self.structure.first_leaf[node]]
-            self.out[node] = out + weight[:, None] * own * float(self.include_self)
+            self.finish(node, weight, out)
         for child in children:
             self.down(child, weight, out)
 
     def row(self, node: int, weight: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """What is left for below the node, and what it has got, after its siblings."""
+        """The weight left for what is below the node, and its output so far, after its siblings."""
         side, own = self.shares(node)
         mix = self.mixing.weights.to(own.dtype)
         for sibling, share in zip(self.siblings[node], self.weights[node], strict=True):

@@ -13,162 +13,142 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hsa.attention.hierarchical.call import HierarchicalCall
 from hsa.attention.hierarchical.leaf_round import attend_leaves, finish_leaves
 from hsa.attention.mixing import HeadMixing
-from hsa.attention.rounds import Bucket, Round, Rounds, rooted, rounds
+from hsa.attention.rounds import Bucket, Rounds, rooted, rounds
 from hsa.attention.softmax import attend_with_gradient, exact
 from hsa.errors import InvalidInput
-from hsa.tree.hierarchy import Hierarchy
-
-FamilyAttention: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 
-def hierarchical_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: FamilyAttention,
-    mixing: HeadMixing | None,
-    scale: float,
-) -> Tensor:
-    """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
-    hierarchy, positions = rooted(hierarchy, positions)
-    plan = rounds(hierarchy)
-    up = up_sweep(
-        q,
-        k,
-        v,
-        plan,
-        positions=positions,
-        include_self=include_self,
-        causal=causal,
-        family_attention=family_attention,
-        mixing=mixing,
-        scale=scale,
-    )
-    return down_sweep(up, v, plan)
+def attend(call: HierarchicalCall) -> Tensor:
+    """Run `hsa.hierarchical_attention`."""
+    forest, positions = rooted(call.hierarchy, call.positions)
+    plan = rounds(forest)
+    return down_sweep(_up_sweep(call, plan, positions), call.v, plan)
 
 
-def energy(
-    q: Tensor,
-    k: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: FamilyAttention,
-    scale: float,
-) -> Tensor:
-    """−inner(root), `[trees, heads]`."""
-    hierarchy, positions = rooted(hierarchy, positions)
-    plan = rounds(hierarchy)
-    up = up_sweep(
-        q,
-        k,
-        k[..., :0],
-        plan,
-        positions=positions,
-        include_self=include_self,
-        causal=causal,
-        family_attention=family_attention,
-        scale=scale,
-    )
-    if not up.inner:
-        return q.new_zeros(0, q.shape[1])
-    inner = torch.cat(up.inner).index_select(0, plan.roots)
-    return -inner if include_self else (-inner).masked_fill(plan.void_roots[:, None], math.inf)
+def energy(call: HierarchicalCall) -> Tensor:
+    """Return −inner(root), `[trees, heads]`."""
+    forest, positions = rooted(call.hierarchy, call.positions)
+    plan = rounds(forest)
+    return energy_of_roots(_up_sweep(call, plan, positions).inner, plan, call)
+
+
+def energy_of_roots(inner: list[Tensor], plan: Rounds, call: HierarchicalCall) -> Tensor:
+    """Return −inner of the roots, `[trees, heads]`, given that of the parents of every round; +∞ where there is no mass."""
+    if not inner:
+        return call.q.new_zeros(0, call.q.shape[1])
+    result = -torch.cat(inner).index_select(0, plan.roots)
+    return result if call.include_self else result.masked_fill(plan.void_roots[:, None], math.inf)
 
 
 @dataclass(frozen=True)
 class UpSweep:
-    """What the down sweep needs. Per round, and in it per bucket: `[families, size, heads, …]`."""
+    """What the sweeps have computed so far. Per round, and in it per bucket: `[families, size, heads, …]`."""
 
     average: list[list[Tensor]] = field(default_factory=list)  # y: the siblings' average
     side: list[list[Tensor | None]] = field(default_factory=list)  # the siblings' share of a member's row; None: all
     down: list[list[Tensor | None]] = field(default_factory=list)  # its own children's share; None: nothing
     inner: list[Tensor] = field(default_factory=list)  # per round: [parents, heads]
+    pooled: tuple[list[Tensor], ...] = field(default_factory=lambda: ([], [], []))  # q, k, v of the parents per round
     by_hand: bool = False  # the averages of the first round are ours to overwrite
 
 
-def up_sweep(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Rounds,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: FamilyAttention,
-    scale: float,
-    mixing: HeadMixing | None = None,
-) -> UpSweep:
-    """Leaves → roots."""
-    by_hand = bool(plan.rounds) and mixing is None and _by_hand(plan.rounds[0], positions, family_attention)
-    up = UpSweep(by_hand=by_hand)
-    pooled: tuple[list[Tensor], ...] = ([], [], [])
-    no_inner = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    no_inner = no_inner.expand(q.shape[:2])
-    places = None if positions is None else by_round(positions, plan)
-    for r, families in enumerate(plan.rounds):
-        if r == 0 and by_hand:
-            q0, k0, v0 = (families.source(x, []) for x in (q, k, v))
-            averages, inner, means = attend_leaves(q0, k0, v0, families, include_self, causal, scale)
-            up.average.append(averages)
-            up.side.append([None] * len(averages))
-            up.down.append([None] * len(averages))
-            up.inner.append(inner)
-            for above, mean in zip(pooled, means, strict=True):
-                above.append(mean)
-            continue
-        qs, ks, vs = (families.split(families.source(x, above)) for x, above in zip((q, k, v), pooled, strict=True))
-        inners = families.split(families.source(no_inner, up.inner)) if families.earlier else [no_inner] * len(qs)
-        spots = [None] * len(qs) if places is None else families.split(families.source(*places))
+FamilyRows: TypeAlias = Callable[
+    [int, int, Tensor, Tensor, Tensor, Tensor | None, float],
+    tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+]
+"""Attention inside the families of one bucket: `(round, bucket, q, k, v, inner, scale) → (y, mass, side, down)`.
+
+q, k, v and y are `[families, heads, size, dim]`. The others are `[families, size, heads]`: the mass inside each member (None
+if all are leaves), the mass of its row, and how the row divides, as in `UpSweep`.
+"""
+
+
+def sweep_up(
+    up: UpSweep, call: HierarchicalCall, plan: Rounds, positions: Tensor | None, attend_families: FamilyRows
+) -> None:
+    """Leaves → roots, from the first round that `up` does not have. `positions` of the nodes of the rooted forest."""
+    leaves = call.q, call.k, call.v
+    no_inner = torch.zeros((), dtype=torch.promote_types(call.q.dtype, torch.float32), device=call.q.device)
+    no_inner = no_inner.expand(call.q.shape[:2])
+    by_height = None if positions is None else by_round(positions, plan)
+    for r in range(len(up.inner), len(plan.rounds)):
+        families = plan.rounds[r]
+        parts = [families.split(families.source(x, above)) for x, above in zip(leaves, up.pooled, strict=True)]
+        none: list[Tensor | None] = [None] * len(families.buckets)
+        inners = families.split(families.source(no_inner, up.inner)) if families.earlier else none
+        own_positions = none if by_height is None else families.split(families.source(*by_height))
         averages, masses, sides, downs = [], [], [], []
-        for bucket, qb, kb, vb, inner, spot in zip(families.buckets, qs, ks, vs, inners, spots, strict=True):
-            qb, kb, factor = with_positions(qb, kb, spot, scale)
-            inputs = qb.transpose(1, 2), kb.transpose(1, 2), vb.transpose(1, 2)
-            mask, alone = bucket.mask(include_self, causal)
-            void = bucket.is_leaf if include_self else bucket.void
-            if mixing is not None:
-                y, mass, side, down = _attend_mixed(*inputs, bucket.log_count, mask, factor, inner, void, alone, mixing)
-            else:
-                if family_attention is exact:
-                    bias, _ = bucket.bias(include_self, causal, qb.dtype)
-                    y, outer = attend_with_gradient(*inputs, bias, factor)
-                else:
-                    y, outer = _pair(family_attention(*inputs, bucket.log_count, mask, scale=factor))
-                mass, side, down = shares(inner, outer.transpose(1, 2), void, alone)
+        for i, (q, k, v, inner, position) in enumerate(zip(*parts, inners, own_positions, strict=True)):
+            q, k, scale = with_positions(q, k, position, call.scale)
+            rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            y, mass, side, down = attend_families(r, i, *rows, inner, scale)
             averages.append(y.transpose(1, 2))
             masses.append(mass)
             sides.append(side)
             downs.append(down)
-        for parts, above in zip((qs, ks, vs), pooled, strict=True):
-            above.append(families.pool(parts))
+        for part, above in zip(parts, up.pooled, strict=True):
+            above.append(families.pool(part))
         up.average.append(averages)
         up.side.append(sides)
         up.down.append(downs)
         up.inner.append(families.pool(masses))
+
+
+def _up_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | None) -> UpSweep:
+    up = UpSweep(by_hand=_by_hand(call, plan))
+    if up.by_hand:
+        families = plan.rounds[0]
+        q, k, v = (families.source(x, []) for x in (call.q, call.k, call.v))
+        averages, inner, means = attend_leaves(q, k, v, families, call.include_self, call.causal, call.scale)
+        up.average.append(averages)
+        up.side.append([None] * len(averages))
+        up.down.append([None] * len(averages))
+        up.inner.append(inner)
+        for above, mean in zip(up.pooled, means, strict=True):
+            above.append(mean)
+    sweep_up(up, call, plan, positions, partial(_softmax_rows, call, plan))
     return up
 
 
-def _by_hand(families: Round, positions: Tensor | None, family_attention: FamilyAttention) -> bool:
-    """The first round has a faster form; a compiler makes its own."""
-    return (
-        families.only_leaves and positions is None and family_attention is exact and not torch.compiler.is_compiling()
-    )
+def _by_hand(call: HierarchicalCall, plan: Rounds) -> bool:
+    """Whether the first round has its faster form; a compiler makes its own."""
+    plain = call.mixing is None and call.positions is None and call.family_attention is exact
+    return plain and bool(plan.rounds) and plan.rounds[0].only_leaves and not torch.compiler.is_compiling()
+
+
+def _softmax_rows(
+    call: HierarchicalCall,
+    plan: Rounds,
+    r: int,
+    i: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inner: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See `FamilyRows`."""
+    bucket = plan.rounds[r].buckets[i]
+    mask, alone = bucket.mask(call.include_self, call.causal)
+    void = bucket.is_leaf if call.include_self else bucket.void
+    if call.mixing is not None:
+        return _attend_mixed(q, k, v, bucket.log_count, mask, scale, inner, void, alone, call.mixing)
+    if call.family_attention is exact:
+        bias, _ = bucket.bias(call.include_self, call.causal, q.dtype)
+        y, outer = attend_with_gradient(q, k, v, bias, scale)
+    else:
+        y, outer = _pair(call.family_attention(q, k, v, bucket.log_count, mask, scale=scale))
+    return y, *shares(inner, outer.transpose(1, 2), void, alone)
 
 
 def _pair(result: Any) -> tuple[Tensor, Tensor]:
@@ -181,31 +161,31 @@ def _pair(result: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
-def by_round(positions: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
-    """Positions of the leaves, and of the parents of every round."""
-    by_slot = positions.index_select(0, plan.node_of_slot)
+def by_round(nodes: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
+    """Rows `[nodes, …]` of the leaves, and of the parents of every round."""
+    by_slot = nodes.index_select(0, plan.node_of_slot)
     bounds = plan.slot_bounds
     return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in pairwise(bounds)]
 
 
-def with_positions(q: Tensor, k: Tensor, spot: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
+def with_positions(q: Tensor, k: Tensor, position: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
     """scale·q·k + ε·ε as one longer dot product."""
-    if spot is None:
+    if position is None:
         return q, k, scale
-    spot = spot.to(q.dtype).expand(*q.shape[:-1], -1)
-    return torch.cat([q * scale, spot], -1), torch.cat([k, spot], -1), 1.0
+    position = position.to(q.dtype).expand(*q.shape[:-1], -1)
+    return torch.cat([q * scale, position], -1), torch.cat([k, position], -1), 1.0
 
 
 def shares(
-    inner: Tensor, outer: Tensor, void: Tensor | None, alone: Tensor | None
+    inner: Tensor | None, outer: Tensor, void: Tensor | None, alone: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """log(e^inner + e^outer), and how a row divides between siblings and own children.
 
-    `void` members have no inner mass, members that are `alone` no outer mass.
+    `void` members have no inner mass (None: all are void), members that are `alone` no outer mass.
     """
     if alone is not None:
         outer = outer.masked_fill(alone, 0)
-    if void is None:
+    if void is None or inner is None:
         return outer, None, None
     void = void[:, :, None]
     mass = torch.where(void, outer, torch.logaddexp(inner, outer))
@@ -225,12 +205,12 @@ def _attend_mixed(
     log_count: Tensor | None,
     mask: Tensor,
     scale: float,
-    inner: Tensor,
+    inner: Tensor | None,
     void: Tensor | None,
     alone: Tensor | None,
     mixing: HeadMixing,
 ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-    """Attention inside families whose heads talk: averages that have their share of the row in them, masses, shares."""
+    """Attention inside families whose heads talk: averages weighted by their share of the row, masses, shares."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = mixing.mix_logits(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale)
     if log_count is not None:
@@ -272,11 +252,11 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
         outs[r] = families.join([out for out, _ in below])
         if families.earlier:
             weights[r] = families.join([weight for _, weight in below])
-    return leaves_of(outs, plan).to(v.dtype)
+    return _leaf_rows(outs, plan).to(v.dtype)
 
 
 def from_above(plan: Rounds, r: int, members: list[tuple[dict[int, Tensor], Tensor]]) -> list[Tensor]:
-    """Of the parents of round r, what they got as members of later rounds; `members`: that, and the row of roots."""
+    """Rows of the parents of round r, from the rounds in which they are members; `members`: those, and the row of roots."""
     later, rows = plan.down[r]
     if rows is None:
         return [got[later[0]] for got, _ in members]
@@ -287,15 +267,13 @@ def _hand_down(
     bucket: Bucket, out: Tensor, weight: Tensor, average: Tensor, side: Tensor | None, down: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out(C) = out(P) + weight(P)·side(C)·y(C) and weight(C) = weight(P)·down(C), `[families, size, heads, …]`."""
-    if bucket.parents is not None:
-        out, weight = out.index_select(0, bucket.parents), weight.index_select(0, bucket.parents)
-    out, weight = out[:, None], weight[:, None]
+    out, weight = bucket.of_parents(out)[:, None], bucket.of_parents(weight)[:, None]
     share = weight if side is None else weight * side
     result = torch.addcmul(out.to(average.dtype), average, share.to(average.dtype)[..., None])
     return result, weight * (torch.zeros_like(weight) if down is None else down)
 
 
-def leaves_of(outs: dict[int, Tensor], plan: Rounds) -> Tensor:
+def _leaf_rows(outs: dict[int, Tensor], plan: Rounds) -> Tensor:
     if plan.leaf_rows is None:
         return outs[0]
     with_leaves = [outs[r] for r, families in enumerate(plan.rounds) if families.has_leaves]

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run here, on such tensors, and why not. Imports no Triton."""
+"""Whether the Triton kernels can run here, on such tensors and forests, and why not. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hsa.attention.kernels.levels import levels
+from hsa.tree.hierarchy import Hierarchy
+
 INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
-WIDEST_FOUND = 128
-"""Keys whose order is found: the spread between dimensions has to fit the registers of one program."""
+WIDEST_CLUSTERED = 128
+"""Widest keys that are clustered: their covariance has to fit the registers of one program."""
 WIDEST_THREE_WAY = 128
-"""Three-way attention: a program keeps rows of queries, keys and values and their gradients."""
+"""Widest rows of three-way attention: a program keeps rows of queries, keys and values and their gradients."""
 CAPABILITY = (8, 0)
-"""Of the oldest GPUs with the products that the kernels use (Ampere)."""
+"""Compute capability of the oldest GPUs with the matrix products that the kernels use (Ampere)."""
 
 
 def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[str]:
-    """Reasons against the kernels, whatever the operator; empty if there are none.
+    """Return the reasons against the kernels that hold for any operator.
 
     On the CPU they run only under Triton's interpreter (TRITON_INTERPRET=1), and only if asked for by name: it is for tests.
     """
@@ -45,8 +48,17 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
     return reasons
 
 
+def why_not_forest(forest: Hierarchy) -> list[str]:
+    """Return the reasons against a rooted forest (`rounds.rooted`) that hold for any operator."""
+    if forest.num_leaves == 0:
+        return ["there are no leaves"]
+    if levels(forest) is None:
+        return ["leaves hang at very different depths, so that equal depths would take too many rows"]
+    return []
+
+
 def padded(width: int) -> int:
-    """What kernels make of a width: a power of two, and at least what tensor cores take."""
+    """Return the width in kernels: a power of two, and no less than tensor cores take."""
     return max(16, 1 << (width - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""The leaf families of a forest: what can be selection.
+"""The leaf families of a forest, which can be selected.
 
 A leaf family is the leaf members of one family, named here by its parent node. Those directly under a root (sinks) are
 always exact and are not listed. The others are numbered tree by tree, by their first leaf.

@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_inputs, check_positions, check_type, scale_or_default, without_autocast
-from hsa.attention.dispatch import Backend, choose
+from hsa.attention import dispatch
+from hsa.attention.checks import check_inputs, check_positions, check_type, scale_or_default
+from hsa.attention.dispatch import Backend
 from hsa.attention.kernels import available
-from hsa.attention.kernels.reasons import multiscale_reasons
-from hsa.attention.mixing import HeadMixing, check_mixing, no_mixing
-from hsa.attention.multiscale import reference
-from hsa.attention.multiscale import torch_lists as gathered
-from hsa.attention.multiscale.cluster import KeyClusters
+from hsa.attention.mixing import HeadMixing, check_mixing
+from hsa.attention.multiscale import reference, torch_lists
+from hsa.attention.multiscale.call import MultiscaleCall
+from hsa.attention.multiscale.cluster import KeyClusters, check_chunked, check_clusters
 from hsa.attention.multiscale.queries import Queries
-from hsa.attention.multiscale.select import check_chunked, check_clusters, check_one_family, select
+from hsa.attention.multiscale.select import select
 from hsa.attention.multiscale.selection import Selection
 from hsa.attention.multiscale.visibility import key_limit
-from hsa.attention.normalizers import Entmax, no_entmax, resolve_normalizer
+from hsa.attention.multiscale.why_not import why_not_triton
+from hsa.attention.normalizers import Entmax, resolve_normalizer
 from hsa.attention.rounds import rooted
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
 
-def _run_gathered(
-    q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, selection: Selection, **options: Any
-) -> Tensor:
-    return gathered.multiscale_attention(q, k, v, hierarchy, partition=selection.partition(hierarchy), **options)
+def _run_triton(call: MultiscaleCall) -> Tensor:
+    from hsa.attention.multiscale.triton.operator import attend
 
-
-def _run_triton(*arguments: Any, **options: Any) -> Tensor:
-    from hsa.attention.multiscale.triton.operator import multiscale_attention
-
-    with available.device_of(arguments[0]):
-        return multiscale_attention(*arguments, **options)
-
-
-def _why_not_triton(arguments: dict[str, Any]) -> list[str]:
-    reasons = no_entmax(arguments) + available.why_not(arguments["q"], arguments["v"], arguments["backend"])
-    if reasons:
-        return reasons
-    if arguments["positions"] is not None:
-        reasons.append("it does not take positions")
-    if arguments["dropout_p"] > 0:
-        reasons.append("it has no dropout")
-    reasons += no_mixing(arguments)
-    return reasons + multiscale_reasons(
-        rooted(arguments["hierarchy"])[0], arguments["selection"], arguments["needs_grad"]
-    )
+    with available.device_of(call.q):
+        return attend(call)
 
 
 MULTISCALE = (
-    Backend("triton", _run_triton, _why_not_triton),
-    Backend("torch", _run_gathered),
-    Backend("reference", reference.multiscale_attention),
+    Backend("triton", _run_triton, why_not_triton),
+    Backend("torch", torch_lists.attend),
+    Backend("reference", reference.attend),
 )
 
 
@@ -80,36 +61,36 @@ def multiscale_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "queries heads value_dim"]:
-    """Attention of every query over its own list of nodes, which together hold every key once.
+    """Attention of every query over a list of nodes that together hold every key once.
 
         logit(i→B) = scale · q_i · mean(k, B) + log leaf_count(B) + ε(i')·ε(B') [+ pooled_bias if B is no leaf]
         out(i)     = softmax over the list, applied to mean(v, B)
 
-    i' and B' are the highest distinct ancestors of i and B. For its lists this is the closest matrix to softmax attention;
-    with every family open it is softmax attention. `normalizer=Entmax(…)` is the same for sparse attention: leaf counts are
-    then weights of the entries in place of log leaf_count.
+    i' and B' are the highest distinct ancestors of i and B. For given lists this is the closest matrix to softmax attention;
+    with every family selected it is softmax attention. `normalizer=Entmax(…)` is the same for sparse attention: leaf counts
+    are then weights of the entries in place of log leaf_count.
 
     Args:
         q: one row per query; without `queries`, per leaf.
         k, v: one row per leaf. Key/value heads may be fewer than query heads; v may have another width.
         hierarchy: the forest of the keys.
         queries: another set of queries (cross-attention, a decode step); by default the leaves themselves.
-        opened: from `select`: which leaf families are exact. By default each leaf's own.
-        clusters: from `cluster_keys`: the keys' places in the tree, per key/value head. Needs `selection`.
+        selection: from `select`: which leaf families are exact. By default each leaf's own.
+        clusters: from `cluster_keys`: the order of the keys in the tree, per key/value head. Needs `selection`.
         positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
-        include_self: False hides each leaf from itself.
-        causal: drop every node that is not wholly at or before the query. Nothing later is used, at all.
-        normalizer: "softmax", or an `hsa.Entmax`. Where that has an α per level, a node has that of the family it is a
-            member of.
+        include_self: whether leaves attend to themselves.
+        causal: drop every node that is not wholly at or before the query. Nothing later is used: this does not leak.
+        normalizer: "softmax", or an `hsa.Entmax`. If it has an α per level, a node takes that of the family it is a member
+            of.
         pooled_bias: added to the logits of pooled nodes, a number or one per head: 0 is closest to softmax, −∞ drops them.
         mixing: talking heads: logits are mixed across heads before the softmax, weights after it. All heads must have the
-            same lists: no choice per head, no trees found per head.
+            same lists: no selection per head and no clusters.
         dropout_p: dropout on (query, node) weights.
-        scale: of the dot products; 1/√head_dim by default.
+        scale: factor of the dot products; 1/√head_dim by default.
         backend: "auto", "triton" (CUDA), "torch" or "reference".
 
     Raises:
-        InvalidInput: shapes, dtypes, devices or heads that do not fit; options without meaning under a key order.
+        InvalidInput: shapes, dtypes, devices or heads do not fit; options that have no meaning for clustered keys.
         NonFinite: entmax of a logit that is +∞ or no number, inside `hsa.checking`.
 
     >>> q, k, v = torch.randn(3, 64, 2, 8).unbind(0)
@@ -121,9 +102,9 @@ def multiscale_attention(
     check_type("queries", queries, Queries, "see hsa.Queries")
     check_type("selection", selection, Selection, "use hsa.select(q, k, hierarchy, …)")
     check_type("clusters", clusters, KeyClusters, "use hsa.cluster_keys(k, hierarchy)")
-    asked = selection.queries if selection is not None else queries
+    given = selection.queries if selection is not None else queries
     check_inputs({"k": k, "v": v}, hierarchy)
-    rows = None if asked is None else {"q": asked.checked(hierarchy).num_queries}
+    rows = None if given is None else {"q": given.checked(hierarchy).num_queries}
     check_inputs({"q": q, "k": k, "v": v}, hierarchy, rows)
     positions = check_positions(positions, q, hierarchy)
     if clusters is not None:
@@ -137,55 +118,41 @@ def multiscale_attention(
     _check_selection(hierarchy, selection, clusters, limit, q)
     check_mixing(mixing, q)
     _check_shared_lists(mixing, selection, clusters)
-    entmax = resolve_normalizer(normalizer, q)
-    scale = scale_or_default(scale, q)
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
-    needs_grad = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, positions, pooled_bias)
+    forest, positions = rooted(hierarchy, positions)
+    call = MultiscaleCall(
+        q=q,
+        k=k,
+        v=v,
+        hierarchy=forest,
+        selection=selection,
+        limit=limit,
+        clusters=clusters,
+        positions=positions,
+        include_self=include_self,
+        pooled_bias=per_head(pooled_bias, q),
+        mixing=mixing,
+        entmax=resolve_normalizer(normalizer, q),
+        dropout_p=dropout_p,
+        scale=scale_or_default(scale, q),
+        backend=backend,
     )
-    asked_of_backend = {
-        "q": q,
-        "v": v,
-        "hierarchy": hierarchy,
-        "selection": selection,
-        "positions": positions,
-        "dropout_p": dropout_p,
-        "needs_grad": needs_grad,
-        "normalizer": normalizer,
-        "mixing": mixing,
-        "backend": backend,
-    }
-    chosen = choose("multiscale_attention", MULTISCALE, backend, asked_of_backend)
-    hierarchy, positions = rooted(hierarchy, positions)
-    options = {
-        "selection": selection,
-        "limit": limit,
-        "clusters": clusters,
-        "positions": positions,
-        "include_self": include_self,
-        "pooled_bias": per_head(pooled_bias, q),
-        "mixing": mixing,
-        "normalizer": entmax,
-        "dropout_p": dropout_p,
-        "scale": scale,
-    }
-    with without_autocast(q):
-        return chosen.run(q, k, v, hierarchy, **options)
+    return dispatch.run("multiscale_attention", MULTISCALE, call)
 
 
 def _check_shared_lists(mixing: HeadMixing | None, selection: Selection, clusters: KeyClusters | None) -> None:
     if mixing is not None and (clusters is not None or selection.families.shape[1] > 1):
         raise InvalidInput(
             "mixing",
-            given="heads with lists of their own (top_k, or a key order)",
+            given="heads with different lists (from top_k or clusters)",
             expected="heads that look at the same nodes: else there is nothing to mix entry by entry",
-            fix="use select without top_k and without a key order, or hierarchical_attention",
+            fix="use select without top_k and without clusters, or hierarchical_attention",
         )
 
 
 def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
-    """[1 or heads]; None for nothing to add."""
+    """Return the bias as `[1 or heads]`; None for nothing to add."""
     if not isinstance(pooled_bias, Tensor):
         is_number = isinstance(pooled_bias, (int, float)) and not isinstance(pooled_bias, bool)
         if not is_number or not pooled_bias < math.inf:
@@ -214,38 +181,41 @@ def _check_queries(
     positions: Tensor | None,
     include_self: bool,
 ) -> None:
-    """Queries and what is asked of them fit each other."""
+    """Check that queries, selection and options fit each other."""
     if queries is not None and selection is not None and queries is not selection.queries:
         raise InvalidInput(
-            "queries", given="other queries than those of opened", expected="the same object", fix="leave queries out"
+            "queries",
+            given="other queries than those of the selection",
+            expected="the same object",
+            fix="leave queries out",
         )
-    asked = selection.queries if selection is not None else queries
-    if selection is None and (clusters is not None or (asked is not None and asked.leaves is None)):
+    given = selection.queries if selection is not None else queries
+    if selection is None and (clusters is not None or (given is not None and given.leaves is None)):
         raise InvalidInput(
             "selection",
-            given="None with a key order or with queries that are no leaves",
-            expected="a choice: there is no own family",
+            given="None with clusters or with queries that are no leaves",
+            expected="a selection: there is no own family",
             fix="pass selection=hsa.select(q, k, hierarchy, top_k=…, …) with the same options",
         )
-    if asked is not None and asked.leaves is None and not include_self:
+    if given is not None and given.leaves is None and not include_self:
         raise InvalidInput(
             "include_self",
             given="False for queries that are no leaves",
             expected="include_self=True",
             fix="a query outside the tree has no self in it",
         )
-    if asked is not None and positions is not None:
-        check_one_family(asked, hierarchy)
+    if given is not None and positions is not None:
+        given.check_one_family(hierarchy)
 
 
 def _check_selection(
     hierarchy: Hierarchy, selection: Selection, clusters: KeyClusters | None, limit: Tensor | None, q: Tensor
 ) -> None:
-    """The choice was made for this hierarchy, these heads, this order of the keys, and no more than may be seen."""
+    """Check that the selection was made for this hierarchy, these heads and clusters, and for no more than may be seen."""
     if selection.families.shape[1] not in (1, q.shape[1]):
         raise InvalidInput(
             "selection",
-            given=f"a choice for {selection.families.shape[1]} heads",
+            given=f"a selection for {selection.families.shape[1]} heads",
             expected=f"1 or {q.shape[1]}, as q has",
         )
     check_chunked(clusters, limit)
@@ -253,16 +223,16 @@ def _check_selection(
         return
     same = "call hsa.select with the hierarchy, clusters and causal that attention gets"
     if selection.made_for != hierarchy.digest:
-        raise InvalidInput("selection", given="a choice made for another hierarchy", expected="one for this", fix=same)
+        raise InvalidInput("selection", given="one made for another hierarchy", expected="one for this", fix=same)
     if selection.clusters is not clusters:
         raise InvalidInput(
-            "selection", given="a choice made with another clusters", expected="the same object", fix=same
+            "selection", given="one made with other clusters", expected="one made with the same object", fix=same
         )
     depends_on_queries = selection.depends_on_queries or clusters is not None
     if limit is not None and selection.limit is None and depends_on_queries:
         raise InvalidInput(
             "selection",
-            given="a choice made with causal=False, for causal attention",
+            given="one made with causal=False, for causal attention",
             expected="one that looks at nothing later",
             fix=same,
         )

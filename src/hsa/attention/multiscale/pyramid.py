@@ -1,4 +1,4 @@
-"""Pooled keys and values of every node, and where nodes are in them."""
+"""The pyramid: pooled keys or values of every node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pyramid(leaves: Tensor, plan: Rounds) -> Tensor:
 
 
 def in_order(leaves: Tensor, order: Tensor) -> Tensor:
-    """Rows `[leaves, heads, dim]` put where `order[head, slot]` says."""
+    """Put rows `[leaves, heads, dim]` in the order of clusters: slot `s` of head `h` gets row `order[h, s]`."""
     heads = leaves.shape[1]
     rows = order.T * heads + torch.arange(heads, device=order.device)
     return leaves.flatten(0, 1).index_select(0, rows.flatten()).view_as(leaves)

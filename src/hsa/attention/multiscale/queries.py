@@ -1,4 +1,4 @@
-"""`Queries`: who asks, in which groups, and how much each may see."""
+"""`Queries`: a set of queries, in groups that share a selection, and how many keys each may see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """A set of queries over the keys of a forest. Queries of one group share the choice of what is exact.
+    """A set of queries over the keys of a forest. Queries of one group share the selection of what is exact.
 
     Args:
         offsets: `[groups + 1]`, the rows of q of every group.
@@ -70,7 +70,7 @@ class Queries:
 
     @staticmethod
     def families(hierarchy: Hierarchy) -> Queries:
-        """Every leaf asks; consecutive leaves of one family form a group."""
+        """Make every leaf a query; consecutive leaves of one family form a group."""
 
         def build() -> Queries:
             s = hierarchy.structure
@@ -82,7 +82,7 @@ class Queries:
 
     @staticmethod
     def windows(hierarchy: Hierarchy, size: int) -> Queries:
-        """Every leaf asks; windows of `size` consecutive leaves of a tree form a group."""
+        """Make every leaf a query; windows of `size` consecutive leaves of a tree form a group."""
         size = check_count("size", size, "a positive number of queries per group", minimum=1)
 
         def build() -> Queries:
@@ -95,7 +95,7 @@ class Queries:
         return hierarchy.cached(("queries", size), build)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """What follows from these queries alone, built once."""
+        """Return what `build` makes of these queries alone, built once."""
         if key not in self._cache:
             with torch.inference_mode(False):  # later calls may need gradients
                 self._cache[key] = build()
@@ -103,15 +103,35 @@ class Queries:
 
     @cached_property
     def most(self) -> int:
-        """Queries of the largest group."""
+        """Number of queries in the largest group."""
         return int(np.diff(self.host_offsets).max(initial=0))
 
     def checked(self, hierarchy: Hierarchy) -> Queries:
-        """These queries, or an error that says what does not fit the forest. Looked at once per forest."""
+        """Return these queries, or raise an error that says what does not fit the forest. Checked once per forest."""
         if hierarchy.digest not in self._checked_for:
             self._check(hierarchy)
             self._checked_for.add(hierarchy.digest)
         return self
+
+    def check_one_family(self, hierarchy: Hierarchy) -> None:
+        """Check that every group stands below one parent, for positions, which are compared where paths part."""
+        if self.leaves is None:
+            raise InvalidInput(
+                "positions",
+                given="positions with queries that are no leaves",
+                expected="positions=None",
+                fix="a query outside the tree has no position in it",
+            )
+        s = hierarchy.structure
+        parent = s.parent[s.leaf_nodes[self.leaves.cpu().numpy()]]
+        starts = self.host_offsets[:-1][np.diff(self.host_offsets) > 0]
+        if len(starts) and (np.maximum.reduceat(parent, starts) != np.minimum.reduceat(parent, starts)).any():
+            raise InvalidInput(
+                "queries",
+                given="groups that span several leaf families, with positions",
+                expected="groups inside one leaf family",
+                fix="use Queries.families(hierarchy) or Queries.windows(hierarchy, 1)",
+            )
 
     def _check(self, hierarchy: Hierarchy) -> None:
         for name in ("offsets", "tree", "visible", "leaves"):

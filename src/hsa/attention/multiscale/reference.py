@@ -8,34 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.attention.mixing import HeadMixing
-from hsa.attention.multiscale.cluster import KeyClusters
-from hsa.attention.multiscale.selection import Selection
+from hsa.attention.multiscale.call import MultiscaleCall, SelectCall
 from hsa.attention.normalizers import Entmax
 from hsa.tree.hierarchy import Hierarchy
 
 
-def multiscale_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    selection: Selection,
-    limit: Tensor | None,
-    clusters: KeyClusters | None,
-    positions: Tensor | None,
-    include_self: bool,
-    pooled_bias: Tensor | None,
-    mixing: HeadMixing | None,
-    normalizer: Entmax | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """See `hsa.multiscale_attention`."""
+def attend(call: MultiscaleCall) -> Tensor:
+    """Run `hsa.multiscale_attention`."""
+    q, k, v, hierarchy, clusters, positions = call.q, call.k, call.v, call.hierarchy, call.clusters, call.positions
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, group_of_heads = q.shape[1], q.shape[1] // k.shape[1]
-    queries = selection.queries
+    queries, families = call.selection.queries, call.selection.families
     out = []
     for i in range(len(q)):
         group = int(queries.group[i])
@@ -45,29 +28,29 @@ def multiscale_attention(
             kv_head = h // group_of_heads
             keys, values = k[:, kv_head].to(dtype), v[:, kv_head].to(dtype)
             order = list(range(len(k))) if clusters is None else clusters.order[kv_head].tolist()
-            chosen = selection.families[group, min(h, selection.families.shape[1] - 1)].tolist()
+            selected = families[group, min(h, families.shape[1] - 1)].tolist()
             logits, bias, means, count, alpha = [], [], [], [], []
-            for node in list_of_nodes(hierarchy, int(queries.tree[group]), chosen):
+            for node in list_of_nodes(hierarchy, int(queries.tree[group]), selected):
                 members = order[_leaf_slice(hierarchy, node)]
-                if limit is not None and max(members) >= int(limit[i]):
+                if call.limit is not None and max(members) >= int(call.limit[i]):
                     continue
                 is_leaf = hierarchy.structure.num_children[node] == 0
-                if is_leaf and members == [leaf] and not include_self:
+                if is_leaf and members == [leaf] and not call.include_self:
                     continue
-                logit = scale * (q[i, h].to(dtype) @ keys[members].mean(0))
+                logit = call.scale * (q[i, h].to(dtype) @ keys[members].mean(0))
                 if positions is not None:
                     assert leaf is not None
                     own, other = _highest_distinct(hierarchy, int(hierarchy.structure.leaf_nodes[leaf]), node)
-                    place = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
-                    logit = logit + place[own] @ place[other]
+                    position = positions[:, min(h, positions.shape[1] - 1)].to(dtype)
+                    logit = logit + position[own] @ position[other]
                 more = logit.new_zeros(())
-                if not is_leaf and pooled_bias is not None:
-                    more = more + pooled_bias[min(h, len(pooled_bias) - 1)].to(dtype)
+                if not is_leaf and call.pooled_bias is not None:
+                    more = more + call.pooled_bias[min(h, len(call.pooled_bias) - 1)].to(dtype)
                 logits.append(logit)
                 bias.append(more)
                 count.append(len(members))
-                if normalizer is not None:
-                    alpha.append(_alpha(normalizer, hierarchy, node, h, dtype))
+                if call.entmax is not None:
+                    alpha.append(_alpha(call.entmax, hierarchy, node, h, dtype))
                 means.append(values[members].mean(0))
             similarities.append(logits)
             biases.append(bias)
@@ -75,18 +58,18 @@ def multiscale_attention(
             counts.append(count)
             alphas.append(alpha)
         nothing = v.new_zeros(v.shape[-1], dtype=dtype)
-        if mixing is not None and similarities[0]:  # all heads have the same list
-            mixed = mixing.logits.to(dtype) @ torch.stack([torch.stack(x) for x in similarities])
+        if call.mixing is not None and similarities[0]:  # all heads have the same list
+            mixed = call.mixing.logits.to(dtype) @ torch.stack([torch.stack(x) for x in similarities])
             similarities = [list(x) for x in mixed]
         weights = []
         for logits, bias, count, alpha in zip(similarities, biases, counts, alphas, strict=True):
             z = [x + b for x, b in zip(logits, bias, strict=True)]
-            if normalizer is None or normalizer.counts == "logits":
+            if call.entmax is None or call.entmax.counts == "logits":
                 z, count = [x + math.log(n) for x, n in zip(z, count, strict=True)], [1] * len(z)
-            weights.append(_softmax(z) if normalizer is None else _entmax(z, count, alpha))
-        if mixing is not None and weights[0]:
-            weights = [list(w) for w in mixing.weights.to(dtype) @ torch.stack([torch.stack(w) for w in weights])]
-        row = [_average(w, means, nothing, dropout_p) for w, means in zip(weights, averages, strict=True)]
+            weights.append(_softmax(z) if call.entmax is None else _entmax(z, count, alpha))
+        if call.mixing is not None and weights[0]:
+            weights = [list(w) for w in call.mixing.weights.to(dtype) @ torch.stack([torch.stack(w) for w in weights])]
+        row = [_average(w, means, nothing, call.dropout_p) for w, means in zip(weights, averages, strict=True)]
         out.append(torch.stack(row))
     return torch.stack(out).to(q.dtype) if out else q.new_empty(0, heads, v.shape[-1])
 
@@ -140,13 +123,13 @@ def _average(weights: list[Tensor], means: list[Tensor], nothing: Tensor, dropou
     return F.dropout(torch.stack(weights), dropout_p) @ torch.stack(means) if means else nothing
 
 
-def list_of_nodes(hierarchy: Hierarchy, node: int, selection: list[int]) -> list[int]:
-    """The leaves of the open families and the largest nodes without an open family, below `node`."""
+def list_of_nodes(hierarchy: Hierarchy, node: int, selected: list[int]) -> list[int]:
+    """The leaves of the selected families and the largest nodes without a selected family, below `node`."""
     s = hierarchy.structure
     nodes = []
     for child in range(int(s.first_child[node]), int(s.first_child[node]) + int(s.num_children[node])):
-        if any(_is_below(hierarchy, parent, child) for parent in selection):
-            nodes += list_of_nodes(hierarchy, child, selection)
+        if any(_is_below(hierarchy, parent, child) for parent in selected):
+            nodes += list_of_nodes(hierarchy, child, selected)
         else:
             nodes.append(child)
     return nodes
@@ -175,22 +158,12 @@ def _highest_distinct(hierarchy: Hierarchy, a: int, b: int) -> tuple[int, int]:
     return a, b  # the same leaf
 
 
-def select(
-    q: Tensor,
-    k: Tensor,
-    hierarchy: Hierarchy,
-    selection: Selection,
-    *,
-    top_k: int,
-    limit: Tensor | None,
-    clusters: KeyClusters | None,
-    positions: Tensor | None,
-    scale: float,
-) -> list[list[list[int]]]:
-    """Per group and head the `top_k` best leaf families beside those open, all candidates scored one by one."""
+def select(call: SelectCall) -> list[list[list[int]]]:
+    """Per group and head the `top_k` best leaf families outside the neighbourhood, all candidates scored one by one."""
+    q, k, hierarchy, clusters, positions = call.q, call.k, call.hierarchy, call.clusters, call.positions
     s = hierarchy.structure
     group_of_heads = q.shape[1] // k.shape[1]
-    queries = selection.queries
+    queries = call.queries
     result: list[list[list[int]]] = []
     for g in range(queries.num_groups):
         rows = range(int(queries.offsets[g]), int(queries.offsets[g + 1]))
@@ -198,33 +171,33 @@ def select(
         for h in range(q.shape[1]):
             kv_head = h // group_of_heads
             order = list(range(len(k))) if clusters is None else clusters.order[kv_head].tolist()
-            now_open = selection.families[g, 0].tolist()
+            selected = call.neighbourhood.nodes[g, 0].tolist()
             candidates = [
                 node
                 for node in _leaf_family_parents(hierarchy)
                 if s.tree[node] == int(queries.tree[g])
-                and not any(_is_below(hierarchy, parent, node) for parent in now_open if parent >= 0)
+                and not any(_is_below(hierarchy, parent, node) for parent in selected if parent >= 0)
             ]
             score = dict.fromkeys(candidates, -1.0)
             for i in rows:
                 logits = {}
                 for node in candidates:
                     members = order[_leaf_slice(hierarchy, node)]
-                    if limit is not None and max(members) >= int(limit[i]):
+                    if call.limit is not None and max(members) >= int(call.limit[i]):
                         continue
-                    logit = scale * (q[i, h] @ k[members, kv_head].mean(0)) + math.log(len(members))
+                    logit = call.scale * (q[i, h] @ k[members, kv_head].mean(0)) + math.log(len(members))
                     if positions is not None:
                         leaf = int(s.leaf_nodes[int(queries.leaves[i])])  # type: ignore[index]
                         own, other = _highest_distinct(hierarchy, leaf, node)
-                        place = positions[:, min(h, positions.shape[1] - 1)]
-                        logit = logit + place[own] @ place[other]
+                        position = positions[:, min(h, positions.shape[1] - 1)]
+                        logit = logit + position[own] @ position[other]
                     logits[node] = logit
                 if logits:
                     weights = torch.stack(list(logits.values())).softmax(0)
                     for node, weight in zip(logits, weights.tolist(), strict=True):
                         score[node] = max(score[node], 0.0) + weight
             best = sorted((n for n in candidates if score[n] >= 0), key=lambda n: -score[n])
-            per_head.append(best[:top_k])
+            per_head.append(best[: call.top_k])
         result.append(per_head)
     return result
 

@@ -1,8 +1,9 @@
-"""From open families to one list of nodes per query group and head.
+"""From selected families to one list of nodes per query group and head.
 
 `Selection` says which leaf families a group attends to leaf by leaf. The *expanded* nodes are their parents and all above
 them, and the root; the list is the frontier: the children of expanded nodes that are not expanded themselves. Those are the
-leaves of the open families and the largest nodes that contain no open family, so every key is in exactly one of them.
+leaves of the selected families and the largest nodes that contain no selected family, so every key is in exactly one of
+them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ ROWS_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What `select` chose.
+    """The result of `select`.
 
-    families: `[groups, heads or 1, width]` parent nodes of the open leaf families, −1 where there are fewer.
-    queries: the groups.
-    counted: products of a query and a pooled key that the choice took, a number or a tensor to sum; see `scored`.
-    limit: `[queries]` keys before this leaf number may be seen; None: all.
-    clusters: that of the keys when the choice was made.
-    made_for: the fingerprint of the hierarchy; None for one made by hand, which is taken as it is.
+    Attributes:
+        families: `[groups, heads or 1, width]` parent nodes of the selected leaf families, −1 where there are fewer.
+        queries: the groups.
+        counted: products of a query and a pooled key that the search took, a number or a tensor to sum; see `scored`.
+        limit: `[queries]` keys before this leaf number may be seen; None: all.
+        clusters: the clusters it was made with.
+        made_for: digest of the hierarchy it was made for; None if made by hand: then it is not checked.
     """
 
     families: Tensor
@@ -40,7 +42,7 @@ class Selection:
     limit: Tensor | None = None
     clusters: KeyClusters | None = None
     made_for: str | None = None
-    _lowered: list[tuple[Structure, Partition]] = field(default_factory=list)
+    _partitions: list[tuple[Structure, Partition]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _ = self.queries.num_queries, self.queries.most  # now, while no compiler is watching
@@ -51,7 +53,7 @@ class Selection:
 
     @property
     def scored(self) -> int:
-        """How many products of a query and a pooled key the choice took, all heads together."""
+        """Number of products of a query and a pooled key that the search took, all heads together."""
         return int(self.counted.sum()) if isinstance(self.counted, Tensor) else self.counted
 
     @property
@@ -59,12 +61,14 @@ class Selection:
         return isinstance(self.counted, Tensor) or self.counted > 0
 
     def partition(self, hierarchy: Hierarchy) -> Partition:
-        """The lists of nodes; made once, so that layers that share a choice share its lists."""
+        """Return the lists of nodes; made once, so that layers that share a selection share its lists."""
         forest, _ = rooted(hierarchy)
-        if not self._lowered or self._lowered[0][0] is not forest.structure:
+        if not self._partitions or self._partitions[0][0] is not forest.structure:
             with torch.inference_mode(False):  # later calls may need gradients
-                self._lowered[:] = [(forest.structure, lower(self, forest))]  # the forest may hold this choice itself
-        return self._lowered[0][1]
+                self._partitions[:] = [
+                    (forest.structure, list_nodes(self, forest))
+                ]  # the forest may hold this selection itself
+        return self._partitions[0][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,30 +87,30 @@ class Partition:
 
 
 @torch.compiler.disable
-def lower(selection: Selection, hierarchy: Hierarchy) -> Partition:
-    """The frontier of every group and head, all rows at once."""
+def list_nodes(selection: Selection, hierarchy: Hierarchy) -> Partition:
+    """Find the frontier of every group and head of a rooted forest."""
     groups, heads, width = selection.families.shape
     table = ancestors(hierarchy)
     roots = selection.queries.tree[:, None, None].expand(groups, heads, 1)
-    open_nodes = torch.cat([roots, selection.families], -1).flatten(0, 1)
+    selected = torch.cat([roots, selection.families], -1).flatten(0, 1)
     step = max(1, ROWS_AT_ONCE // max(1, (width + 1) * table.shape[1]))
     lengths, nodes = [], []
-    for begin in range(0, len(open_nodes), step):
-        some_lengths, some_nodes = _frontiers(open_nodes[begin : begin + step], table, hierarchy)
+    for begin in range(0, len(selected), step):
+        some_lengths, some_nodes = _frontiers(selected[begin : begin + step], table, hierarchy)
         lengths.append(some_lengths)
         nodes.append(some_nodes)
-    empty = open_nodes.new_empty(0)
-    offsets = torch.cat([open_nodes.new_zeros(1), *lengths]).cumsum(0)
+    empty = selected.new_empty(0)
+    offsets = torch.cat([selected.new_zeros(1), *lengths]).cumsum(0)
     return Partition(selection.queries, heads, offsets, torch.cat([empty, *nodes]))
 
 
-def _frontiers(open_nodes: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
-    """Lengths and nodes of the lists of rows of open nodes (−1: none)."""
-    num_rows, size = len(open_nodes), hierarchy.num_nodes
-    row = torch.arange(num_rows, device=open_nodes.device)[:, None, None]
-    above = table[open_nodes]  # at −1 this reads the last node; removed below
+def _frontiers(selected: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
+    """Lengths and nodes of the lists of rows of selected nodes (−1: none)."""
+    num_rows, size = len(selected), hierarchy.num_nodes
+    row = torch.arange(num_rows, device=selected.device)[:, None, None]
+    above = table[selected]  # at −1 this reads the last node; removed below
     keys = row * size + above
-    keys = keys[(above >= 0) & (open_nodes >= 0)[..., None]]
+    keys = keys[(above >= 0) & (selected >= 0)[..., None]]
     expanded = keys.unique()  # sorted: row by row
     row, node = expanded // size, expanded % size
     counts = hierarchy.num_children[node]
@@ -115,7 +119,7 @@ def _frontiers(open_nodes: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple
     within = within - (ends - counts).repeat_interleave(counts)
     first_child = hierarchy.tensor("first_child")
     child = first_child[node].repeat_interleave(counts) + within
-    # An expanded node below a root is itself among these children: find its place through its parent's.
+    # An expanded node below a root is itself among these children: find its index through its parent's.
     below = hierarchy.parent[node] >= 0
     parent = hierarchy.parent[node[below]]
     of_parent = torch.searchsorted(expanded, row[below] * size + parent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hsa.attention.entmax import entmax, level
-from hsa.attention.mixing import HeadMixing
+from hsa.attention.multiscale.call import MultiscaleCall
 from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.position_logits import position_logits
 from hsa.attention.multiscale.pyramid import in_order, pyramid
@@ -34,60 +33,27 @@ WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**30}
 """Products of padding that cost about as much as one more chunk."""
 
 
-def multiscale_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    partition: Partition,
-    limit: Tensor | None,
-    clusters: KeyClusters | None,
-    positions: Tensor | None,
-    include_self: bool,
-    pooled_bias: Tensor | None,
-    mixing: HeadMixing | None,
-    normalizer: Entmax | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """See `hsa.multiscale_attention`; the forest is rooted, the arguments are checked."""
-    if clusters is not None:
-        k, v = in_order(k, clusters.order), in_order(v, clusters.order)
-    plan = rounds(hierarchy)
+def attend(call: MultiscaleCall) -> Tensor:
+    """Run `hsa.multiscale_attention`."""
+    q, k, v = call.q, call.k, call.v
+    if call.clusters is not None:
+        k, v = in_order(k, call.clusters.order), in_order(v, call.clusters.order)
+    plan = rounds(call.hierarchy)
     keys, values = pyramid(k, plan), pyramid(v, plan)
-    lists = Lists(
-        hierarchy, partition, plan.slot_of_node, limit, clusters, include_self, q.shape[1], k.shape[1], keys.dtype
-    )
-    maps = () if mixing is None else (mixing.logits, mixing.weights)
-    alpha = normalizer.alpha if normalizer is not None and isinstance(normalizer.alpha, Tensor) else None
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, pooled_bias, positions, alpha, *maps)
-    )
+    needs_gradient = call.needs_gradient
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
     pieces: list[Tensor] = []
-    place = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
+    piece_row = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
     begin = 0
-    for groups, num_queries, longest_list in chunks(partition, q.shape[1] * q.shape[2]):
-        chunk = lists.chunk(groups, num_queries, longest_list)
-        attend = partial(
-            _attend,
-            hierarchy=hierarchy,
-            chunk=chunk,
-            mixing=mixing,
-            normalizer=normalizer,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
-        arguments = q, keys, values, pooled_bias, positions
+    for chunk in chunks_of_call(call, keys.dtype):
         rows = chunk.rows.flatten()
-        if needs_grad:
-            pieces.append(checkpoint(attend, *arguments, use_reentrant=False).to(q.dtype))
-            place[rows] = torch.arange(begin, begin + len(rows), device=q.device)
+        if needs_gradient:
+            pieces.append(checkpoint(_attend, call, chunk, keys, values, use_reentrant=False).to(q.dtype))
+            piece_row[rows] = torch.arange(begin, begin + len(rows), device=q.device)
             begin += len(rows)
         else:
-            out.index_copy_(0, rows, attend(*arguments).to(q.dtype))
-    return torch.cat(pieces).index_select(0, place) if pieces else out
+            out.index_copy_(0, rows, _attend(call, chunk, keys, values).to(q.dtype))
+    return torch.cat(pieces).index_select(0, piece_row) if pieces else out
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,76 +70,57 @@ class Chunk:
     mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries]
 
     def seen(self) -> Tensor:
-        """The mask, without queries that are there twice."""
+        """The mask, without the repeated queries of the padding."""
         repeated = torch.zeros_like(self.rows, dtype=torch.bool)
         repeated[:, 1:] = self.rows[:, 1:] == self.rows[:, :-1]
         once = ~repeated[:, None, :, None]
         return once if self.mask is None else self.mask & once
 
 
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pooled_bias: Tensor | None,
-    positions: Tensor | None,
-    hierarchy: Hierarchy,
-    chunk: Chunk,
-    mixing: HeadMixing | None,
-    normalizer: Entmax | None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
+def chunks_of_call(call: MultiscaleCall, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield all groups of a call with their lists, some at a time."""
+    partition, heads = call.selection.partition(call.hierarchy), call.q.shape[1]
+    lists = Lists(
+        call.hierarchy, partition, call.limit, call.clusters, call.include_self, heads, call.k.shape[1], dtype
+    )
+    for groups, num_queries, longest_list in _alike_groups(partition, heads * call.q.shape[2]):
+        yield lists.chunk(groups, num_queries, longest_list)
+
+
+def _attend(call: MultiscaleCall, chunk: Chunk, keys: Tensor, values: Tensor) -> Tensor:
     """[groups · queries, heads, value_dim]"""
     v = _gather(values, chunk)
-    if dropout_p == 0 and mixing is None and normalizer is None:
-        queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
-        bias = _sum(chunk.log_count[:, :, None], more, place)
-        out, _ = exact(queries, k, v, bias, chunk.mask, scale=scale)
+    if call.dropout_p == 0 and call.mixing is None and call.entmax is None:
+        queries, k, bias, position = _compared(call, chunk, keys)
+        bias = _sum(chunk.log_count[:, :, None], bias, position)
+        out, _ = exact(queries, k, v, bias, chunk.mask, scale=call.scale)
     else:
-        weights = chunk_weights(q, keys, pooled_bias, positions, hierarchy, chunk, mixing, normalizer, scale)
-        out = (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
+        weights = chunk_weights(call, chunk, keys)
+        out = (F.dropout(weights, call.dropout_p) if call.dropout_p else weights) @ v
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def chunk_weights(
-    q: Tensor,
-    keys: Tensor,
-    pooled_bias: Tensor | None,
-    positions: Tensor | None,
-    hierarchy: Hierarchy,
-    chunk: Chunk,
-    mixing: HeadMixing | None,
-    normalizer: Entmax | None,
-    scale: float,
-) -> Tensor:
-    """[groups, heads, queries, entries]"""
-    queries, k, more, place = _compared(q, keys, pooled_bias, positions, hierarchy, chunk)
-    logits = _sum(queries @ k.transpose(-1, -2) * scale, place)
-    logits = _sum(logits if mixing is None else mixing.mix_logits(logits), more)
-    weights = _softmax(logits, chunk) if normalizer is None else _entmax(logits, chunk, hierarchy, normalizer)
-    return weights if mixing is None else mixing.mix_weights(weights)
+def chunk_weights(call: MultiscaleCall, chunk: Chunk, keys: Tensor) -> Tensor:
+    """Return the weights of all entries, `[groups, heads, queries, entries]`; `keys`: the pyramid."""
+    queries, k, bias, position = _compared(call, chunk, keys)
+    logits = _sum(queries @ k.transpose(-1, -2) * call.scale, position)
+    logits = _sum(logits if call.mixing is None else call.mixing.mix_logits(logits), bias)
+    weights = _softmax(logits, chunk) if call.entmax is None else _entmax(logits, chunk, call.hierarchy, call.entmax)
+    return weights if call.mixing is None else call.mixing.mix_weights(weights)
 
 
-def _compared(
-    q: Tensor,
-    keys: Tensor,
-    pooled_bias: Tensor | None,
-    positions: Tensor | None,
-    hierarchy: Hierarchy,
-    chunk: Chunk,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _compared(call: MultiscaleCall, chunk: Chunk, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries and keys `[groups, heads, queries or entries, dim]`, the bias of pooled nodes, the logits of positions."""
-    queries = q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
-    more = place = None
-    if pooled_bias is not None:
-        per_head = pooled_bias.to(keys.dtype)[:, None]
-        more = torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))[:, :, None]
-    if positions is not None:
+    queries = call.q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
+    bias = position = None
+    if call.pooled_bias is not None:
+        per_head = call.pooled_bias.to(keys.dtype)[:, None]
+        bias = torch.where(chunk.pooled, per_head, torch.zeros_like(per_head))[:, :, None]
+    if call.positions is not None:
         assert chunk.parent is not None
         assert chunk.leaf is not None
-        place = position_logits(positions, hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
-    return queries.to(keys.dtype), _gather(keys, chunk), more, place
+        position = position_logits(call.positions, call.hierarchy, chunk.parent, chunk.leaf, chunk.nodes)
+    return queries.to(keys.dtype), _gather(keys, chunk), bias, position
 
 
 def _gather(rows: Tensor, chunk: Chunk) -> Tensor:
@@ -217,13 +164,12 @@ def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tenso
 
 
 class Lists:
-    """Makes chunks: node ids to rows of the pyramid, biases and masks."""
+    """Makes chunks of a partition: node ids to rows of the pyramid, biases and masks."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
         partition: Partition,
-        slot: Tensor,
         limit: Tensor | None,
         clusters: KeyClusters | None,
         include_self: bool,
@@ -231,10 +177,11 @@ class Lists:
         kv_heads: int,
         dtype: torch.dtype = torch.float32,
     ):
-        self.hierarchy, self.partition, self.slot, self.limit = hierarchy, partition, slot, limit
+        self.hierarchy, self.partition, self.limit = hierarchy, partition, limit
+        self.slot = rounds(hierarchy).slot_of_node
         self.clusters, self.include_self = clusters, include_self
         self.kv_heads = kv_heads
-        self.kv_head = torch.arange(kv_heads, device=slot.device).repeat_interleave(heads // kv_heads)
+        self.kv_head = torch.arange(kv_heads, device=self.slot.device).repeat_interleave(heads // kv_heads)
         self.queries = partition.queries
         self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
 
@@ -279,15 +226,14 @@ class Lists:
 def entries_seen(
     partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, clusters: KeyClusters | None, heads: int
 ) -> int:
-    """Entries of the lists that queries attend to, all heads together: what lies beyond their limit is not counted."""
+    """Count the list entries that queries attend to, all heads together, without those beyond their limit."""
     kv_heads = 1 if clusters is None else len(clusters.order)
     if limit is None:
         sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
         return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
-    slot = rounds(hierarchy).slot_of_node
-    lists = Lists(hierarchy, partition, slot, limit, clusters, True, heads, kv_heads)
+    lists = Lists(hierarchy, partition, limit, clusters, True, heads, kv_heads)
     total = 0
-    for groups, num_queries, longest_list in chunks(partition, heads):
+    for groups, num_queries, longest_list in _alike_groups(partition, heads):
         chunk = lists.chunk(groups, num_queries, longest_list)
         total += int(chunk.seen().expand(len(groups), heads, num_queries, longest_list).sum())
     return total
@@ -297,8 +243,8 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
-def chunks(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Groups of like size and list length together: (groups, their size, their longest list)."""
+def _alike_groups(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield groups of like size and list length together: (groups, their size, their longest list)."""
     sizes = np.diff(partition.queries.host_offsets)
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
     order = np.lexsort((lengths, sizes))[::-1]

@@ -1,4 +1,4 @@
-"""What a query may see: the number of keys of its tree, counted in the order of the leaves."""
+"""Visibility: how many keys of its tree a query may see, counted in the order of the leaves."""
 
 from __future__ import annotations
 

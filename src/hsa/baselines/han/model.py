@@ -73,6 +73,10 @@ class HanConfig:
         """A document is one vector in the end."""
         return False
 
+    @property
+    def has_fixed_size(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class LevelWeights:
@@ -187,13 +191,13 @@ class HanEncoder(nn.Module):
     def _read(self, inputs: Inputs, found: list[LevelWeights] | None = None) -> tuple[Tensor, Hierarchy]:
         hierarchy = inputs.hierarchy
         x = self.dropout(self.embedding(inputs.values, inputs.leaves, hierarchy.num_leaves))
-        # Models without positions ask for no places, as in `HierarchicalEncoder`.
-        places = inputs.places if self.features is not None else NodePositions.of_sequences(hierarchy)
-        features = None if self.features is None else self.features(places)
+        # Without position features the batch's positions are never built, as in `HierarchicalEncoder`.
+        node_positions = inputs.positions if self.features is not None else NodePositions.of_sequences(hierarchy)
+        features = None if self.features is None else self.features(node_positions)
 
         def become(members: Tensor, step: Step) -> Tensor:
             level = self._level(step)
-            members = level.encode(members, step, features, places)
+            members = level.encode(members, step, features, node_positions)
             logits = level.score(members)
             note_flops(Flops(attention=entry_operations(members.shape[1], 1) * len(members), pooling=0))
             if found is not None:
@@ -244,7 +248,9 @@ class _Level(nn.Module):
         if len(self.layers):
             self.layers[0].attention.prepare(families)  # type: ignore[union-attr, operator]
 
-    def encode(self, members: Tensor, step: Step, features: dict[str, Tensor] | None, places: NodePositions) -> Tensor:
+    def encode(
+        self, members: Tensor, step: Step, features: dict[str, Tensor] | None, node_positions: NodePositions
+    ) -> Tensor:
         if self.gru is not None:
             return self.gru(members, step.families)
-        return attend(members, step, self.layers, self.positions, features, places)
+        return attend(members, step, self.layers, self.positions, features, node_positions)

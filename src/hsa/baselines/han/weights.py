@@ -12,6 +12,8 @@ from hsa.analysis.page import CELL, CELLS, LINE, LINES, MARGIN, Page, lay_out, p
 from hsa.analysis.plots import COLORS, one_line, save_figure
 from hsa.baselines.han.model import HanEncoder
 from hsa.errors import InvalidInput
+from hsa.models.classifier import Classifier
+from hsa.models.registry import Explanation
 from hsa.nn.inputs import Inputs
 from hsa.signals.batch import Batch
 
@@ -114,3 +116,10 @@ def plot_document_weights(
         page.write(left, bottom, f"… and {len(places) - len(shown):,} more, which weigh {rest} together")
     page.legend(left, found.leaves.max(), "of the document's weight")
     save_figure(page.figure, path)
+
+
+def _draw(path: Path, model: Classifier, example: Batch, labels: Sequence[str] | None, title: str) -> None:
+    plot_document_weights(path, model.encoder, example, labels, title)
+
+
+DOCUMENT_WEIGHTS = Explanation("weights.png", 400, _draw)

@@ -76,6 +76,11 @@ class HatConfig:
         object.__setattr__(self, "layers", self.pattern.count("S"))
 
     @property
+    def has_fixed_size(self) -> bool:
+        """With a warm start, the sizes are those of the pre-trained encoder."""
+        return self.warm_start is not None
+
+    @property
     def pattern(self) -> str:
         """The order of layers, S and C."""
         return layout_pattern(self.layout, self.layers)

@@ -57,6 +57,10 @@ class TransformerXLConfig:
     def keeps_leaves(self) -> bool:
         return True
 
+    @property
+    def has_fixed_size(self) -> bool:
+        return False
+
 
 def check_segments(config: Any) -> None:
     """Raises for a `segment`, `memory` or `test_memory` that means nothing."""
@@ -137,6 +141,10 @@ class TransformerXLLayers(nn.Module):
         trained, tested = self.lengths
         return trained if self.training or tested is None else tested
 
+    def set_test_memory(self, tokens: int) -> None:
+        """Remember this many tokens outside of training; any number will do, because only distances count."""
+        self.lengths = self.lengths[0], tokens
+
     def plan(self, lengths: Sequence[int], before: SegmentMemory | None, device: torch.device) -> Segments:
         """For so many tokens more of every text."""
         carried: dict[str, Any] = {}
@@ -171,38 +179,6 @@ def _in_step(lengths: Sequence[int], kept: Sequence[int], begun: Sequence[int], 
     """Whether texts that stand at the same place go on by one token, which sees all that was kept."""
     places = set(zip(lengths, kept, begun, strict=True))
     return len(places) == 1 and lengths[0] == 1 and kept[0] - begun[0] <= memory
-
-
-def set_test_memory(model: nn.Module, tokens: int) -> None:
-    """Let a Transformer-XL, a classifier or a language model, remember so many tokens from now on when it does not train.
-
-    Only distances count, and there is no longest one: a memory may be longer than that of training.
-
-    Args:
-        model: that has Transformer-XL layers.
-        tokens: before a segment that every layer remembers; 0 for segments on their own.
-
-    Raises:
-        InvalidInput: another model, or a memory below 0.
-
-    >>> from hsa.nn.embedding import Modality
-    >>> encoder = TransformerXLEncoder(TransformerXLConfig(width=16, memory=2), {"text": Modality(tokens=10)}).eval()
-    >>> set_test_memory(encoder, 100)
-    >>> encoder.layers.memory, encoder.train().layers.memory
-    (100, 2)
-    """
-    if tokens < 0:
-        raise InvalidInput("memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
-    found = [module for module in model.modules() if isinstance(module, TransformerXLLayers)]
-    if not found:
-        raise InvalidInput(
-            "memory",
-            given=f"{tokens} tokens for a model without a memory",
-            expected="a Transformer-XL: hsa train --models transformer-xl",
-            fix="leave it out",
-        )
-    for layers in found:
-        layers.lengths = layers.lengths[0], tokens
 
 
 class TransformerXLEncoder(nn.Module):

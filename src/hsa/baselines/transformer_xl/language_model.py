@@ -14,6 +14,7 @@ from hsa.attention.cache.interface import Memory
 from hsa.baselines.transformer_xl.encoder import SegmentMemory, TransformerXLLayers, check_segments
 from hsa.baselines.transformer_xl.segments import Segments
 from hsa.errors import InvalidInput
+from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.known_fields import known_fields
 from hsa.models.language_model import check_length, check_texts
 from hsa.nn.decoder import Activation, initialise, inner_width
@@ -74,7 +75,7 @@ class TransformerXLLanguageConfig:
         return TransformerXLLanguageConfig(**known_fields(TransformerXLLanguageConfig, given))
 
 
-class TransformerXLLanguageModel(nn.Module):
+class TransformerXLLanguageModel(CausalLanguageModel):
     """Embedding, layers with a memory, a last norm, and an output that shares the embedding's weights.
 
     >>> model = TransformerXLLanguageModel(TransformerXLLanguageConfig(97, width=16, heads=2, layers=2, segment=8))
@@ -99,8 +100,12 @@ class TransformerXLLanguageModel(nn.Module):
         self._plans: OrderedDict[Any, Segments] = OrderedDict()
 
     @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
+    def fixed_context(self) -> int:
+        return self.config.segment
+
+    @property
+    def remembered_tokens(self) -> int:
+        return self.layers.memory
 
     def forward(self, tokens: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of the token after each, in texts of these lengths, read from their beginning."""
@@ -158,9 +163,6 @@ class TransformerXLLanguageModel(nn.Module):
     def step(self, tokens: Tensor, cache: TransformerXLCache) -> Tensor:
         """One token `[batch]` more in every text; logits `[batch, vocabulary]` of what follows."""
         return self.read(tokens, [1] * len(tokens), cache)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.embedding.weight)
 
     def _plan(self, sizes: list[int], memory: SegmentMemory) -> Segments:
         if max(sizes) == 1:  # texts are written: a plan for every token, which would push out those that come again

@@ -1,9 +1,9 @@
-"""The search for settings that keep to a budget.
+"""Search for settings that keep to a budget.
 
-First every layer alone is converted in every way that is tried (its *sensitivity*): how far the answers move, and what it
-saves. Then the layers take steps from exact attention to ever cheaper ways, always the step that saves most for what it
-moves. Points along that path are measured, and the budget picks one of them. Last, each head of the converted layers gets
-the bias of its pooled nodes that brings its output nearest to exact attention, if that brings the answers nearer too.
+First every layer alone is converted with every candidate (its *sensitivity*): how far the answers move, and how much is
+saved. Then the layers take steps from exact attention to ever cheaper candidates, always the step that saves most for what
+it moves. Points along that path are measured, and the budget picks one of them. Last, each head of the converted layers gets
+the bias of pooled nodes that brings its output nearest to exact attention, if that brings the answers nearer too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
-from hsa.huggingface.attend import probing
 from hsa.huggingface.conversion import convert_as, revert
 from hsa.huggingface.fidelity.judge import Answers, Judge
 from hsa.huggingface.layers import attention_layers, is_sliding
+from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
 
 CANDIDATES: tuple[LayerSettings, ...] = (
-    LayerSettings(hierarchy="windows", branching=(16, 2), near=1, top_k=0),
-    LayerSettings(hierarchy="windows", branching=(16, 2), near=1, top_k=4),
+    LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=0),
+    LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=4),
     LayerSettings(branching=(16, 4), top_k=1),
     LayerSettings(branching=(16, 4), top_k=2),
     LayerSettings(branching=(8, 4), top_k=2),
@@ -37,17 +37,17 @@ CANDIDATES: tuple[LayerSettings, ...] = (
     LayerSettings(branching=(8, 2), top_k=12),
     LayerSettings(branching=(8, 2), top_k=16),
 )
-"""What is tried in each layer."""
+"""Settings that are tried in each layer."""
 BIASES = (-1.0, -0.5, 0.0, 0.5)
 POINTS = 10
-"""Of the path, measured."""
+"""Points of the path that are measured."""
 _STATE = "calibration.json"
 _BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*(x|%|points?)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What to keep to: `ops` at least so many times fewer, or a score that may move by so much.
+    """A limit: operations to save (`ops`, times fewer), or a score that may change by so much.
 
     >>> Budget.parse("ops 10x"), Budget.parse("accuracy -0.5"), Budget.parse("kept 98%")
     (Budget(metric='ops', value=10.0), Budget(metric='accuracy', value=-0.5), Budget(metric='kept', value=98.0))
@@ -58,15 +58,15 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        found = _BUDGET.fullmatch(text)
-        if not found:
+        match = _BUDGET.fullmatch(text)
+        if not match:
             raise InvalidInput(
                 "budget", given=repr(text), expected='such as "ops 4x", "accuracy -0.5", "kept 98%" or "cosine 0.985"'
             )
-        return cls(found[1].lower(), float(found[2]))
+        return cls(match[1].lower(), float(match[2]))
 
     def check(self, known: Sequence[str]) -> None:
-        known = [name for name in known if " " not in name]  # of intervals and extremes, which nobody keeps to
+        known = [name for name in known if " " not in name]  # bounds of intervals and extremes are no budgets
         if self.metric not in ("ops", *known):
             raise InvalidInput("budget", given=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
         if self.metric not in ("ops", "kept", "cosine", "perplexity") and self.value > 0:
@@ -77,7 +77,7 @@ class Budget:
             )
 
     def holds(self, point: Mapping[str, float], original: Mapping[str, float]) -> bool:
-        """Changes of scores are in points of a hundred, of perplexity in percent; shares in percent; cosines as they are."""
+        """Whether a point keeps to the budget: scores in points, perplexity and kept in percent, cosines as they are."""
         if self.metric == "ops":
             return point["ops"] >= self.value
         if self.metric == "perplexity":
@@ -91,11 +91,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """Result of a search.
 
-    settings: by layer; layers that are not there stay exact.
-    frontier: the points measured, from the most faithful to the cheapest: `ops` (times fewer), scores, `chosen`.
-    sensitivities: per layer and candidate: `distance` of the answers, `ops` that the layer takes, of 1.
+    Attributes:
+        settings: by layer; the others stay exact.
+        frontier: points measured, from the most faithful to the cheapest: `ops` (times fewer), scores, `chosen`.
+        sensitivities: per layer and candidate: `distance` of the answers, `ops` of the layer as a share of exact attention.
+        holds: whether the settings keep to the budget.
     """
 
     settings: dict[int, LayerSettings]
@@ -115,16 +117,16 @@ def calibrate(
     folder: Path | None = None,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
-    """Settings of a model's layers that keep to a budget on the judge's examples. The model is left unconverted.
+    """Search settings of a model's layers that keep to a budget on the judge's examples. The model is left unconverted.
 
     Args:
         budget: "ops 10x": ten times fewer operations, all counted, as faithful as can be; "accuracy -0.5": at most half a
             point lost, as cheap as can be; likewise "kept 98%" of the answers, "cosine 0.985", "spearman -0.5",
             "perplexity +1%".
-        candidates: what is tried in each layer.
+        candidates: settings that are tried in each layer.
         every_layer: no layer stays exact.
-        folder: where to keep what was measured, so that a run that is broken off goes on, and one that is repeated is quick.
-        watch: told what is done, how far, and of how much.
+        folder: where measurements are kept: a run that was broken off goes on, and a repeated one is quick.
+        watch: called with the stage, the steps done and all steps.
     """
     budget = Budget.parse(budget) if isinstance(budget, str) else budget
     try:
@@ -172,7 +174,7 @@ class _Search:
         self.kept: dict[str, Any] = self._earlier()
 
     def _fingerprint(self) -> str:
-        """Of all that measurements depend on."""
+        """Hash all that measurements depend on."""
         labels = None if self.judge.labels is None else self.judge.labels.tolist()
         what = [self.judge.task, self.judge.tokens.ids, labels, [c.to_json() for c in self.candidates]]
         digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=16)
@@ -189,7 +191,7 @@ class _Search:
         return earlier if earlier.get("made_for") == fresh["made_for"] else fresh
 
     def measure(self, settings: Mapping[int, LayerSettings]) -> dict[str, Any]:
-        """Scores, distance and operations of the model with these layers converted; measured once."""
+        """Return scores, distance and operations of the model with these layers converted; each is measured once."""
         key = json.dumps({n: s.to_json() for n, s in sorted(settings.items())})
         if key not in self.kept["measured"]:
             self.apply(settings)
@@ -212,64 +214,64 @@ class _Search:
         convert_as(self.model, settings, tokenizer=self.tokenizer)
 
     def sensitivities(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """Of every layer (its number) and candidate (its place)."""
-        found: dict[tuple[int, int], dict[str, Any]] = {}
+        """Measure every layer alone with every candidate: by number of the layer and index of the candidate."""
+        measured: dict[tuple[int, int], dict[str, Any]] = {}
         total = len(self.layers) * len(self.candidates)
         for number in self.layers:
-            for place, candidate in enumerate(self.candidates):
-                self.watch("each layer alone", len(found), total)
-                found[number, place] = self.measure({number: candidate})
+            for index, candidate in enumerate(self.candidates):
+                self.watch("each layer alone", len(measured), total)
+                measured[number, index] = self.measure({number: candidate})
         self.watch("each layer alone", total, total)
-        return found
+        return measured
 
     def sensitivity_table(self) -> list[dict[str, Any]]:
         return [
             {
                 "layer": number,
-                "settings": self.candidates[place].to_json(),
-                "distance": found["distance"],
-                "ops": found["layer ops"][str(number)] / found["exact layer ops"][str(number)],
+                "settings": self.candidates[index].to_json(),
+                "distance": measured["distance"],
+                "ops": measured["layer ops"][str(number)] / measured["exact layer ops"][str(number)],
             }
-            for (number, place), found in self.sensitivities().items()
+            for (number, index), measured in self.sensitivities().items()
         ]
 
     def path(self, every_layer: bool) -> list[dict[int, LayerSettings]]:
-        """From the most faithful to the cheapest: at each step one layer takes the next of its good ways."""
-        found = self.sensitivities()
+        """Trace a path from the most faithful settings to the cheapest: each step makes one layer cheaper."""
+        measured = self.sensitivities()
         steps: list[tuple[float, int, LayerSettings]] = []
         start: dict[int, LayerSettings] = {}
         for number in self.layers:
             ways = [
-                (found[number, place]["layer ops"][str(number)], found[number, place]["distance"], candidate)
-                for place, candidate in enumerate(self.candidates)
+                (measured[number, index]["layer ops"][str(number)], measured[number, index]["distance"], candidate)
+                for index, candidate in enumerate(self.candidates)
             ]
-            exact = found[number, 0]["exact layer ops"][str(number)]
+            exact = measured[number, 0]["exact layer ops"][str(number)]
             first: tuple[float, float, LayerSettings | None] = (exact, 0.0, None)
             if every_layer:
                 first = min(ways, key=lambda way: way[1])
                 assert first[2] is not None
                 start[number] = first[2]
-            steps += [(slope, number, way) for slope, way in hull(first, ways)]
+            steps += [(slope, number, way) for slope, way in trace_hull(first, ways)]
         path = [start]
         for _, number, way in sorted(steps, key=lambda step: step[:2]):
             path.append({**path[-1], number: way})
         return path
 
     def frontier(self, path: list[dict[int, LayerSettings]], budget: Budget) -> list[dict[str, Any]]:
-        """Points along the path, and a closer look at where the budget ends."""
-        places = sorted({round(i * (len(path) - 1) / max(1, POINTS - 1)) for i in range(POINTS)})
+        """Measure points along the path, more of them around the point where the budget ends."""
+        steps = sorted({round(i * (len(path) - 1) / max(1, POINTS - 1)) for i in range(POINTS)})
         measured: dict[int, dict[str, Any]] = {}
 
-        def look(place: int) -> dict[str, Any]:
+        def look(step: int) -> dict[str, Any]:
             self.watch("along the path", len(measured), POINTS + 3)
-            if place not in measured:
-                measured[place] = {"step": place, "converted": len(path[place]), **self.measure(path[place])}
-            return measured[place]
+            if step not in measured:
+                measured[step] = {"step": step, "converted": len(path[step]), **self.measure(path[step])}
+            return measured[step]
 
-        holds = [budget.holds(look(place), self.original) for place in places]
-        turn = next((i for i in range(1, len(places)) if holds[i] != holds[i - 1]), None)
+        holds = [budget.holds(look(step), self.original) for step in steps]
+        turn = next((i for i in range(1, len(steps)) if holds[i] != holds[i - 1]), None)
         if turn is not None:
-            low, high, side = places[turn - 1], places[turn], holds[turn - 1]
+            low, high, side = steps[turn - 1], steps[turn], holds[turn - 1]
             while high - low > 1 and len(measured) < POINTS + 3:
                 middle = (low + high) // 2
                 if budget.holds(look(middle), self.original) == side:
@@ -277,10 +279,10 @@ class _Search:
                 else:
                     high = middle
         self.watch("along the path", POINTS + 3, POINTS + 3)
-        return [measured[place] for place in sorted(measured)]
+        return [measured[step] for step in sorted(measured)]
 
     def with_biases(self, settings: dict[int, LayerSettings], budget: Budget) -> dict[int, LayerSettings]:
-        """The same with a bias per head, if that brings answers nearer and the budget is kept as before."""
+        """Add a bias per head, if that brings answers nearer and the budget is kept as before."""
         self.watch("bias of pooled nodes", 0, 1)
         self.apply(settings)
         with probing(BIASES) as errors:
@@ -296,13 +298,13 @@ class _Search:
         return biased if better else settings
 
 
-def hull(
+def trace_hull(
     first: tuple[float, float, LayerSettings | None], ways: Sequence[tuple[float, float, LayerSettings]]
 ) -> list[tuple[float, LayerSettings]]:
-    """Ways (operations, distance, what) below the first, each cheaper than the one before, at rising cost in distance.
+    """Select ways (operations, distance, settings), each cheaper than the one before, at rising cost in distance.
 
     >>> ways = [(0.8, 0.10, "a"), (0.6, 0.11, "b"), (0.3, 0.5, "c"), (0.5, 0.9, "d")]
-    >>> [(round(slope, 1), what) for slope, what in hull((1.0, 0.0, None), ways)]
+    >>> [(round(slope, 1), what) for slope, what in trace_hull((1.0, 0.0, None), ways)]
     [(0.3, 'b'), (1.3, 'c')]
     """
     taken: list[tuple[float, LayerSettings]] = []
@@ -313,8 +315,6 @@ def hull(
             return taken
         slopes = [((way[1] - distance) / (operations - way[0]), way) for way in cheaper]
         slope, best = min(slopes, key=lambda pair: (pair[0], pair[1][0]))
-        slope = max(
-            [slope, *(earlier for earlier, _ in taken[-1:])]
-        )  # on a straight line rounding could turn them round
+        slope = max([slope, *(earlier for earlier, _ in taken[-1:])])  # on a straight line rounding could swap them
         taken.append((slope, best[2]))
         operations, distance = best[:2]

@@ -1,4 +1,4 @@
-"""Texts with labels from a table, and batches of their tokens."""
+"""Labelled texts from a table, and batches of their tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.encoders import alike
+from hsa.huggingface.encoders import batch_by_length
 from hsa.signals.readers.rows import Rows, load_rows
 
 SPLITS = ("validation", "test")
-"""What is evaluated on, if a table has a column "split" and nothing is said."""
+"""Splits to evaluate on, the first that a table has, unless one is named."""
 _UNLABELLED = -1  # what GLUE's test sets have
 
 
@@ -33,11 +33,12 @@ class Examples:
         return len(self.texts)
 
     def part(self, chosen: Sequence[int] | np.ndarray) -> Examples:
+        """Select examples by index."""
         labels = None if self.labels is None else [self.labels[i] for i in chosen]
         return replace(self, texts=[self.texts[i] for i in chosen], labels=labels)
 
     def sample(self, count: int | None, seed: int = 0) -> Examples:
-        """At most so many, drawn at random, always the same ones."""
+        """Draw at most `count` examples at random, always the same ones."""
         if count is None or count >= len(self):
             return self
         return self.part(np.sort(np.random.default_rng(seed).permutation(len(self))[:count]))
@@ -52,7 +53,7 @@ def load_examples(
     join: bool = False,
     usual: Sequence[str] = SPLITS,
 ) -> Examples:
-    """The rows of a .csv, .tsv, .json, .jsonl or .parquet file.
+    """Read the rows of a .csv, .tsv, .json, .jsonl or .parquet file.
 
     Args:
         text: one column of text, or two that make a pair; by default those among the usual names that are there.
@@ -84,14 +85,12 @@ def load_examples(
         return Examples(Path(path).stem, texts)
     labels = rows.column(label)
     kept = [i for i, row in enumerate(chosen) if _is_label(labels[row])]
-    found = Examples(Path(path).stem, texts, [labels[row] for row in chosen])
-    return found.part(kept) if kept else replace(found, labels=None)
+    examples = Examples(Path(path).stem, texts, [labels[row] for row in chosen])
+    return examples.part(kept) if kept else replace(examples, labels=None)
 
 
 def _is_label(value: Any) -> bool:
-    return (
-        value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value
-    )  # NaN is what tables have for nothing
+    return value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value  # NaN: a cell without a value
 
 
 def _rows_of_split(rows: Rows, split: str | None, usual: Sequence[str]) -> list[int]:
@@ -122,8 +121,8 @@ def _usual_columns(rows: Rows) -> tuple[str, ...]:
     )
 
 
-def class_numbers(examples: Examples, label2id: dict[str, int], num_labels: int) -> np.ndarray:
-    """The labels as the model numbers its classes.
+def number_labels(examples: Examples, label2id: dict[str, int], num_labels: int) -> np.ndarray:
+    """Convert labels to the numbers of the model's classes.
 
     Raises:
         InvalidInput: no labels, or one that the model has no class for.
@@ -169,7 +168,7 @@ class Tokens:
         return np.array([len(ids) for ids in self.ids])
 
     def batch(self, chosen: np.ndarray, device: torch.device | str) -> dict[str, Tensor]:
-        """Some examples as a model takes them, padded on the right."""
+        """Pad some examples on the right, as a model takes them."""
         lengths = self.lengths_of(chosen)
         width = int(lengths.max())
 
@@ -189,18 +188,18 @@ class Tokens:
         return np.array([len(self.ids[i]) for i in chosen])
 
     def batches(self, budget: int) -> Iterator[np.ndarray]:
-        """Rows of like length, the longest first, at most `budget` tokens together."""
-        return alike(self.lengths, budget)
+        """Batch rows of similar length, the longest first, at most `budget` tokens together."""
+        return batch_by_length(self.lengths, budget)
 
 
 def tokenize(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
-    """Cut to `longest` tokens, special ones included."""
+    """Tokenize texts, cut to `longest` tokens, special ones included."""
     parts = len(examples.texts[0])
     least = tokenizer.num_special_tokens_to_add(pair=parts == 2) + parts
     if longest < least:
         raise InvalidInput("length", given=longest, expected=f"at least {least}: special tokens and one of each text")
     first = [texts[0] for texts in examples.texts]
     second = [texts[1] for texts in examples.texts] if parts == 2 else None
-    found = tokenizer(first, second, truncation=True, max_length=longest)
+    encoded = tokenizer(first, second, truncation=True, max_length=longest)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    return Tokens(found["input_ids"], found.get("token_type_ids"), pad)
+    return Tokens(encoded["input_ids"], encoded.get("token_type_ids"), pad)

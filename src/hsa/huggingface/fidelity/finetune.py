@@ -1,4 +1,4 @@
-"""Fine-tuning of pre-trained encoders as classifiers: before a conversion, or lightly after it."""
+"""Fine-tune pre-trained encoders as classifiers: before a conversion, or briefly after it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json, write_then_rename
-from hsa.huggingface.fidelity.examples import Examples, Tokens, class_numbers, tokenize
+from hsa.huggingface.fidelity.examples import Examples, Tokens, number_labels, tokenize
 from hsa.huggingface.fidelity.options import FinetuneOptions
 from hsa.huggingface.layers import set_attention_dropout
 from hsa.huggingface.loading import most_tokens, save_model
 
 STATE = "finetuning.pt"
 OPTIONS = "finetuning.json"
-LOOK = 20
-"""Steps between looks at the loss."""
+REPORT_EVERY = 20
+"""Steps between reports of the loss."""
 
 
-def class_names(examples: Examples) -> list[str]:
-    """The labels that occur, sorted: numbers as numbers."""
+def list_classes(examples: Examples) -> list[str]:
+    """List the labels that occur, sorted: numbers as numbers."""
     if examples.labels is None:
         raise InvalidInput(
             examples.name, given="no labels", expected="a label per row", fix="pass --label COLUMN or another --split"
@@ -51,15 +51,15 @@ def finetune(
     """Train a classifier on examples, in place; on a GPU in bfloat16 with float32 weights.
 
     Args:
-        folder: where to keep the state after every epoch, to go on from there if the run is broken off. What is there from
-            another set of options is refused.
-        watch: told now and then: steps done, steps in all, the loss.
+        folder: where the state is kept after every epoch, to go on from there if the run is broken off. A state of other
+            options is refused.
+        watch: called every few steps with the steps done, all steps and the loss.
     """
     device = next(model.parameters()).device
     if options.attention_dropout is not None:
         set_attention_dropout(model, options.attention_dropout)
     tokens = tokenize(examples, tokenizer, min(options.length, most_tokens(model, tokenizer)))
-    labels = class_numbers(examples, model.config.label2id, model.config.num_labels)
+    labels = number_labels(examples, model.config.label2id, model.config.num_labels)
     per_epoch = math.ceil(len(examples) / options.batch_size)
     steps = per_epoch * options.epochs
     optimizer = torch.optim.AdamW(
@@ -84,7 +84,7 @@ def finetune(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            if step % LOOK == 0 or step + 1 == per_epoch:  # seldom: looking waits for the GPU
+            if step % REPORT_EVERY == 0 or step + 1 == per_epoch:  # not every step: reading the loss waits for the GPU
                 _check_finite(loss, options)
                 if watch is not None:
                     watch(epoch * per_epoch + step + 1, steps, loss.item())
@@ -99,14 +99,14 @@ def _check_finite(loss: torch.Tensor, options: FinetuneOptions) -> None:
         )
 
 
-def finish(folder: Path, model: Any, tokenizer: Any) -> None:
-    """The model as any other is saved; the state of training is no longer needed."""
+def save_finetuned(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Save the model as any other is saved, and remove the state of training."""
     save_model(folder, model, tokenizer)
     (folder / STATE).unlink(missing_ok=True)
 
 
 def _epoch(tokens: Tokens, options: FinetuneOptions, epoch: int) -> Iterator[np.ndarray]:
-    """Batches in random order; texts of like length meet, so that little is padding."""
+    """Batch examples in random order; texts of similar length share a batch, so that little is padding."""
     random = np.random.default_rng([options.seed, epoch])
     order = random.permutation(len(tokens.ids))
     pool = 50 * options.batch_size
@@ -115,8 +115,8 @@ def _epoch(tokens: Tokens, options: FinetuneOptions, epoch: int) -> Iterator[np.
         some = order[begin : begin + pool]
         some = some[np.argsort(tokens.lengths_of(some), kind="stable")]
         batches += [some[i : i + options.batch_size] for i in range(0, len(some), options.batch_size)]
-    for place in random.permutation(len(batches)):
-        yield batches[place]
+    for index in random.permutation(len(batches)):
+        yield batches[index]
 
 
 def _groups(model: Any, decay: float) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def _keep(
 
 
 def _restore(folder: Path | None, made_for: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
-    """The epochs that an earlier run has done."""
+    """Load the state of an earlier run; returns the epochs that it has done."""
     if folder is None or not (folder / STATE).exists():
         return 0
     before = read_json(folder / OPTIONS, "the options of an earlier run")

@@ -1,4 +1,4 @@
-"""What a model answers on a task, how good that is, and how far another's answers are from it."""
+"""`Judge`: runs versions of a model on a task, scores their answers, and compares them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hsa.analysis.metrics import confusion
 from hsa.errors import InvalidInput
-from hsa.huggingface.attend import Counted, counting
-from hsa.huggingface.fidelity.examples import Examples, Tokens, class_numbers, tokenize
-from hsa.training.metrics import confusion
+from hsa.huggingface.fidelity.examples import Examples, Tokens, number_labels, tokenize
+from hsa.huggingface.observe import Counted, counting
 
 TASKS = ("classify", "embed", "perplexity")
 BATCH_TOKENS = 16384
@@ -23,7 +23,7 @@ _MOST_LOGITS = 2**28  # 1 GiB, of which a few copies are held at once
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model said. Per example: probabilities of classes, or an embedding of each text, or a mean loss per token."""
+    """Answers of a model, per example: probabilities of classes, or an embedding of each text, or a mean loss per token."""
 
     task: str
     values: np.ndarray
@@ -36,8 +36,8 @@ class Judge:
     Args:
         task: "classify" (a label per text or pair), "embed" (mean-pooled embeddings; with pairs and labels also how well
             their similarity follows the labels) or "perplexity" (of a causal language model).
-        longest: tokens per example; texts are cut there. For perplexity all texts are one stream in pieces of so many.
-        warm_up: for perplexity, the first tokens of each piece, whose loss is not counted.
+        longest: tokens per example; texts are cut there. For perplexity all texts are one stream, cut into such pieces.
+        warm_up: for perplexity, number of first tokens of each piece whose loss is not counted.
     """
 
     def __init__(
@@ -65,25 +65,25 @@ class Judge:
                 raise InvalidInput(
                     "length", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
                 )
-            self.tokens = _pieces(examples, tokenizer, longest)
+            self.tokens = _cut_stream(examples, tokenizer, longest)
             self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
             return
         if task == "classify":
-            self.labels = class_numbers(examples, model.config.label2id, model.config.num_labels)
+            self.labels = number_labels(examples, model.config.label2id, model.config.num_labels)
             self.tokens = tokenize(examples, tokenizer, longest)
             return
         pairs = len(examples.texts[0]) == 2
         apart = Examples(examples.name, [(text,) for texts in examples.texts for text in texts])
         self.tokens = tokenize(apart, tokenizer, longest)
         if pairs and examples.labels is not None:
-            self.labels = _numbers(examples)
+            self.labels = _read_similarities(examples)
 
     def __len__(self) -> int:
         return len(self.tokens.ids)
 
     @torch.inference_mode()
     def ask(self, model: Any, watch: Callable[[int], None] | None = None) -> Answers:
-        """Run a model over all examples, counting its operations. `watch` is told how many examples are done."""
+        """Run a model over all examples, counting its operations. `watch` gets the number of examples of each batch."""
         device = next(model.parameters()).device
         model.eval()
         rows: list[np.ndarray] = []
@@ -111,7 +111,7 @@ class Judge:
         return loss[:, self.warm_up :].mean(1, keepdim=True).cpu().numpy()
 
     def scores(self, answers: Answers) -> dict[str, float]:
-        """How good the answers are, by name; the first is the main one."""
+        """Score answers against the labels, by name of the score; the first is the main one."""
         if self.task == "perplexity":
             return {"perplexity": float(np.exp(answers.values.mean()))}
         if self.task == "embed":
@@ -120,10 +120,10 @@ class Judge:
             left, right = answers.values[0::2], answers.values[1::2]
             return {"spearman": spearman((left * right).sum(1), self.labels)}
         assert self.labels is not None
-        return classification_scores(answers.values.argmax(1), self.labels, answers.values.shape[1])
+        return score_classes(answers.values.argmax(1), self.labels, answers.values.shape[1])
 
     def compare(self, before: Answers, after: Answers) -> dict[str, float]:
-        """How near answers are to those of the original."""
+        """Compare answers with those of the original."""
         if self.task == "perplexity":
             change = float(np.exp(after.values.mean() - before.values.mean()) - 1)
             return {"perplexity change": change}
@@ -131,11 +131,11 @@ class Judge:
             cosine = (before.values * after.values).sum(1)
             return {"cosine": float(cosine.mean()), "lowest cosine": float(cosine.min())}
         same = int((before.values.argmax(1) == after.values.argmax(1)).sum())
-        low, high = wilson(same, len(before.values))
+        low, high = wilson_interval(same, len(before.values))
         return {"kept": same / len(before.values), "kept low": low, "kept high": high}
 
     def distance(self, before: Answers, after: Answers) -> float:
-        """One number to search by, smooth and 0 for equal answers: KL divergence, 1 − cosine, or the loss added."""
+        """Return one number to search by, smooth and 0 for equal answers: KL divergence, 1 − cosine, or the loss added."""
         if self.task == "perplexity":
             return float((after.values - before.values).mean())
         if self.task == "embed":
@@ -145,10 +145,10 @@ class Judge:
         return float((p * np.log(p / q)).sum(1).mean())
 
 
-def classification_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict[str, float]:
-    """Accuracy; precision, recall and F1, the mean over classes that occur; Matthews' correlation.
+def score_classes(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict[str, float]:
+    """Compute accuracy; precision, recall and F1, the mean over classes that occur; Matthews' correlation.
 
-    >>> {k: round(v, 3) for k, v in classification_scores(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2).items()}
+    >>> {k: round(v, 3) for k, v in score_classes(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2).items()}
     {'accuracy': 0.75, 'precision': 0.833, 'recall': 0.75, 'f1': 0.733, 'matthews': 0.577}
     """
     table = confusion(predicted, true, classes).astype(np.float64)
@@ -168,10 +168,10 @@ def classification_scores(predicted: np.ndarray, true: np.ndarray, classes: int)
     }
 
 
-def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson's score interval).
+def wilson_interval(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """Return the 95% interval of a share (Wilson's score interval).
 
-    >>> [round(x, 3) for x in wilson(98, 100)]
+    >>> [round(x, 3) for x in wilson_interval(98, 100)]
     [0.93, 0.994]
     """
     share = successes / total
@@ -181,7 +181,7 @@ def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of ranks; equal values share their mean rank. 0 if all values of a side are equal.
+    """Return the correlation of ranks; equal values share their mean rank. 0 if all values of a side are equal.
 
     >>> round(spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 40.0, 20.0])), 3)
     0.5
@@ -195,7 +195,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
-def _numbers(examples: Examples) -> np.ndarray:
+def _read_similarities(examples: Examples) -> np.ndarray:
     assert examples.labels is not None
     try:
         return np.array([float(label) for label in examples.labels])
@@ -203,8 +203,8 @@ def _numbers(examples: Examples) -> np.ndarray:
         raise InvalidInput(f"{examples.name}: label", given=str(error), expected="how alike two texts are") from None
 
 
-def _pieces(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
-    """All texts as one stream of tokens, in pieces of equal length."""
+def _cut_stream(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
+    """Join all texts to one stream of tokens and cut it into pieces of equal length."""
     text = "\n\n".join(part for texts in examples.texts for part in texts)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []

@@ -1,4 +1,4 @@
-"""Options that the command line knows without torch."""
+"""Options of the command line, which loads them without torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class FinetuneOptions:
-    """How to fine-tune.
+    """Settings of fine-tuning.
 
     Args:
         epochs: Passes over the training data.
         batch_size: Examples per step.
-        learning_rate: The highest; it rises over the first tenth of the steps and falls to zero.
-        weight_decay: Of all weights but biases and norms.
+        learning_rate: Highest learning rate; it rises over the first tenth of the steps and falls to zero.
+        weight_decay: Weight decay of all weights but biases and norms.
         length: Longest input in tokens; longer texts are cut.
-        attention_dropout: Of attention weights; the model's own unless given. The GPU kernels run without any.
-        seed: Of the order of examples, of new weights and dropout.
+        attention_dropout: Dropout of attention weights; the model's own unless given. The GPU kernels need 0.
+        seed: Random seed of the order of examples, of new weights and of dropout.
     """
 
     epochs: int = 3

@@ -1,20 +1,22 @@
-"""Pictures of conversions: operations per layer, time by length, the frontier of a search, bars over start layers."""
+"""Plot conversions: operations per layer, time by length, the frontier of a search, scores by start layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hsa.analysis.plots import COLORS, pyplot, save_figure
+from hsa.attention.flops import Flops
 
-PARTS = ("attention", "choice", "finding", "pooling")
+PARTS = tuple(field.name for field in fields(Flops))
 
 
 def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: str) -> None:
-    """Operations of each layer by what they are for, as a share of exact attention.
+    """Plot the operations of each layer by purpose, as a share of exact attention.
 
     Args:
         layers: per layer the operations of each of `PARTS`, and `exact`.
@@ -36,7 +38,7 @@ def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: st
 
 
 def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
-    """Time and memory of a forward pass by length, before and after. `rows`: length, before_ms, after_ms, …_mib."""
+    """Plot time and memory of a forward pass by length, before and after. `rows`: length, before_ms, after_ms, …_mib."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     lengths = [row.length for row in rows]
     for color, when, name in ((COLORS[2], "before", "exact"), (COLORS[0], "after", "converted")):
@@ -61,7 +63,7 @@ def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
 def plot_frontier(
     path: Path, points: Sequence[Mapping[str, Any]], metric: str, original: float | None, title: str
 ) -> None:
-    """A score against operations saved, a point per step of the search; the chosen one is marked."""
+    """Plot a score against operations saved, a point per step of the search; the chosen one is marked."""
     figure, axes = pyplot().subplots(figsize=(5.6, 3.8), layout="constrained")
     axes.plot([p["ops"] for p in points], [p[metric] for p in points], color=COLORS[0], marker="o", ms=4)
     for point in points:
@@ -79,16 +81,17 @@ def plot_frontier(
 
 
 def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequence[str], title: str) -> None:
-    """How far the answers move when one layer alone is converted in one way: layers across, ways down, logarithmic colour.
+    """Plot how far the answers move when one layer alone is converted: layers across, settings down, logarithmic colour.
 
     Args:
-        rows: `layer`, `way` (its place in `ways`), `distance`.
+        rows: `layer`, `way` (its index in `ways`), `distance`.
+        ways: settings in words.
     """
     layers = sorted({row["layer"] for row in rows})
     table = np.full((len(ways), len(layers)), np.nan)
     for row in rows:
         table[row["way"], layers.index(row["layer"])] = max(row["distance"], 1e-9)
-    size = (2.8 + 0.45 * len(layers), 1.2 + 0.34 * len(ways))
+    size = (1.4 + 0.07 * max(map(len, ways)) + 0.45 * len(layers), 1.2 + 0.34 * len(ways))
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     image = axes.imshow(np.log10(table), cmap="magma_r", aspect="auto")
     axes.set_xticks(range(len(layers)), layers)
@@ -102,18 +105,18 @@ def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequen
 def plot_start_layers(
     path: Path, scores: Mapping[str, Sequence[float]], original: float, metric: str, title: str
 ) -> None:
-    """Bars over the first converted layer (every other one from there is converted), a colour per hierarchy.
+    """Plot bars over the first converted layer (every other one from there is converted), a colour per tree.
 
     Args:
-        scores: hierarchy → score per start layer.
-        original: of the model without conversion, the bar on the right.
+        scores: tree → score per start layer.
+        original: score of the model without conversion, the bar on the right.
     """
     starts = len(next(iter(scores.values())))
     width = 0.8 / len(scores)
     figure, axes = pyplot().subplots(figsize=(min(16.0, max(6.0, 1.5 + 0.75 * starts)), 3.4), layout="constrained")
     for i, (color, (name, values)) in enumerate(zip(COLORS * 2, scores.items(), strict=False)):
-        places = np.arange(starts) + (i - (len(scores) - 1) / 2) * width
-        axes.bar(places, values, width=width * 0.95, color=color, label=name)
+        positions = np.arange(starts) + (i - (len(scores) - 1) / 2) * width
+        axes.bar(positions, values, width=width * 0.95, color=color, label=name)
     axes.bar(starts, original, width=0.5, color="#333333")
     axes.set_xticks(range(starts + 1), [*map(str, range(starts)), "original"])
     every = [original, *(value for values in scores.values() for value in values)]

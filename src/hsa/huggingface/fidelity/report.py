@@ -1,4 +1,4 @@
-"""The report of a conversion: what it kept, what it saves, as tables, JSON and pictures."""
+"""Report on a conversion, what it keeps and what it saves, as tables, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
     original: dict[str, float]
     converted: dict[str, float]
     comparison: dict[str, float]
-    layers: list[dict[str, float]]  # operations per example, by what they are for
+    layers: list[dict[str, float]]  # operations per example, by purpose
     timed: list[Timed] = field(default_factory=list)
     calibration: Calibration | None = None
     budget: str | None = None
@@ -129,7 +129,7 @@ class Report:
     def frontier_rows(self) -> list[list[str]]:
         if self.calibration is None:
             return []
-        names = frontier_metrics(self.calibration.frontier)
+        names = list_frontier_metrics(self.calibration.frontier)
         return [
             [
                 f"{point['ops']:.2f}",
@@ -141,49 +141,49 @@ class Report:
         ]
 
     def remarks(self) -> list[str]:
-        """What a reader should not miss."""
-        found = []
+        """List what a reader should not miss."""
+        remarks = []
         if self.settings and self.ratio < 1.05:
-            found.append(
+            remarks.append(
                 f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay on long ones. "
                 "Convert for longer inputs, or leave the model as it is."
             )
         slower = [row for row in self.timed if row.times_faster < 1]
         if slower:
-            found.append(
+            remarks.append(
                 f"Fewer operations are not always less time: up to {max(row.length for row in slower):,} tokens the "
                 "converted model is slower here."
             )
         if self.calibration is not None and not self.calibration.holds:
-            found.append(f"No setting that was tried keeps to the budget {self.budget!r}; the nearest was taken.")
-        return found
+            remarks.append(f"No setting that was tried keeps to the budget {self.budget!r}; the nearest was taken.")
+        return remarks
 
 
 HEADERS = {
     "scores": ["", "original", "converted", "change"],
-    "layers": ["layer", "", "exact", "attend", "choose", "find", "pool", "× fewer"],
+    "layers": ["layer", "", "exact", *PARTS, "× fewer"],
     "times": ["tokens", "exact ms", "converted ms", "× faster", "exact MiB", "converted MiB"],
 }
 
 
-def frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_frontier_metrics(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in ("accuracy", "kept", "cosine", "spearman", "perplexity", "distance") if name in points[0]]
 
 
 def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["× fewer", "layers", *frontier_metrics(points), ""]
+    return ["× fewer", "layers", *list_frontier_metrics(points), ""]
 
 
 def describe(settings: LayerSettings) -> str:
-    """Settings in a few words.
+    """Describe settings in a few words.
 
-    >>> describe(LayerSettings(top_k=6)), describe(LayerSettings(hierarchy="windows", branching=(16, 2), near=1, top_k=0))
-    ('keys (8, 2), top_k 6', 'windows (16, 2), near 1')
+    >>> describe(LayerSettings(top_k=6)), describe(LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=0))
+    ('clustered (8, 2), top_k 6', 'multiscale, windows (16, 2), near 1')
     """
-    name = settings.hierarchy if isinstance(settings.hierarchy, str) else "given trees"
-    words = [f"{name} {settings.branching}"]
-    if settings.operator == "hierarchical":
-        return f"hierarchical, {words[0]}"
+    tree = f", {'given trees' if callable(settings.tree) else settings.tree}" if settings.tree else ""
+    words = [f"{settings.kind}{tree} {settings.branching}"]
+    if settings.kind == "hierarchical":
+        return words[0]
     words += [f"near {settings.near}"] if settings.near else []
     words += [f"top_k {settings.top_k}"] if settings.top_k else []
     biased = any(settings.pooled_bias) if isinstance(settings.pooled_bias, tuple) else settings.pooled_bias
@@ -191,7 +191,7 @@ def describe(settings: LayerSettings) -> str:
 
 
 def write_report(folder: Path, report: Report) -> list[Path]:
-    """`report.md`, `report.json` and pictures; returns the pictures."""
+    """Write `report.md`, `report.json` and pictures; returns the pictures."""
     pictures = []
     if report.layers:
         pictures.append(folder / "operations.png")
@@ -199,15 +199,15 @@ def write_report(folder: Path, report: Report) -> list[Path]:
     if report.timed:
         pictures.append(folder / "timing.png")
         plot_timing(pictures[-1], report.timed, report.model)
-    found = report.calibration
-    if found is not None:
-        metric = next(name for name in frontier_metrics(found.frontier) if name != "distance")
+    search = report.calibration
+    if search is not None:
+        metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
         pictures.append(folder / "frontier.png")
-        plot_frontier(pictures[-1], found.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
+        plot_frontier(pictures[-1], search.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
         ways = [candidate.to_json() for candidate in CANDIDATES]
-        if all(row["settings"] in ways for row in found.sensitivities):
+        if all(row["settings"] in ways for row in search.sensitivities):
             pictures.append(folder / "sensitivity.png")
-            rows = [{**row, "way": ways.index(row["settings"])} for row in found.sensitivities]
+            rows = [{**row, "way": ways.index(row["settings"])} for row in search.sensitivities]
             plot_sensitivity(pictures[-1], rows, [describe(c) for c in CANDIDATES], "One layer converted at a time")
     write_json(folder / "report.json", _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
@@ -239,7 +239,10 @@ def _markdown(report: Report) -> list[str]:
             lines += [*markdown_table(HEADERS[name], rows), ""]
     if report.calibration is not None:
         lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
-    lines += ["Layers: million operations per text. Choose: which families are exact. Find: trees from keys.", ""]
+    lines += [
+        "Layers: million operations per text, of attention, pooling, selection of groups and clustering of keys.",
+        "",
+    ]
     return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]
 
 

@@ -1,6 +1,6 @@
-"""Experiments with conversions: the tasks and variants of a recipe, fine-tuned and evaluated.
+"""Run the tasks and variants of a recipe: fine-tune, convert, evaluate.
 
-Results are kept line by line and not made again.
+Every result is a line in a file; those that are there are not computed again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hsa.attention.flops import flops_flat, flops_regular
 from hsa.files import write_text
 from hsa.huggingface.conversion import convert, revert
 from hsa.huggingface.fidelity.examples import Examples, load_examples
-from hsa.huggingface.fidelity.finetune import class_names, finetune, finish
+from hsa.huggingface.fidelity.finetune import finetune, list_classes, save_finetuned
 from hsa.huggingface.fidelity.judge import Answers, Judge
-from hsa.huggingface.fidelity.sweep_recipe import SweepRecipe, Task, Variant, expanded
+from hsa.huggingface.fidelity.sweep_recipe import SweepRecipe, Task, Variant, expand_variants
 from hsa.huggingface.layers import attention_layers, is_sliding
 from hsa.huggingface.loading import load_for_task, load_for_training, most_tokens
 from hsa.huggingface.settings import LayerSettings
@@ -35,7 +35,7 @@ class Sweep:
         model: the encoder to fine-tune: a folder, or a name on the hub.
         given: task → a fine-tuned model to use for it.
         from_hub: take the checkpoints that the paper used.
-        say: told in a few words what is being done.
+        say: called with a short message about each stage.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sweep:
         self.skipped: dict[str, str] = {}
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """The results, a row per task and variant, those of earlier runs in the same folder first."""
+        """Yield the results, a row per task and variant, those of earlier runs in the same folder first."""
         earlier = self._earlier()
         yield from earlier
         for name, task in self.recipe.tasks.items():
@@ -115,7 +115,9 @@ class Sweep:
         model, tokenizer = self._untrained(task) if fresh else self._classifier(name, task)
         modules = attention_layers(model)
         count, sliding = len(modules), {number for number, module in enumerate(modules) if is_sliding(module)}
-        variants = [(v, layers) for v, layers in expanded(self.recipe.variants, count, sliding) if v.name not in done]
+        variants = [
+            (v, layers) for v, layers in expand_variants(self.recipe.variants, count, sliding) if v.name not in done
+        ]
         if self.from_hub and task.hub_layers:
             variants = [(v, list(task.hub_layers) if v.layers == "late" else layers) for v, layers in variants]
         if not variants:
@@ -180,14 +182,14 @@ class Sweep:
         row["attention ratio, converted layers"] = exact / sum(f.attention for f in converted.values())
         row["ops ratio, all layers"] = counted.ratio
         settings = LayerSettings(**variant.settings)
-        if settings.operator == "hierarchical" and settings.hierarchy == "windows":
+        if (settings.kind, settings.tree) == ("hierarchical", "windows"):
             width, heads, n = config.hidden_size, config.num_attention_heads, round(length)
             row["padded MFLOP per layer"] = flops_regular(n, settings.branching, width, heads) / 1e6
             row["flat MFLOP per layer"] = flops_flat(n, width, heads) / 1e6
         return row
 
     def _model_of(self, name: str, task: Task) -> str | None:
-        """A fine-tuned model that is there already."""
+        """Return a fine-tuned model that exists already."""
         return self.given.get(name) or self.given.get(task.uses or name) or (task.hub if self.from_hub else None)
 
     def _classifier(self, name: str, task: Task, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -198,15 +200,15 @@ class Sweep:
             examples = self._training(task)
             self.say(f"{name}: fine-tuning on {len(examples):,} examples")
             torch.manual_seed(0)
-            model, tokenizer = load_for_training(self.model, class_names(examples))
+            model, tokenizer = load_for_training(self.model, list_classes(examples))
             model.to(self.device)
             finetune(model, tokenizer, examples, task.finetuning, folder=folder)
-            finish(folder, model, tokenizer)
+            save_finetuned(folder, model, tokenizer)
         return load_for_task(source or str(folder), "classify", dtype=dtype or self.dtype, device=self.device)
 
     def _untrained(self, task: Task) -> tuple[Any, Any]:
         assert self.model is not None
-        return load_for_training(self.model, class_names(self._training(task)), fresh=True)
+        return load_for_training(self.model, list_classes(self._training(task)), fresh=True)
 
     def _training(self, task: Task) -> Examples:
         assert task.train is not None
@@ -229,7 +231,7 @@ class Sweep:
         return replace(test.sample(self.limit or task.limit), name=name)
 
     def _changed(self, name: str, task: Task, variant: Variant, layers: list[int], model: Any, tokenizer: Any) -> Any:
-        """The model that a variant describes; the one given, converted, unless it is trained."""
+        """Return the model that a variant describes: the given one, converted, or a new one that is trained."""
         if not variant.fresh and variant.finetune is None:
             return model if variant.exact else convert(model, layers, tokenizer=tokenizer, **variant.settings)
         examples = self._training(task)

@@ -1,10 +1,10 @@
-"""Recipes of experiments with conversions: some tasks × some variants, in a YAML file:
+"""Recipes of sweeps, tasks × variants, in a YAML file:
 
     title: what it shows
     tasks:
       rte: {train: glue_rte.parquet, epochs: 5}        # the options of a `Task`
     variants:
-      paper: {operator: hierarchical, hierarchy: windows, branching: [2, 4, 8, 16], layers: late}
+      paper: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
 
 A task with `uses: rte` takes the options and the fine-tuned model of that one, and changes what it names itself.
 
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hsa.errors import InvalidInput, inside
+from hsa.files import load_yaml
 from hsa.huggingface.fidelity.options import FinetuneOptions
 from hsa.huggingface.settings import LayerSettings
-from hsa.training.recipe import load_yaml
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Task:
         train, test: files in the data folder; one file for both if it has a column "split".
         text, test_text, join, label, split: as for `load_examples`.
         length: longest input in tokens.
-        shortest: only test texts of at least so many tokens.
-        limit: at most so many test texts, drawn at random.
-        hub: the checkpoint that the paper used.
-        hub_layers: the layers that the paper converted in it.
+        shortest: least length of test texts, in tokens.
+        limit: most test texts, drawn at random.
+        hub: checkpoint that the paper used.
+        hub_layers: layers that the paper converted in it.
     """
 
     train: str | None = None
@@ -52,9 +52,9 @@ class Task:
     length: int = 256
     shortest: int = 0
     limit: int | None = None
-    epochs: int = 3
-    batch_size: int = 32
-    learning_rate: float = 5e-5
+    epochs: int = FinetuneOptions.epochs
+    batch_size: int = FinetuneOptions.batch_size
+    learning_rate: float = FinetuneOptions.learning_rate
     hub: str | None = None
     hub_layers: tuple[int, ...] | None = None
     uses: str | None = None
@@ -87,7 +87,11 @@ class SweepRecipe:
 
 
 def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
-    """A recipe, or only some of its tasks. Raises InvalidInput, naming the file and what in it does not fit."""
+    """Load a recipe, or only some of its tasks.
+
+    Raises:
+        InvalidInput: naming the file and what in it does not fit.
+    """
     given = load_yaml(path)
     unknown = sorted(map(str, set(given) - {"title", "tasks", "variants"}))
     if unknown or not given.get("tasks") or not given.get("variants"):
@@ -102,12 +106,12 @@ def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
     missing = sorted(set(only) - set(tasks))
     if missing:
         raise InvalidInput("tasks", given=missing[0], expected=f"some of {', '.join(tasks)}")
-    chosen = {name: task for name, task in tasks.items() if not only or name in only}
-    return SweepRecipe(str(given.get("title", path.stem)), chosen, variants)
+    tasks = {name: task for name, task in tasks.items() if not only or name in only}
+    return SweepRecipe(str(given.get("title", path.stem)), tasks, variants)
 
 
 def _named(where: str, given: Any) -> dict[Any, dict[str, Any]]:
-    """Names, each with options by name; nothing is no options."""
+    """Check names with their options; nothing stands for no options."""
     if not isinstance(given, dict):
         raise InvalidInput(where, given=f"a {type(given).__name__}", expected="names, each with its options")
     for name, values in given.items():
@@ -129,23 +133,23 @@ def _task(where: str, values: dict[str, Any], earlier: Mapping[str, Task]) -> Ta
 
 
 def _values(where: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name, as their types want them."""
+    """Convert options to the types of their fields."""
     types = get_type_hints(kind)
     unknown = sorted(map(str, set(values) - set(types)))
     if unknown:
         raise InvalidInput(where, given=unknown, expected=f"some of {sorted(types)}")
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, value in values.items():
         wanted = [kind for kind in (get_args(types[name]) or (types[name],)) if kind is not ...]
         if value is None and type(None) in wanted:
-            found[name] = None
+            converted[name] = None
         elif get_origin(types[name]) is tuple or any(get_origin(kind) is tuple for kind in wanted):
             inner = int if "int" in str(types[name]) else str
             items = value if isinstance(value, list) else [value]
-            found[name] = tuple(_single(f"{where}.{name}", item, [inner]) for item in items)
+            converted[name] = tuple(_single(f"{where}.{name}", item, [inner]) for item in items)
         else:
-            found[name] = _single(f"{where}.{name}", value, wanted)
-    return found
+            converted[name] = _single(f"{where}.{name}", value, wanted)
+    return converted
 
 
 def _single(where: str, value: Any, wanted: Collection[type]) -> Any:
@@ -188,24 +192,26 @@ def _layers(where: str, given: Any) -> str | tuple[int, ...]:
     raise InvalidInput(where, given=repr(given), expected="numbers, all, late or each start")
 
 
-def late_layers(count: int) -> list[int]:
-    """Every other layer from the last, a quarter of them.
+def select_late_layers(count: int) -> list[int]:
+    """Select every other layer from the last, a quarter of all.
 
-    >>> late_layers(12), late_layers(6)
+    >>> select_late_layers(12), select_late_layers(6)
     ([7, 9, 11], [3, 5])
     """
     return list(range(count - 1, -1, -2))[: max(1, math.ceil(count / 4))][::-1]
 
 
-def expanded(variants: list[Variant], count: int, sliding: Collection[int] = ()) -> Iterator[tuple[Variant, list[int]]]:
-    """Variants with their layers as numbers, for a model of so many layers; "all" are those that do not slide."""
+def expand_variants(
+    variants: list[Variant], count: int, sliding: Collection[int] = ()
+) -> Iterator[tuple[Variant, list[int]]]:
+    """Yield variants with the numbers of their layers in a model of `count`; "all" are those without a sliding window."""
     for variant in variants:
         layers = variant.layers
         if layers == "each start":
             for start in range(count):
                 yield replace(variant, name=f"{variant.name} from {start}"), list(range(start, count, 2))
         elif layers == "late":
-            yield variant, late_layers(count)
+            yield variant, select_late_layers(count)
         elif layers == "all":
             yield variant, [number for number in range(count) if number not in sliding]
         else:

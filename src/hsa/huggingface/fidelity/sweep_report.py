@@ -1,4 +1,4 @@
-"""The report of an experiment with conversions."""
+"""Write the report of a sweep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hsa.huggingface.fidelity.plots import plot_start_layers
 
 _START = re.compile(r"(.+) from (\d+)")
 _MAIN = {"cola": "matthews"}
-"""The score that a task is usually judged by, where that is not accuracy."""
+"""Main score of a task, where that is not accuracy."""
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The header and rows of the table; changes are in points."""
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of the table; changes are in points."""
     header = [
         "task (tokens)",
         "variant",
@@ -57,8 +57,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
     return header, table
 
 
-def write_sweep(folder: Path, title: str, rows: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> list[Path]:
-    """`report.md`, and bars over start layers where the recipe has them; returns the pictures."""
+def write_sweep_report(
+    folder: Path, title: str, rows: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]
+) -> list[Path]:
+    """Write `report.md`, and bars over start layers where the recipe has them; returns the pictures."""
     pictures = []
     for task in dict.fromkeys(row["task"] for row in rows):
         bars, original = _bars([row for row in rows if row["task"] == task], _MAIN.get(task, "accuracy"))
@@ -67,10 +69,10 @@ def write_sweep(folder: Path, title: str, rows: Sequence[Mapping[str, Any]], ski
             plot_start_layers(
                 pictures[-1], bars, original, _MAIN.get(task, "accuracy"), f"{task}: every other layer from here"
             )
-    lines = [f"# {title}", "", *markdown_table(*columns(rows)), ""]
+    lines = [f"# {title}", "", *markdown_table(*tabulate(rows)), ""]
     lines += [
         "Change: of accuracy, in points. Kept: texts with the original's answer. × fewer ops: of attention in the converted",
-        "layers, with pooling, choice and finding; attention alone: without those.",
+        "layers, with pooling, selection and clustering; attention alone: without those.",
         "",
         *(f"- {name} was skipped: {why}" for name, why in skipped.items()),
         *(f"![{picture.stem}]({picture.name})" for picture in pictures),
@@ -81,16 +83,16 @@ def write_sweep(folder: Path, title: str, rows: Sequence[Mapping[str, Any]], ski
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[dict[str, list[float]], float]:
-    """Per hierarchy the score by start layer; and the original's."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the scores by start layer, per variant, and the original's."""
+    by_variant: dict[str, dict[int, float]] = {}
     original = 0.0
     for row in rows:
         start = _START.fullmatch(row["variant"])
         if row["variant"] == "original":
             original = row[metric]
         elif start:
-            found.setdefault(start[1], {})[int(start[2])] = row[metric]
-    whole = {name: scores for name, scores in found.items() if len(scores) == max(scores) + 1}
+            by_variant.setdefault(start[1], {})[int(start[2])] = row[metric]
+    whole = {name: scores for name, scores in by_variant.items() if len(scores) == max(scores) + 1}
     most = max((len(scores) for scores in whole.values()), default=0)
     return {n: [s[i] for i in range(most)] for n, s in whole.items() if len(s) == most}, original
 

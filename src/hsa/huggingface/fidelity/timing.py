@@ -1,4 +1,4 @@
-"""Time and memory of a model before and after conversion, at several lengths."""
+"""Measure time and memory of a model before and after conversion, at several lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hsa.huggingface.settings import LayerSettings
 
 @dataclass(frozen=True)
 class Timed:
-    """Of one forward pass of one sequence: milliseconds, and MiB beyond what is held (None where that cannot be told)."""
+    """One forward pass of one sequence: milliseconds, and MiB beyond the weights (None where that cannot be measured)."""
 
     length: int
     before_ms: float
@@ -30,10 +30,10 @@ class Timed:
         return self.before_ms / self.after_ms
 
 
-def lengths_up_to(longest: int) -> list[int]:
-    """Powers of two from 128, and the longest itself.
+def list_lengths(longest: int) -> list[int]:
+    """List the powers of two from 128, and the longest length itself.
 
-    >>> lengths_up_to(512), lengths_up_to(300)
+    >>> list_lengths(512), list_lengths(300)
     ([128, 256, 512], [128, 256, 300])
     """
     powers = [2**i for i in range(7, 20) if 2**i < longest]
@@ -51,7 +51,7 @@ def time_model(
     tokenizer: Any = None,
     watch: Callable[[int], None] | None = None,
 ) -> list[Timed]:
-    """Forward passes on random tokens, before and after at each length; the model is left converted."""
+    """Time forward passes on random tokens, before and after at each length; the model is left converted."""
     bad = next((length for length in lengths if length < 1), None)
     if bad is not None:
         raise InvalidInput("lengths", given=bad, expected="1 or more")
@@ -70,13 +70,14 @@ def time_model(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        found: dict[str, tuple[float, float | None]] = {}
+        measured: dict[str, tuple[float, float | None]] = {}
         for name in ("before", "after"):
             convert_as(model, settings if name == "after" else {}, tokenizer=tokenizer)
             run()
             run()
-            found[name] = (1e3 * median_seconds(run, repeats, seconds / 2), extra_memory(run, device))
-        rows.append(Timed(length, found["before"][0], found["after"][0], found["before"][1], found["after"][1]))
+            measured[name] = (1e3 * median_seconds(run, repeats, seconds / 2), extra_memory(run, device))
+        (before_ms, before_mib), (after_ms, after_mib) = measured["before"], measured["after"]
+        rows.append(Timed(length, before_ms, after_ms, before_mib, after_mib))
         if watch is not None:
             watch(length)
     return rows

@@ -66,10 +66,10 @@ def _check(model: Any) -> None:
             "projection, which leaves no bilinear form to share"
         )
     config = model.config
-    if config.positions != "places":
+    if config.positions != "tree":
         raise Unsupported(
             f"a language model with positions={config.positions!r} cannot share trained projections: queries and keys are "
-            "rotated before they are compared, which leaves no bilinear form to share; train one with positions='places'"
+            "rotated before they are compared, which leaves no bilinear form to share; train one with positions='tree'"
         )
     if config.fusion != "concatenation" or (config.kv_heads or config.heads) != config.heads:
         raise InvalidInput(

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.errors import InvalidInput, inside
-from hsa.huggingface.encoders import alike
-from hsa.huggingface.fidelity.examples import class_numbers, load_examples, tokenize
+from hsa.huggingface.encoders import batch_by_length
+from hsa.huggingface.fidelity.examples import load_examples, number_labels, tokenize
 from hsa.huggingface.loading import most_tokens
 from hsa.models.saved import CONFIG, kind_of
 from hsa.research.head_kernels.heads import Answer, EncoderHeads, Heads
@@ -75,7 +75,7 @@ def our_model(
     _check_count(str(data), len(examples))
     numbers = examples.targets.numpy()
     targets = Targets.of_classes(numbers) if saved.classes else Targets.of_numbers(numbers)
-    transform = saved.reading.transform
+    transform = saved.input_spec.transform
     lengths = examples.lengths
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ def pretrained_encoder(
     classes = targets is not None and targets.classes
     model, tokenizer, task = load_encoder(name, labelled=classes, device=device)
     heads = TransformerHeads(model)
-    numbers = class_numbers(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
+    numbers = number_labels(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
     known = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
     lengths = known.lengths
 
@@ -121,7 +121,7 @@ def pretrained_encoder(
         return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def batches(chosen: np.ndarray) -> list[np.ndarray]:
-        return [chosen[some] for some in alike(lengths[chosen], max(2**12, int(lengths.max())))]
+        return [chosen[some] for some in batch_by_length(lengths[chosen], max(2**12, int(lengths.max())))]
 
     def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
         return ("cosine", cosine(full[chosen])) if numbers is None else ("accuracy", accuracy(numbers[chosen]))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hsa.attention.arguments import check_count, check_inputs
+from hsa.attention.checks import check_count, check_inputs
 from hsa.errors import InvalidInput
 from hsa.research.trilinear.forms import Form, to_core
 from hsa.tree.hierarchy import Hierarchy

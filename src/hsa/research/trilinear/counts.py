@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hsa.attention.arguments import check_count
+from hsa.attention.checks import check_count
 from hsa.attention.flops import Flops, entry_operations, pooling_operations
 from hsa.attention.rounds import rooted
 from hsa.research.trilinear.call import Forests, check_trees, limits

@@ -12,6 +12,7 @@ from torch import Tensor
 from hsa.attention.flops import Flops
 from hsa.attention.mixing import HeadMixing
 from hsa.nn.attention import Attention, is_counting, note_flops
+from hsa.nn.attention_kinds import AttentionKind
 from hsa.research.trilinear.counts import flops_hierarchical_trilinear, flops_trilinear
 from hsa.research.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
 from hsa.tree.hierarchy import Hierarchy
@@ -70,3 +71,7 @@ class HierarchicalTrilinear(ThreeWay):
 
     def count(self, hierarchy: Hierarchy, width: int, heads: int) -> Flops:
         return flops_hierarchical_trilinear(hierarchy, width, heads)
+
+
+TRILINEAR = AttentionKind(lambda config: Trilinear(), on_flat_trees=True, has_matrix=False)
+HIERARCHICAL_TRILINEAR = AttentionKind(lambda config: HierarchicalTrilinear(), has_matrix=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from hsa.attention.arguments import check_type, scale_or_default, without_autocast
+from hsa.attention.checks import check_type, scale_or_default, without_autocast
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
 from hsa.research.decomposition import CP

@@ -41,6 +41,8 @@ from hsa.training.options import DataOptions
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from hsa.training.recipe import Recipe
+
 _KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
 ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
 
@@ -50,7 +52,7 @@ class InputSpec:
     """How signals were made of the data, kept with a model so that it can read more of them.
 
     Attributes:
-        kind: "rows", "folders", "python", "news", or "match3" for made-up numbers.
+        kind: "rows", "folders", "python", "news", or "generated" for data that a task makes itself.
         columns: of rows.
         max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
         tokenizer: made the ids of text; None where there is none.
@@ -58,7 +60,7 @@ class InputSpec:
         transform: the text encoder as a map of batches: ids to vectors.
     """
 
-    kind: Literal["rows", "folders", "python", "news", "match3"]
+    kind: Literal["rows", "folders", "python", "news", "generated"]
     columns: Columns
     max_tokens: int
     max_family: int
@@ -97,7 +99,7 @@ class PreparedData:
     train: DataSet
     validation: DataSet
     test: DataSet
-    reading: InputSpec
+    input_spec: InputSpec
     modalities: Mapping[str, Modality]
     kinds: tuple[str, ...]
     keys: tuple[str, ...]
@@ -149,7 +151,7 @@ def prepare(
     *,
     seed: int = 0,
     small: bool = False,
-    warm_start: str | None = None,
+    tokenizer: Any = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
     """Read the data, train a tokenizer on its texts, and split. What was read once is kept in the cache.
@@ -157,13 +159,20 @@ def prepare(
     Args:
         data: a file of rows, a folder per class, or None for the Python standard library.
         small: a fraction of the standard library, for a quick look.
-        warm_start: a pre-trained encoder that a model starts from: its tokenizer is taken in place of a new one.
+        tokenizer: One that a model must read texts with, in place of a new one.
         say: is told what is going on.
     """
-    if options.task != "classification" and options.task != "regression":
-        fix = {"lm": "see prepare_text", "seq2seq": "see prepare_pairs", "match3": "see prepare_match3"}[options.task]
-        raise InvalidInput("task", given=options.task, expected="classification or regression", fix=fix)
-    _check_warm_start(warm_start, options)
+    task: Task = "regression" if options.task == "regression" else "classification"
+    if options.task != task:
+        raise InvalidInput(
+            "task",
+            given=options.task,
+            expected="classification or regression",
+            fix="other tasks prepare their own data",
+        )
+    given = tokenizer
+    if given is not None:
+        _check_only_tokenizer(options)
     skipped: list[str] = []
 
     def on_bad(error: InvalidInput) -> None:
@@ -177,11 +186,8 @@ def prepare(
     source = others.pop("train")
     _check_task(data, source, options)
     kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
-    if warm_start is None:
-        tokenizer, vectors = _tokenizer(source, options, encoder, say)
-    else:
-        tokenizer, vectors = _pretrained_tokenizer(warm_start, say), None
-    reading = InputSpec(
+    tokenizer, vectors = _tokenizer(source, options, encoder, say) if given is None else (given, None)
+    spec = InputSpec(
         kind,
         columns_of(options),
         options.max_tokens,
@@ -199,7 +205,7 @@ def prepare(
             None if options.word_vectors is None else stamp(options.word_vectors),
             {name: value for name, value in asdict(options).items() if name != "skip_bad"},
             seed,
-            None if warm_start is None else tokenizer.to_str(),
+            None if given is None else given.to_str(),
         ],
         default=str,
     )
@@ -207,9 +213,9 @@ def prepare(
     sets = {} if skipped or options.skip_bad else _load_cached(folder)
     if not sets:
         say("reading")
-        whole = build(reading.examples(source, on_bad), options.task)
+        whole = build(spec.examples(source, on_bad), task)
         for name, other in others.items():
-            sets[name] = build(reading.examples(other, on_bad), options.task, whole.classes or None)
+            sets[name] = build(spec.examples(other, on_bad), task, whole.classes or None)
         missing = [name for name in ("validation", "test") if name not in sets]
         parts = split_at_random(whole, (1 - 0.1 * len(missing), *(0.1 for _ in missing)), seed)
         sets = dict(zip(["train", *missing], parts, strict=True)) | sets
@@ -217,27 +223,35 @@ def prepare(
             for name, part in sets.items():
                 part.save(folder / f"{name}.safetensors")
     _check(sets, options)
-    if warm_start is not None and "text" not in sets["train"].batch.values:
+    if given is not None and "text" not in sets["train"].batch.values:
         raise InvalidInput("warm_start", given="data without text", expected="texts", fix="leave out --warm-start")
     kinds, keys = _domains(sets.values())
     return PreparedData(
         train=sets["train"],
         validation=sets["validation"],
         test=sets["test"],
-        reading=reading,
+        input_spec=spec,
         modalities=_modalities(sets["train"], tokenizer, vectors, encoder),
         kinds=kinds,
         keys=keys,
-        task=options.task,
+        task=task,
         vectors=vectors,
         skipped=tuple(skipped),
         name="Python standard library" if data is None else data.name,
     )
 
 
-def _check_warm_start(warm_start: str | None, options: DataOptions) -> None:
+def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> PreparedData:
+    """Prepare the data of a recipe, with the tokenizer that one of its models must read texts with, if any."""
+    from hsa.models.registry import required_tokenizer
+
+    tokenizer = required_tokenizer(recipe.models, recipe.extra, say)
+    return prepare(recipe.data, recipe.read, seed=recipe.training.seed, small=small, tokenizer=tokenizer, say=say)
+
+
+def _check_only_tokenizer(options: DataOptions) -> None:
     for name in ("encoder", "word_vectors"):
-        if warm_start is not None and getattr(options, name) is not None:
+        if getattr(options, name) is not None:
             raise InvalidInput(
                 "warm_start",
                 given=f"{name} too",
@@ -316,13 +330,6 @@ def _tokenizer(
         return None, None
     say("training a tokenizer")
     return train_tokenizer(texts, options.vocabulary), None
-
-
-def _pretrained_tokenizer(name: str, say: Callable[[str], None]) -> Tokenizer:
-    from hsa.baselines.hat.warm_start import pretrained_tokenizer
-
-    say(f"loading the tokenizer of {name}")
-    return pretrained_tokenizer(name)
 
 
 def _words(texts: Iterable[str]) -> set[str]:
@@ -404,20 +411,20 @@ def _check_classes(train: DataSet, options: DataOptions) -> None:
         )
 
 
-def save_input_spec(folder: Path, reading: InputSpec) -> None:
-    """`reading.json`, and `tokenizer.json` where there is one."""
+def save_input_spec(folder: Path, spec: InputSpec) -> None:
+    """`input_spec.json`, and `tokenizer.json` where there is one."""
     from hsa.files import write_json
 
-    about = {name: getattr(reading, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
-    write_json(folder / "reading.json", {**about, "columns": asdict(reading.columns)})
-    if reading.encoder is None and reading.tokenizer is not None:
-        write_then_rename(folder / "tokenizer.json", lambda beside: reading.tokenizer.save(str(beside)))
+    about = {name: getattr(spec, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
+    write_json(folder / "input_spec.json", {**about, "columns": asdict(spec.columns)})
+    if spec.encoder is None and spec.tokenizer is not None:
+        write_then_rename(folder / "tokenizer.json", lambda beside: spec.tokenizer.save(str(beside)))
 
 
 def load_input_spec(folder: Path) -> InputSpec:
     from hsa.files import read_json
 
-    path = folder / "reading.json"
+    path = folder / "input_spec.json"
     about = read_json(path, "how a model reads data, as hsa train writes it")
     names = {f.name for f in fields(InputSpec)} - {"tokenizer", "transform"}
     if not isinstance(about, dict) or set(about) != names or not isinstance(about["columns"], dict):

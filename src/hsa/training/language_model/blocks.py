@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hsa.models.language_model import LanguageModel, Trees
 from hsa.nn.attention import counting_operations
-from hsa.training.language_model.input_spec import Course, Reader, blocks_of, to_device
+from hsa.training.language_model.reader import Course, Reader, blocks_of, to_device
 
 
 class Blocks:

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig
 from hsa.errors import InvalidInput
 from hsa.files import write_json
 from hsa.models.classifier import closest_size, count_parameters
-from hsa.models.language_model import LanguageModelConfig
-from hsa.models.language_models import AnyLanguageConfig, build_language_model
+from hsa.models.options import ModelOptions
+from hsa.models.registry import LANGUAGE_ARCHITECTURES, LANGUAGE_MODELS, Extra, create_language_model
 from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
+from hsa.registry import resolve
 from hsa.signals.readers.tokens import load_tokenizer
-from hsa.training.document_models import transformer_xl_sizes
-from hsa.training.experiment import RESULT, unknown_model
+from hsa.training.experiment import RESULT
 from hsa.training.failures import OnFailure, catch_oom, results_of
 from hsa.training.language_model.data import LmData
 from hsa.training.language_model.loop import (
@@ -32,11 +32,7 @@ from hsa.training.language_model.loop import (
     reader_of,
     train_language_model,
 )
-from hsa.training.options import DocumentOptions, LanguageOptions, ModelOptions, TrainingOptions, decoder_sizes
-
-LM_MODELS: dict[str, Any] = {"multiscale": "multiscale", "flat": "flat", "clustered": "clustered"}
-"""The attention of all layers of each model of ours."""
-TRANSFORMER_XL = "transformer-xl"
+from hsa.training.options import LanguageOptions, TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class LmResult:
     training_seconds: float
     test_tokens: int
     context: int  # tokens of a block
+    remembered_tokens: int  # before a block, in every layer
     history: tuple[LmRecord, ...]
 
     @property
@@ -65,10 +62,9 @@ class LmResult:
 
 
 def check_lm_models(names: Iterable[str]) -> None:
-    known = (*LM_MODELS, TRANSFORMER_XL)
+    """Raise for a name that is no language model."""
     for name in names:
-        if name not in known:
-            raise unknown_model(name, known, "lm")
+        LANGUAGE_MODELS.get(name)
 
 
 def language_model_config(
@@ -76,49 +72,37 @@ def language_model_config(
     model: ModelOptions,
     language: LanguageOptions,
     name: str,
-    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
-) -> AnyLanguageConfig:
-    """The configuration of a model by its name. Ours differ in a bias per head and layer, and in nothing else.
+    extra: Extra = MappingProxyType({}),
+) -> Any:
+    """Return the configuration of a model by its name.
 
-    Transformer-XL reads segments of `context` tokens; its feed-forward networks make up for what it has more.
+    Other architectures get feed-forward networks of a width with which they have as many parameters as ours.
     """
     if model.head_dim is not None and model.head_dim * model.heads != model.width:
         raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
-    if name == TRANSFORMER_XL:
-        sizes = TransformerXLLanguageConfig(
-            vocabulary=data.tokenizer.get_vocab_size(),
-            **transformer_xl_sizes(model, documents, language.context),
-            max_length=language.max_length,
-        )
-        return as_large_as(language_model_config(data, model, language, "multiscale"), sizes)
-    return LanguageModelConfig(
-        vocabulary=data.tokenizer.get_vocab_size(),
-        layers=model.layers,
-        attention=LM_MODELS[name],
-        **decoder_sizes(model, language),
-        top_k=model.top_k or LanguageModelConfig.top_k,
-        chunk=language.chunk,
-        group=language.group,
-        closes=data.closes if language.structure == "text" else {},
-        max_length=language.max_length,
-    )
+    entry = LANGUAGE_MODELS.get(name)
+    architecture = LANGUAGE_ARCHITECTURES.get(entry.architecture)
+    config = resolve(architecture.configure)(data, model, language, extra, entry.changes)
+    if not architecture.matched:
+        return config
+    return as_large_as(language_model_config(data, model, language, "multiscale"), config)
 
 
-def as_large_as(reference: AnyLanguageConfig, sizes: TransformerXLLanguageConfig) -> TransformerXLLanguageConfig:
-    """Feed-forward networks as wide as it takes to have as many parameters as the reference."""
+def as_large_as(reference: Any, config: Any) -> Any:
+    """Return the config with feed-forward networks of a width at which it has as many parameters as the reference."""
 
-    def count(config: AnyLanguageConfig) -> int:
+    def count(config: Any) -> int:
         with torch.device("meta"):
-            return count_parameters(build_language_model(config))
+            return count_parameters(create_language_model(config))
 
-    inner = closest_size(lambda inner: count(replace(sizes, feed_forward=inner)), count(reference))
-    return replace(sizes, feed_forward=inner)
+    inner = closest_size(lambda inner: count(replace(config, feed_forward=inner)), count(reference))
+    return replace(config, feed_forward=inner)
 
 
 @catch_oom
 def train_one(
     name: str,
-    config: AnyLanguageConfig,
+    config: Any,
     data: LmData,
     options: TrainingOptions,
     language: LanguageOptions,
@@ -160,6 +144,7 @@ def train_one(
         training_seconds=found.seconds,
         test_tokens=tested.tokens,
         context=language.context,
+        remembered_tokens=found.model.remembered_tokens,
         history=found.history,
     )
     save_language_model(folder, found.model, data.tokenizer)
@@ -192,7 +177,7 @@ def compare_language_models(
     language: LanguageOptions,
     folder: Path,
     *,
-    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    extra: Extra = MappingProxyType({}),
     resume: bool = False,
     device: torch.device | str | None = None,
     watch: Callable[[str], LmWatcher] | None = None,
@@ -203,7 +188,7 @@ def compare_language_models(
     Args:
         on_failure: is told of models without a result, and the others go on; by default that is an error.
     """
-    configs = {name: language_model_config(data, model, language, name, documents) for name in names}
+    configs = {name: language_model_config(data, model, language, name, extra) for name in names}
     starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
 
     def train(name: str) -> LmResult:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from hsa.attention.arguments import check_count
-from hsa.baselines.transformer_xl.encoder import set_test_memory
-from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.files import read_json
 from hsa.generation.loading import load_writer
-from hsa.models.language_models import AnyLanguageModel
-from hsa.models.saved import LANGUAGE_MODEL, TRANSFORMER_XL, kind_of
+from hsa.models.causal_language_model import CausalLanguageModel
+from hsa.models.memory import set_test_memory
+from hsa.models.saved import LANGUAGE_MODEL, kind_of
 from hsa.training.experiment import RESULT
 from hsa.training.language_model.data import encode_documents, held_out_texts
 from hsa.training.language_model.loop import bits_per_character, evaluate_language_model, reader_of
@@ -37,7 +36,7 @@ class TextScores:
 
 def is_language_model(folder: Path) -> bool:
     """Whether a folder holds a language model."""
-    return kind_of(folder) in (LANGUAGE_MODEL, TRANSFORMER_XL)
+    return kind_of(folder) == LANGUAGE_MODEL
 
 
 def evaluate_text(
@@ -72,7 +71,7 @@ def evaluate_text(
     return TextScores(
         tokens=found.tokens,
         context=context,
-        memory=model.layers.memory if isinstance(model, TransformerXLLanguageModel) else 0,
+        memory=model.remembered_tokens,
         loss=found.loss,
         perplexity=math.exp(found.loss),
         bits_per_character=bits_per_character(found, tokens, tokenizer),
@@ -81,17 +80,17 @@ def evaluate_text(
     )
 
 
-def _context(folder: Path, model: AnyLanguageModel, given: int | None) -> int:
+def _context(folder: Path, model: CausalLanguageModel, given: int | None) -> int:
     """Tokens that are read at once: those of a segment, those that are asked for, or those of the run that trained it."""
-    if isinstance(model, TransformerXLLanguageModel):
+    if model.fixed_context is not None:
         if given is not None:
             raise InvalidInput(
                 "context",
-                given=f"{given} tokens for a Transformer-XL",
-                expected=f"none: it reads segments of {model.config.segment}",
-                fix="say how much it remembers, with memory",
+                given=f"{given} tokens for a {model.config.architecture}",
+                expected=f"none: it reads segments of {model.fixed_context}",
+                fix="set how much it remembers with memory",
             )
-        return model.config.segment
+        return model.fixed_context
     if given is not None:
         return check_count("context", given, "tokens of a block, 1 or more", minimum=1)
     known = read_json(folder / RESULT, "the result of a run") if (folder / RESULT).is_file() else {}

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
 from hsa.errors import InvalidInput
-from hsa.models.language_models import AnyLanguageConfig, AnyLanguageModel, build_language_model
+from hsa.models.causal_language_model import CausalLanguageModel
+from hsa.models.registry import LANGUAGE_ARCHITECTURES, create_language_model
 from hsa.models.saved import check_fits
 from hsa.nn.penalties import collecting_penalties
+from hsa.registry import resolve
 from hsa.training import checkpoint
 from hsa.training.data.loading import prefetched
 from hsa.training.failures import Diverged
-from hsa.training.language_model.blocks import BlockReader
-from hsa.training.language_model.input_spec import Reader, blocks_of
-from hsa.training.language_model.streams import StreamReader
+from hsa.training.language_model.reader import Reader, blocks_of
 from hsa.training.loop import (
     CHECKPOINT,
     Interrupted,
@@ -91,7 +90,7 @@ class _Progress:
 class TrainedLanguageModel:
     """What came of a run."""
 
-    model: AnyLanguageModel
+    model: CausalLanguageModel
     history: tuple[LmRecord, ...]
     seconds: float
     tokens: int
@@ -102,7 +101,7 @@ class TrainedLanguageModel:
 
 
 def train_language_model(
-    config: AnyLanguageConfig,
+    config: Any,
     train: np.ndarray,
     validation: np.ndarray,
     options: TrainingOptions | None = None,
@@ -148,7 +147,7 @@ def train_language_model(
 class _Run:
     def __init__(
         self,
-        config: AnyLanguageConfig,
+        config: Any,
         train: np.ndarray,
         validation: np.ndarray,
         options: TrainingOptions,
@@ -167,7 +166,7 @@ class _Run:
         self.total = language.steps or options.epochs * each
         self.every = language.evaluate_every or max(1, self.total // 10)
         torch.manual_seed(options.seed)
-        self.model = build_language_model(config).to(device)
+        self.model = create_language_model(config).to(device)
         self.course = reader_of(self.model, language.context).course(train, self.batch, options.seed)
         groups, fused = parameter_groups(self.model, options), device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
@@ -298,16 +297,14 @@ class _Run:
         }
 
 
-def reader_of(model: AnyLanguageModel, context: int) -> Reader:
-    """How a model reads: as a stream where it remembers what was before a block, else block by block."""
-    if isinstance(model, TransformerXLLanguageModel):
-        return StreamReader(model, context)
-    return BlockReader(model, context)
+def reader_of(model: CausalLanguageModel, context: int) -> Reader:
+    """Return what feeds texts to a model: block by block, or as its architecture says."""
+    return resolve(LANGUAGE_ARCHITECTURES.get(model.config.architecture).reader)(model, context)
 
 
 @torch.no_grad()
 def evaluate_language_model(
-    model: AnyLanguageModel,
+    model: CausalLanguageModel,
     tokens: np.ndarray,
     context: int,
     *,

@@ -11,7 +11,7 @@ from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_text
 from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.language_model.data import LmData
-from hsa.training.language_model.experiment import TRANSFORMER_XL, LmResult
+from hsa.training.language_model.experiment import LmResult
 from hsa.training.recipe import Recipe
 from hsa.training.report import fewer_operations
 
@@ -56,8 +56,10 @@ def lm_lines(results: list[LmResult]) -> list[str]:
             f"{first.model} against {other.model}: perplexity {change:+.1f}% on {first.test_tokens:,} test tokens "
             f"(one seed){fewer_operations(first.operations, other.operations)}"
         )
-    if any(result.model == TRANSFORMER_XL for result in results):
-        lines.append(f"{TRANSFORMER_XL} reads the test text as one stream with a memory; others begin every block anew")
+    remembering = [result.model for result in results if result.remembered_tokens]
+    if remembering:
+        names = ", ".join(remembering)
+        lines.append(f"{names}: the test text is one stream with a memory; others begin every block anew")
     return lines
 
 
@@ -76,7 +78,8 @@ def write_lm_report(
     lines += ["", "## Options", "", "```"]
     for part in (recipe.model, recipe.language, recipe.training):
         lines += [f"{name}: {value}" for name, value in asdict(part).items()]
-    if TRANSFORMER_XL in recipe.models:
-        lines += [f"{name}: {getattr(recipe.documents, name)}" for name in ("memory", "test_memory")]
+    for group in recipe.extra.values():
+        if group != type(group)():
+            lines += [f"{name}: {value}" for name, value in asdict(group).items()]
     write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
     return pictures

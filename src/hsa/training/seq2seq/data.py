@@ -62,13 +62,13 @@ class PreparedPairs:
     train: Pairs
     validation: Pairs
     test: Pairs
-    reading: InputSpec
+    input_spec: InputSpec
     name: str
     skipped: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return self.reading.tokenizer.get_vocab_size()
+        return self.input_spec.tokenizer.get_vocab_size()
 
     @property
     def modalities(self) -> dict[str, Modality]:
@@ -148,9 +148,9 @@ def prepare_pairs(
     answers = (str(x) for x in source.rows.column(options.label or "")) if isinstance(source, Rows) else ()
     tokenizer = train_tokenizer([*source.texts(), *answers], options.vocabulary)
     columns = columns_of(options) if data is not None else Columns(text=("text",), label="answer")
-    reading = InputSpec("rows", columns, options.max_tokens, options.max_family, tokenizer)
+    spec = InputSpec("rows", columns, options.max_tokens, options.max_family, tokenizer)
     say("reading")
-    sets = {name: _pairs(reading.examples(part, on_bad), tokenizer, max_answer) for name, part in sources.items()}
+    sets = {name: _pairs(spec.examples(part, on_bad), tokenizer, max_answer) for name, part in sources.items()}
     missing = [name for name in ("validation", "test") if name not in sets]
     order = np.random.default_rng(seed).permutation(len(sets["train"]))
     held = max(1, round(SHARES[1] * len(order)))
@@ -160,7 +160,7 @@ def prepare_pairs(
     whole = sets["train"]
     sets |= {name: whole.select(cut) for name, cut in zip(["train", *missing], cuts, strict=True)}
     name = "marked sentences" if data is None else data.name
-    return PreparedPairs(sets["train"], sets["validation"], sets["test"], reading, name, tuple(skipped))
+    return PreparedPairs(sets["train"], sets["validation"], sets["test"], spec, name, tuple(skipped))
 
 
 def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> Source:

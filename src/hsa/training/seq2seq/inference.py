@@ -28,13 +28,13 @@ class SavedSeq2Seq:
     """A model and its way of reading prompts."""
 
     model: Seq2Seq
-    reading: InputSpec
+    input_spec: InputSpec
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu") -> SavedSeq2Seq:
         """From the folder of a model that `hsa train --task seq2seq` wrote."""
-        model, reading = load_seq2seq(folder, device), load_input_spec(folder)
-        size = 0 if reading.tokenizer is None else reading.tokenizer.get_vocab_size()
+        model, spec = load_seq2seq(folder, device), load_input_spec(folder)
+        size = 0 if spec.tokenizer is None else spec.tokenizer.get_vocab_size()
         if size + 2 != model.config.decoder.vocabulary:
             raise InvalidInput(
                 str(folder / "tokenizer.json"),
@@ -42,14 +42,14 @@ class SavedSeq2Seq:
                 expected=f"the model's own, of {model.config.decoder.vocabulary - 2:,} tokens",
                 fix="copy the whole folder of a model, as hsa train wrote it",
             )
-        return SavedSeq2Seq(model, reading)
+        return SavedSeq2Seq(model, spec)
 
     def predict(self, path: Path, on_bad: OnBad, batch: int = 32, max_tokens: int = 256) -> Iterator[Prediction]:
         """The answer to every row of a table."""
-        examples = self.reading.examples(self.reading.source(path, labelled=False), on_bad)
+        examples = self.input_spec.examples(self.input_spec.source(path, labelled=False), on_bad)
         while some := list(islice(examples, batch)):
             prompts = collate([example.signal for example in some]).to(self.model.device)
             answers = self.model.generate(prompts, max_tokens=max_tokens)
             for example, answer in zip(some, answers, strict=True):
                 words = [token for token in answer if token != self.model.config.start]
-                yield Prediction(example.where, self.reading.tokenizer.decode(words), None)
+                yield Prediction(example.where, self.input_spec.tokenizer.decode(words), None)

@@ -17,15 +17,17 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.models.classifier import count_parameters
 from hsa.models.language_model import LanguageModelConfig
+from hsa.models.options import ModelOptions
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
-from hsa.nn.encoder import WITH_ENTMAX, EncoderConfig
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.penalties import collecting_penalties
+from hsa.registry import KINDS
 from hsa.signals.batch import Batch
 from hsa.training import checkpoint
 from hsa.training.data.data_set import batches_by_tokens
 from hsa.training.data.loading import prefetched
-from hsa.training.experiment import unknown_model
 from hsa.training.failures import Diverged
+from hsa.training.language_model.decoder import decoder_sizes
 from hsa.training.language_model.loop import precision
 from hsa.training.loop import (
     CHECKPOINT,
@@ -38,11 +40,11 @@ from hsa.training.loop import (
     leaves_of,
     parameter_groups,
 )
-from hsa.training.options import LanguageOptions, ModelOptions, Seq2SeqOptions, TrainingOptions, decoder_sizes
+from hsa.training.options import LanguageOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.seq2seq.data import Pairs, PreparedPairs
 
-MODELS = {"hierarchical": "hierarchical", "multiscale": "multiscale", "clustered": "clustered", "flat": "flat"}
-"""The attention of the encoder."""
+ENCODERS = ("hierarchical", "multiscale", "clustered", "flat")
+"""Kinds of attention that the encoder can have."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,21 @@ class _Progress:
 
 
 def check_seq2seq_models(names: Iterable[str]) -> None:
+    """Raise for a name that is no kind of encoder."""
     for name in names:
-        if name not in MODELS:
-            raise unknown_model(name, list(MODELS), "seq2seq")
+        if name not in ENCODERS:
+            raise InvalidInput(
+                "models", given=repr(name), expected=f"some of {', '.join(ENCODERS)}, for the task seq2seq"
+            )
 
 
 def seq2seq_config(
     prepared: PreparedPairs, name: str, model: ModelOptions, language: LanguageOptions, options: Seq2SeqOptions
 ) -> Seq2SeqConfig:
-    """The configuration of one of `MODELS`. Leaves of the prompt know their places: nothing else tells the decoder."""
+    """The configuration of one of `MODELS`. Positions are added to the leaves of the prompt: the decoder needs them."""
     check_seq2seq_models([name])
-    sizes = {**asdict(model), "kind": MODELS[name], "position_input": True}
-    if MODELS[name] not in WITH_ENTMAX:
+    sizes = {**asdict(model), "kind": name, "position_input": True}
+    if not KINDS.get(name).takes_entmax:
         sizes["entmax"] = None
     del sizes["pooling"]
     decoder = LanguageModelConfig(
@@ -314,7 +319,7 @@ def seq2seq_result(
     shown: int = 3,
 ) -> Seq2SeqResult:
     """The model on the test data, with some of its answers in words."""
-    test, tokenizer = prepared.test, prepared.reading.tokenizer
+    test, tokenizer = prepared.test, prepared.input_spec.tokenizer
     scores, answers, seconds = evaluate_seq2seq(model, test, options)
     offsets, values = test.prompts.hierarchy.structure.leaf_offsets, test.prompts.values["text"]
     examples = []

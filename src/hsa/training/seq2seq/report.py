@@ -53,7 +53,7 @@ def compare_seq2seq(
         )
         result = seq2seq_result(name, model, history, prepared, options)
         save_seq2seq(own, model)
-        save_input_spec(own, prepared.reading)
+        save_input_spec(own, prepared.input_spec)
         write_json(own / RESULT, asdict(result))
         return result
 

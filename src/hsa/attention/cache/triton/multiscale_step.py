@@ -1,8 +1,8 @@
-"""The step of `MultiscaleCache` in two kernels: one moves the structure of all sequences, one attends over all levels.
+"""The step of `MultiscaleCache` in two kernels: one advances the structure of all sequences, one attends over all levels.
 
-All places of a head are one tile, so that a token is stored, attended from and pooled upwards without leaving the registers;
+All slots of a head are one tile, so that a token is stored, attended from and pooled upwards without leaving the registers;
 keys first, then values. Query heads that share a key/value head are programs of their own; the first of them writes. The
-others may read a place while it is written: it is the newest token, which they have at hand, or one that no query sees.
+others may read a slot while it is written: it holds the newest token, which they have loaded, or a node that no query sees.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ def append_kernel(
     Share,
     Closes,
     Layout,
-    PLACES: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     SINKS: tl.constexpr,
     NEAR: tl.constexpr,
     POOLED_FROM: tl.constexpr,
 ):
-    """One sequence: a leaf more, what it sees, and the nodes it closes."""
+    """Add a leaf to one sequence: what it sees, and the nodes it closes."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    here = row * PLACES + at
-    leaves = tl.load(Leaves + here, at < PLACES, 0)
-    end = tl.load(End + here, at < PLACES, 0)
-    parent_end = tl.load(ParentEnd + here, at < PLACES, 0)
+    here = row * SLOTS + at
+    leaves = tl.load(Leaves + here, at < SLOTS, 0)
+    end = tl.load(End + here, at < SLOTS, 0)
+    parent_end = tl.load(ParentEnd + here, at < SLOTS, 0)
     closes = tl.load(Closes + row)
     now = tl.load(Length + row) + 1
     tl.store(Length + row, now)
     is_sink = now <= SINKS
     made = tl.load(Made + row * LEVELS)
-    place = tl.where(is_sink, now - 1, tl.load(Layout) + made % tl.load(Layout + 1))
+    slot = tl.where(is_sink, now - 1, tl.load(Layout) + made % tl.load(Layout + 1))
     tl.store(Made + row * LEVELS, tl.where(is_sink, made, made + 1))
-    tl.store(Written + row * LEVELS, place)
-    leaves = tl.where(at == place, 1, leaves)
-    end = tl.where(at == place, now, end)
-    parent_end = tl.where(at == place, _OPEN, parent_end)
+    tl.store(Written + row * LEVELS, slot)
+    leaves = tl.where(at == slot, 1, leaves)
+    end = tl.where(at == slot, now, end)
+    parent_end = tl.where(at == slot, _OPEN, parent_end)
 
     last = 0
     if LEVELS > 1:
@@ -70,7 +70,7 @@ def append_kernel(
         last = tl.where(older >= 0, tl.sum(tl.where(at == where, end, 0)), 0)
     seen = (leaves > 0) & ((at < POOLED_FROM) | (end <= last)) & (parent_end > last)
     bias = tl.where(seen, tl.log(tl.maximum(leaves, 1).to(tl.float32)), -float("inf"))
-    tl.store(Bias + here, bias, at < PLACES)
+    tl.store(Bias + here, bias, at < SLOTS)
 
     share = tl.zeros([BLOCK], tl.float32)
     closing = now > SINKS
@@ -85,56 +85,44 @@ def append_kernel(
         share += tl.where(inside, leaves.to(tl.float32) / tl.maximum(total, 1).to(tl.float32), 0.0)
         parent_end = tl.where(inside, now, parent_end)
         made = tl.load(Made + row * LEVELS + level)
-        place = tl.load(Layout + 3 * level) + made % tl.load(Layout + 3 * level + 1)
+        slot = tl.load(Layout + 3 * level) + made % tl.load(Layout + 3 * level + 1)
         tl.store(Made + row * LEVELS + level, made + closing.to(tl.int32))
-        tl.store(Written + row * LEVELS + level, tl.where(closing, place, -1))
-        new = (at == place) & closing
+        tl.store(Written + row * LEVELS + level, tl.where(closing, slot, -1))
+        new = (at == slot) & closing
         leaves = tl.where(new, total, leaves)
         end = tl.where(new, now, end)
         parent_end = tl.where(new, _OPEN, parent_end)
-    tl.store(Leaves + here, leaves, at < PLACES)
-    tl.store(End + here, end, at < PLACES)
-    tl.store(ParentEnd + here, parent_end, at < PLACES)
-    tl.store(Share + here, share, at < PLACES)
+    tl.store(Leaves + here, leaves, at < SLOTS)
+    tl.store(End + here, end, at < SLOTS)
+    tl.store(ParentEnd + here, parent_end, at < SLOTS)
+    tl.store(Share + here, share, at < SLOTS)
 
 
 @triton.jit
 def _tile(
-    Stored,
-    first,
-    row,
-    New,
-    new_at,
-    Written,
-    Share,
-    Layout,
-    writes,
-    dim,
-    at,
-    lane,
-    PLACES: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    """All places of one head with the newest token in its place; stores that token and pools what it closes."""
-    inside = (at < PLACES)[:, None] & (lane < dim)[None, :]
+    Stored, first, row, New, new_at, Written, Share, Layout, writes, dim, at, lane,
+    SLOTS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Return all slots of one head, the newest token included; store that token and pool the nodes it closes."""
+    inside = (at < SLOTS)[:, None] & (lane < dim)[None, :]
     tile = tl.load(Stored + (first + at)[:, None] * dim + lane[None, :], inside, 0.0).to(tl.float32)
     new = tl.load(New + new_at + lane, lane < dim, 0.0)
-    place = tl.load(Written + row * LEVELS)
-    tile = tl.where((at == place)[:, None], new.to(tl.float32)[None, :], tile)
+    slot = tl.load(Written + row * LEVELS)
+    tile = tl.where((at == slot)[:, None], new.to(tl.float32)[None, :], tile)
     if writes:
-        tl.store(Stored + (first + place) * dim + lane, new, lane < dim)
-        share = tl.load(Share + row * PLACES + at, at < PLACES, 0.0)
+        tl.store(Stored + (first + slot) * dim + lane, new, lane < dim)
+        share = tl.load(Share + row * SLOTS + at, at < SLOTS, 0.0)
         pooling = tile
         for level in tl.static_range(1, LEVELS):
-            place = tl.load(Written + row * LEVELS + level)
-            if place >= 0:
+            slot = tl.load(Written + row * LEVELS + level)
+            if slot >= 0:
                 begin = tl.load(Layout + 3 * level - 3)
                 size = tl.load(Layout + 3 * level - 2)
                 part = tl.where((at >= begin) & (at < begin + size), share, 0.0)
                 pooled = tl.sum(part[:, None] * pooling, 0)
                 rounded = pooled.to(Stored.dtype.element_ty)
-                tl.store(Stored + (first + place) * dim + lane, rounded, lane < dim)
-                pooling = tl.where((at == place)[:, None], rounded.to(tl.float32)[None, :], pooling)
+                tl.store(Stored + (first + slot) * dim + lane, rounded, lane < dim)
+                pooling = tl.where((at == slot)[:, None], rounded.to(tl.float32)[None, :], pooling)
     return tile
 
 
@@ -163,7 +151,7 @@ def attend_kernel(
     value_dim,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     POOLED_FROM: tl.constexpr,
@@ -176,26 +164,14 @@ def attend_kernel(
     kv_head = head // GROUPS
     writes = head % GROUPS == 0
     at = tl.arange(0, BLOCK)
-    first = (row * (HEADS // GROUPS) + kv_head).to(tl.int64) * PLACES
+    first = (row * (HEADS // GROUPS) + kv_head).to(tl.int64) * SLOTS
     lane = tl.arange(0, DIM)
     q = tl.load(Q + row * q_row + head * q_head + lane, lane < dim, 0.0).to(tl.float32)
     keys = _tile(
-        Keys,
-        first,
-        row,
-        K,
-        row * k_row + kv_head * k_head,
-        Written,
-        Share,
-        Layout,
-        writes,
-        dim,
-        at,
-        lane,
-        PLACES,
-        LEVELS,
-    )
-    bias = tl.load(Bias + row * PLACES + at, at < PLACES, -float("inf"))
+        Keys, first, row, K, row * k_row + kv_head * k_head, Written, Share, Layout, writes, dim, at, lane,
+        SLOTS, LEVELS,
+    )  # fmt: skip
+    bias = tl.load(Bias + row * SLOTS + at, at < SLOTS, -float("inf"))
     bias += tl.where(at >= POOLED_FROM, tl.load(PooledBias + head * bias_step), 0.0)
     logits = tl.sum(keys * q[None, :], 1) * scale + bias
     weights = tl.exp(logits - tl.max(logits, 0))
@@ -203,7 +179,7 @@ def attend_kernel(
     lane = tl.arange(0, VALUE_DIM)
     values = _tile(
         Values, first, row, V, row * v_row + kv_head * v_head, Written, Share, Layout, writes, value_dim, at, lane,
-        PLACES, LEVELS,
+        SLOTS, LEVELS,
     )  # fmt: skip
     out = tl.sum(weights[:, None] * values, 0)
     out_at = Out + program.to(tl.int64) * value_dim + lane
@@ -214,17 +190,17 @@ _append, _attend = Launcher(append_kernel), Launcher(attend_kernel)
 
 
 class Decode:
-    """The steps of one cache."""
+    """The step of one cache, in kernels."""
 
     def __init__(self, cache: MultiscaleCache):
         self.cache = cache
-        self.block = padded(cache.places)
+        self.block = padded(cache.slots)
 
     def append(self) -> None:
         c = self.cache
         arguments = (c.leaves, c.end, c.parent_end, c.made, c.length, c.written, c.bias, c.share, c.closes, c.layout)
         constants = {
-            "PLACES": c.places,
+            "SLOTS": c.slots,
             "BLOCK": self.block,
             "LEVELS": len(c.rings),
             "SINKS": c.sinks,
@@ -236,7 +212,7 @@ class Decode:
             _append(compiled_for(*arguments), c.batch, arguments, constants)
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
-        """[nodes, kv_heads, dim] means over the leaves below some nodes of a rooted forest."""
+        """Return `[nodes, kv_heads, dim]`, means over the leaves below nodes of a rooted forest."""
         return pooled_rows(leaves, forest, nodes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -250,7 +226,7 @@ class Decode:
         constants: dict[str, Any] = {
             "HEADS": q.shape[1],
             "GROUPS": q.shape[1] // c.kv_heads,
-            "PLACES": c.places,
+            "SLOTS": c.slots,
             "BLOCK": self.block,
             "LEVELS": len(c.rings),
             "POOLED_FROM": c.pooled_from,

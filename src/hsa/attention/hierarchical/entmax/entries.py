@@ -1,8 +1,7 @@
-"""What the rows of families consist of with entmax: who is seen, and how many keys each entry stands for."""
+"""The entries of the rows of families with entmax: who is seen, and how many keys each entry stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,40 +16,31 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What a bucket's rows consist of. Leading dimension 1 where all families are alike."""
+    """The entries of a bucket's rows. Leading dimension 1 where all families are alike."""
 
     weight: Tensor | None  # [families or 1, 1, size, size]: keys that an entry stands for; None: one each
     bias: Tensor | None  # likewise: to add to the logits of siblings; None: nothing
     hidden: Tensor | None  # [families or 1, 1, size, size]; None: nothing
-    inside: Tensor | None  # [families or 1, 1, size] members with an inside; None: no one
-    keys: Tensor  # [families or 1, size] those that a row sees, all in all; 1 where there are none
+    inside: Tensor | None  # [families or 1, 1, size] members with an inside; None: no member has one
+    keys: Tensor  # [families or 1, size] total number of keys that a row sees; 1 where there are none
 
     def part(self, part: slice) -> Entries:
         bias, hidden, inside = (part_of(x, part) for x in (self.bias, self.hidden, self.inside))
         return Entries(part_of(self.weight, part), bias, hidden, inside, self.keys)
 
-    def picked(self, families: Tensor) -> Entries:
-        """Of rows `[rows, size, size]` that belong to these families, without the dimension of the heads."""
-
-        def pick(x: Tensor | None) -> Tensor | None:
-            return x if x is None else x[:, 0] if len(x) == 1 else x[families, 0]
-
-        weight, bias, hidden, inside = map(pick, (self.weight, self.bias, self.hidden, self.inside))
-        return Entries(weight, bias, hidden, inside, self.keys)
-
 
 def entries_of(
     hierarchy: Hierarchy, plan: Rounds, include_self: bool, causal: bool, weighted: bool, dtype: torch.dtype
 ) -> list[list[Entries]]:
-    """Per round and bucket what rows consist of; built once per hierarchy."""
+    """Per round and bucket of a rooted forest; built once."""
 
     def build() -> list[list[Entries]]:
         inside = torch.as_tensor(keys_inside(hierarchy, include_self, causal), device=hierarchy.device)
-        places = by_round(inside, plan)
+        sources = by_round(inside, plan)
         return [
             [
                 _bucket_entries(bucket, members, bucket.mask(include_self, causal)[0], weighted, dtype)
-                for bucket, members in zip(families.buckets, families.split(families.source(*places)), strict=True)
+                for bucket, members in zip(families.buckets, families.split(families.source(*sources)), strict=True)
             ]
             for families in plan.rounds
         ]
@@ -59,7 +49,7 @@ def entries_of(
 
 
 def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool, dtype: torch.dtype) -> Entries:
-    """Args: `inside` `[families, size]` keys that a leaf of each member sees inside it; `mask` of the siblings."""
+    """`inside`: `[families, size]` keys that a leaf of each member sees inside it; `mask`: of the siblings."""
     if bucket.is_leaf is None:  # every entry is one key
         keys = mask[:, 0].sum(-1).clamp(min=1).to(dtype)
         return Entries(None, None, None if bool(mask.all()) else ~mask, None, keys)
@@ -77,16 +67,3 @@ def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool
 def _once(rows: Tensor) -> Tensor:
     """One row where all families are alike."""
     return rows[:1] if bool((rows == rows[:1]).all()) else rows
-
-
-def hand_down(buckets: Sequence[Bucket], weight: Tensor, shares: Sequence[Tensor | None]) -> list[Tensor]:
-    """weight(P) · p of the inside, `[families, size, heads]`."""
-    return [
-        of_parents(weight, bucket)[:, None] * share
-        for bucket, share in zip(buckets, shares, strict=True)
-        if share is not None
-    ]
-
-
-def of_parents(x: Tensor, bucket: Bucket) -> Tensor:
-    return x if bucket.parents is None else x.index_select(0, bucket.parents)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hsa.attention.entmax import deformed_log, minus_square, solve
+from hsa.attention.entmax import minus_square, solve
 from hsa.attention.hierarchical.entmax.entries import Entries
 from hsa.attention.softmax import part_of
 
@@ -35,16 +35,6 @@ class Rows(NamedTuple):
         return self.p.diagonal(dim1=-2, dim2=-1)
 
 
-def gain_of(value: Tensor, entries: Entries, alpha: Tensor) -> Tensor:
-    """V − V₀ of rows `[families, heads, size]`, V₀ being what logits of 0 reach.
-
-    Args:
-        alpha: `[]` or `[heads or 1]`.
-    """
-    alpha = alpha if alpha.ndim == 0 else alpha[:, None]
-    return value - deformed_log(entries.keys[:, None], alpha) / alpha
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,29 +45,40 @@ def attend(
         inside: `[families, heads, size]` logits of the insides; looked at where `entries` says there are any.
         alpha: `[]` or `[heads or 1]`.
     """
-    return _Attend.apply(q, k, v, inside, _of_rows(alpha), entries, scale)
+    return _Attend.apply(q, k, v, inside, alpha_of_rows(alpha), entries, scale)
 
 
-def chunks(rows: Tensor) -> Iterator[slice]:
+def solve_families(
+    q: Tensor, k: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float
+) -> Iterator[tuple[slice, Entries, Rows]]:
+    """Yield the rows of some families after others, in chunks that stay in the cache; `alpha` by `alpha_of_rows`."""
+    for part in _chunks(q):
+        some = entries.part(part)
+        yield part, some, _solve_rows(_logits(q[part], k[part], part_of(inside, part), some, scale), alpha, some)
+
+
+def alpha_of_rows(alpha: Tensor) -> Tensor:
+    """`[]` or `[heads or 1]` → broadcasts to `[families, heads, size, size]`."""
+    return alpha if alpha.ndim == 0 else alpha[:, None, None]
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
     """Families `[families, heads, size, …]` whose logits stay in the cache."""
     families, heads, size, _ = rows.shape
     step = max(1, CHUNK // max(heads * size**2, 1)) if rows.device.type == "cpu" else max(families, 1)
     return (slice(begin, begin + step) for begin in range(0, families, step))
 
 
-def _of_rows(alpha: Tensor) -> Tensor:
-    return alpha if alpha.ndim == 0 else alpha[:, None, None]
-
-
-def family_logits(q: Tensor, k: Tensor, inside: Tensor | None, entries: Entries, scale: float) -> Tensor:
-    """`[families, heads, size, size]`, −∞ where hidden; `inside` None: the insides are hidden too."""
+def _logits(q: Tensor, k: Tensor, inside: Tensor | None, entries: Entries, scale: float) -> Tensor:
+    """`[families, heads, size, size]`, −∞ where hidden."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(scale)
     if entries.bias is not None:
         logits.add_(entries.bias)
     if entries.inside is not None:
         own = logits.diagonal(dim1=-2, dim2=-1)
-        own.copy_(torch.where(entries.inside, -math.inf if inside is None else inside, own))
+        assert inside is not None
+        own.copy_(torch.where(entries.inside, inside, own))
     return logits if entries.hidden is None else logits.masked_fill_(entries.hidden, -math.inf)
 
 
@@ -87,7 +88,7 @@ def _shifted(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.sub_(top), top
 
 
-def solve_rows(logits: Tensor, alpha: Tensor, entries: Entries) -> Rows:
+def _solve_rows(logits: Tensor, alpha: Tensor, entries: Entries) -> Rows:
     """Weights of all rows; overwrites the logits."""
     logits, top = _shifted(logits)
     p = solve(logits, alpha.new_ones(()) if entries.weight is None else entries.weight, alpha)
@@ -101,14 +102,14 @@ def solve_rows(logits: Tensor, alpha: Tensor, entries: Entries) -> Rows:
     return Rows(p, logits, top, c)
 
 
-def value_of(rows: Rows, alpha: Tensor) -> Tensor:
+def _value_of(rows: Rows, alpha: Tensor) -> Tensor:
     """Σ p (z + ln_α(n/p)/α) = c/α + (1 − 1/α) Σ p z, because ln_α(n/p) = c − z wherever p > 0."""
     mean = (rows.p * rows.logits).sum(-1, keepdim=True)
     return (rows.top + rows.c / alpha + (1 - 1 / alpha) * mean).squeeze(-1)
 
 
-def split_rows(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
-    """The weights of what has values in the family, and the share of the inside, 0 where there is none."""
+def _split_rows(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
+    """The weights of the siblings (and of a leaf that sees itself), and the share of the inside, 0 where there is none."""
     if entries.inside is None:
         return rows.p, torch.zeros((), dtype=rows.p.dtype, device=rows.p.device).expand(rows.p.shape[:-1])
     down = torch.where(entries.inside, rows.down, torch.zeros_like(rows.down))
@@ -148,11 +149,9 @@ class _Attend(torch.autograd.Function):
         size = q.shape[:3]
         y = v.new_empty(*size, v.shape[-1])
         values, down, c = (q.new_empty(size, dtype=dtype) for _ in range(3))
-        for part in chunks(q):
-            some = entries.part(part)
-            rows = solve_rows(family_logits(q[part], k[part], part_of(inside, part), some, scale), alpha, some)
-            values[part], c[part] = value_of(rows, alpha), rows.c.squeeze(-1)
-            p, down[part] = split_rows(rows, some)
+        for part, some, rows in solve_families(q, k, inside, alpha, entries, scale):
+            values[part], c[part] = _value_of(rows, alpha), rows.c.squeeze(-1)
+            p, down[part] = _split_rows(rows, some)
             y[part] = p @ v[part].to(dtype)
         ctx.entries, ctx.scale = entries, scale
         ctx.save_for_backward(q, k, v, inside, alpha, c)
@@ -167,10 +166,10 @@ class _Attend(torch.autograd.Function):
         d_inside = None if inside is None else torch.zeros_like(inside)
         d_alpha = torch.zeros_like(alpha) if ctx.needs_input_grad[4] else None
         order = alpha - 1
-        for part in chunks(q):
+        for part in _chunks(q):
             some = ctx.entries.part(part)
             queries, keys, values, above = (x[part].to(c.dtype) for x in (q, k, v, d_y))
-            logits, _ = _shifted(family_logits(queries, keys, part_of(inside, part), some, ctx.scale))
+            logits, _ = _shifted(_logits(queries, keys, part_of(inside, part), some, ctx.scale))
             less = (logits - c[part][..., None]).mul_(order)  # u − 1
             u, s = _densities(less, alpha)
             s = s if some.weight is None else s.mul_(some.weight)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from hsa.attention.kernels.levels import levels
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -33,3 +36,16 @@ def keys_inside(hierarchy: Hierarchy, include_self: bool, causal: bool) -> np.nd
         np.add.at(mean, parents, share * np.log(seen))
         inside[parents] = np.exp(mean[parents])
     return inside
+
+
+def inside_weights(forest: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
+    """`[rows above the leaves]` of the kernels' plan: the keys inside each, 1 if not `weighted`, 0 where there are none."""
+
+    def build() -> Tensor:
+        plan = levels(forest)
+        assert plan is not None
+        inside = keys_inside(forest, include_self, causal)[plan.node[plan.num_leaves :]]
+        inside = inside if weighted else inside > 0
+        return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
+
+    return forest.cached(("inside", weighted, include_self, causal), build)

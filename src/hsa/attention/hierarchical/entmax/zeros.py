@@ -1,27 +1,43 @@
-"""How much entmax leaves out: weights inside families that are exactly 0, level by level."""
+"""How much entmax leaves out: weights that are exactly 0, and families that get no weight, level by level."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hsa.attention.arguments import check_inputs, check_positions, repeat_heads, scale_or_default
-from hsa.attention.hierarchical.entmax.pruned import Families, compare, solve
+from hsa.attention.checks import check_inputs, check_positions, repeat_heads, scale_or_default
+from hsa.attention.hierarchical.call import HierarchicalCall
+from hsa.attention.hierarchical.entmax.family import alpha_of_rows, solve_families
+from hsa.attention.hierarchical.entmax.torch_sweeps import EntmaxFamilies
+from hsa.attention.hierarchical.operator import check_paper_mask
+from hsa.attention.hierarchical.torch_sweeps import UpSweep, from_above
 from hsa.attention.normalizers import Entmax, resolve_entmax
-from hsa.attention.rounds import Bucket, rooted, rounds
 from hsa.tree.hierarchy import Hierarchy
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """Weights of families' rows, in entries times heads, per height of the family from 1."""
+    """Counts of one call, all heads together. Tuples have a number per height of the families, from 1."""
 
     zeros: tuple[int, ...]
-    """Exactly 0."""
-    of: tuple[int, ...]
-    """There are: for every member its visible siblings, what is inside it, and a leaf itself where it sees itself."""
+    """Weights that are exactly 0."""
+    entries: tuple[int, ...]
+    """All weights: for every member its visible siblings, its inside, and a leaf itself where it sees itself."""
+    visited: tuple[int, ...] = ()
+    """Families that get a weight from above, times heads; none are counted for rows that have no way down."""
+    families: tuple[int, ...] = ()
+    """All families, times heads."""
+    handed_down: Tensor | None = field(default=None, repr=False, compare=False)
+    """`[nodes, heads]`: the part of a leaf's row that is left for what is inside each of its ancestors: 1 at roots, 0 where
+    attention has left out everything inside a node, and 0 at leaves."""
+
+    @property
+    def visited_fraction(self) -> float:
+        """Share of all families that get a weight; 1.0 in an empty forest."""
+        return sum(self.visited) / sum(self.families) if sum(self.families) else 1.0
 
 
 @torch.no_grad()
@@ -32,42 +48,83 @@ def zeros(
     *,
     normalizer: Entmax,
     positions: Tensor | None = None,
-    include_self: bool = False,
-    causal: bool = False,
+    include_self: bool = True,
+    causal: Literal["paper-mask"] | None = None,
     scale: float | None = None,
 ) -> Zeros:
-    """Counted in the rows that `hsa.hierarchical_attention` makes of the same arguments, entered or not.
+    """Count the zeros among the weights that `hsa.hierarchical_attention` makes of the same arguments.
 
-    >>> q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2)[:, None]  # two pairs of leaves
-    >>> zeros(q, q.flip(0), Hierarchy.from_nested([[2, 2]]), normalizer=Entmax(2.0))  # each pair looks at the other only
-    Zeros(zeros=(0, 2), of=(4, 4))
+    >>> q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2)[:, None]  # two pairs of leaves, each looks at the other only
+    >>> zeros(q, q.flip(0), Hierarchy.from_nested([[2, 2]]), normalizer=Entmax(2.0), include_self=False)
+    Zeros(zeros=(0, 2), entries=(4, 4), visited=(0, 1), families=(2, 1))
     """
     check_inputs({"q": q, "k": k}, hierarchy)
-    entmax = resolve_entmax(normalizer, q)
-    forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))
-    plan = rounds(forest)
-    k, scale = repeat_heads(k, q.shape[1]), scale_or_default(scale, q)
-    if not plan.rounds:
-        return Zeros((), ())
-    largest = int(forest.structure.num_children.max())
-    sweep = compare(q, k, k[..., :0], forest, plan, positions, include_self, causal, entmax, scale, kept=largest)
-    everything = torch.ones((), dtype=torch.bool, device=q.device)
-    solve(sweep, [everything.expand(families.num_parents, q.shape[1]) for families in plan.rounds])
-    found = [
-        [_count(*bucket) for bucket in zip(rows, downs, families.buckets, strict=True)]
-        for rows, downs, families in zip(sweep.families, sweep.down, plan.rounds, strict=True)
-    ]
-    return Zeros(*(tuple(sum(counts[i] for counts in level) for level in found) for i in range(2)))
+    k = repeat_heads(k, q.shape[1])
+    call = HierarchicalCall(
+        q=q,
+        k=k,
+        v=k[..., :0],
+        hierarchy=hierarchy,
+        positions=check_positions(positions, q, hierarchy),
+        include_self=include_self,
+        causal=check_paper_mask(causal, include_self),
+        entmax=resolve_entmax(normalizer, q),
+        scale=scale_or_default(scale, q),
+        backend="torch",
+    )
+    counting = _Counting(call)
+    handed = _handed_down(counting, counting.sweep_up())
+    s, heads = hierarchy.structure, q.shape[1]
+    height = torch.as_tensor(s.height, device=handed.device)
+    heights = range(1, int(s.height.max(initial=0)) + 1)
+    return Zeros(
+        zeros=tuple(counting.zeros),
+        entries=tuple(counting.seen),
+        visited=tuple(int((handed[height == h] > 0).sum()) for h in heights),
+        families=tuple(int((s.height == h).sum()) * heads for h in heights),
+        handed_down=handed,
+    )
 
 
-def _count(rows: Families, down: Tensor, bucket: Bucket) -> tuple[int, int]:
-    """Zeros and entries of a bucket."""
-    p, entries = torch.cat([weights.p for weights in rows.weights]), rows.entries
-    if entries.inside is not None:  # there the diagonal is free
-        p.diagonal(dim1=-2, dim2=-1).add_(down.transpose(1, 2))
-    visible = torch.ones_like(p, dtype=torch.bool)
-    if entries.hidden is not None:
-        visible &= ~entries.hidden
-    if bucket.present is not None:
-        visible &= bucket.present[:, None, :, None]
-    return int(((p == 0) & visible).sum()), int(visible.sum())
+class _Counting(EntmaxFamilies):
+    """The plain sweep up, which also counts weights."""
+
+    def __init__(self, call: HierarchicalCall):
+        super().__init__(call)
+        self.zeros, self.seen = [0] * len(self.plan.rounds), [0] * len(self.plan.rounds)
+
+    def attend(
+        self, r: int, i: int, q: Tensor, k: Tensor, v: Tensor, inner: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, None, Tensor]:
+        bucket, entries = self.plan.rounds[r].buckets[i], self.entries[r][i]
+        inside = None if inner is None else inner.transpose(1, 2)
+        for part, some, rows in solve_families(q, k, inside, alpha_of_rows(self.alpha(r)), entries, scale):
+            visible = torch.ones_like(rows.p, dtype=torch.bool)
+            if some.hidden is not None:
+                visible &= ~some.hidden
+            if bucket.present is not None:
+                visible &= bucket.present[part, None, :, None]
+            self.zeros[r] += int(((rows.p == 0) & visible).sum())
+            self.seen[r] += int(visible.sum())
+        return super().attend(r, i, q, k, v, inner, scale)
+
+
+def _handed_down(families: EntmaxFamilies, up: UpSweep) -> Tensor:
+    """`[nodes, heads]` of the forest as it was given."""
+    call, plan, forest = families.call, families.plan, families.forest
+    heads = call.q.shape[1]
+    handed = torch.zeros(forest.num_nodes, heads, dtype=families.dtype, device=call.q.device)
+    below: dict[int, Tensor] = {}
+    for r in reversed(range(len(plan.rounds))):
+        buckets = plan.rounds[r].buckets
+        (weight,) = from_above(plan, r, [(below, handed.new_ones(1, heads))])
+        handed[plan.node_of_slot[plan.slot_bounds[r] : plan.slot_bounds[r + 1]]] = weight
+        shares = zip(buckets, up.down[r], strict=True)
+        parts = [bucket.of_parents(weight)[:, None] * down for bucket, down in shares if down is not None]
+        below[r] = plan.rounds[r].join(parts)
+    if forest is call.hierarchy:
+        return handed
+    result = handed.new_zeros(call.hierarchy.num_nodes, heads)
+    kept = forest.node_ids < call.hierarchy.num_nodes  # the others are roots above trees of a single leaf
+    result[forest.node_ids[kept]] = handed[kept]
+    return result

@@ -79,21 +79,21 @@ def read_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.con
     """[GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros where there is nothing."""
     column = tl.arange(0, BLOCK)[None, None, :]
     mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
-    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
-    return tl.load(pointer + place + column, mask=mask, other=0.0)
+    offset = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    return tl.load(pointer + offset + column, mask=mask, other=0.0)
 
 
 @triton.jit
 def put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, None, :]
     mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
-    place = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
-    tl.store(pointer + place + column, x.to(pointer.dtype.element_ty), mask=mask)
+    offset = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
+    tl.store(pointer + offset + column, x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def family_logits(
-    q, k, places, parent, valid, log_count, scale, unit, P: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, pos, parent, valid, log_count, scale, unit, P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     COUNTED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def family_logits(
     """
     logits = product(q, turned(k), GROUPS, PRECISION) * (scale * unit)
     if P > 0:
-        logits += product(places, turned(places), GROUPS, PRECISION) * unit
+        logits += product(pos, turned(pos), GROUPS, PRECISION) * unit
     if COUNTED:
         logits += log_count[:, None, :]
     member = tl.arange(0, SIZE)
@@ -169,6 +169,6 @@ def pool_all(
     )  # fmt: skip
     total = total * share[:, None, None]
     column = tl.arange(0, BLOCK)[None, None, :]
-    place = (first.to(tl.int64) * heads + head)[:, None, None] * WIDTH + row.to(tl.int64) * plane
+    offset = (first.to(tl.int64) * heads + head)[:, None, None] * WIDTH + row.to(tl.int64) * plane
     mask = exists[:, None, None] & (row < 3) & (column < WIDTH)
-    tl.store(pointer + place + column, total.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointer + offset + column, total.to(pointer.dtype.element_ty), mask=mask)

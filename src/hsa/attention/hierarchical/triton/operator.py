@@ -12,14 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
-from hsa.attention import normalizers
+from hsa.attention.call import needs_gradient
+from hsa.attention.hierarchical.call import HierarchicalCall
+from hsa.attention.hierarchical.entmax.inside import inside_weights
+from hsa.attention.hierarchical.entmax.triton.family import ANY
 from hsa.attention.hierarchical.triton import sweeps
-from hsa.attention.hierarchical.triton.entmax import ANY
-from hsa.attention.hierarchical.triton.plan import Job, Layout, inside_weights, tiles
+from hsa.attention.hierarchical.triton.plan import Job, Layout, tiles
 from hsa.attention.kernels import available
 from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.levels import levels
-from hsa.attention.kernels.reasons import POWERS
 from hsa.attention.kernels.triton.launch import INTERPRETED, Launcher, Operator, compiled_for, last_stride_1
 from hsa.attention.normalizers import Entmax
 from hsa.attention.rounds import rooted
@@ -31,47 +32,35 @@ WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
 HOPPER = (9, 0)
-"""From here on, launches can overlap."""
+"""Compute capability from which on launches can overlap."""
+POWERS = {1.5: 2, 2.0: 1}
+"""1 / (α − 1) of the α that the kernels are compiled for; they are slower for others."""
 
 _up, _down, _top = Launcher(sweeps.up), Launcher(sweeps.down), Launcher(sweeps.top)
 _d_up, _d_down, _d_top = Launcher(sweeps.d_up), Launcher(sweeps.d_down), Launcher(sweeps.d_top)
 
 
-def hierarchical_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    positions: Tensor | None,
-    include_self: bool,
-    causal: bool,
-    family_attention: Any,
-    mixing: None,
-    scale: float,
-    normalizer: Entmax | None = None,
-) -> Tensor:
-    """See `hsa.hierarchical_attention`; arguments are checked, and q, k, v have the same heads."""
-    hierarchy, positions = rooted(hierarchy, positions)
-    plan = tiles(hierarchy)
-    places = None if positions is None else positions.index_select(0, plan.node)
-    power, powers = (0, None) if normalizer is None else _powers(normalizer, hierarchy, q)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, positions, powers))
-    q, k, v = (last_stride_1(x) for x in (q, k, v))
-    common = (q, k, v, places, powers, plan.table, plan.layout, include_self, causal, scale, keep)
-    if normalizer is None:
-        return forward(*common, None, 0, True)[0]
-    weighted = normalizer.counts == "weighted"
-    inside = inside_weights(hierarchy, weighted, include_self, causal)
-    return forward(*common, inside, power, weighted)[0]
+def attend(call: HierarchicalCall) -> Tensor:
+    """Run `hsa.hierarchical_attention`."""
+    forest, positions = rooted(call.hierarchy, call.positions)
+    plan = tiles(forest)
+    if positions is not None:
+        positions = positions.index_select(0, plan.node)
+    power, powers = (0, None) if call.entmax is None else _powers(call.entmax, forest, call.q)
+    keep = needs_gradient(call.q, call.k, call.v, positions, powers)
+    rows = (last_stride_1(x) for x in (call.q, call.k, call.v))
+    options = call.include_self, call.causal, call.scale, keep
+    weighted = call.entmax is None or call.entmax.counts == "weighted"
+    inside = None if call.entmax is None else inside_weights(forest, weighted, call.include_self, call.causal)
+    return forward(*rows, positions, powers, plan.table, plan.layout, *options, inside, power, weighted)[0]
 
 
-def _powers(normalizer: Entmax, hierarchy: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
+def _powers(entmax: Entmax, forest: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
     """1 / (α − 1): as a number that kernels are compiled for; or `ANY`, and `[levels, heads]` for families by level."""
-    plan, heads, alpha = levels(hierarchy), q.shape[1], normalizer.alpha
+    plan, heads, alpha = levels(forest), q.shape[1], entmax.alpha
     assert plan is not None
     if isinstance(alpha, Tensor):
-        by_height = normalizer.by_height(plan.num_levels, q.new_empty(0, dtype=torch.float32))
+        by_height = entmax.by_height(plan.num_levels, q.new_empty(0, dtype=torch.float32))
         return ANY.value, (1 / (by_height - 1)).expand(-1, heads).contiguous()
     if alpha in POWERS:
         return POWERS[float(alpha)], None
@@ -79,13 +68,13 @@ def _powers(normalizer: Entmax, hierarchy: Hierarchy, q: Tensor) -> tuple[int, T
 
 
 class _Launch:
-    """What all launches of one call share."""
+    """Arguments and compile-time constants that all launches of one call share."""
 
     def __init__(
         self,
         q: Tensor,
         v: Tensor,
-        places: Tensor | None,
+        positions: Tensor | None,
         powers: Tensor | None,
         table: Tensor,
         layout: list[int],
@@ -98,22 +87,24 @@ class _Launch:
         sections = table.split([*rows, *rows, o.runs, o.runs, o.top_levels * (o.bundles + 1)])
         self.parent, self.up_parent, self.count, self.up_count, self.begin, self.end, self.bundles = sections
         self.heads, dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
-        place_dim = 0 if places is None else places.shape[2]
-        self.places = q if places is None else places  # not read without positions
-        self.up_places = q if places is None else places[o.leaves :]
-        self.place_strides = (0, 0) if places is None else (places.stride(0), places.stride(1) * (places.shape[1] > 1))
+        position_dim = 0 if positions is None else positions.shape[2]
+        self.positions = q if positions is None else positions  # not read without positions
+        self.up_positions = q if positions is None else positions[o.leaves :]
+        self.position_strides = (
+            (0, 0) if positions is None else (positions.stride(0), positions.stride(1) * (positions.shape[1] > 1))
+        )
         # Half precision is summed exactly enough by the fast products; float32 asks for its own.
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
         self.inside = table if inside is None else inside  # not read without entmax
         self.any_powers = powers
         self.values = {"DV": value_dim, "BLOCK_DV": padded(value_dim), "POWER": power}
         self.widths = {
-            "D": dim, "P": place_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(place_dim), "PRECISION": precision,
+            "D": dim, "P": position_dim, "BLOCK_D": padded(dim), "BLOCK_P": padded(position_dim), "PRECISION": precision,
             "WEIGHTED": weighted, **self.values,
         }  # fmt: skip
         overlaps = not INTERPRETED and available.capability(q.device) >= HOPPER
         self.overlap = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
-        self.row_bytes = q.element_size() * max(padded(dim), padded(value_dim), padded(place_dim))
+        self.row_bytes = q.element_size() * max(padded(dim), padded(value_dim), padded(position_dim))
 
     def runs(self, size: int) -> dict[str, int]:
         return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **self.overlap}
@@ -150,7 +141,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor | None,
+    positions: Tensor | None,
     powers: Tensor | None,
     table: Tensor,
     layout: list[int],
@@ -173,28 +164,27 @@ def _forward(
         power: 1 / (α − 1) for all families as a number; 0 for softmax.
         weighted: leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
     """
-    results = _empty_results(q, k, v, places, powers, table, layout, include_self, causal, scale, keep)
+    results = _empty_results(q, k, v, positions, powers, table, layout, include_self, causal, scale, keep)
     out, y, up_y, pooled, inner, shares = results
     if len(q) == 0:
         return out, y, up_y, pooled, inner, shares
     up_q, up_k, up_v = _split(pooled, q, v)
-    o = _Launch(q, v, places, powers, table, layout, inside, power, weighted)
+    o = _Launch(q, v, positions, powers, table, layout, inside, power, weighted)
     outer, weight = shares.unbind(0)
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
-    skip = {"SKIP": normalizers.SKIPS and power != 0}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
     plane = up_q.numel()
     leaves, *above = o.layout.levels
-    rows = q, k, v, o.places, o.up_places, up_q, up_k, up_v
-    key = compiled_for(*rows, *strides, *up_strides, *o.place_strides, plane, o.heads)
+    rows = q, k, v, o.positions, o.up_positions, up_q, up_k, up_v
+    key = compiled_for(*rows, *strides, *up_strides, *o.position_strides, plane, o.heads)
     for job in leaves.jobs:
         _up(
             key,
             o.grid(job),
-            (q, k, v, *strides, o.places, *o.place_strides, leaf_y, outer, inner, up_q, plane, o.parent,
+            (q, k, v, *strides, o.positions, *o.position_strides, leaf_y, outer, inner, up_q, plane, o.parent,
              o.count, o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
@@ -203,7 +193,7 @@ def _forward(
             _up(
                 key,
                 o.grid(job),
-                (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_y, outer, inner,
+                (up_q, up_k, up_v, *up_strides, o.up_positions, *o.position_strides, up_y, outer, inner,
                  up_q, plane, o.up_parent, o.up_count, o.up_count, o.inside, o.powers(height), *o.job(job), job.count,
                  o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
@@ -212,10 +202,10 @@ def _forward(
         _top(
             key,
             o.layout.bundles * o.heads,
-            (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_out, plane,
+            (up_q, up_k, up_v, o.up_positions, *o.position_strides, up_y, outer, inner, weight, up_out, plane,
              o.up_parent, o.up_count, o.inside, o.powers(len(o.layout.levels)), o.begin, o.end, o.bundles,
              o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
-            {"ROWS": ROWS, **skip, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
+            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
         _down(
@@ -223,13 +213,13 @@ def _forward(
             triton.cdiv(level.end - level.begin, ROWS) * o.heads,
             (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
              o.layout.root, o.heads),
-            {"LEAVES": False, "ROWS": ROWS, **skip, **o.values, **o.overlap},
+            {"LEAVES": False, "ROWS": ROWS, **o.values, **o.overlap},
         )  # fmt: skip
     _down(
         key,
         triton.cdiv(leaves.end, ROWS) * o.heads,
         (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
-        {"LEAVES": True, "ROWS": ROWS, **skip, **o.values, **o.overlap},
+        {"LEAVES": True, "ROWS": ROWS, **o.values, **o.overlap},
     )  # fmt: skip
     return out, y, up_y, pooled, inner, shares
 
@@ -238,7 +228,7 @@ def _empty_results(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor | None,
+    positions: Tensor | None,
     powers: Tensor | None,
     table: Tensor,
     layout: list[int],
@@ -264,7 +254,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor | None,
+    positions: Tensor | None,
     powers: Tensor | None,
     table: Tensor,
     layout: list[int],
@@ -277,9 +267,9 @@ def _backward(
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, of the positions of every row and head (empty without positions), and of `powers` (likewise)."""
-    d_q, d_k, d_v, d_places, d_powers = _empty_gradients(d_out, q, k, v, places, powers)
+    d_q, d_k, d_v, d_positions, d_powers = _empty_gradients(d_out, q, k, v, positions, powers)
     if len(q) == 0:
-        return d_q, d_k, d_v, d_places, d_powers.zero_()
+        return d_q, d_k, d_v, d_positions, d_powers.zero_()
     parts: list[list[Tensor]] = [[] for _ in d_powers]  # of the gradient of every level's powers
 
     def part(level: int, programs: int) -> Tensor:
@@ -293,10 +283,10 @@ def _backward(
     up_q, up_k, up_v = _split(pooled, q, v)
     up_d_q, up_d_k, up_d_v = _split(torch.empty_like(pooled), q, v)
     outer, weight = shares.unbind(0)
-    o = _Launch(q, v, places, powers, table, layout, inside, power, weighted)
+    o = _Launch(q, v, positions, powers, table, layout, inside, power, weighted)
     d_weight, d_inner = inner.new_empty(2, *inner.shape).unbind(0)
     up_d_out = q.new_empty(len(inner), *up_y.shape[1:], dtype=torch.float32)
-    up_d_places = d_places if places is None else d_places[o.layout.leaves :]
+    up_d_positions = d_positions if positions is None else d_positions[o.layout.leaves :]
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
@@ -304,8 +294,8 @@ def _backward(
     leaves, *above = o.layout.levels
 
     values = {"PRECISION": o.widths["PRECISION"], **o.values}
-    rows = d_out, q, k, v, o.places, o.up_places, up_q, up_k, up_v, up_d_q, up_d_k, up_d_v, up_d_places
-    key = compiled_for(*rows, *strides, *up_strides, *o.place_strides, *d_strides, *up_d_strides, o.heads)
+    rows = d_out, q, k, v, o.positions, o.up_positions, up_q, up_k, up_v, up_d_q, up_d_k, up_d_v, up_d_positions
+    key = compiled_for(*rows, *strides, *up_strides, *o.position_strides, *d_strides, *up_d_strides, o.heads)
     for job in leaves.jobs:
         _d_down(
             key,
@@ -329,8 +319,8 @@ def _backward(
         _d_top(
             key,
             o.layout.bundles * o.heads,
-            (up_q, up_k, up_v, o.up_places, *o.place_strides, up_y, outer, inner, weight, up_d_out,
-             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_places, of_top, o.up_parent, o.up_count, o.inside,
+            (up_q, up_k, up_v, o.up_positions, *o.position_strides, up_y, outer, inner, weight, up_d_out,
+             d_weight, d_inner, up_d_q, up_d_k, up_d_v, up_d_positions, of_top, o.up_parent, o.up_count, o.inside,
              o.powers(tops), o.begin, o.end, o.bundles, o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads,
              scale),
             {"SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
@@ -342,9 +332,9 @@ def _backward(
             _d_up(
                 key,
                 o.grid(job),
-                (up_q, up_k, up_v, *up_strides, o.up_places, *o.place_strides, up_d_out,
+                (up_q, up_k, up_v, *up_strides, o.up_positions, *o.position_strides, up_d_out,
                  *up_d_strides, inner, weight, d_weight, d_inner, up_d_q, up_d_k, up_d_v,
-                 up_d_places, part(height, o.grid(job)), up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
+                 up_d_positions, part(height, o.grid(job)), up_d_q, up_d_k, up_d_v, o.up_parent, o.up_count, o.up_count,
                  o.inside, o.powers(height), *o.job(job), job.count, o.layout.root, o.heads, scale),
                 {"LEAVES": False, **flags, **o.kind(job)},
             )  # fmt: skip
@@ -352,40 +342,44 @@ def _backward(
         _d_up(
             key,
             o.grid(job),
-            (q, k, v, *strides, o.places, *o.place_strides, d_out, *d_strides, inner, weight, d_weight,
-             d_inner, d_q, d_k, d_v, d_places, part(0, o.grid(job)), up_d_q, up_d_k, up_d_v, o.parent, o.count,
+            (q, k, v, *strides, o.positions, *o.position_strides, d_out, *d_strides, inner, weight, d_weight,
+             d_inner, d_q, d_k, d_v, d_positions, part(0, o.grid(job)), up_d_q, up_d_k, up_d_v, o.parent, o.count,
              o.up_count, o.inside, o.powers(0), *o.job(job), job.count, o.layout.root, o.heads, scale),
             {"LEAVES": True, **flags, **o.kind(job)},
         )  # fmt: skip
     if powers is not None:
         d_powers = torch.stack([torch.cat(of_level).sum(0) for of_level in parts])
-    return d_q, d_k, d_v, d_places, d_powers
+    return d_q, d_k, d_v, d_positions, d_powers
 
 
 def _empty_gradients(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None, powers: Tensor | None, *_: Any
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, powers: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_powers = q.new_empty(0, dtype=torch.float32) if powers is None else torch.empty_like(powers)
-    d_places = q.new_empty(0) if places is None else places.new_zeros(places.shape[0], q.shape[1], places.shape[2])
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_places, d_powers
+    d_positions = (
+        q.new_empty(0) if positions is None else positions.new_zeros(positions.shape[0], q.shape[1], positions.shape[2])
+    )
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_positions, d_powers
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, places, powers, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, *ctx.entmax = inputs
-    ctx.save_for_backward(q, k, v, places, powers, table, inside, *output[1:])
+    q, k, v, positions, powers, table, ctx.layout, ctx.include_self, ctx.causal, ctx.scale, _, inside, *ctx.entmax = (
+        inputs
+    )
+    ctx.save_for_backward(q, k, v, positions, powers, table, inside, *output[1:])
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     none = (None,) * 14
     if d_out is None:
         return none
-    q, k, v, places, powers, table, inside, *kept = ctx.saved_tensors
+    q, k, v, positions, powers, table, inside, *kept = ctx.saved_tensors
     options = ctx.layout, ctx.include_self, ctx.causal, ctx.scale
-    d_q, d_k, d_v, d_places, d_powers = backward(
-        last_stride_1(d_out), q, k, v, places, powers, table, *options, kept, inside, *ctx.entmax
+    d_q, d_k, d_v, d_positions, d_powers = backward(
+        last_stride_1(d_out), q, k, v, positions, powers, table, *options, kept, inside, *ctx.entmax
     )
-    of_places = None if places is None else d_places.sum_to_size(places.shape)
-    return d_q, d_k, d_v, of_places, None if powers is None else d_powers, *none[5:]
+    of_positions = None if positions is None else d_positions.sum_to_size(positions.shape)
+    return d_q, d_k, d_v, of_positions, None if powers is None else d_powers, *none[5:]
 
 
 forward = Operator("hierarchical_attention", _forward, _empty_results, _save, _gradients)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.attention.hierarchical.entmax.inside import keys_inside
 from hsa.attention.kernels.levels import Levels, families, levels
 from hsa.tree.hierarchy import Hierarchy
 
@@ -50,7 +49,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the host must know of a plan."""
+    """The part of a plan that the host reads."""
 
     leaves: int
     above: int  # rows above the leaves
@@ -74,15 +73,15 @@ class Layout:
 
     @staticmethod
     def read(flat: list[int]) -> Layout:
-        place, levels = 8, []
-        while place < len(flat):
-            begin, end, jobs = flat[place : place + 3]
-            place += 3
+        at, levels = 8, []
+        while at < len(flat):
+            begin, end, jobs = flat[at : at + 3]
+            at += 3
             read = []
             for _ in range(jobs):
-                size, single, full, first, count = flat[place : place + 5]
+                size, single, full, first, count = flat[at : at + 5]
                 read.append(Job(size, bool(single), bool(full), first, count))
-                place += 5
+                at += 5
             levels.append(Level(begin, end, tuple(read)))
         leaves, above, root, runs, size, single, top_levels, bundles = flat[:8]
         return Layout(leaves, above, root, runs, size, bool(single), top_levels, bundles, tuple(levels))
@@ -98,21 +97,8 @@ class Tiles:
 
 
 def tiles(hierarchy: Hierarchy) -> Tiles:
-    """The plan of a rooted forest for which there are no `hierarchical_reasons`, built once."""
+    """The plan of a rooted forest against which there is no reason (`why_not_tiles`), built once."""
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
-
-
-def inside_weights(hierarchy: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
-    """`[rows above the leaves]` weights of the insides in entmax: their keys, or (not `weighted`) 1; 0 if there are none."""
-
-    def build() -> Tensor:
-        plan = levels(hierarchy)
-        assert plan is not None
-        inside = keys_inside(hierarchy, include_self, causal)[plan.node[plan.num_leaves :]]
-        inside = inside if weighted else inside > 0
-        return torch.from_numpy(inside.astype(np.float32)).to(plan.device)
-
-    return hierarchy.cached(("inside", weighted, include_self, causal), build)
 
 
 def _build(hierarchy: Hierarchy) -> Tiles:
@@ -121,7 +107,7 @@ def _build(hierarchy: Hierarchy) -> Tiles:
     num_leaves, top_level = plan.num_leaves, _first_level_of_top(plan, hierarchy.num_trees)
     begins: list[np.ndarray] = []
     ends: list[np.ndarray] = []
-    found, number = [], 0
+    level_plans, number = [], 0
     for level in range(top_level):
         row = plan.bounds[level] - (num_leaves if level else 0)
         jobs = []
@@ -131,7 +117,7 @@ def _build(hierarchy: Hierarchy) -> Tiles:
             begins.append(row + begin)
             ends.append(row + end)
             number += len(begin)
-        found.append(Level(row, row + plan.bounds[level + 1] - plan.bounds[level], tuple(jobs)))
+        level_plans.append(Level(row, row + plan.bounds[level + 1] - plan.bounds[level], tuple(jobs)))
     top_size, top_single, bundles = _top(plan, top_level, number, begins, ends)
     begin, end = np.concatenate(begins), np.concatenate(ends)
     layout = Layout(
@@ -143,7 +129,7 @@ def _build(hierarchy: Hierarchy) -> Tiles:
         top_single=top_single,
         top_levels=len(bundles),
         bundles=bundles.shape[1] - 1,
-        levels=tuple(found),
+        levels=tuple(level_plans),
     )
     parent = np.where(plan.parent < 0, -1, plan.parent - num_leaves)
     table = np.concatenate([parent, plan.leaf_count, begin, end, bundles.ravel()]).astype(np.int32)

@@ -16,9 +16,9 @@ longer. `down` and `d_up` pass over the leaves from last to first, to find in th
 Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
 has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
 
-`POWER` other than 0 is entmax in place of softmax (`entmax.py`): a family's rows then have what is inside a member as one
-entry more, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value of the
-family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
+`POWER` other than 0 is entmax in place of softmax (`entmax/triton/family.py`): a family's rows then have what is inside a
+member as one more entry, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value
+of the family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
 gradient.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hsa.attention.hierarchical.triton.entmax import (
+from hsa.attention.hierarchical.entmax.triton.family import (
     ANY,
     gradient_of_logits,
     gradient_of_power,
@@ -62,7 +62,7 @@ kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UN
 
 @triton.jit
 def _weights(
-    q, k, places, parent, valid, count, scale, P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    q, k, pos, parent, valid, count, scale, P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """Softmax weights of every member over its siblings, and the log2 of their mass (−∞ without siblings)."""
@@ -70,7 +70,7 @@ def _weights(
     if not LEAVES:
         log_count = tl.log2(count)
     logits = family_logits(
-        q, k, places, parent, valid, log_count, scale, LOG2E, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
+        q, k, pos, parent, valid, log_count, scale, LOG2E, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
         not LEAVES, GROUPS, SIZE
     )  # fmt: skip
     top = tl.max(logits, 2)
@@ -125,8 +125,8 @@ def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
 
 @triton.jit
 def _up_tile(
-    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
-    place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row,
+    pos_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
@@ -138,16 +138,16 @@ def _up_tile(
     q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
     k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
     v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
-    places = q
+    pos = q
     if P > 0:
-        places = read_rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+        pos = read_rows(pos_ptr, rows, valid, head, pos_row, pos_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
     entry = rows.to(tl.int64) * heads + head
     if POWER == 0:
         weights, outer = _weights(
-            q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+            q, k, pos, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
         )
     else:
         r = POWER
@@ -155,7 +155,7 @@ def _up_tile(
             r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
         weights, _, mass, _, _ = sparse_weights(
-            q, k, places, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            q, k, pos, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
         if not LEAVES:
@@ -192,8 +192,7 @@ def _up_tile(
 @triton.jit
 def _down_tile(
     begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr,
-    ROWS: tl.constexpr
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     rows = begin + tl.arange(0, ROWS)
     valid = rows < end
@@ -205,7 +204,7 @@ def _down_tile(
     below_root = parent >= root  # a root has out 0 and weight 1
     weight = tl.load(weight_ptr + above, mask=valid & ~below_root, other=1.0)
     read = mask
-    if SKIP:  # what gets nothing from above is not looked at
+    if POWER != 0:  # entmax: where nothing comes from above, y is not read
         read = mask & (weight != 0.0)[:, None]
     y = tl.load(y_ptr + entry[:, None] * DV + column, mask=read, other=0.0).to(tl.float32)
     out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
@@ -247,9 +246,9 @@ def _d_down_tile(
 
 @triton.jit
 def _d_up_tile(
-    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row,
-    place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
-    d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row,
+    pos_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
+    d_v_ptr, d_pos_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
@@ -262,16 +261,16 @@ def _d_up_tile(
     k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
     v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
     d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
-    places = q
+    pos = q
     if P > 0:
-        places = read_rows(place_ptr, rows, valid, head, place_row, place_head, P, BLOCK_P)
+        pos = read_rows(pos_ptr, rows, valid, head, pos_row, pos_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
     entry = rows.to(tl.int64) * heads + head
     if POWER == 0:
         weights, outer = _weights(
-            q, k, places, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
+            q, k, pos, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
         )
     else:
         r = POWER
@@ -279,7 +278,7 @@ def _d_up_tile(
             r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
         weights, slope, _, x, alike = sparse_weights(
-            q, k, places, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            q, k, pos, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
     if SINGLE:  # one parent per run
@@ -329,8 +328,8 @@ def _d_up_tile(
     put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if P > 0:
         both = (d_logits + turned(d_logits)).to(q.dtype)
-        d_places = product(both, places, GROUPS, PRECISION)
-        put_rows(d_place_ptr, d_places, rows, valid, head, heads * P, P, P, BLOCK_P)
+        d_pos = product(both, pos, GROUPS, PRECISION)
+        put_rows(d_pos_ptr, d_pos, rows, valid, head, heads * P, P, P, BLOCK_P)
     d_logits = (d_logits * scale).to(q.dtype)
     d_q = product(d_logits, k, GROUPS, PRECISION)
     d_q += of_parent[:, :, None] * read_rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
@@ -343,7 +342,7 @@ def _d_up_tile(
 
 @kernel
 def up(
-    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, y_ptr,
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row, pos_head, y_ptr,
     outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr,
     num_groups, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
@@ -353,8 +352,8 @@ def up(
     wait_for_the_launch_before(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _up_tile(
-        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
-        place_row, place_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr,
+        pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
         inside_ptr, power_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
@@ -363,26 +362,25 @@ def up(
 @kernel
 def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr
+    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
         begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
-        heads, DV, BLOCK_DV, LEAVES, POWER, SKIP, ROWS
+        heads, DV, BLOCK_DV, LEAVES, POWER, ROWS
     )  # fmt: skip
 
 
 @kernel
 def top(
-    q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
+    q_ptr, k_ptr, v_ptr, pos_ptr, pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
     parent_ptr, count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale,
     D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
-    SKIP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Both sweeps over the last levels of whole trees."""
     wait_for_the_launch_before(OVERLAP)
@@ -393,8 +391,8 @@ def top(
         last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
         while group < last_group:
             _up_tile(
-                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
-                place_row, place_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, pos_ptr,
+                pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
                 inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV,
                 BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
@@ -408,7 +406,7 @@ def top(
         while row < end:
             _down_tile(
                 row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
-                BLOCK_DV, False, POWER, SKIP, ROWS
+                BLOCK_DV, False, POWER, ROWS
             )  # fmt: skip
             row += ROWS
         tl.debug_barrier()
@@ -432,8 +430,8 @@ def d_down(
 
 @kernel
 def d_up(
-    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr, place_row, place_head, d_out_ptr,
-    d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr,
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row, pos_head, d_out_ptr,
+    d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr,
     d_power_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, num_groups, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
@@ -444,9 +442,9 @@ def d_up(
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     d_power = _d_up_tile(
-        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, place_ptr,
-        place_row, place_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
-        d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr,
+        pos_row, pos_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+        d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
         inside_ptr, power_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
@@ -456,8 +454,8 @@ def d_up(
 
 @kernel
 def d_top(
-    q_ptr, k_ptr, v_ptr, place_ptr, place_row, place_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
-    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_power_ptr, parent_ptr, count_ptr, inside_ptr,
+    q_ptr, k_ptr, v_ptr, pos_ptr, pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
+    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, d_power_ptr, parent_ptr, count_ptr, inside_ptr,
     power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
     DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr,
@@ -486,9 +484,9 @@ def d_top(
         d_power = tl.full((), 0.0, tl.float32)
         while group < last_group:
             d_power += _d_up_tile(
-                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, place_ptr,
-                place_row, place_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
-                d_q_ptr, d_k_ptr, d_v_ptr, d_place_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, pos_ptr,
+                pos_row, pos_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+                d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
                 inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D,
                 BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip

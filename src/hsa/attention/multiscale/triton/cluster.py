@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.kernels.available import WIDEST_FOUND, padded
+from hsa.attention.kernels.available import WIDEST_CLUSTERED, padded
 from hsa.attention.kernels.triton.launch import Operator, last_stride_1
 from hsa.attention.multiscale.cluster import ITERATIONS, nodes_to_sort, sort_inside_leaf_families
 from hsa.tree.hierarchy import Hierarchy, ranges
@@ -70,7 +70,7 @@ class _Plan:
     """Launches, in order. Each step is five integers: what, where its part of the table begins, and three numbers."""
 
     slots: Tensor  # [moving] leaf slots whose keys may move; everything else counts in these
-    start: Tensor  # [WIDEST_FOUND] where iterations start from
+    start: Tensor  # [WIDEST_CLUSTERED] where iterations start from
     mixed_families: bool  # some leaves have siblings that are none
     table: Tensor  # int32
     steps: list[int]
@@ -115,7 +115,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
             first, last = first[last > first], last[last > first]
     table = np.concatenate(steps.parts) if steps.parts else np.zeros(0, np.int32)
     # No pattern in it, so that no spread is orthogonal to it; as in the version without kernels.
-    start = torch.arange(1, WIDEST_FOUND + 1, dtype=torch.float64).mul(2.4).cos().float()
+    start = torch.arange(1, WIDEST_CLUSTERED + 1, dtype=torch.float64).mul(2.4).cos().float()
     return _Plan(
         slots=torch.from_numpy(slots).to(hierarchy.device),
         start=start.to(hierarchy.device),

@@ -1,4 +1,4 @@
-"""Backend "triton" of multiscale attention and of the choice: from nodes of the forest to rows of the plan and back."""
+"""Backend "triton" of multiscale attention and of the selection: from nodes of the forest to rows of the plan and back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hsa.attention.kernels.levels import Levels, levels
+from hsa.attention.multiscale.call import MultiscaleCall, SelectCall
 from hsa.attention.multiscale.cluster import KeyClusters
-from hsa.attention.multiscale.queries import Queries
-from hsa.attention.multiscale.select import Opening
-from hsa.attention.multiscale.selection import Selection
 from hsa.attention.multiscale.triton.attend import attend_lists
 from hsa.attention.multiscale.triton.beam import search_beam
 from hsa.attention.multiscale.triton.exact import search_exact
@@ -21,77 +19,49 @@ from hsa.attention.multiscale.triton.ranking import search_tables
 from hsa.tree.hierarchy import Hierarchy
 
 
-def multiscale_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hierarchy: Hierarchy,
-    *,
-    selection: Selection,
-    limit: Tensor | None,
-    clusters: KeyClusters | None,
-    positions: Tensor | None,
-    include_self: bool,
-    pooled_bias: Tensor | None,
-    mixing: None,
-    normalizer: None,
-    dropout_p: float,
-    scale: float,
-) -> Tensor:
-    """See `hsa.multiscale_attention`; the forest is rooted, the arguments are checked. Refused: positions, dropout."""
-    plan = _plan(hierarchy)
-    order = None if clusters is None else clusters.order
-    queries = selection.queries
-    rows, _ = _rows_and_nodes(hierarchy)
+def attend(call: MultiscaleCall) -> Tensor:
+    """Run `hsa.multiscale_attention`."""
+    plan, order = _plan(call.hierarchy), _order(call.clusters)
+    queries, families = call.selection.queries, call.selection.families
+    rows, _ = _rows_and_nodes(call.hierarchy)
     return attend_lists(
-        q,
-        _pooled(k, plan, order),
-        _pooled(v, plan, order),
-        torch.where(selection.families < 0, -1, rows[selection.families]).to(torch.int32),
+        call.q,
+        _pooled(call.k, plan, order),
+        _pooled(call.v, plan, order),
+        torch.where(families < 0, -1, rows[families]).to(torch.int32),
         queries.offsets,
         queries.tree,
         plan,
-        limit=limit,
+        limit=call.limit,
         leaves=queries.leaves,
         order=order,
-        include_self=include_self,
-        pooled_bias=pooled_bias,
-        scale=scale,
+        include_self=call.include_self,
+        pooled_bias=call.pooled_bias,
+        scale=call.scale,
         most_queries=queries.most,
     )
 
 
-def search(
-    q: Tensor,
-    k: Tensor,
-    hierarchy: Hierarchy,
-    queries: Queries,
-    opening: Opening,
-    clusters: KeyClusters | None,
-    positions: Tensor | None,
-    limit: Tensor | None,
-    scale: float,
-    top_k: int,
-    width: int | None,
-) -> tuple[Tensor, Tensor]:
-    """[groups, heads, top_k] nodes of the best leaf families, and products taken, to sum. `width` None: exact."""
-    tables = search_tables(hierarchy)
+def search(call: SelectCall) -> tuple[Tensor, Tensor]:
+    """`[groups, heads, top_k]` nodes of the best leaf families, −1 where there are fewer; and products taken, to sum."""
+    tables = search_tables(call.hierarchy)
     assert tables is not None
-    keys = _pooled(k, _plan(hierarchy), None if clusters is None else clusters.order)
-    low, high = opening.bounds or (None, None)
-    what = (q, keys, tables, queries.offsets, queries.tree, low, high)
-    if width is None:
+    keys = _pooled(call.k, _plan(call.hierarchy), _order(call.clusters))
+    low, high = call.neighbourhood.bounds or (None, None)
+    queries, limit, scale, top_k = call.queries, call.limit, call.scale, call.top_k
+    what = (call.q, keys, tables, queries.offsets, queries.tree, low, high)
+    if call.width is None:
         rows, counted = search_exact(*what, limit=limit, scale=scale, top_k=top_k, most_queries=queries.most)
     else:
         rows, counted = search_beam(
-            *what, limit=limit, scale=scale, top_k=top_k, width=width, most_queries=queries.most
+            *what, limit=limit, scale=scale, top_k=top_k, width=call.width, most_queries=queries.most
         )
-    _, nodes = _rows_and_nodes(hierarchy)
+    _, nodes = _rows_and_nodes(call.hierarchy)
     return torch.where(rows < 0, -1, nodes[rows]), counted
 
 
 def pooled_rows(x: Tensor, hierarchy: Hierarchy, nodes: Tensor) -> Tensor:
-    """`[nodes, heads, dim]` the means of `x` over the leaves below some nodes of a rooted forest."""
+    """Return the means of `x` over the leaves below some nodes of a rooted forest, `[nodes, heads, dim]`."""
     rows, _ = _rows_and_nodes(hierarchy)
     return _pooled(x, _plan(hierarchy), None)[:, rows[nodes]].transpose(0, 1)
 
@@ -100,10 +70,10 @@ _RECENT: Any = WeakIdKeyDictionary()
 
 
 def _pooled(x: Tensor, plan: Levels, order: Tensor | None) -> Tensor:
-    """The pyramid of `x`, kept for as long as `x` lives and is not written to.
+    """Return the pyramid of `x`, kept for as long as `x` lives and is not written to.
 
-    The choice, the attention and the cache of one layer all pool the same keys. What is written to in inference mode leaves
-    no trace, so nothing is kept there.
+    The selection, the attention and the cache of one layer all pool the same keys. Writes in inference mode leave no trace,
+    so nothing is kept there.
     """
     if torch.compiler.is_compiling() or x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
         return pyramid(x, plan, order)
@@ -111,6 +81,10 @@ def _pooled(x: Tensor, plan: Levels, order: Tensor | None) -> Tensor:
     if known is None or known[0] != x._version or known[1] is not plan or known[2] is not order:
         known = _RECENT[x] = x._version, plan, order, pyramid(x, plan, order)
     return known[3]
+
+
+def _order(clusters: KeyClusters | None) -> Tensor | None:
+    return None if clusters is None else clusters.order
 
 
 def _plan(hierarchy: Hierarchy) -> Levels:

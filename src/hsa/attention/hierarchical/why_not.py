@@ -1,0 +1,76 @@
+"""Why a backend cannot run a call of hierarchical attention. Imports no Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hsa.attention.hierarchical.call import HierarchicalCall
+from hsa.attention.hierarchical.triton.plan import SIZES
+from hsa.attention.kernels import available
+from hsa.attention.kernels.available import padded
+from hsa.attention.normalizers import Entmax
+from hsa.attention.rounds import rooted
+from hsa.attention.softmax import exact
+from hsa.tree.hierarchy import Hierarchy
+
+LEAST_ALPHA = 1 + 1 / 64
+"""Smallest α of the kernels: closer to 1, powers of up to 1 / (α − 1) exceed the precision of float32."""
+TILE_BYTES = 2**14
+"""Largest tile of q, k or v in the kernels: everything derived from it must fit the shared memory, on small GPUs too."""
+
+
+def why_not_torch(call: HierarchicalCall) -> list[str]:
+    reasons = _why_not_entmax(call)
+    if call.family_attention is not exact and call.mixing is not None:
+        reasons.append("mixed heads have an attention of their own inside families: it must be 'exact'")
+    return reasons
+
+
+def why_not_reference(call: HierarchicalCall) -> list[str]:
+    reasons = _why_not_entmax(call)
+    if call.family_attention is not exact:
+        reasons.append("it is the definition: family_attention must be 'exact'")
+    return reasons
+
+
+def _why_not_entmax(call: HierarchicalCall) -> list[str]:
+    """Entmax has one attention inside families, and its heads do not talk."""
+    reasons = []
+    if call.entmax is not None and call.family_attention is not exact:
+        reasons.append("entmax needs family_attention 'exact'")
+    if call.entmax is not None and call.mixing is not None:
+        reasons.append("heads that talk need softmax")
+    return reasons
+
+
+def why_not_triton(call: HierarchicalCall) -> list[str]:
+    reasons = available.why_not(call.q, call.v, call.backend) + why_not_alpha(call.entmax)
+    if call.mixing is not None:
+        reasons.append("it does not mix heads")
+    if call.family_attention is not exact:
+        reasons.append("it has its own attention inside families: family_attention must be 'exact'")
+    return reasons or why_not_tiles(rooted(call.hierarchy)[0], call.q, call.v, call.positions)
+
+
+def why_not_alpha(entmax: Entmax | None) -> list[str]:
+    """Return the reasons against entmax in the kernels; None is softmax."""
+    if entmax is None or entmax.lowest >= LEAST_ALPHA:
+        return []
+    given = f"a tensor, least={entmax.least}" if isinstance(entmax.alpha, Tensor) else f"{entmax.alpha}"
+    return [f"its entmax needs an α known to be {LEAST_ALPHA} or more: given {given}"]
+
+
+def why_not_tiles(forest: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:
+    """Return the reasons against tiles of families for a rooted forest and rows of these widths."""
+    reasons = available.why_not_forest(forest)
+    if reasons:
+        return reasons
+    largest = largest_family(forest)
+    widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
+    row = q.element_size() * max(map(padded, widths))
+    most = max([0, *(size for size in SIZES if size * row <= TILE_BYTES)])
+    return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
+
+
+def largest_family(hierarchy: Hierarchy) -> int:
+    return hierarchy.cached("largest family", lambda: int(hierarchy.structure.num_children.max(initial=0)))

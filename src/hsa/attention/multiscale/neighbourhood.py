@@ -1,0 +1,101 @@
+"""The neighbourhood of a group of queries: leaf families that are selected whatever the queries are.
+
+These are the group's own family and its `near` neighbours on each side; with causal clusters, all families of its own chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.multiscale.cluster import KeyClusters, check_chunked, chunk_of_leaf
+from hsa.attention.multiscale.leaf_families import LeafFamilies, leaf_families
+from hsa.attention.multiscale.queries import Queries
+from hsa.attention.multiscale.visibility import anchors
+from hsa.tree.hierarchy import Hierarchy
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbourhood:
+    """Per group a range of family numbers, low to high − 1; (0, 0) for none."""
+
+    low: np.ndarray
+    high: np.ndarray
+    nodes: Tensor  # [groups, 1, width] parents of these families, −1 after them
+    bounds: tuple[Tensor, Tensor] | None  # low and high on the device; None: no group has any
+
+
+def neighbourhood(
+    queries: Queries, hierarchy: Hierarchy, near: int, clusters: KeyClusters | None, limit: Tensor | None
+) -> Neighbourhood:
+    """Find the neighbourhoods, which follow from structure alone; done once per set of queries."""
+    check_chunked(clusters, limit)
+    families = leaf_families(hierarchy)
+
+    def build() -> Neighbourhood:
+        low, high = _ranges(queries, hierarchy, families, near, clusters, limit)
+        device = hierarchy.device
+        bounds = torch.as_tensor(low).to(device), torch.as_tensor(high).to(device)
+        return Neighbourhood(low, high, _range_table(low, high, families), bounds if (high > low).any() else None)
+
+    chunk = None if clusters is None else (clusters.chunk,)
+    return queries.cached(("neighbourhood", hierarchy.digest, near, chunk, limit is None), build)
+
+
+def _ranges(
+    queries: Queries,
+    hierarchy: Hierarchy,
+    families: LeafFamilies,
+    near: int,
+    clusters: KeyClusters | None,
+    limit: Tensor | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    where = anchors(queries, limit)
+    low, high = np.zeros((2, queries.num_groups), np.int64)
+    sizes = np.diff(queries.host_offsets)
+    filled = np.flatnonzero(sizes > 0)
+    if where is None or (clusters is not None and limit is None) or len(families.nodes) == 0 or len(filled) == 0:
+        return low, high
+    leaf = where.cpu().numpy()
+    tree = np.repeat(queries.host_tree, sizes)
+    sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see nothing stands nowhere
+    leaf = np.where(sees, leaf, 0)
+    if clusters is None:
+        own, before = families.own[leaf], families.before[leaf]
+        first = np.where(own < 0, before, own) - near
+        last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # what is later cannot be seen
+    else:
+        first, last = _families_of_chunks(hierarchy, families, clusters, leaf)
+    first = np.where(sees, np.maximum(first, families.tree_offsets[tree]), len(families.nodes))
+    last = np.where(sees, np.minimum(last, families.tree_offsets[tree + 1]), 0)
+    starts = queries.host_offsets[filled]
+    low[filled], high[filled] = np.minimum.reduceat(first, starts), np.maximum.reduceat(last, starts)
+    nothing = high <= low
+    low[nothing], high[nothing] = 0, 0
+    return low, high
+
+
+def _families_of_chunks(
+    hierarchy: Hierarchy, families: LeafFamilies, clusters: KeyClusters, leaf: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The range of families that the chunk of each leaf reaches into."""
+    assert clusters.chunk is not None
+    number, complete = chunk_of_leaf(hierarchy, clusters.chunk)
+    listed = families.own >= 0
+    first, last = np.full(len(complete), len(families.nodes)), np.zeros(len(complete), np.int64)
+    np.minimum.at(first, number[listed], families.own[listed])
+    np.maximum.at(last, number[listed], families.own[listed] + 1)
+    return first[number[leaf]], last[number[leaf]]
+
+
+def _range_table(low: np.ndarray, high: np.ndarray, families: LeafFamilies) -> Tensor:
+    """[groups, 1, width] the nodes of families low..high−1, −1 after them."""
+    device = families.nodes.device
+    width = int((high - low).max(initial=0))
+    number = torch.as_tensor(low).to(device)[:, None] + torch.arange(width, device=device)
+    inside = number < torch.as_tensor(high).to(device)[:, None]
+    nodes = torch.cat([families.nodes, families.nodes.new_full((1,), -1)])
+    return nodes[number.where(inside, len(families.nodes))][:, None]

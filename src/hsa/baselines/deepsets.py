@@ -1,0 +1,26 @@
+"""DeepSets (Zaheer et al., NeurIPS 2017): no attention, so that leaves meet only where their tree is pooled."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hsa.attention.mixing import HeadMixing
+from hsa.nn.attention import Attention
+from hsa.nn.attention_kinds import AttentionKind
+from hsa.tree.hierarchy import Hierarchy
+
+
+class NoAttention(Attention):
+    """Attention switched off: every leaf keeps its own value. Queries and keys are not asked for."""
+
+    parts = ("v",)
+    uses_positions = False
+    mixes = False
+
+    def forward(
+        self, v: Tensor, hierarchy: Hierarchy, positions: Tensor | None, mixing: HeadMixing | None = None
+    ) -> Tensor:
+        return v
+
+
+NONE = AttentionKind(lambda config: NoAttention())

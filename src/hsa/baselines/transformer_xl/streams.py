@@ -1,0 +1,110 @@
+"""Texts as streams: every batch goes on where the one before stopped, and what the model remembers goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.baselines.transformer_xl.encoder import SegmentMemory
+from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageModel
+from hsa.nn.attention import counting_operations
+from hsa.training.language_model.reader import Course, Reader, blocks_of, to_device
+
+
+class Streams:
+    """A text in a number of contiguous parts, read side by side. Every epoch cuts it at other tokens.
+
+    A text of fewer blocks than streams has streams of one block each, which overlap.
+
+    >>> streams = Streams(np.arange(14), context=3, streams=2, seed=0)
+    >>> streams.steps_per_epoch
+    1
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, streams: int, seed: int):
+        self.tokens, self.context, self.streams, self.seed = tokens, context, streams, seed
+        self.steps_per_epoch = max(1, blocks_of(tokens, context) // streams)
+
+    def take(self, step: int) -> np.ndarray:
+        """`[streams, context + 1]` the next block of every stream."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        each = self.steps_per_epoch * self.context
+        first = _starts(self.seed, epoch, len(self.tokens), self.streams, each) + place * self.context
+        return self.tokens[first[:, None] + np.arange(self.context + 1)]
+
+    def begins(self, step: int) -> bool:
+        """Whether nothing before this step belongs to its streams."""
+        return step % self.steps_per_epoch == 0
+
+
+@lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
+def _starts(seed: int, epoch: int, tokens: int, streams: int, each: int) -> np.ndarray:
+    """Where the streams of an epoch start, each of so many tokens."""
+    draw = np.random.default_rng((seed, epoch))
+    spare = tokens - 1 - streams * each
+    if spare < 0:
+        return draw.integers(tokens - each, size=streams)
+    return int(draw.integers(spare + 1)) + draw.permutation(streams) * each
+
+
+class StreamCourse(Course):
+    """A block of every stream in every step, with the memory of the blocks before."""
+
+    def __init__(self, model: TransformerXLLanguageModel, streams: Streams):
+        self.model, self.streams = model, streams
+        self.lengths = (streams.context,) * streams.streams
+        self.memory = model.new_memory(streams.streams)
+
+    def load(self, step: int) -> tuple[Tensor, Tensor, bool]:
+        return (*to_device(self.streams.take(step), self.model.device), self.streams.begins(step))
+
+    def loss(self, batch: tuple[Tensor, Tensor, bool]) -> Tensor:
+        tokens, targets, begins = batch
+        memory = None if begins else self.memory
+        loss, self.memory = self.model.loss(tokens, targets, self.lengths, memory)
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.memory = SegmentMemory.from_state_dict(state, self.model.device)
+
+
+class StreamReader(Reader):
+    """From the beginning of a text to its end. Pieces of it are read at once, and give the same as one after another."""
+
+    def __init__(self, model: TransformerXLLanguageModel, context: int):
+        super().__init__(context)
+        self.model = model
+
+    def course(self, tokens: np.ndarray, batch: int, seed: int) -> StreamCourse:
+        return StreamCourse(self.model, Streams(tokens, self.context, batch, seed))
+
+    def losses(self, tokens: np.ndarray, blocks: int) -> Iterator[Tensor]:
+        memory = self.model.new_memory(projected=True)
+        end = (len(tokens) - 1) // self.context * self.context
+        for first in range(0, end, blocks * self.context):
+            some = tokens[first : min(end, first + blocks * self.context) + 1]
+            inputs, targets = to_device(some[None], self.model.device)
+            losses, memory = self.model.loss(inputs, targets, [len(inputs)], memory, mean=False)
+            yield losses.view(-1, self.context)
+
+    @torch.no_grad()
+    def operations(self, tokens: np.ndarray) -> float:
+        """Where the memory is full: nearly everywhere in a long text."""
+        segment, remembered = self.model.config.segment, self.model.layers.memory
+        before = -(-remembered // segment) * segment
+        text = torch.from_numpy(tokens[: before + segment].astype(np.int64)).to(self.model.device)
+        size = min(segment, len(text))
+        memory = self.model.new_memory(projected=True)
+        if len(text) > size:
+            _, memory = self.model.go_on(text[:-size], [len(text) - size], memory)
+        with counting_operations() as counts:
+            self.model.go_on(text[-size:], [size], memory)
+        return sum(count.total for count in counts) / size

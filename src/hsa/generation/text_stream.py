@@ -1,0 +1,108 @@
+"""`TextStream`: text from a language model, piece by piece, as it is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from hsa.generation.sampling import Sampling
+from hsa.generation.token_decoder import TokenDecoder
+from hsa.models.language_model import check_logits
+
+Reason = Literal["running", "tokens", "end", "stop", "max_length"]
+
+
+class Writer(Protocol):
+    """The part of a language model that generation needs; `hsa.models.language_models` and converted decoders have it."""
+
+    @property
+    def config(self) -> Any:
+        """Configuration with `vocabulary` and `max_length`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, batch: int = 1) -> Any: ...
+
+    def read(self, tokens: Tensor, lengths: Sequence[int], cache: Any) -> Tensor: ...
+
+    def step(self, tokens: Tensor, cache: Any) -> Tensor: ...
+
+
+class TextStream:
+    """An iterator over pieces of generated text. Its attributes can be read at any time. Made by `generate`.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        ids: Token ids generated so far.
+        cache: The model's cache.
+        reason: Why it ended: "tokens" (`max_new_tokens` were generated), "end" (of the document), "stop" (a stop string),
+            "max_length" (of the model); "running" until then.
+        seconds: Time spent on the tokens generated so far; `prompt_seconds` on the prompt.
+    """
+
+    def __init__(
+        self,
+        model: Writer,
+        prompt: list[int],
+        decoder: TokenDecoder,
+        sampling: Sampling,
+        max_new_tokens: int,
+        ends: Collection[int],
+    ):
+        self.model, self.prompt, self.sampling, self.ends = model, prompt, sampling, ends
+        self.max_new_tokens = max_new_tokens
+        self.ids: list[int] = []
+        self.cache = model.new_cache(1)
+        self.reason: Reason = "running"
+        self.seconds = self.prompt_seconds = 0.0
+        self._decoder = decoder
+        self._pieces = self._generate()
+
+    def __iter__(self) -> TextStream:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def _generate(self) -> Iterator[str]:
+        device = self.model.device
+        draws = self.sampling.generator(device)
+        began = time.monotonic()
+        logits = self._logits(torch.tensor(self.prompt, device=device))
+        self.prompt_seconds = time.monotonic() - began
+        while self.reason == "running":
+            began = time.monotonic()
+            token = self.sampling.draw(logits, draws)
+            self.ids.append(int(token))
+            text = "" if self.ids[-1] in self.ends else self._decoder.add(self.ids[-1])
+            self.reason = self._why_end()
+            if self.reason == "running":
+                logits = self._logits(token)
+            self.seconds += time.monotonic() - began
+            if text:
+                yield text
+        if rest := self._decoder.end():
+            yield rest
+
+    def _why_end(self) -> Reason:
+        if self.ids[-1] in self.ends:
+            return "end"
+        if self._decoder.stopped:
+            return "stop"
+        if len(self.ids) == self.max_new_tokens:
+            return "tokens"
+        length, most = len(self.prompt) + len(self.ids), self.model.config.max_length
+        return "running" if most is None or length <= most else "max_length"
+
+    @torch.no_grad()  # in inference mode the cache could not use what attention has pooled
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits after the prompt (the first call) or after one more token."""
+        first = not any(self.cache.lengths)
+        logits = self.model.read(tokens, [len(tokens)], self.cache) if first else self.model.step(tokens, self.cache)
+        check_logits(logits, f"at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)")
+        return logits

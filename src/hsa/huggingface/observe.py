@@ -1,0 +1,124 @@
+"""Contexts that observe converted layers: operations counted, and distances from exact attention."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hsa.attention.cache import interface
+from hsa.attention.flops import Flops
+from hsa.huggingface.sequences import Sequences
+
+T = TypeVar("T")
+
+
+@dataclass
+class Counted:
+    """Operations of attention in the forward passes inside `counting()`: of each layer, and of exact attention there."""
+
+    layers: dict[int, Flops] = field(default_factory=dict)
+    exact: dict[int, int] = field(default_factory=dict)
+
+    def add(self, layer: int, taken: Flops, exact: int) -> None:
+        before = self.layers.get(layer, Flops(0, 0))
+        self.layers[layer] = Flops(*map(sum, zip(astuple(before), astuple(taken), strict=True)))
+        self.exact[layer] = self.exact.get(layer, 0) + exact
+
+    @property
+    def total(self) -> int:
+        return sum(layer.total for layer in self.layers.values())
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer operations than exact attention, everything counted."""
+        return sum(self.exact.values()) / self.total if self.total else math.nan
+
+
+@dataclass
+class Probe:
+    """Squared distances from exact attention, summed over tokens: layer → `[biases, heads]`."""
+
+    biases: Sequence[float]
+    errors: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, layer: int, errors: Tensor) -> None:
+        self.errors[layer] = self.errors.get(layer, 0) + errors
+
+
+COUNTER: ContextVar[Counted | None] = ContextVar("hsa_counter", default=None)
+PROBE: ContextVar[Probe | None] = ContextVar("hsa_probe", default=None)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counted]:
+    """Count the operations of attention of all forward passes of models on "hsa" attention inside this context."""
+    with _set(COUNTER, Counted()) as counted:
+        yield counted
+
+
+@contextlib.contextmanager
+def probing(biases: Sequence[float]) -> Iterator[dict[int, Tensor]]:
+    """Measure how far converted layers are from exact attention on their own inputs, for each bias of pooled nodes.
+
+    Yields a dictionary that forward passes inside this context fill: layer → `[biases, heads]` sums of squared differences.
+    """
+    with _set(PROBE, Probe(biases)) as probe:
+        yield probe.errors
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def is_observed() -> bool:
+    """Whether operations are counted or distances measured, which needs a whole pass."""
+    return COUNTER.get() is not None or PROBE.get() is not None
+
+
+def count_exact(layer: int, q: Tensor, sequences: Sequences) -> None:
+    """Add a layer that attends exactly."""
+    counted = COUNTER.get()
+    if counted is not None:
+        operations = exact_operations(q, sequences)
+        counted.add(layer, Flops(operations, 0), operations)
+
+
+def count_mask(layer: int, q: Tensor, mask: Tensor | None) -> None:
+    """Add a layer that attends exactly to what a mask `[batch, heads or 1, queries, keys]` of another form lets it see."""
+    counted = COUNTER.get()
+    if counted is not None and mask is not None and mask.ndim == 4:
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        asks = seen.diagonal(seen.shape[-1] - seen.shape[-2], -2, -1)  # padded queries see others but no padding
+        pairs = int((seen & asks[..., None]).expand(len(q), *seen.shape[1:]).sum()) // seen.shape[1]
+        operations = (4 * q.shape[1] * q.shape[-1] + q.shape[1]) * pairs
+        counted.add(layer, Flops(operations, 0), operations)
+
+
+def count_steps(layer: int, q: Tensor, sequences: Sequences, taken: interface.Counted) -> None:
+    """Add a layer that attends to a cache of trees."""
+    counted = COUNTER.get()
+    if counted is not None:
+        dim = q.shape[-1]
+        flops = Flops((4 * dim + 1) * taken.entries, taken.pooling, (2 * dim + 1) * taken.scored, taken.clustering)
+        counted.add(layer, flops, exact_operations(q, sequences))
+
+
+def exact_operations(q: Tensor, sequences: Sequences) -> int:
+    """Count the operations of softmax attention, an entry per query and visible key, as `flops_flat` does."""
+    heads, dim = q.shape[1], q.shape[-1]
+    pairs = 0
+    for asking, total in zip(sequences.queries.lengths, sequences.keys.lengths, strict=True):
+        pairs += asking * total - (asking * (asking - 1) // 2 if sequences.causal else 0)
+    return (4 * heads * dim + heads) * pairs

@@ -1,0 +1,88 @@
+"""Pre-trained decoders as models of a text stream of `hsa.generation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hsa.attention.cache.interface import Memory
+from hsa.errors import InvalidInput
+from hsa.huggingface.cache import memory_of, new_cache
+from hsa.huggingface.conversion import convert
+from hsa.huggingface.loading import load_for_task, most_tokens
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """Number of tokens that the tokenizer knows, and of positions that the model has."""
+
+    vocabulary: int
+    max_length: int
+
+
+class PretrainedCache:
+    """Cache of one text."""
+
+    def __init__(self, model: Any):
+        self.inner = new_cache(model)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.inner.get_seq_length()]
+
+    def memory(self) -> Memory:
+        return memory_of(self.inner)
+
+
+class PretrainedWriter:
+    """A converted causal language model of transformers; one text at a time."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        self.model = model
+        self.config = WriterConfig(tokenizer.backend_tokenizer.get_vocab_size(), most_tokens(model, tokenizer))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def new_cache(self, batch: int = 1) -> PretrainedCache:
+        return PretrainedCache(self.model)
+
+    def read(self, tokens: Tensor, lengths: Sequence[int], cache: PretrainedCache) -> Tensor:
+        return self._ask(tokens[None], cache)
+
+    def step(self, tokens: Tensor, cache: PretrainedCache) -> Tensor:
+        return self._ask(tokens[:, None], cache)
+
+    def _ask(self, ids: Tensor, cache: PretrainedCache) -> Tensor:
+        """Return the logits after the last token. Embeddings may have more rows than there are tokens."""
+        out = self.model(input_ids=ids, past_key_values=cache.inner, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1, : self.config.vocabulary].float()
+
+
+def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, set[int]]:
+    """Load a pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the tokens that end a text.
+
+    It attends as its config says if it was converted and saved, else as `convert` does by default.
+
+    Raises:
+        InvalidInput: no causal model that loads, or a tokenizer that does not work on bytes.
+    """
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    model, tokenizer = load_for_task(name, "perplexity", dtype=dtype, device=device)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or "ByteLevel" not in str(backend.decoder):
+        raise InvalidInput(
+            name,
+            given="a tokenizer that does not work on bytes",
+            expected="byte-level BPE, as those of GPT-2, Llama 3, Qwen and SmolLM are",
+            fix="call hsa.huggingface.convert(model) and the model's own generate",
+        )
+    convert(model)
+    written = model.generation_config.eos_token_id
+    ends = written if isinstance(written, list) else [written]
+    return PretrainedWriter(model, tokenizer), backend, {i for i in (*ends, tokenizer.eos_token_id) if i is not None}

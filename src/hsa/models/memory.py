@@ -1,0 +1,30 @@
+"""Models that remember tokens before the ones they read."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hsa.errors import InvalidInput
+
+
+def set_test_memory(model: nn.Module, tokens: int) -> None:
+    """Let a model remember this many tokens when it is not training, in place of what it was trained with.
+
+    Args:
+        model: Model with layers that have a method `set_test_memory`, such as those of Transformer-XL.
+        tokens: Tokens before a segment that every layer remembers; 0 reads every segment on its own.
+
+    Raises:
+        InvalidInput: A model without a memory, or fewer than 0 tokens.
+    """
+    if tokens < 0:
+        raise InvalidInput("memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
+    layers = [module for module in model.modules() if hasattr(module, "set_test_memory")]
+    if not layers:
+        raise InvalidInput(
+            "memory",
+            given=f"{tokens} tokens for a model without a memory",
+            expected="a model that reads texts in segments: hsa train --models transformer-xl",
+        )
+    for module in layers:
+        module.set_test_memory(tokens)  # type: ignore[operator]

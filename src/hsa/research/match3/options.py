@@ -1,0 +1,35 @@
+"""Options of the task match3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hsa.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Match3Options:
+    """The generated numbers of the task match3.
+
+    Args:
+        modulus: Numbers are counted modulo this one. About 0.65 · length² makes half of the answers a yes.
+        length: Length of the sequences.
+        shortest: Length of the shortest training sequences; in short ones a match stands out.
+        sequences: Number of training sequences; a tenth of it each to validate and to test.
+    """
+
+    modulus: int = 41
+    length: int = 8
+    shortest: int = 3
+    sequences: int = 50_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("modulus", 2), ("length", 1), ("shortest", 1), ("sequences", 10)):
+            if getattr(self, name) < least:
+                raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
+        if self.shortest > self.length:
+            raise InvalidInput("shortest", given=self.shortest, expected=f"at most {self.length}, the length")
+
+    def check_models(self, names: Sequence[str]) -> None:
+        """Any model can try."""

@@ -1,0 +1,36 @@
+"""The configuration of our decoder from the options of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hsa.models.language_model import LanguageModelConfig
+from hsa.models.options import ModelOptions
+from hsa.models.registry import Extra
+from hsa.training.language_model.data import LmData
+from hsa.training.options import LanguageOptions
+
+
+def decoder_sizes(options: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
+    """Return what options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
+    names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
+    own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
+    return {name: getattr(options, name) for name in names} | {name: getattr(language, name) for name in own}
+
+
+def configure(
+    data: LmData, options: ModelOptions, language: LanguageOptions, extra: Extra, changes: Mapping[str, Any]
+) -> LanguageModelConfig:
+    """Return the config for the options of a run. Our models differ in a bias per head and layer, and in nothing else."""
+    return LanguageModelConfig(
+        data.tokenizer.get_vocab_size(),
+        layers=options.layers,
+        **decoder_sizes(options, language),
+        top_k=options.top_k or LanguageModelConfig.top_k,
+        chunk=language.chunk,
+        group=language.group,
+        closes=data.closes if language.structure == "text" else {},
+        max_length=language.max_length,
+        **changes,
+    )

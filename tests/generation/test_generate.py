@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from hsa.errors import InvalidInput
+from hsa.generation.generate import END, generate
+from hsa.generation.sampling import Sampling
+from hsa.models.language_model import LanguageModel, LanguageModelConfig
+from hsa.signals.readers.tokens import train_tokenizer
+from tests.model_inputs import exact
+
+TOKENIZER = train_tokenizer(["the cat sat on the mat"], 270, special_tokens=[END])
+GREEDY = Sampling(temperature=0)
+
+
+def model(**changes):
+    sizes = {"width": 12, "heads": 2, "layers": 2, "branching": (3, 2), "attention": ("multiscale", "flat")}
+    return exact(LanguageModel(LanguageModelConfig(TOKENIZER.get_vocab_size(), **{**sizes, **changes})))
+
+
+def saying(text, end=False):
+    """A model that writes a text whatever it reads: its logits come from a list."""
+    ids = [*TOKENIZER.encode(text).ids, *([TOKENIZER.token_to_id(END)] if end else [])]
+    made = model()
+    script = iter(torch.nn.functional.one_hot(torch.tensor(ids), made.config.vocabulary).double()[:, None])
+    made._logits = lambda hidden: next(script)
+    return made
+
+
+@torch.no_grad()
+def test_the_likeliest_text_is_that_of_the_full_pass():
+    made, prompt = model(), "the cat"
+    stream = generate(made, TOKENIZER, prompt, max_new_tokens=30, sampling=GREEDY)
+    text = "".join(stream)
+    whole = torch.tensor([*stream.prompt, *stream.ids])
+    likeliest = made(whole, [len(whole)]).argmax(-1).tolist()
+    assert stream.prompt == TOKENIZER.encode(prompt).ids
+    assert stream.ids == likeliest[len(stream.prompt) - 1 : -1]
+    assert text == TOKENIZER.decode(stream.ids, skip_special_tokens=False)
+    assert stream.cache.lengths == [len(whole) - 1]  # nothing is asked after the last token
+    assert stream.reason == "tokens"
+    assert stream.seconds > 0
+
+
+def test_a_seed_writes_the_same_again():
+    made = model()
+    first, second, other = (
+        "".join(generate(made, TOKENIZER, "the", max_new_tokens=20, sampling=Sampling(seed=seed))) for seed in (3, 3, 4)
+    )
+    assert first == second != other
+
+
+def test_the_end_of_the_document_ends_it():
+    stream = generate(saying("on a mat", end=True), TOKENIZER, "the cat sat ", sampling=GREEDY)
+    assert "".join(stream) == "on a mat"
+    assert stream.reason == "end"
+
+
+def test_stop_strings_end_it():
+    stream = generate(saying("on a mat. And"), TOKENIZER, "the cat", sampling=GREEDY, stop=["xyz", "t. "])
+    assert "".join(stream) == "on a ma"
+    assert stream.reason == "stop"
+
+
+def test_what_was_held_back_comes_at_the_end():
+    made = saying("on😀 E")
+    stream = generate(
+        made, TOKENIZER, "a", max_new_tokens=len(TOKENIZER.encode("on😀 E").ids), sampling=GREEDY, stop=["END"]
+    )
+    assert list(stream)[-1] == "E"
+
+
+def test_a_model_of_bounded_length_stops_there():
+    stream = generate(model(max_length=9), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
+    list(stream)
+    assert stream.reason == "max_length"
+    assert stream.cache.lengths == [9]
+    assert len(stream.prompt) + len(stream.ids) == 10  # the token after the last position is known too
+
+
+def test_interrupted_it_can_still_be_asked():
+    stream = generate(model(), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
+    next(stream)
+    assert stream.reason == "running"
+    assert len(stream.ids) >= 1
+    assert stream.cache.memory().flat_bytes > 0
+
+
+def test_nothing_is_kept_for_gradients():
+    stream = generate(model(), TOKENIZER, "the", max_new_tokens=3)
+    list(stream)
+    assert not any(part.keys.requires_grad for part in stream.cache.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ""}, "prompt: given an empty text"),
+        ({"prompt": "the cat sat on the mat"}, "prompt: given .* expected at most 3, the max_length of the model"),
+        ({"max_new_tokens": 0}, "max_new_tokens: given 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: given 2.5"),
+        ({"stop": [""]}, "stop: given"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(InvalidInput, match=message):
+        generate(model(max_length=3), TOKENIZER, **{"prompt": "a", **arguments})
+
+
+def test_a_tokenizer_of_another_model():
+    with pytest.raises(InvalidInput, match="tokenizer: given 258 tokens, expected"):
+        generate(model(), train_tokenizer(["a"], 258, special_tokens=["<x>", "<y>"]), "a")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_name_the_step(bad):
+    made = model()
+    steps = iter([0.0, 0.0, bad])
+    plain = made._logits
+    made._logits = lambda hidden: plain(hidden) + next(steps)
+    stream = generate(made, TOKENIZER, "the", sampling=GREEDY)
+    with pytest.raises(InvalidInput, match=r"logits: given .* at step 2 \(token 3 of the text\)"):
+        list(stream)
+    assert len(stream.ids) == 2
