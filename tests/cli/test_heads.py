@@ -87,46 +87,46 @@ def test_encoders(request, call, models, data, name, compare):
     )
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    found = json.loads(Path("o/heads.json").read_text())
-    assert (found["model"], found["data"], found["examples"], found["compare"]) == (name, "data.csv", 30, compare)
-    assert found["rows"] == (60 if compare == "similarity" else 30)  # two tokens of each, to have 40
-    assert found["heads"] == [[layer, head] for layer in range(2) for head in range(4)]
-    assert len(found["alignment"]) == len(found["redundancy"]) == len(found["weights"]) == 8
-    assert all(found["alignment"][i][i] == pytest.approx(1) for i in range(8))
-    assert sum(found["weights"]) == pytest.approx(1)
-    assert 1 < found["effective"] < 8
-    assert f"Effective number of distinct heads: {found['effective']:.1f} of 8." in words
-    assert [s["name"] for s in found["sums"]] == ["equal weights", "best single head", "flat MKL", "input-conditional"]
-    assert [c["name"] for c in found["curves"]] == ["redundancy", "MKL weight", "random"]
-    assert [len(c["scores"]) for c in found["curves"]] == [1, 1, 2]
-    assert found["curves"][0]["removed"] == [0, 1, 4, 8]
-    assert (found["score"], found["pruned_on"]) == ("accuracy" if name == "classify" else "cosine", 5)
-    begins = {scores[0] for curve in found["curves"] for scores in curve["scores"]}
+    result = json.loads(Path("o/heads.json").read_text())
+    assert (result["model"], result["data"], result["examples"], result["compare"]) == (name, "data.csv", 30, compare)
+    assert result["rows"] == (60 if compare == "similarity" else 30)  # two tokens of each, to have 40
+    assert result["heads"] == [[layer, head] for layer in range(2) for head in range(4)]
+    assert len(result["alignment"]) == len(result["redundancy"]) == len(result["weights"]) == 8
+    assert all(result["alignment"][i][i] == pytest.approx(1) for i in range(8))
+    assert sum(result["weights"]) == pytest.approx(1)
+    assert 1 < result["effective"] < 8
+    assert f"Effective number of distinct heads: {result['effective']:.1f} of 8." in words
+    assert [s["name"] for s in result["sums"]] == ["equal weights", "best single head", "flat MKL", "input-conditional"]
+    assert [c["name"] for c in result["curves"]] == ["redundancy", "MKL weight", "random"]
+    assert [len(c["scores"]) for c in result["curves"]] == [1, 1, 2]
+    assert result["curves"][0]["removed"] == [0, 1, 4, 8]
+    assert (result["score"], result["pruned_on"]) == ("accuracy" if name == "classify" else "cosine", 5)
+    begins = {scores[0] for curve in result["curves"] for scores in curve["scores"]}
     assert len(begins) == 1
     if name == "embed":
         assert begins.pop() == pytest.approx(1)
-    assert (found["layers"][0]["asymmetric"] is None) == (compare == "outputs")
+    assert (result["layers"][0]["asymmetric"] is None) == (compare == "outputs")
     assert ("asymmetric" in out) == (compare == "similarity")
     report = Path("o/report.md").read_text()
     assert report.startswith(f"# {name} on data.csv\n")
     for picture in ("alignment", "weights", "pruning"):
         assert (Path(f"o/{picture}.png").stat().st_size > 1000) == (request.node.name == DRAWN)
         assert f"![{picture}]({picture}.png)" in report
-    assert all(sentence in report for sentence in found["words"])
+    assert all(sentence in report for sentence in result["words"])
     assert "…" not in "".join(line for line in out.splitlines() if not line.endswith(" …"))  # no cell is cut
 
 
 def test_the_same_again_and_others(call, models, data):
-    def found(folder, *more):
+    def result(folder, *more):
         assert call("heads", models / "classify", "--data", data, "--out", folder, *FEW, *more)[0] == 0
         return json.loads(Path(folder, "heads.json").read_text())
 
-    first = found("a")
-    assert found("b") == first
-    other = found("c", "--seed", "1")
+    first = result("a")
+    assert result("b") == first
+    other = result("c", "--seed", "1")
     assert other["alignment"] == first["alignment"]  # of all examples, whatever is drawn
     assert other["curves"] != first["curves"]
-    few = found("d", "--limit", "20", "--max-tokens", "7")
+    few = result("d", "--limit", "20", "--max-tokens", "7")
     assert (few["examples"], few["mean_length"]) == (20, 7)
 
 
@@ -134,9 +134,9 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
     texts = [row["text"] for row in rows(40, seed=3)]
     model, tokenizer = load_for_task(str(models / "classify"), "classify")
-    found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
-    assert 5 < sum(found) < 35
-    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, found, strict=True)])
+    result = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    assert 5 < sum(result) < 35
+    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, result, strict=True)])
     code, said, _ = call("predict", ours / "number/hierarchical", ours / "reviews.csv", "--json")
     assert code == 0
     numbers = [json.loads(line)["label"] for line in said.splitlines()]
@@ -165,9 +165,9 @@ def test_without_labels_or_pruning(call, models, tmp_path):
     code, out, err = call("heads", models / "classify", "--data", bare, *FEW)
     assert (code, err) == (0, "")
     assert "no labels, so no weights were learned; pass --label" in " ".join(out.split())
-    found = json.loads(Path("runs/heads-classify/heads.json").read_text())  # unless another is named
-    assert (found["weights"], found["sums"], found["score"]) == (None, [], "cosine")
-    assert [c["name"] for c in found["curves"]] == ["redundancy", "random"]
+    result = json.loads(Path("runs/heads-classify/heads.json").read_text())  # unless another is named
+    assert (result["weights"], result["sums"], result["score"]) == (None, [], "cosine")
+    assert [c["name"] for c in result["curves"]] == ["redundancy", "random"]
     assert not Path("runs/heads-classify/weights.png").exists()
     code, _, _ = call("heads", models / "classify", "--data", bare, "--out", "o", "--cpu", "--prune-on", "0")
     assert code == 0
@@ -189,8 +189,8 @@ def test_few_examples(call, models, tmp_path):
     code, out, err = call("heads", models / "embed", "--data", data, "--out", "o", *FEW)
     assert (code, err) == (0, "")
     assert "Weights were not tested: that takes at least 18 examples" in " ".join(out.split())
-    found = json.loads(Path("o/heads.json").read_text())
-    assert (found["sums"], found["pruned_on"]) == ([], 3)
+    result = json.loads(Path("o/heads.json").read_text())
+    assert (result["sums"], result["pruned_on"]) == ([], 3)
 
 
 def test_our_models(call, ours):
@@ -198,8 +198,8 @@ def test_our_models(call, ours):
         out = folder.partition("/")[0]
         code, shown, err = call("heads", ours / folder, "--data", ours / "reviews.csv", "--out", out, *FEW)
         assert (code, err) == (0, "")
-        found = json.loads(Path(out, "heads.json").read_text())
-        assert (found["score"], found["sum_score"], len(found["layers"]), found["examples"]) == (
+        result = json.loads(Path(out, "heads.json").read_text())
+        assert (result["score"], result["sum_score"], len(result["layers"]), result["examples"]) == (
             score,
             score,
             layers,

@@ -125,10 +125,10 @@ def test_conditional_sums(seed):
     same = input_conditional(grams, weights.expand(13, -1))
     torch.testing.assert_close(same, (weights.square()[:, None, None] * grams).sum(0))
     beta = torch.rand(13, 5, dtype=torch.float64, generator=source).softmax(-1)
-    found = input_conditional(grams, beta)
+    result = input_conditional(grams, beta)
     weighted = torch.cat([b[:, None] * head for b, head in zip(beta.T, rows, strict=True)], 1)
-    torch.testing.assert_close(found, weighted @ weighted.T)  # heads that each token weighs, side by side
-    assert float(torch.linalg.eigvalsh(found).min()) > -1e-10
+    torch.testing.assert_close(result, weighted @ weighted.T)  # heads that each token weighs, side by side
+    assert float(torch.linalg.eigvalsh(result).min()) > -1e-10
 
 
 @given(seeds)
