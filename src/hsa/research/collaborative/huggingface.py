@@ -30,11 +30,7 @@ _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm",
 
 
 def collaborate(
-    model: Any,
-    shared_dim: int | float,
-    *,
-    inputs: Iterable[Mapping[str, Tensor]] | None = None,
-    iterations: int = 100,
+    model: Any, shared_dim: int | float, *, inputs: Iterable[Mapping[str, Tensor]] | None, iterations: int
 ) -> CollaborationReport:
     """Change an encoder in place; see `hsa.research.collaborative.collaborate`."""
     layers = _layers(model)
