@@ -178,7 +178,7 @@ def embeddings(table: Path) -> tuple[list[Outcome], dict[str, float], str]:
     step = (FITTED + JUDGED) // FITTED
     fitted = examples.part(range(0, len(examples), step))
     judge = Judge(
-        examples.part([i for i in range(len(examples)) if i % step]), "embed", model, tokenizer, longest=LENGTH
+        examples.part([i for i in range(len(examples)) if i % step]), "embedding", model, tokenizer, longest=LENGTH
     )
     before = judge.ask(model)
     batches = _batches(fitted, tokenizer)
@@ -205,7 +205,7 @@ def classification(folder: Path, table: Path) -> tuple[list[Outcome], dict[str, 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     fitted = load_examples(table, split="train").sample(FITTED)
-    judge = Judge(load_examples(table, split="test"), "classify", model, tokenizer, longest=LENGTH)
+    judge = Judge(load_examples(table, split="test"), "classification", model, tokenizer, longest=LENGTH)
     before = judge.ask(model)
 
     def scores(changed: Any) -> dict[str, float]:

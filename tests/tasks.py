@@ -31,12 +31,12 @@ def examples(count: int, task: str = "classification", seed: int = 0, sentences:
             [generator.randrange(2, TOKENS) for _ in range(generator.randint(1, 4))]
             for _ in range(generator.randint(1, sentences))
         ]
-        places = [(s, t) for s, sentence in enumerate(tokens) for t in range(len(sentence))]
+        positions = [(s, t) for s, sentence in enumerate(tokens) for t in range(len(sentence))]
         if task == "regression":
-            marks = generator.sample(places, generator.randint(0, len(places)))
-            target: Any = 5 + 3 * len(marks) / len(places)
+            marks = generator.sample(positions, generator.randint(0, len(positions)))
+            target: Any = 5 + 3 * len(marks) / len(positions)
         else:
-            marks = [generator.choice(places)]
+            marks = [generator.choice(positions)]
             target = CLASSES[i % 2]
         for s, t in marks:
             tokens[s][t] = 0 if task == "regression" else i % 2

@@ -76,8 +76,8 @@ def test_rows_of_the_matrix_sum_to_one(kind, layers):
         sums = weights.sum(-1)
         assert (np.isclose(sums, 1, atol=1e-4) | np.isclose(sums, 0, atol=1e-4)).all()
         assert (weights > -1e-6).all()
-        for place, depth in families:
-            assert 0 < place < leaves
+        for position, depth in families:
+            assert 0 < position < leaves
             assert depth >= 1
 
 
@@ -95,7 +95,7 @@ def test_the_matrix_is_that_of_the_operator():
     np.testing.assert_allclose(weights, wanted.mean(0).detach().numpy(), atol=1e-6)
     s = example.hierarchy.structure
     begins = {int(first) for first, parent in zip(s.first_leaf, s.parent, strict=True) if parent == 0} - {0}
-    assert {place for place, _ in families} == begins
+    assert {position for position, _ in families} == begins
 
 
 def test_dropout_is_off():

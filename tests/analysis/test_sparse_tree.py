@@ -35,19 +35,19 @@ def test_weights_add_up(listed, data):
     model, example = sharp(data.draw(st.sampled_from(["hierarchical", "multiscale"]))), collate(listed)
     layer, head = data.draw(st.integers(0, 1)), data.draw(st.sampled_from([None, 0, 2]))
     leaf = data.draw(st.one_of(st.none(), st.integers(0, example.hierarchy.num_leaves - 1)))
-    found = attention_tree(model, example, leaf=leaf, layer=layer, head=head)
+    result = attention_tree(model, example, leaf=leaf, layer=layer, head=head)
     weights, _ = layer_weights(model, example, layer)
     row = (weights.mean(0) if head is None else weights[head])[slice(None) if leaf is None else [leaf]].mean(0)
-    s = found.structure
-    np.testing.assert_allclose(found.weights[s.leaf_nodes], row, atol=1e-6)
-    assert ((found.weights[s.leaf_nodes] == 0) == (row == 0)).all()
-    assert found.gone == np.mean(row == 0)
+    s = result.structure
+    np.testing.assert_allclose(result.weights[s.leaf_nodes], row, atol=1e-6)
+    assert ((result.weights[s.leaf_nodes] == 0) == (row == 0)).all()
+    assert result.gone == np.mean(row == 0)
     for node in np.flatnonzero(s.num_children):
-        children = found.weights[s.first_child[node] : s.first_child[node] + s.num_children[node]]
-        assert found.weights[node] == pytest.approx(children.sum(), abs=1e-6)
-        assert (found.weights[node] == 0) == (children == 0).all()
-        cut = found.pruned[s.first_child[node] : s.first_child[node] + s.num_children[node]]
-        assert (cut == ((children == 0) & (found.weights[node] > 0))).all()
+        children = result.weights[s.first_child[node] : s.first_child[node] + s.num_children[node]]
+        assert result.weights[node] == pytest.approx(children.sum(), abs=1e-6)
+        assert (result.weights[node] == 0) == (children == 0).all()
+        cut = result.pruned[s.first_child[node] : s.first_child[node] + s.num_children[node]]
+        assert (cut == ((children == 0) & (result.weights[node] > 0))).all()
 
 
 def tree_of(weights, hierarchy, leaf=None):
@@ -62,19 +62,19 @@ ROW = [0.0, 0.25, 0.25, 0.0, 0.0, 0.125, 0.125, 0.125, 0.125, 0.0, 0.0]
 
 
 def test_what_is_gone():
-    found = tree_of(ROW, FOREST)
-    assert found.gone == 5 / 11
-    assert found.branches_gone == (2, 6)  # the sentence of 2 below the first paragraph, the last sentence
-    assert int(found.pruned.sum()) == 3  # those two, and the first word
+    result = tree_of(ROW, FOREST)
+    assert result.gone == 5 / 11
+    assert result.branches_gone == (2, 6)  # the sentence of 2 below the first paragraph, the last sentence
+    assert int(result.pruned.sum()) == 3  # those two, and the first word
 
 
 def test_little_is_not_nothing(monkeypatch):
     """Though a sum would not show it."""
     row = np.array([0.5, 0.5, 0, 0, 0, 1e-30, 0, 0, 0, 0, 0])
     monkeypatch.setattr(sparse_tree, "layer_weights", lambda *_: (np.tile(row, (1, 11, 1)), FOREST))
-    found = attention_tree(None, None, leaf=3)
-    assert (found.weights[found.structure.leaf_nodes] > 0).tolist() == (row > 0).tolist()
-    assert found.gone == 8 / 11
+    result = attention_tree(None, None, leaf=3)
+    assert (result.weights[result.structure.leaf_nodes] > 0).tolist() == (row > 0).tolist()
+    assert result.gone == 8 / 11
 
 
 def drawn(monkeypatch, tmp_path, tree, labels):

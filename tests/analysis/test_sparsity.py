@@ -35,8 +35,8 @@ def sharp(kind="hierarchical", **changes):
 @pytest.mark.parametrize("include_self", [False, True])
 def test_levels_are_those_of_the_layers(include_self):
     model, examples = sharp(include_self=include_self), data(11)
-    found = measure_sparsity(model, [examples.batch])
-    assert [(level.layer, level.level) for level in found] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    result = measure_sparsity(model, [examples.batch])
+    assert [(level.layer, level.level) for level in result] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     caught = []
     hook = model.encoder.layers[1].attention.register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     model.eval()(examples.batch)
@@ -45,13 +45,13 @@ def test_levels_are_those_of_the_layers(include_self):
     alpha = model.encoder.layers[1].attention.alpha
     options = {"positions": positions, "normalizer": normalizer_of(alpha), "include_self": include_self}
     counted = zeros(q, k, hierarchy, **options)
-    for i, level in enumerate(found[2:]):
+    for i, level in enumerate(result[2:]):
         assert level.alpha == pytest.approx(alpha()[i].tolist())
         assert level.zeros == pytest.approx(counted.zeros[i] / counted.entries[i])
         assert level.visited == pytest.approx(counted.visited[i] / counted.families[i])
         assert level.families == int((hierarchy.structure.height == i + 1).sum())
-    assert 0 < found[2].zeros < 1
-    assert visited_fraction(found[2:]) == pytest.approx(counted.visited_fraction)
+    assert 0 < result[2].zeros < 1
+    assert visited_fraction(result[2:]) == pytest.approx(counted.visited_fraction)
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale"])
@@ -97,6 +97,6 @@ def test_the_table():
 
 @pytest.mark.parametrize("models", [1, 3])
 def test_the_picture(tmp_path, models):
-    found = {f"model {i}": LEVELS if i else [replace(level, visited=None) for level in LEVELS] for i in range(models)}
-    plot_sparsity(tmp_path / "a.png", found)
+    result = {f"model {i}": LEVELS if i else [replace(level, visited=None) for level in LEVELS] for i in range(models)}
+    plot_sparsity(tmp_path / "a.png", result)
     check_picture(tmp_path / "a.png")

@@ -49,9 +49,9 @@ def test_as_many_parameters_as_the_first(name, reference):
 def test_han_has_the_levels_of_the_data():
     for depth, levels in ((1, 1), (2, 2), (3, 3), (5, 3)):
         forest = prepared(depth).train.batch.hierarchy
-        found = config_of("han", MODEL, DocumentOptions(), forest)
-        assert found.levels == levels
-        assert found.head_dim == 16 // levels  # together the channels of one layer
+        result = config_of("han", MODEL, DocumentOptions(), forest)
+        assert result.levels == levels
+        assert result.head_dim == 16 // levels  # together the channels of one layer
     assert config_of("han", MODEL, DocumentOptions(levels=1, level_encoder="gru"), forest).encoder == "gru"
 
 

@@ -50,13 +50,13 @@ def test_runs_in_a_process_of_its_own():
     assert "times cheaper" in done.stdout
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_help_and_version_do_not_wait_for_torch(argument):
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"], ["compare", "--help"]])
+def test_help_and_version_do_not_wait_for_torch(arguments):
     code = f"""if True:
         import sys
         from hsa.cli.main import run
         try:
-            run(["{argument}"])
+            run({arguments})
         finally:
             print({{"torch", "numpy", "sentencex", "tokenizers"}} & set(sys.modules))
     """

@@ -18,7 +18,7 @@ from hsa.cli.comparison_bar import ComparisonBar
 from hsa.training import compare as comparison
 from hsa.training import experiment, length_costs
 from hsa.training.compare import Plan, Run
-from hsa.training.failures import NoRoom
+from hsa.training.failures import OutOfMemory
 from tests.comparisons import result, run
 from tests.tables import reviews, write_rows
 
@@ -217,10 +217,10 @@ def test_recipes(planned, rows):
     ],
 )
 def test_what_cannot_be_done_is_said_before_data_are_read(fails, arguments, said):
-    found = fails("compare", "nothing.csv", "--cpu", *arguments)
-    assert found.startswith(said)
+    actual = fails("compare", "nothing.csv", "--cpu", *arguments)
+    assert actual.startswith(said)
     if "multiscal" in said:
-        assert found.endswith("did you mean 'multiscale'?")
+        assert actual.endswith("did you mean 'multiscale'?")
     assert not Path("runs").exists()
 
 
@@ -242,30 +242,30 @@ def test_every_model_diverges(call, rows):
     assert "hierarchical diverged at every rate; try lower ones" in out
 
 
-def test_no_room_for_one_model(call, fails, rows, monkeypatch):
+def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     """It is said, the others are compared, and --resume tries again."""
     train, small = comparison.train_model, True
 
     def crowded(name, *arguments, **more):
         if small and name == "hierarchical":
-            raise NoRoom("memory is full")
+            raise OutOfMemory("memory is full")
         return train(name, *arguments, **more)
 
     monkeypatch.setattr(comparison, "train_model", crowded)
     few = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates", "1e-2", "--seeds", "1")
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out")
     assert (code, err) == (0, "")  # as where it diverges
-    assert re.search(r"^hierarchical +rate 0.01 +seed 0 +no room ", out, re.M)
-    assert re.search(r"^hierarchical +– +– +no room +–", out, re.M)
+    assert re.search(r"^hierarchical +rate 0.01 +seed 0 +out of memory ", out, re.M)
+    assert re.search(r"^hierarchical +– +– +out of memory +–", out, re.M)
     assert re.search(r"^deepsets +\d,\d+ +0.01 ", out, re.M)
     said = " ".join(out.split())
-    assert "hierarchical had no room at any rate where there was no room: --resume tries again" in said
+    assert "hierarchical ran out of memory at every rate where memory ran out: --resume tries again" in said
     assert "another folder with fewer --batch-tokens" in said
     fails("compare", rows, *COLUMNS, *few, "--out", "out")  # which needs --resume
     small = False
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
     assert (code, err) == (0, "")
-    assert "no room" not in out
+    assert "out of memory" not in out
     assert "hierarchical against deepsets: " in out
 
 
@@ -361,35 +361,35 @@ def through(bar, clock, model, rate, seconds, diverged=False):
 
 
 def test_time_left(bar):
-    found, clock = bar
-    assert found.seconds_left() is None
-    through(found, clock, "hierarchical", 1e-3, 10)
-    assert found.seconds_left() == 5 * 10  # all like the first
-    through(found, clock, "hierarchical", 1e-2, 20)
-    assert found.seconds_left() == 4 * 15  # the mean
-    through(found, clock, "hierarchical", 1e-2, 0)  # was finished before
-    assert found.seconds_left() == 3 * 15
-    through(found, clock, "flat", 1e-3, 100)
-    assert found.seconds_left() == 2 * 100
-    watcher = found.begin(Run("flat", 1e-2, 0))
+    actual, clock = bar
+    assert actual.seconds_left() is None
+    through(actual, clock, "hierarchical", 1e-3, 10)
+    assert actual.seconds_left() == 5 * 10  # all like the first
+    through(actual, clock, "hierarchical", 1e-2, 20)
+    assert actual.seconds_left() == 4 * 15  # the mean
+    through(actual, clock, "hierarchical", 1e-2, 0)  # was finished before
+    assert actual.seconds_left() == 3 * 15
+    through(actual, clock, "flat", 1e-3, 100)
+    assert actual.seconds_left() == 2 * 100
+    watcher = actual.begin(Run("flat", 1e-2, 0))
     clock.now += 50
     watcher.step(1, 4, None, 1e-3)
-    assert found.seconds_left(watcher) == 2 * 100 - 25
+    assert actual.seconds_left(watcher) == 2 * 100 - 25
 
 
 def test_models_without_a_rate_have_no_further_runs(bar):
-    found, clock = bar
-    through(found, clock, "hierarchical", 1e-3, 10, diverged=True)
-    through(found, clock, "hierarchical", 1e-2, 10, diverged=True)
-    assert found.finished == 2
-    assert found.seconds_left() is None  # they ended early, who knows when
-    found.begin(Run("flat", 1e-3, 0))
-    assert found.finished == 3
+    actual, clock = bar
+    through(actual, clock, "hierarchical", 1e-3, 10, diverged=True)
+    through(actual, clock, "hierarchical", 1e-2, 10, diverged=True)
+    assert actual.finished == 2
+    assert actual.seconds_left() is None  # they ended early, who knows when
+    actual.begin(Run("flat", 1e-3, 0))
+    assert actual.finished == 3
 
 
 def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
-    found, clock = bar
-    watcher = found.begin(Run("hierarchical", 1e-3, 0))
+    actual, clock = bar
+    watcher = actual.begin(Run("hierarchical", 1e-3, 0))
     clock.now += 10
     watcher.step(6, 10, 0.7, 1e-3)  # five steps were done before
     clock.now += 40

@@ -38,7 +38,7 @@ def trained(tmp_path_factory):
     environment = pytest.MonkeyPatch()
     environment.setenv("HSA_CACHE", str(folder / "cache"))
     with pytest.raises(SystemExit) as caught:
-        run(["train", str(tale(folder)), *TINY, *SHORT, "--structure", "text", "--out", str(folder / "run")])
+        run(["train", str(tale(folder)), *TINY, *SHORT, "--tree", "text", "--out", str(folder / "run")])
     environment.undo()
     assert caught.value.code == 0
     return folder / "run"
@@ -85,7 +85,7 @@ def tale_here():
 def test_a_finished_run_is_not_trained_again(call, trained):
     weights = trained / "multiscale" / "model.safetensors"
     before, reported = weights.read_bytes(), json.loads((trained / "results.json").read_text())
-    asked = ("train", trained.parent / "tale.txt", *TINY, *SHORT, "--structure", "text", "--out", trained, "--resume")
+    asked = ("train", trained.parent / "tale.txt", *TINY, *SHORT, "--tree", "text", "--out", trained, "--resume")
     code, out, _ = call(*asked)
     assert code == 0
     assert "multiscale against flat" in out
@@ -98,7 +98,7 @@ def test_a_finished_run_is_not_trained_again(call, trained):
 
 def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
     data = trained.parent / "tale.txt"
-    asked = ("train", data, *TINY, *SHORT, "--structure", "text", "--start", trained, "--out", tmp_path / "longer")
+    asked = ("train", data, *TINY, *SHORT, "--tree", "text", "--init-from", trained, "--out", tmp_path / "longer")
     assert "start: given" in fails(*asked, "--models", "multiscale", "clustered")
     assert not (tmp_path / "longer" / "multiscale").exists()  # nothing was trained in vain
     code, _, _ = call(*asked, "--models", "multiscale", "--learning-rate", "1e-9")
@@ -179,8 +179,8 @@ def test_interrupted_by_a_signal(trained):
         ((), "prompt: given none"),
         (("--prompt", "a", "--prompt-file", "b"), "prompt: given a prompt and a file"),
         (("--prompt", "a", "--temperature", "-1"), "temperature: given -1.0"),
-        (("--prompt", "a", "--top-p", "2"), "top_p: given 2.0"),
-        (("--prompt", "a", "--top-k", "-2"), "top_k: given -2"),
+        (("--prompt", "a", "--sample-top-p", "2"), "top_p: given 2.0"),
+        (("--prompt", "a", "--sample-top-k", "-2"), "top_k: given -2"),
         (("--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens: given 0"),
         (("--prompt", "a", "--stop", ""), "stop: given ''"),
         (("--prompt-file", "gone.txt"), "gone.txt: given no such file"),

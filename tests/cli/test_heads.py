@@ -17,8 +17,8 @@ from hsa.models.saved import load_model, save_model
 from tests.huggingface.fidelity.small import classifier, language_model, rows, save
 from tests.tables import reviews, write_rows
 
-FEW = ("--cpu", "--prune-on", "5", "--points", "3", "--draws", "2", "--splits", "2")
-DRAWN = "test_encoders[classify-similarity]"
+FEW = ("--cpu", "--prune-on", "5", "--points", "3", "--draws", "2", "--halves", "2")
+DRAWN = "test_encoders[classification-similarity]"
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def _quick_pictures(request, monkeypatch):
 def models(tmp_path_factory):
     """An encoder with a head, one without, a decoder."""
     folder = tmp_path_factory.mktemp("models")
-    save(folder / "classify", classifier())
-    save(folder / "embed", classifier(seed=2).bert)
+    save(folder / "classification", classifier())
+    save(folder / "embedding", classifier(seed=2).bert)
     save(folder / "decoder", language_model())
     return folder
 
@@ -80,10 +80,10 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize("compare", ["outputs", "similarity"])
-@pytest.mark.parametrize("name", ["classify", "embed"])
+@pytest.mark.parametrize("name", ["classification", "embedding"])
 def test_encoders(request, call, models, data, name, compare):
     code, out, err = call(
-        "heads", models / name, "--data", data, "--compare", compare, "--out", "o", "--tokens", "40", *FEW, columns=60
+        "heads", models / name, data, "--compare", compare, "--out", "o", "--tokens", "40", *FEW, columns=60
     )
     assert (code, err) == (0, "")
     words = " ".join(out.split())
@@ -100,10 +100,10 @@ def test_encoders(request, call, models, data, name, compare):
     assert [c["name"] for c in result["curves"]] == ["redundancy", "MKL weight", "random"]
     assert [len(c["scores"]) for c in result["curves"]] == [1, 1, 2]
     assert result["curves"][0]["removed"] == [0, 1, 4, 8]
-    assert (result["score"], result["pruned_on"]) == ("accuracy" if name == "classify" else "cosine", 5)
+    assert (result["score"], result["pruned_on"]) == ("accuracy" if name == "classification" else "cosine", 5)
     begins = {scores[0] for curve in result["curves"] for scores in curve["scores"]}
     assert len(begins) == 1
-    if name == "embed":
+    if name == "embedding":
         assert begins.pop() == pytest.approx(1)
     assert (result["layers"][0]["asymmetric"] is None) == (compare == "outputs")
     assert ("asymmetric" in out) == (compare == "similarity")
@@ -118,7 +118,7 @@ def test_encoders(request, call, models, data, name, compare):
 
 def test_the_same_again_and_others(call, models, data):
     def result(folder, *more):
-        assert call("heads", models / "classify", "--data", data, "--out", folder, *FEW, *more)[0] == 0
+        assert call("heads", models / "classification", data, "--out", folder, *FEW, *more)[0] == 0
         return json.loads(Path(folder, "heads.json").read_text())
 
     first = result("a")
@@ -133,7 +133,7 @@ def test_the_same_again_and_others(call, models, data):
 def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
     texts = [row["text"] for row in rows(40, seed=3)]
-    model, tokenizer = load_for_task(str(models / "classify"), "classify")
+    model, tokenizer = load_for_task(str(models / "classification"), "classification")
     result = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
     assert 5 < sum(result) < 35
     some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, result, strict=True)])
@@ -143,8 +143,8 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     assert len(set(numbers)) > 20
     table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
     others = write_rows(tmp_path / "own.jsonl", table)
-    for name, file in ((models / "classify", some), (ours / "number/hierarchical", others)):
-        assert call("heads", name, "--data", file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
+    for name, file in ((models / "classification", some), (ours / "number/hierarchical", others)):
+        assert call("heads", name, file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
         curves = json.loads(Path(file.suffix, "heads.json").read_text())["curves"]
         assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
 
@@ -155,21 +155,23 @@ def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, mo
 
     known = []
     flat = study.flat_mkl
-    monkeypatch.setattr(study, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target))
-    assert call("heads", models / "classify", "--data", data, "--out", "o", *FEW)[0] == 0
+    monkeypatch.setattr(
+        study, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
+    )
+    assert call("heads", models / "classification", data, "--out", "o", *FEW)[0] == 0
     assert known[0] == 25
 
 
 def test_without_labels_or_pruning(call, models, tmp_path):
     bare = write_rows(tmp_path / "bare.jsonl", [{"sentence": row["text"]} for row in rows(12)])
-    code, out, err = call("heads", models / "classify", "--data", bare, *FEW)
+    code, out, err = call("heads", models / "classification", bare, *FEW)
     assert (code, err) == (0, "")
     assert "no labels, so no weights were learned; pass --label" in " ".join(out.split())
-    result = json.loads(Path("runs/heads-classify/heads.json").read_text())  # unless another is named
+    result = json.loads(Path("runs/heads-classification/heads.json").read_text())  # unless another is named
     assert (result["weights"], result["sums"], result["score"]) == (None, [], "cosine")
     assert [c["name"] for c in result["curves"]] == ["redundancy", "random"]
-    assert not Path("runs/heads-classify/weights.png").exists()
-    code, _, _ = call("heads", models / "classify", "--data", bare, "--out", "o", "--cpu", "--prune-on", "0")
+    assert not Path("runs/heads-classification/weights.png").exists()
+    code, _, _ = call("heads", models / "classification", bare, "--out", "o", "--cpu", "--prune-on", "0")
     assert code == 0
     assert json.loads(Path("o/heads.json").read_text())["curves"] == []
     assert not Path("o/pruning.png").exists()
@@ -178,7 +180,7 @@ def test_without_labels_or_pruning(call, models, tmp_path):
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_labels_that_are_numbers(call, models, tmp_path, suffix):
     data = write_rows(tmp_path / f"n.{suffix}", [{**row, "label": i + 0.5} for i, row in enumerate(rows(20))])
-    code, out, _ = call("heads", models / "classify", "--data", data, "--out", "o", *FEW)
+    code, out, _ = call("heads", models / "classification", data, "--out", "o", *FEW)
     assert code == 0
     assert "R² held out" in out
     assert json.loads(Path("o/heads.json").read_text())["score"] == "cosine"
@@ -186,7 +188,7 @@ def test_labels_that_are_numbers(call, models, tmp_path, suffix):
 
 def test_few_examples(call, models, tmp_path):
     data = write_rows(tmp_path / "few.csv", rows(6))
-    code, out, err = call("heads", models / "embed", "--data", data, "--out", "o", *FEW)
+    code, out, err = call("heads", models / "embedding", data, "--out", "o", *FEW)
     assert (code, err) == (0, "")
     assert "Weights were not tested: that takes at least 18 examples" in " ".join(out.split())
     result = json.loads(Path("o/heads.json").read_text())
@@ -196,7 +198,7 @@ def test_few_examples(call, models, tmp_path):
 def test_our_models(call, ours):
     for folder, score, layers in [("plain/hierarchical", "accuracy", 2), ("number/hierarchical", "R²", 1)]:
         out = folder.partition("/")[0]
-        code, shown, err = call("heads", ours / folder, "--data", ours / "reviews.csv", "--out", out, *FEW)
+        code, shown, err = call("heads", ours / folder, ours / "reviews.csv", "--out", out, *FEW)
         assert (code, err) == (0, "")
         result = json.loads(Path(out, "heads.json").read_text())
         assert (result["score"], result["sum_score"], len(result["layers"]), result["examples"]) == (
@@ -209,7 +211,6 @@ def test_our_models(call, ours):
     code, _, _ = call(
         "heads",
         ours / "plain/hierarchical",
-        "--data",
         ours / "reviews.csv",
         "--compare",
         "similarity",
@@ -227,7 +228,7 @@ def test_the_models_own_weights(call, ours, tmp_path):
     model, classes = load_model(folder)
     config = model.config
     save_model(folder, Classifier(replace(config, encoder=replace(config.encoder, fusion="over-heads"))), classes)
-    code, out, err = call("heads", folder, "--data", ours / "reviews.csv", "--out", "o", *FEW)
+    code, out, err = call("heads", folder, ours / "reviews.csv", "--out", "o", *FEW)
     assert (code, err) == (0, "")
     assert "the model's own weighting" in out
     sums = {s["name"]: s for s in json.loads(Path("o/heads.json").read_text())["sums"]}
@@ -236,14 +237,14 @@ def test_the_models_own_weights(call, ours, tmp_path):
 
 
 def test_json_alone_on_stdout(call, models, data):
-    code, out, err = call("heads", models / "embed", "--data", data, "--json", "--out", "o", *FEW)
+    code, out, err = call("heads", models / "embedding", data, "--json", "--out", "o", *FEW)
     assert code == 0
     assert out == Path("o/heads.json").read_text()
     assert all(line.endswith(" …") for line in err.splitlines())
 
 
 def test_results_are_not_written_over(call, fails, models, data):
-    arguments = ("heads", models / "embed", "--data", data, "--out", "o", *FEW)
+    arguments = ("heads", models / "embedding", data, "--out", "o", *FEW)
     assert call(*arguments)[0] == 0
     before = Path("o/heads.json").stat().st_mtime_ns
     assert fails(*arguments) == (
@@ -263,9 +264,9 @@ def test_results_are_not_written_over(call, fails, models, data):
         (["--split", "dev"], "data.csv: given no column 'split'"),
         (["--limit", "2"], "limit: given 2, expected 3 or more"),
         (["--max-tokens", "0"], "max_tokens: given 0, expected 1 or more"),
-        (["--max-tokens", "2"], "length: given 2, expected at least 3"),
+        (["--max-tokens", "2"], "max_tokens: given 2, expected at least 3"),
         (["--tokens", "1"], "tokens: given 1, expected 3 or more"),
-        (["--splits", "0"], "splits: given 0, expected 1 or more"),
+        (["--halves", "0"], "halves: given 0, expected 1 or more"),
         (["--points", "0"], "points: given 0, expected 1 or more"),
         (["--draws", "0"], "draws: given 0, expected 1 or more"),
         (["--prune-on=-1"], "prune_on: given -1, expected 0 or more"),
@@ -277,13 +278,13 @@ def test_results_are_not_written_over(call, fails, models, data):
     ],
 )
 def test_options_that_do_not_fit(fails, models, data, arguments, message):
-    assert re.search(message, fails("heads", models / "classify", "--data", data.name, "--out", "out", *arguments))
+    assert re.search(message, fails("heads", models / "classification", data.name, "--out", "out", *arguments))
     assert not Path("out").exists()
 
 
 def test_data_that_do_not_fit(fails, models, tmp_path):
-    def line(some, name="classify", *more):
-        return fails("heads", models / name, "--data", some, "--out", "out", *more)
+    def line(some, name="classification", *more):
+        return fails("heads", models / name, some, "--out", "out", *more)
 
     assert line("none.csv") == "none.csv: given no such file, expected a readable file"
     two = write_rows(tmp_path / "two.csv", rows(2))
@@ -292,7 +293,7 @@ def test_data_that_do_not_fit(fails, models, tmp_path):
     assert line(one_class).endswith("label: given nothing but '1', expected at least 2 classes")
     lone = np.random.default_rng((0, 1)).permutation(5)[0]  # is what pruning is tried on
     lonely = write_rows(tmp_path / "lonely.csv", [{**row, "label": int(i == lone)} for i, row in enumerate(rows(5))])
-    assert line(lonely, "embed").startswith(
+    assert line(lonely, "embedding").startswith(
         "label: given examples of one class, but for a few, expected more of another"
     )
     other = write_rows(tmp_path / "other.csv", [{**row, "label": "xy"[i % 2]} for i, row in enumerate(rows(9))])
@@ -302,34 +303,34 @@ def test_data_that_do_not_fit(fails, models, tmp_path):
     empty = write_rows(tmp_path / "empty.csv", [{"text": " ", "label": 2}])
     assert "given ' ', expected a text" in line(empty)
     unlabelled = write_rows(tmp_path / "u.csv", [{**row, "mark": ""} for row in rows(9)])
-    assert line(unlabelled, "classify", "--label", "mark") == "u: mark: given a column without labels, expected some"
+    assert (
+        line(unlabelled, "classification", "--label", "mark") == "u: mark: given a column without labels, expected some"
+    )
 
 
 def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
-    line = fails("heads", tmp_path / "none", "--data", data)
+    line = fails("heads", tmp_path / "none", data)
     assert line.startswith(f"{tmp_path / 'none'}: given no model that loads (no such folder), expected a folder with")
     (tmp_path / "bare").mkdir()
-    assert "given no model that loads" in fails("heads", tmp_path / "bare", "--data", data)
-    assert "is a decoder, whose tokens see no later ones" in fails("heads", models / "decoder", "--data", data)
+    assert "given no model that loads" in fails("heads", tmp_path / "bare", data)
+    assert "is a decoder, whose tokens see no later ones" in fails("heads", models / "decoder", data)
     table = ours / "reviews.csv"
-    assert "a bottom-up encoder uses the same heads on every level" in fails(
-        "heads", ours / "plain/bottom-up", "--data", table
-    )
-    assert "given a folder of models, expected one of" in fails("heads", ours / "plain", "--data", table)
-    line = fails("heads", ours / "lm" / "flat", "--data", table)
+    assert "a bottom-up encoder uses the same heads on every level" in fails("heads", ours / "plain/bottom-up", table)
+    assert "given a folder of models, expected one of" in fails("heads", ours / "plain", table)
+    line = fails("heads", ours / "lm" / "flat", table)
     assert "given that of a language model, expected the configuration of a classifier of hsa" in line
-    line = fails("heads", ours / "plain/hierarchical", "--data", table, "--text", "text")
+    line = fails("heads", ours / "plain/hierarchical", table, "--text", "text")
     assert line == "--text: given an option, for a model of hsa, expected none; it reads data as in its training"
-    assert "given no such file or folder" in fails("heads", ours / "plain/hierarchical", "--data", "none.csv")
+    assert "given no such file or folder" in fails("heads", ours / "plain/hierarchical", "none.csv")
     assert "column 'label'" in fails(
-        "heads", ours / "plain/hierarchical", "--data", write_rows(tmp_path / "x.csv", [{"text": "a"}])
+        "heads", ours / "plain/hierarchical", write_rows(tmp_path / "x.csv", [{"text": "a"}])
     )
     one = write_rows(tmp_path / "y.csv", [row for row in reviews() if row["label"] == "pos"])
-    assert "label: given nothing but" in fails("heads", ours / "plain/hierarchical", "--data", one)
+    assert "label: given nothing but" in fails("heads", ours / "plain/hierarchical", one)
 
 
 def test_help(call):
     code, out, _ = call("heads", "--help")
     assert code == 0
-    for option in ("--data", "--compare", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
+    for option in ("--compare", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
         assert option in out

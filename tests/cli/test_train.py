@@ -144,9 +144,9 @@ def test_folders_end_to_end(call, tmp_path):
     assert (code, json.loads(out)["examples"]) == (0, 40)
     code, out, _ = call("predict", "runs/films/hierarchical", data / "pos", "--json")
     assert code == 0
-    found = [json.loads(line) for line in out.splitlines()]
-    assert len(found) == 20
-    assert set(found[0]) == {"where", "label", "probability", "runner_up"}
+    actual = [json.loads(line) for line in out.splitlines()]
+    assert len(actual) == 20
+    assert set(actual[0]) == {"where", "label", "probability", "runner_up"}
 
 
 def test_numbers_end_to_end(call, tmp_path):
@@ -230,9 +230,9 @@ def test_going_on_with_something_else(fails, trained, tmp_path, change, said):
     model, data = trained
     shutil.copytree(model.parent, "out")
     sizes = SIZES if "--width" not in change else SIZES[2:]
-    found = fails("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
-    assert found.startswith(f"out/hierarchical/{CHECKPOINT}: given a checkpoint ")
-    assert said in found
+    actual = fails("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
+    assert actual.startswith(f"out/hierarchical/{CHECKPOINT}: given a checkpoint ")
+    assert said in actual
 
 
 def test_nothing_to_go_on_with(fails, trained):
@@ -441,18 +441,18 @@ def test_evaluate_with_another_memory(call, fails, trained):
         assert (code, err) == (0, "")
         return json.loads(out)
 
-    found = {memory: tested("--memory", str(memory)) for memory in (0, 1, 3, 500)}
+    actual = {memory: tested("--test-memory", str(memory)) for memory in (0, 1, 3, 500)}
     usual = tested()
-    assert usual["loss"] == found[3]["loss"]  # as it was saved
-    assert len({one["loss"] for one in found.values()}) == 4
-    operations = [one["attention_operations"] for one in found.values()]
+    assert usual["loss"] == actual[3]["loss"]  # as it was saved
+    assert len({one["loss"] for one in actual.values()}) == 4
+    operations = [one["attention_operations"] for one in actual.values()]
     assert sorted(operations) == operations
     assert Path("run/transformer-xl/model.safetensors").read_bytes() == weights
-    said = fails("evaluate", "run/transformer-xl", data, "--memory", "-1")
-    assert said == "memory: given -1, expected 0 tokens or more; 0 reads every segment on its own"
-    said = fails("evaluate", model, data, "--memory", "8")
+    said = fails("evaluate", "run/transformer-xl", data, "--test-memory", "-1")
+    assert said == "test_memory: given -1, expected 0 tokens or more; 0 reads every segment on its own"
+    said = fails("evaluate", model, data, "--test-memory", "8")
     assert said.startswith(
-        "memory: given 8 tokens for a model without a memory, expected a model that reads texts in segments: hsa train"
+        "test_memory: given 8 tokens for a model without a memory, expected a model that reads texts in segments: hsa train"
     )
     assert (
         fails("evaluate", model, data, "--text", "text")
@@ -469,9 +469,9 @@ def test_predict(call, trained):
     assert 0.5 <= float(probability) <= 1
     assert where == f"{data}: row 5 (line 6)"
     code, out, _ = call("predict", model, data, "--json")
-    found = [json.loads(line) for line in out.splitlines()]
-    assert (len(found), found[4]["where"], found[4]["label"]) == (40, where, label)
-    assert {found[4]["label"], found[4]["runner_up"]} == {"pos", "neg"}
+    actual = [json.loads(line) for line in out.splitlines()]
+    assert (len(actual), actual[4]["where"], actual[4]["label"]) == (40, where, label)
+    assert {actual[4]["label"], actual[4]["runner_up"]} == {"pos", "neg"}
 
 
 def test_models_and_data_that_do_not_fit(fails, trained, tmp_path):

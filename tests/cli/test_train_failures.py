@@ -77,7 +77,7 @@ def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data,
     assert any(row[:4] == [failed, "–", "no", "room"] for row in rows)
     assert [result["model"] for result in json.loads(Path("run/results.json").read_text())] == [finished]
     report = Path("run/report.md").read_text()
-    assert f"| {failed} | – | no room |" in report
+    assert f"| {failed} | – | out of memory |" in report
     assert f"- {failed}: memory is full; try " in report
     assert f"model     run/{finished}" in out
 

@@ -11,7 +11,7 @@ TINY = ("--cpu", "--width", "8", "--heads", "2", "--head-dim", "4", "--epochs", 
 
 def test_the_whole_way(call, fails, tmp_path, monkeypatch):
     quickly = partial(costs, lengths=(16, 32), most=10**6, repeats=1)
-    monkeypatch.setattr("hsa.research.match3.costs", quickly)
+    monkeypatch.setattr("hsa.research.match3.report.costs", quickly)
     out = tmp_path / "run"
     options = ("--models", "trilinear,flat", "--sequences", "60", "--modulus", "11", "--length", "4", *TINY)
     code, printed, err = call("train", "--task", "match3", *options, "--out", out)
@@ -30,13 +30,13 @@ def test_the_whole_way(call, fails, tmp_path, monkeypatch):
     assert (code, err) == (0, "")
     for command in ("evaluate", "predict"):
         said = fails(command, out / "trilinear", tmp_path)
-        assert "a model of made-up numbers, of hsa train --task match3, expected a model that reads data" in said
+        assert "a model of generated data, expected a model that reads data" in said
 
 
 def test_data_and_bad_flags_are_refused(fails, tmp_path):
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     for flags, said in (
-        ((tmp_path / "rows.csv",), "given data for the task match3, expected none: its numbers are made up"),
+        ((tmp_path / "rows.csv",), "given data for the task match3, expected none: its numbers are generated"),
         (("--modulus", "1"), "modulus: given 1, expected 2 or more"),
         (("--models", "bottom-up"), "a class per leaf from an encoder that pools"),
     ):

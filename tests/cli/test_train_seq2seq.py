@@ -13,7 +13,9 @@ def test_the_whole_way(call, tmp_path):
     rows = [{"long": f"A cat. It has {i} lives. Really.", "short": f"{i} lives."} for i in range(30)]
     data, out = write_rows(tmp_path / "cats.csv", rows), tmp_path / "run"
     options = ("--task", "seq2seq", "--text", "long", "--label", "short", "--models", "hierarchical,multiscale")
-    code, printed, err = call("train", data, *options, *TINY, "--decoder", "multiscale", "--out", out, columns=120)
+    code, printed, err = call(
+        "train", data, *options, *TINY, "--decoder-attention", "multiscale", "--out", out, columns=120
+    )
     assert (code, err) == (0, "")
     assert "24 to train, 3 to validate, 3 to test" in printed
     rows = [line.split() for line in printed.splitlines()]
@@ -30,11 +32,13 @@ def test_the_whole_way(call, tmp_path):
     assert [entry["where"] for entry in said] == [f"{data}: row {i + 1} (line {i + 2})" for i in range(30)]
     assert all(isinstance(entry["label"], str) for entry in said)
     assert call("predict", out / "hierarchical", data)[0] == 0
-    again = call("train", data, *options, *TINY, "--decoder", "multiscale", "--out", out, "--resume", columns=120)
+    again = call(
+        "train", data, *options, *TINY, "--decoder-attention", "multiscale", "--out", out, "--resume", columns=120
+    )
     assert again[0] == 0
     measured = {"answers_per_second": 0}  # tested again, at another speed
     assert [r | measured for r in json.loads((out / "results.json").read_text())] == [r | measured for r in results]
-    other = call("train", data, *options, *TINY, "--decoder", "flat", "--out", out, "--resume", columns=120)
+    other = call("train", data, *options, *TINY, "--decoder-attention", "flat", "--out", out, "--resume", columns=120)
     assert other[0] == 2
     assert "a checkpoint trained with" in other[2]
 

@@ -11,12 +11,12 @@ from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import attend_layer, inputs_of, random_ids, tiny
 
-OPEN = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
+ALL_EXACT = {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99}
 WAYS = {
-    "keys": {"branching": (4, 2), "top_k": 1},
+    "clustered": {"branching": (4, 2), "top_k": 1},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "near": 1},
     "dropped": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "pooled_bias": -math.inf},
-    "paper": {"kind": "hierarchical", "branching": (4, 2)},
+    "hierarchical": {"kind": "hierarchical", "branching": (4, 2)},
 }
 HEADS = 4
 
@@ -35,9 +35,9 @@ def padded(lengths, side="right", kv_heads=2, asking=None, seed=5):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_weights_give_the_output(way, causal, side):
-    if causal and way == "paper":
+    if causal and way == "hierarchical":
         pytest.skip("leaks, and is refused")
-    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "keys" else {}))
+    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "clustered" else {}))
     for asking in [None, 7] if causal and side == "left" else [None]:
         q, k, v, mask = padded([23, 17, 1 if asking is None else 9], side, asking=asking)
         sequences = Sequences(mask, causal=causal, first_query=0 if asking is None else mask.shape[1] - asking)
@@ -61,7 +61,7 @@ def test_weights_give_the_output(way, causal, side):
 
 @pytest.mark.parametrize("kind", ["clustered", "multiscale"])
 def test_a_bias_for_every_head(kind):
-    """Each head is as if all had its bias; without pooled nodes, weight is left on open leaves only."""
+    """Each head is as if all had its bias; without pooled nodes, weight is left on selected leaves only."""
     q, k, v, mask = padded([23, 17])
     biases = (0.0, -math.inf, -1.0, 0.5, -math.inf, 2.0)
 
@@ -81,12 +81,12 @@ def test_a_bias_for_every_head(kind):
     torch.testing.assert_close(together[:, 1][mask], (kept / kept.sum(-1, keepdim=True))[mask])
 
 
-@pytest.mark.parametrize("way", ["keys", "windows", "neighbours", "one window"])
+@pytest.mark.parametrize("way", ["clustered", "windows", "neighbours", "one window"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_all_open_is_softmax(way, causal):
+def test_all_exact_is_softmax(way, causal):
     """By the operator itself: models whose texts are short go to PyTorch's attention instead."""
     settings = {
-        "keys": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
+        "clustered": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
         "windows": LayerSettings(kind="multiscale", branching=(4, 2), top_k=99),
         "neighbours": LayerSettings(kind="multiscale", branching=(4, 2), top_k=0, near=99),
         "one window": LayerSettings(kind="multiscale", branching=(64,), top_k=0, sinks=None),
@@ -106,7 +106,7 @@ def test_all_open_is_softmax(way, causal):
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "modernbert"])
 def test_attentions_of_a_model(family):
-    """All layers give theirs; with all open they are those of transformers' own."""
+    """All layers give theirs; with every group exact they are those of transformers' own."""
     model = tiny(family, dtype=torch.float32)  # transformers' own softmax is no more exact
     inputs, counts = inputs_of(family)
     if family == "vit":
@@ -116,7 +116,7 @@ def test_attentions_of_a_model(family):
         own = eager(**inputs, output_attentions=True)
     numbers = [0, 3] if family == "modernbert" else [0, 1]
     for layers in (numbers, numbers[:1]):
-        convert(model, layers, **OPEN)
+        convert(model, layers, **ALL_EXACT)
         with torch.no_grad():
             ours = model(**inputs, output_attentions=True)
         assert len(ours.attentions) == len(own.attentions) == model.config.num_hidden_layers

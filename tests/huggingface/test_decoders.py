@@ -83,13 +83,12 @@ def test_several_tokens_at_once_after_a_cache(layers, lengths):
 
 def test_what_would_let_later_tokens_through():
     """The paper's operator ties rows; where a sentence ends depends on what follows."""
-    paper = {"kind": "hierarchical"}
     for family, changes in (("llama", {}), ("gpt2", {}), ("bert", {"is_decoder": True})):
         model = tiny(family, **changes)
         with pytest.raises(
             InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'clustered' or 'multiscale'"
         ):
-            convert(model, **paper)
+            convert(model, kind="hierarchical")
         with pytest.raises(
             InvalidInput, match=r"'sentences' in layer 1, which is causal.*'windows', or kind='clustered'"
         ):

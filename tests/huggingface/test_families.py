@@ -1,4 +1,4 @@
-"""Every family of models: all open is the exact model, few open is not, and reverting leaves nothing behind."""
+"""Every family of models: every group exact is the exact model, few are not, and reverting leaves nothing behind."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface import convert, revert, settings_of
 from tests.huggingface.tiny_models import FAMILIES, inputs_of, random_ids, run, tiny, transformers
 
-OPEN = {
+ALL_EXACT = {
     "clustered keys": {"kind": "clustered", "branching": (4, 2), "top_k": 99},
     "windows": {"kind": "multiscale", "branching": (4, 2), "top_k": 99, "sinks": None},
     "neighbours": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "near": 99},
@@ -17,11 +17,11 @@ NAMES = [name for name in FAMILIES if name != "bart"]
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_all_open_is_the_exact_model(family):
+def test_all_exact_is_the_exact_model(family):
     model = tiny(family)
     inputs, counts = inputs_of(family)
     exact = run(model, **inputs)
-    for settings in OPEN.values():
+    for settings in ALL_EXACT.values():
         convert(model, **settings)
         torch.testing.assert_close(run(model, **inputs)[counts], exact[counts], rtol=1e-9, atol=1e-9)
         revert(model)

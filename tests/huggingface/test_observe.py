@@ -11,7 +11,7 @@ from hsa.huggingface.layer_plan import exact_is_cheaper
 from hsa.huggingface.observe import probing
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
-from tests.huggingface.test_attend import OPEN, WAYS, padded
+from tests.huggingface.test_attend import ALL_EXACT, WAYS, padded
 from tests.huggingface.tiny_models import attend_layer, inputs_of, random_ids, run, tiny
 
 WINDOWS = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
@@ -21,7 +21,7 @@ ENTRY = 4 * WIDTH + HEADS
 
 def test_exact_layers_are_counted_flat():
     ids, mask = random_ids([41])
-    model = convert(tiny("bert"), [1], **OPEN)
+    model = convert(tiny("bert"), [1], **ALL_EXACT)
     with counting() as counted:
         run(model, input_ids=ids)
     assert counted.layers[0].total == counted.exact[0] == flops_flat(41, WIDTH, HEADS)
@@ -67,7 +67,7 @@ def test_writing_counts_what_a_pass_does():
 def test_sliding_layers_are_counted_by_their_mask():
     model = tiny("modernbert")
     inputs, counts = inputs_of("modernbert")
-    convert(model, [0], **OPEN)
+    convert(model, [0], **ALL_EXACT)
     with counting() as counted:
         run(model, **inputs)
     window = model.config.sliding_window
@@ -82,7 +82,7 @@ def test_nothing_counted():
     assert counted.layers == {}
     assert counted.total == 0
     assert math.isnan(counted.ratio)
-    model = convert(tiny("bert"), **OPEN)
+    model = convert(tiny("bert"), **ALL_EXACT)
     run(model, input_ids=random_ids()[0])
     assert counted.layers == {}
     with counting() as outer:
@@ -95,20 +95,20 @@ def test_nothing_counted():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_converted_layers_are_counted_by_their_structure(way, causal):
-    if causal and way == "paper":
+    if causal and way == "hierarchical":
         pytest.skip("leaks, and is refused")
-    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "keys" else {}))
+    settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "clustered" else {}))
     q, k, v, mask = padded([23, 17])
     with counting() as counted:
         attend_layer(settings, q, k, v, Sequences(mask, causal=causal), number=3)
     padding = Padding(mask)
-    tree = Hierarchy.regular([23, 17], (4, 2), repeat_last=way != "paper", sinks=1)
-    if way == "paper":
+    tree = Hierarchy.regular([23, 17], (4, 2), repeat_last=way != "hierarchical", sinks=1)
+    if way == "hierarchical":
         expected = flops(tree, 30, 6)
     else:
         packed_q, packed_k = padding.pack(q), padding.pack(k)
-        clusters = cluster_keys(packed_k, tree, chunk=8 if causal else None) if way == "keys" else None
-        alone = Queries.windows(tree, 1) if causal or way == "keys" else None
+        clusters = cluster_keys(packed_k, tree, chunk=8 if causal else None) if way == "clustered" else None
+        alone = Queries.windows(tree, 1) if causal or way == "clustered" else None
         options = {"near": settings.near, "top_k": settings.top_k, "clusters": clusters, "causal": causal}
         selection = select(packed_q, packed_k, tree, queries=alone, **options)
         expected = flops(selection, 30, 6, hierarchy=tree, clusters=clusters)

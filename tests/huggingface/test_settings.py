@@ -15,12 +15,12 @@ from hsa.huggingface.settings import DEFAULT, VERSION, LayerSettings, ModelSetti
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {
-    "keys": {"branching": (4, 2), "top_k": 1},
+    "clustered": {"branching": (4, 2), "top_k": 1},
     "dropped": {"kind": "multiscale", "branching": [4, 3, 2], "top_k": 2, "near": 1, "pooled_bias": -math.inf},
     "per head": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "pooled_bias": (0.5, -math.inf, -2.0, 0.0)},
     "tiles": {"branching": (4, 2), "top_k": 1, "tile": 6, "beam": 3, "sinks": None},
     "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 0, "sinks": "special"},
-    "paper": {"kind": "hierarchical", "branching": (4, 2), "sinks": 2},
+    "hierarchical": {"kind": "hierarchical", "branching": (4, 2), "sinks": 2},
 }
 
 
@@ -91,7 +91,7 @@ def test_loaded_with_nothing_said():
 
 def test_layers_without_numbers():
     """DistilBERT's do not know theirs: `convert` numbers them."""
-    model = convert(tiny("distilbert"), [1], **WAYS["keys"])
+    model = convert(tiny("distilbert"), [1], **WAYS["clustered"])
     inputs, _ = inputs_of("distilbert")
     expected = run(model, **inputs)
     fresh = tiny("distilbert", attn_implementation="hsa", hsa=model.config.hsa)
@@ -175,7 +175,7 @@ def test_a_model_that_hsa_0_1_converted(tmp_path):
             use(model)
     exact = run(revert(model), input_ids=ids)
     assert not hasattr(model.config, "hsa")
-    assert settings_of(convert(model, [1], **WAYS["keys"])) == {1: LayerSettings(**WAYS["keys"])}
+    assert settings_of(convert(model, [1], **WAYS["clustered"])) == {1: LayerSettings(**WAYS["clustered"])}
     assert (run(model, input_ids=ids) - exact).abs().max() > 1e-3
 
 

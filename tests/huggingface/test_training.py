@@ -9,9 +9,9 @@ from hsa.huggingface.settings import LayerSettings
 from tests.huggingface.tiny_models import CLS, SEP, attend_layer, inputs_of, random_ids, run, tiny, word_tokenizer
 
 WAYS = {
-    "keys": {"branching": (4, 2), "top_k": 1},
+    "clustered": {"branching": (4, 2), "top_k": 1},
     "special": {"kind": "multiscale", "branching": (4, 2), "top_k": 1, "sinks": "special"},
-    "paper": {"kind": "hierarchical", "branching": (4, 2)},
+    "hierarchical": {"kind": "hierarchical", "branching": (4, 2)},
 }
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -35,7 +35,7 @@ def loss_of(model, inputs):
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_all_open_has_the_gradients_of_the_exact_model(family):
+def test_all_exact_has_the_gradients_of_the_exact_model(family):
     model = tiny(family, **(STILL if family == "bert" else {})).train()
     inputs, _ = inputs_of(family)
     exact = gradients(model, loss_of(model, inputs))
@@ -46,7 +46,7 @@ def test_all_open_has_the_gradients_of_the_exact_model(family):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_slopes(way):
-    """Few open; the choice of what is open stays the same over small steps."""
+    """Few groups are exact; the selection stays the same over small steps."""
     model = convert(tiny("bert", **STILL).train(), tokenizer=word_tokenizer(), **WAYS[way])
     loss = loss_of(model, batch(1))
     result = gradients(model, loss)
@@ -93,7 +93,7 @@ def test_dropout_is_for_training(way):
     assert torch.equal(run(model.eval(), **batch(1)), still)
 
 
-@pytest.mark.parametrize("way", ["keys", "paper"])
+@pytest.mark.parametrize("way", ["clustered", "hierarchical"])
 def test_dropout_is_right_on_average(way):
     settings = LayerSettings(**WAYS[way])
     q, k, v = torch.randn(3, 1, 3, 19, 5, dtype=torch.float64).unbind(0)

@@ -39,10 +39,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def model(encoder, **more):
     torch.manual_seed(0)
-    found = Classifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
-    for parameter in found.parameters():  # what starts at zero would hide what it does
+    result = Classifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
+    for parameter in result.parameters():  # what starts at zero would hide what it does
         torch.nn.init.normal_(parameter, std=0.3)
-    return found.eval()
+    return result.eval()
 
 
 def document(*lengths, seed=0):
@@ -66,13 +66,13 @@ DOCUMENTS = [
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_batch_is_gone_when_it_is_let_go(name, documents):
     """Plans are kept with the forest: one that held on to it would keep both until the next search for circles."""
-    found = model(ENCODERS[name])
+    result = model(ENCODERS[name])
     gc.collect()
     gc.disable()
     try:
         batch = collate(documents)
-        found.encoder.prepare(batch)
-        found(batch).sum().backward()
+        result.encoder.prepare(batch)
+        result(batch).sum().backward()
         forest = weakref.ref(batch.hierarchy)
         del batch
         assert forest() is None
@@ -83,10 +83,10 @@ def test_a_batch_is_gone_when_it_is_let_go(name, documents):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_is_said_of_a_document_does_not_depend_on_the_others(name):
     with torch.no_grad():
-        found = model(ENCODERS[name])
-        together = found(collate(DOCUMENTS))
-        alone = torch.cat([found(collate([one])) for one in DOCUMENTS])
-        turned = found(collate(DOCUMENTS[::-1])).flip(0)
+        result = model(ENCODERS[name])
+        together = result(collate(DOCUMENTS))
+        alone = torch.cat([result(collate([one])) for one in DOCUMENTS])
+        turned = result(collate(DOCUMENTS[::-1])).flip(0)
     assert together.isfinite().all()
     assert together.unique(dim=0).shape == together.shape
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
@@ -95,25 +95,25 @@ def test_what_is_said_of_a_document_does_not_depend_on_the_others(name):
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_parameter_is_trained(name):
-    found = model(ENCODERS[name]).train()
-    found(collate(DOCUMENTS)).square().sum().backward()
+    result = model(ENCODERS[name]).train()
+    result(collate(DOCUMENTS)).square().sum().backward()
     # Position projections of levels, kinds and domains that these documents lack stay out of it.
-    idle = [n for n, p in found.named_parameters() if p.grad is None and "position" not in n]
+    idle = [n for n, p in result.named_parameters() if p.grad is None and "position" not in n]
     assert not idle
-    assert all(p.grad is None or p.grad.isfinite().all() for p in found.parameters())
+    assert all(p.grad is None or p.grad.isfinite().all() for p in result.parameters())
 
 
-def trained_once(found, batch):
+def trained_once(result, batch):
     """The answers, and the gradients of all parameters that have one, in float64 and on the CPU."""
-    out = found(batch)
+    out = result(batch)
     out.float().square().sum().backward()
-    gradients = {name: p.grad.cpu().double() for name, p in found.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.cpu().double() for name, p in result.named_parameters() if p.grad is not None}
     return out.detach().cpu().double(), gradients
 
 
-def assert_near(found, wanted, share):
+def assert_near(result, wanted, share):
     """But for so much of the largest value."""
-    for given, meant in zip(found, wanted, strict=True):
+    for given, meant in zip(result, wanted, strict=True):
         given, meant = ([x] if isinstance(x, torch.Tensor) else list(x.values()) for x in (given, meant))
         largest = max(float(x.abs().max()) for x in meant)
         assert len(given) == len(meant)
@@ -125,22 +125,25 @@ def assert_near(found, wanted, share):
 def test_single_precision_on_a_device(name, device, monkeypatch):
     """Is double precision on the CPU, but for rounding; gradients too."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # GRUs round inputs to ten bits otherwise
-    found, batch = model(replace(ENCODERS[name], dropout=0.0)).train(), collate(DOCUMENTS)
-    wanted = trained_once(found, batch)
-    found.zero_grad()
-    there = trained_once(found.float().to(device), batch.to(device))
-    assert next(found.parameters()).device.type == device
+    result, batch = model(replace(ENCODERS[name], dropout=0.0)).train(), collate(DOCUMENTS)
+    wanted = trained_once(result, batch)
+    result.zero_grad()
+    there = trained_once(result.float().to(device), batch.to(device))
+    assert next(result.parameters()).device.type == device
     assert_near(there, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_half_precision_on_a_device(name, device):
-    found, batch = model(replace(ENCODERS[name], dropout=0.0)).float().to(device).train(), collate(DOCUMENTS).to(device)
-    wanted = trained_once(found, batch)
-    found.zero_grad()
+    result, batch = (
+        model(replace(ENCODERS[name], dropout=0.0)).float().to(device).train(),
+        collate(DOCUMENTS).to(device),
+    )
+    wanted = trained_once(result, batch)
+    result.zero_grad()
     with torch.autocast(device, torch.bfloat16):
-        halves = trained_once(found, batch)
+        halves = trained_once(result, batch)
     assert_near(halves[:1], wanted[:1], 0.1)
     assert_near(halves[1:], wanted[1:], 0.3)
 
@@ -168,8 +171,8 @@ def test_as_many_parameters(name):
     if name.startswith("han") and "gru" not in name:
         own["head_dim"] = 16  # two levels share the channels
     sized = equal_parameters(reference, replace(ENCODERS[name], **own))
-    wanted, found = (count_parameters(Classifier(c)) for c in (reference, sized))
-    assert abs(found / wanted - 1) < 0.002
+    wanted, result = (count_parameters(Classifier(c)) for c in (reference, sized))
+    assert abs(result / wanted - 1) < 0.002
 
 
 def test_the_closest_size():

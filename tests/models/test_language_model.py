@@ -52,8 +52,8 @@ def test_no_output_depends_on_a_later_input(case):
         return torch.func.functional_call(_Hidden(made), {"model.embedding.weight": weight}, (tokens, lengths))
 
     slopes = torch.autograd.functional.jacobian(outputs, made.embedding.weight.detach())[:, tokens].abs().amax(-1)
-    text, place = torch.repeat_interleave(torch.tensor(lengths)), torch.arange(sum(lengths))
-    may_see = (text[:, None] == text) & (place <= place[:, None])
+    text, position = torch.repeat_interleave(torch.tensor(lengths)), torch.arange(sum(lengths))
+    may_see = (text[:, None] == text) & (position <= position[:, None])
     assert (slopes[~may_see] == 0).all()
     assert (slopes[may_see] > 0).all()
 
@@ -82,13 +82,13 @@ def test_token_by_token_is_the_full_pass_at_every_length(case, prompts):
     if any(now):
         logits = made.read(torch.cat([t[:n] for t, n in zip(written, now, strict=True)]), now, cache)
         torch.testing.assert_close(logits, torch.stack([whole[i, n - 1] for i, n in enumerate(now)]), rtol=0, atol=1e-5)
-    found, wanted = [], []
+    result, wanted = [], []
     while max(now) < longest:
-        found.append(made.step(torch.stack([t[n] for t, n in zip(written, now, strict=True)]), cache))
+        result.append(made.step(torch.stack([t[n] for t, n in zip(written, now, strict=True)]), cache))
         wanted.append(torch.stack([whole[i, n] for i, n in enumerate(now)]))
         now = [n + 1 for n in now]
     assert cache.lengths == now
-    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.stack(result), torch.stack(wanted), rtol=0, atol=1e-5)
 
 
 @settings(max_examples=12)
@@ -122,9 +122,9 @@ def test_reorder_crop_save_and_restore(case):
     again = made.new_cache(3, rewind=4)
     again.load_state_dict(torch.load(stored, weights_only=True))
     for used in (cache, again):
-        found = made.step(rest[5].expand(3), used)
+        result = made.step(rest[5].expand(3), used)
         kept = [[second, rest[:1]], [first, rest[:3]], [second, rest[:2]]]
-        for logits, parts in zip(found, kept, strict=True):
+        for logits, parts in zip(result, kept, strict=True):
             whole = torch.cat([*parts, rest[5:6]])
             torch.testing.assert_close(logits, made(whole, [len(whole)])[-1], rtol=0, atol=1e-6)
 

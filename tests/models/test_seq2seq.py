@@ -119,8 +119,8 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
 def test_generate_takes_the_most_likely_token_until_the_end() -> None:
     model = make("hierarchical", "multiscale", 1)
     batch, end = collate(prompts()), model.config.end
-    found = model.generate(batch, max_tokens=7)
-    for i, answer in enumerate(found):
+    result = model.generate(batch, max_new_tokens=7)
+    for i, answer in enumerate(result):
         tokens: list[int] = [model.config.start]
         alone = collate([prompts()[i]])
         for _ in range(7):
@@ -140,7 +140,7 @@ def test_generate_stops_when_all_are_done_and_cuts_at_the_end() -> None:
         calls.append(1)
         return torch.tensor(script[len(calls) - 1])
 
-    assert model.generate(collate(prompts()), max_tokens=9, choose=choose) == [[3, 4], [], [5]]
+    assert model.generate(collate(prompts()), max_new_tokens=9, choose=choose) == [[3, 4], [], [5]]
     assert len(calls) == 3
 
 
@@ -150,9 +150,9 @@ def test_generate_samples() -> None:
 
     def write() -> list[list[int]]:
         draws = sampling.generator()
-        return model.generate(batch, max_tokens=9, choose=lambda logits: sampling.draw(logits, draws))
+        return model.generate(batch, max_new_tokens=9, choose=lambda logits: sampling.draw(logits, draws))
 
-    assert write() == write() != model.generate(batch, max_tokens=9)
+    assert write() == write() != model.generate(batch, max_new_tokens=9)
 
 
 def test_damaged_weights_do_not_write() -> None:
@@ -184,8 +184,8 @@ def test_bad_input() -> None:
         model(batch, answers([2, 3]), [2, 3])
     with pytest.raises(InvalidInput, match="tokens"):
         model(batch, answers([2, 3, 4]), [2, 3, 5])
-    with pytest.raises(InvalidInput, match="max_tokens"):
-        model.generate(batch, max_tokens=0)
+    with pytest.raises(InvalidInput, match="max_new_tokens"):
+        model.generate(batch, max_new_tokens=0)
     with pytest.raises(InvalidInput, match="vocabulary"):
         Seq2SeqConfig(EncoderConfig(), LanguageModelConfig(7), {"text": Modality(tokens=5)}, end=7)
     with pytest.raises(InvalidInput, match="top_k"):

@@ -76,9 +76,9 @@ def test_layers_share_what_follows_from_the_tree(monkeypatch):
 def test_what_was_found_once_is_not_found_again(monkeypatch):
     q, k, v = inputs(40)
     tree, attention = causal_tree([40], (4, 2)), CausalClustered(HEADS, chunk=16, top_k=2)
-    found, wanted = attention.found(k, tree), attention(q, k, v, tree)
+    result, wanted = attention.describe_keys(k, tree), attention(q, k, v, tree)
     monkeypatch.setattr("hsa.nn.causal_attention.cluster_keys", None)
-    assert torch.equal(attention(q, k, v, tree, **found), wanted)
+    assert torch.equal(attention(q, k, v, tree, **result), wanted)
 
 
 @pytest.mark.parametrize(

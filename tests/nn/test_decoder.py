@@ -32,8 +32,8 @@ def test_no_output_depends_on_a_later_input(kind, activation):
     x = torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
     slopes = torch.autograd.functional.jacobian(lambda x: layer(x, tree, angles), x).abs().amax((1, 3))
     text = torch.repeat_interleave(torch.tensor(LENGTHS))
-    place = torch.arange(len(x))
-    may_see = (text[:, None] == text) & (place <= place[:, None])
+    position = torch.arange(len(x))
+    may_see = (text[:, None] == text) & (position <= position[:, None])
     assert (slopes[~may_see] == 0).all()
     assert (slopes[may_see] > 0).all()
 

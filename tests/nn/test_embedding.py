@@ -29,9 +29,9 @@ def test_every_leaf_is_embedded_by_its_modality(listed):
         return embedding.maps[leaf.modality](inner)
 
     batch = collate(listed)
-    found = embedding(batch.values, batch.leaves, batch.hierarchy.num_leaves)
+    result = embedding(batch.values, batch.leaves, batch.hierarchy.num_leaves)
     wanted = torch.stack([vector(leaf) for root in listed for leaf in leaves_of(root)])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

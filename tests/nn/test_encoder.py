@@ -151,7 +151,7 @@ def test_the_position_of_a_leaf_can_be_added_to_it(listed):
     assert not position[batch.positions.row[leaf] == 0].any()
 
 
-def test_places_can_stay_out_of_the_logits():
+def test_positions_can_stay_out_of_the_logits():
     model = encoder("multiscale", position_input=True, position_dim=0)
     assert model.input_position is not None
     assert not model.positions

@@ -44,14 +44,14 @@ def attend(alpha, dtype=torch.float32, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @given(raw=st.one_of(st.floats(-30, 30), st.sampled_from(EXTREMES)))
 def test_alpha_cannot_leave_its_range(dtype, raw):
-    found = filled(raw, dtype=dtype)
-    alpha = found()
+    result = filled(raw, dtype=dtype)
+    alpha = result()
     assert alpha.shape == (2, 3)
     assert alpha.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert bool(((alpha >= LOWEST) & (alpha <= 2)).all())
     Entmax(alpha)  # does not complain
     alpha.sum().backward()
-    assert bool(found.raw.grad.isfinite().all())
+    assert bool(result.raw.grad.isfinite().all())
 
 
 def test_it_begins_with_one_and_a_half_and_reaches_both_ends():
@@ -78,8 +78,8 @@ def test_gradcheck():
     q, k, v = random_inputs(TREE, 5, heads=3, kv_heads=3)
 
     def of(raw):
-        found = torch.func.functional_call(alpha, {"raw": raw}, ())
-        return hierarchical_attention(q, k, v, TREE, normalizer=Entmax(found))
+        result = torch.func.functional_call(alpha, {"raw": raw}, ())
+        return hierarchical_attention(q, k, v, TREE, normalizer=Entmax(result))
 
     raw = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) / 10
     assert torch.autograd.gradcheck(of, raw.requires_grad_())

@@ -150,12 +150,12 @@ def test_a_tree_becomes_one_vector(kind, hierarchy):
     pool, x = GlobalPool(kind, WIDTH).double(), vectors(hierarchy, requires_grad=True)
     parts = x.split(hierarchy.lengths)
     wanted = torch.stack([LOOPS[kind](pool, rows) for rows in parts])
-    found = pool(x, hierarchy)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    weight = torch.randn_like(found)
+    result = pool(x, hierarchy)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
+    weight = torch.randn_like(result)
     inputs = [x, *pool.parameters()]
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, weight), torch.autograd.grad(wanted, inputs, weight), strict=True
+        torch.autograd.grad(result, inputs, weight), torch.autograd.grad(wanted, inputs, weight), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -197,13 +197,13 @@ def test_half_precision_sums_in_full(dtype):
     """The mean of many, to the last bit that the type has: a sum in half precision would have stopped growing."""
     x, lengths = (torch.rand(5003, WIDTH) + 1).to(dtype), torch.tensor([5000, 1, 2])
     for kind in (segment_mean, segment_max):
-        found = kind(x, lengths)
-        assert found.dtype == dtype
+        result = kind(x, lengths)
+        assert result.dtype == dtype
         exact = [
             rows.double().mean(0) if kind is segment_mean else rows.double().max(0).values
             for rows in x.split([5000, 1, 2])
         ]
-        torch.testing.assert_close(found.double(), torch.stack(exact), rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(result.double(), torch.stack(exact), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("kind", LOOPS)

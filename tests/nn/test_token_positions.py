@@ -16,17 +16,17 @@ def heights(draw_from, lengths):
 
 
 @given(trees, st.integers(0, 20))
-def test_places_are_those_of_the_grown_tree(tree, seed):
+def test_positions_are_those_of_the_causal_tree(tree, seed):
     lengths, branching, _ = tree
     closes = heights(seed, lengths)
-    found = token_positions(lengths, branching, closes, 0, 4)
+    result = token_positions(lengths, branching, closes, 0, 4)
     s = causal_tree(lengths, branching, closes).structure
     node = s.leaf_nodes
     for level in range(4):
         above = s.parent[node]
         rooted = above < 0
         index = np.where(rooted, 0, node - s.first_child[above])
-        assert (found[:, level] == index).all()
+        assert (result[:, level] == index).all()
         node = np.where(rooted, node, above)
 
 

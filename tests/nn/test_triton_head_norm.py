@@ -24,9 +24,9 @@ def compare(x, dim, tolerance):
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = F.layer_norm(exact[0], (dim,), exact[1], exact[2], EPSILON)
     assert out.dtype == x.dtype
-    found = [out, *torch.autograd.grad(out, leaves, d_out)]
+    result = [out, *torch.autograd.grad(out, leaves, d_out)]
     wanted = [expected, *torch.autograd.grad(expected, exact, d_out.double())]
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(result, wanted, strict=True):
         torch.testing.assert_close(
             one.double(), other, rtol=0, atol=tolerance * max(1.0, float(other.detach().abs().max()))
         )

@@ -71,9 +71,9 @@ def test_data_sets_hold_numbers_and_their_answers(prepared):
 
 def test_half_of_the_answers_are_yes_and_no_simple_rule_knows_which(prepared):
     assert 0.4 < float(prepared.test.targets.float().mean()) < 0.62
-    found = list(rules(prepared, 41).values())
-    assert all(0.5 <= accuracy < 0.63 for accuracy in found[:2]), found
-    assert 0.65 < found[2] < 0.8  # what two numbers can tell
+    result = list(rules(prepared, 41).values())
+    assert all(0.5 <= accuracy < 0.63 for accuracy in result[:2]), result
+    assert 0.65 < result[2] < 0.8  # what two numbers can tell
     for modulus, length in ((23, 6), (59, 9), (101, 12), (181, 16)):  # the advice of the options, about 0.65 · length²
         data = match3_data(Match3Options(modulus, length), 2_000, length, (0, 0), "test")
         assert 0.4 < float(data.targets.float().mean()) < 0.62
@@ -151,10 +151,10 @@ def test_costs_by_length(monkeypatch):
     lengths, timed = (8, 64, 512), []
     seconds = trilinear_costs._seconds
     monkeypatch.setattr(trilinear_costs, "_seconds", lambda *given: timed.append(given) or seconds(*given))
-    found = costs(2, 12, lengths, most=2_000_000, repeats=1)
+    result = costs(2, 12, lengths, most=2_000_000, repeats=1)
     used = {(type(attention), getattr(attention, "window", None)) for attention, *_ in timed}
     assert used == {(Flat, None), (Trilinear, None), (Trilinear, WINDOW), (HierarchicalTrilinear, None)}
-    by_kind = {kind: [c for c in found if c.kind == kind] for kind in dict.fromkeys(c.kind for c in found)}
+    by_kind = {kind: [c for c in result if c.kind == kind] for kind in dict.fromkeys(c.kind for c in result)}
     pairs, exact, window, tree = by_kind.values()
     assert [c.operations for c in exact] == [flops_trilinear(Hierarchy.flat([n]), 12, 2).total for n in lengths]
     assert exact[2].operations / exact[1].operations > 0.98 * 8**3
@@ -164,7 +164,7 @@ def test_costs_by_length(monkeypatch):
     for kind in by_kind.values():
         assert all((c.seconds is not None) == (c.operations <= 2_000_000) for c in kind)
         assert all(c.seconds is None or c.seconds > 0 for c in kind)
-    header, rows = cost_table(found)
+    header, rows = cost_table(result)
     assert header == [
         "length",
         "pairs",

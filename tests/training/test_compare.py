@@ -15,7 +15,7 @@ from hsa.training import compare as comparison
 from hsa.training.accelerator import make_accelerator
 from hsa.training.compare import ENDED, Compared, Plan, Run, compare_models
 from hsa.training.experiment import RESULT, Result, Trainer
-from hsa.training.failures import Diverged, NoRoom
+from hsa.training.failures import Diverged, OutOfMemory
 from hsa.training.loop import CHECKPOINT, Interrupted, Silent
 from hsa.training.significance import _student, margin
 from tests.comparisons import RECIPE, prepared, result, run
@@ -50,11 +50,11 @@ def compare(folder, plan=PLAN, **more):
     return compare_models(plan, RECIPE, prepared(), folder, make_accelerator(RECIPE.training, cpu=True), **more)
 
 
-def scripted(monkeypatch, found):
-    """Runs end as the test wants: `found(model, rate, seed)` gives a result, or the error it ends with."""
+def scripted(monkeypatch, actual):
+    """Runs end as the test wants: `actual(model, rate, seed)` gives a result, or the error it ends with."""
 
     def train(name, config, data, options, folder, accelerator, **more):
-        ended = found(name, options.learning_rate, options.seed)
+        ended = actual(name, options.learning_rate, options.seed)
         if isinstance(ended, Exception):
             raise ended
         return ended
@@ -64,7 +64,7 @@ def scripted(monkeypatch, found):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A comparison that was never stopped: its folder, what was found, what an observer was told."""
+    """A comparison that was never stopped: its folder, what was actual, what an observer was told."""
     folder, notes = tmp_path_factory.mktemp("whole"), Notes()
     return folder, compare(folder, SHORT, observer=notes), notes
 
@@ -100,10 +100,10 @@ def test_plans_that_are_none(change, said):
 
 
 def test_every_rate_then_every_seed_of_the_best(whole):
-    folder, found, notes = whole
-    assert [model.model for model in found] == ["hierarchical", "deepsets"]
+    folder, actual, notes = whole
+    assert [model.model for model in actual] == ["hierarchical", "deepsets"]
     assert len(notes.begun) == SHORT.num_runs == 6
-    for model, begun in zip(found, (notes.begun[:3], notes.begun[3:]), strict=True):
+    for model, begun in zip(actual, (notes.begun[:3], notes.begun[3:]), strict=True):
         assert begun == [*((model.model, rate, 5) for rate in SHORT.rates), (model.model, model.rate, 6)]
         assert [run.seed for run in model.runs] == [5, 6]
         assert model.runs[0] in model.tried
@@ -112,8 +112,8 @@ def test_every_rate_then_every_seed_of_the_best(whole):
         assert model.runs[0].result.scores != model.runs[1].result.scores or model.runs[0].result.history != (
             model.runs[1].result.history
         )
-    assert notes.ended == [run for model in found for run in (*model.tried, model.runs[1])]
-    sizes = [model.runs[0].result.parameters for model in found]
+    assert notes.ended == [run for model in actual for run in (*model.tried, model.runs[1])]
+    sizes = [model.runs[0].result.parameters for model in actual]
     assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
     folders = {path.parent.relative_to(folder) for path in folder.glob(f"**/{RESULT}")}
     assert folders == {Path(model) / f"{rate:g}" / str(seed) for model, rate, seed in notes.begun}
@@ -127,20 +127,20 @@ def test_on_a_device(tmp_path, device, precision):
     recipe = replace(RECIPE, training=replace(RECIPE.training, mixed_precision=precision))
     data, accelerator = prepared(), make_accelerator(recipe.training, cpu=device == "cpu")
     assert accelerator.device.type == device
-    found = compare_models(plan, recipe, data, tmp_path, accelerator)
-    assert [run.state for model in found for run in model.runs] == ["finished"] * 2
-    for model in found:
+    actual = compare_models(plan, recipe, data, tmp_path, accelerator)
+    assert [run.state for model in actual for run in model.runs] == ["finished"] * 2
+    for model in actual:
         (result,) = model.results
         assert all(math.isfinite(record.loss) and record.seconds > 0 for record in result.history)
         assert result.operations > 0
         if device == "cuda":  # weights, their gradients, and two moments of each
             assert result.peak_memory > 4 * 4 * result.parameters / 2**20
-    loaded, classes = load_model(found[1].runs[0].folder(tmp_path), device)
+    loaded, classes = load_model(actual[1].runs[0].folder(tmp_path), device)
     with torch.no_grad(), accelerator.autocast():
         said = loaded(data.test.batch.to(device)).argmax(-1).cpu()
     right = (said == data.test.targets).float().mean()
     assert classes == data.test.classes
-    assert float(right) == pytest.approx(found[1].scores[0], abs=1.5 / len(data.test))  # rounding may decide a tie
+    assert float(right) == pytest.approx(actual[1].scores[0], abs=1.5 / len(data.test))  # rounding may decide a tie
 
 
 def test_rates_and_seeds_are_those_of_training(whole):
@@ -171,23 +171,25 @@ def test_the_best_epoch_counts_and_the_loss_decides_ties():
 
 def test_a_result_means_finished():
     assert Run("hierarchical", 1e-3, 0).state == "begun"
-    for state, found in (
+    for state, actual in (
         ("finished", None),
         ("begun", result("hierarchical", 0.5)),
         ("diverged", result("hierarchical", 0.5)),
     ):
         with pytest.raises(InvalidInput, match=f"^result: given .* of a run that is {state}, expected"):
-            Run("hierarchical", 1e-3, 0, state, found)
+            Run("hierarchical", 1e-3, 0, state, actual)
 
 
-@pytest.mark.parametrize(("error", "state"), [(Diverged("no number"), "diverged"), (NoRoom("full"), "no room")])
+@pytest.mark.parametrize(
+    ("error", "state"), [(Diverged("no number"), "diverged"), (OutOfMemory("full"), "out of memory")]
+)
 def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, error, state):
-    def found(model, rate, seed):
+    def actual(model, rate, seed):
         if model == "deepsets" or rate == 3e-2 or (rate == 1e-2 and seed == 6):
             return error
         return result(model, 0.5, validation=rate)
 
-    scripted(monkeypatch, found)
+    scripted(monkeypatch, actual)
     notes = Notes()
     hsa, deepsets = compare(tmp_path, observer=notes)
     assert hsa.rate == 1e-2
@@ -219,23 +221,23 @@ def test_memory_that_is_full(tmp_path, monkeypatch):
         return step(self, *batch)
 
     monkeypatch.setattr(Trainer, "_step", greedy)
-    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)))
-    assert [run.state for run in found.tried] == ["no room", "finished"]
+    (actual,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)))
+    assert [run.state for run in actual.tried] == ["out of memory", "finished"]
     note = json.loads((tmp_path / "deepsets/0.001/5" / ENDED).read_text())
-    assert note["state"] == "no room"
+    assert note["state"] == "out of memory"
     assert note["message"].startswith("memory is full; try fewer --batch-tokens")
     full = False
     epochs.clear()
-    (found,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True)
+    (actual,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True)
     assert set(epochs) == {(1e-3, 1)}
-    assert [run.state for run in found.tried] == ["finished", "finished"]
+    assert [run.state for run in actual.tried] == ["finished", "finished"]
     (whole,) = compare(tmp_path / "whole", Plan(("deepsets",), (1e-3,), (5,)))
-    assert found.tried[0].validation == whole.tried[0].validation
+    assert actual.tried[0].validation == whole.tried[0].validation
 
 
 def test_a_learning_rate_that_is_far_too_high(tmp_path):
-    found = compare(tmp_path, Plan(("hierarchical", "deepsets"), (1e-2, 1e30), (0,)))
-    for model in found:
+    actual = compare(tmp_path, Plan(("hierarchical", "deepsets"), (1e-2, 1e30), (0,)))
+    for model in actual:
         assert model.rate == 1e-2
         assert [(run.rate, run.seed, run.state) for run in model.failed] == [(1e30, 0, "diverged")]
         assert "the loss is no longer a number" in (tmp_path / model.model / "1e+30/0" / ENDED).read_text()
@@ -256,9 +258,9 @@ def test_going_on_finds_the_same(tmp_path, whole):
 
 
 def test_finished_runs_are_taken_as_they_are(whole):
-    folder, found, _ = whole
+    folder, actual, _ = whole
     before = {path: path.stat().st_mtime_ns for path in folder.glob("**/*")}
-    assert compare(folder, SHORT, resume=True) == found
+    assert compare(folder, SHORT, resume=True) == actual
     assert {path: path.stat().st_mtime_ns for path in folder.glob("**/*")} == before
 
 
@@ -335,10 +337,10 @@ def test_means_over_seeds():
         result("hierarchical", 0.9, operations=6.0, training_seconds=13.0, test_seconds=13.0, peak_memory=None),
     ]
     runs = tuple(run("hierarchical", 1e-3, seed, end) for seed, end in enumerate(ends))
-    found = Compared("hierarchical", runs[:1], (*runs, Run("hierarchical", 1e-3, 9, "diverged")))
-    assert found.scores == [0.5, 0.7, 0.9]
-    assert (found.operations, found.training_seconds, found.test_seconds) == (4, 7, 9)
-    assert found.peak_memory == 53.5
+    actual = Compared("hierarchical", runs[:1], (*runs, Run("hierarchical", 1e-3, 9, "diverged")))
+    assert actual.scores == [0.5, 0.7, 0.9]
+    assert (actual.operations, actual.training_seconds, actual.test_seconds) == (4, 7, 9)
+    assert actual.peak_memory == 53.5
     unknown = Compared(
         "hierarchical", (), (run("hierarchical", 1e-3, 0, result("hierarchical", 0.5, peak_memory=None)),)
     )
@@ -379,9 +381,9 @@ def test_margins():
 def test_results_of_before_have_no_memory(tmp_path):
     compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
     folder = tmp_path / "deepsets/0.01/0"
-    found = json.loads((folder / RESULT).read_text())
-    del found["peak_memory"]
-    (folder / RESULT).write_text(json.dumps(found))
+    actual = json.loads((folder / RESULT).read_text())
+    del actual["peak_memory"]
+    (folder / RESULT).write_text(json.dumps(actual))
     assert Result.load(folder).peak_memory is None
 
 
@@ -389,5 +391,5 @@ def test_the_first_model_stays_first(tmp_path):
     compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
     with pytest.raises(InvalidInput, match="flat first, in a comparison that began with deepsets"):
         compare(tmp_path, Plan(("flat", "deepsets"), (1e-2,), (0,)), resume=True)
-    found = compare(tmp_path, Plan(("deepsets", "flat"), (1e-2,), (0,)), resume=True)
-    assert [one.model for one in found] == ["deepsets", "flat"]
+    actual = compare(tmp_path, Plan(("deepsets", "flat"), (1e-2,), (0,)), resume=True)
+    assert [one.model for one in actual] == ["deepsets", "flat"]

@@ -31,9 +31,9 @@ def lost(model, *endings):
     return Compared(model, tuple(run(model, rate, 0, state) for rate, state in zip(RATES, states, strict=True)), ())
 
 
-NO_ROOM = ("no room",) * len(RATES)
+OUT_OF_MEMORY = ("out of memory",) * len(RATES)
 HOW_TO_GET_ON = (
-    "where there was no room: --resume tries again, for when there is more; else compare into another folder with fewer "
+    "where memory ran out: --resume tries again, for when there is more; else compare into another folder with fewer "
     "--batch-tokens, shorter texts (--max-tokens, or --context of a language model) or a smaller --width"
 )
 
@@ -104,9 +104,10 @@ def test_the_table():
 
 def test_what_it_means():
     assert comparison(HSA, FLAT, DEEPSETS).findings() == [
-        "hierarchical against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer attention "
-        "operations, trains 2.0 × faster",
-        "hierarchical against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), trains 4.0 × as long",
+        "hierarchical against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer "
+        "attention operations, trains 2.0 × faster",
+        "hierarchical against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), "
+        "trains 4.0 × as long",
         "on the frontier of accuracy against training time: hierarchical, deepsets",
     ]
 
@@ -124,35 +125,35 @@ def test_more_than_chance():
 
 
 def test_one_seed():
-    found = comparison(compared("hierarchical", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
-    assert found.columns()[1][0][3] == "0.8000"
-    assert "(within chance: ± 28.3 for 17 test examples and one seed)" in found.findings()[0]
-    assert found.to_json()["models"][0]["accuracy_std"] is None
+    actual = comparison(compared("hierarchical", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
+    assert actual.columns()[1][0][3] == "0.8000"
+    assert "(within chance: ± 28.3 for 17 test examples and one seed)" in actual.findings()[0]
+    assert actual.to_json()["models"][0]["accuracy_std"] is None
 
 
 def test_equal_minutes_are_no_cost():
     first, second = compared("hierarchical", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
-    found = comparison(first, second)
-    timed = replace(found, recipe=replace(found.recipe, training=replace(found.recipe.training, minutes=1.0)))
-    assert "training" in found.frontiers()["flat"]  # 3 s against 60
+    actual = comparison(first, second)
+    timed = replace(actual, recipe=replace(actual.recipe, training=replace(actual.recipe.training, minutes=1.0)))
+    assert "training" in actual.frontiers()["flat"]  # 3 s against 60
     assert not any("training" in costs for costs in timed.frontiers().values())
     lines = timed.findings()
     assert "on the frontier of accuracy against test time: hierarchical" in lines
     assert "flat trained for less than 1 minutes: epochs or patience ended first" in lines
-    assert not any("minutes" in line for line in found.findings())
+    assert not any("minutes" in line for line in actual.findings())
 
 
 def test_numbers():
     first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hierarchical", "flat"))
-    found = comparison(first, second, task="regression", seeds=(0, 1))
-    header, rows = found.columns()
+    actual = comparison(first, second, task="regression", seeds=(0, 1))
+    header, rows = actual.columns()
     assert header[3:5] == ["R²", "error"]
     assert rows[0][3:5] == ["0.1000 ± 0.8485", "2.0000"]
-    assert found.findings()[0].startswith(
+    assert actual.findings()[0].startswith(
         "hierarchical against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
     )
-    assert found.findings()[1] == "on the frontier of R² against training time: hierarchical, flat"
-    model = found.to_json()["models"][0]
+    assert actual.findings()[1] == "on the frontier of R² against training time: hierarchical, flat"
+    model = actual.to_json()["models"][0]
     assert model["r2"] == pytest.approx(0.1)
     assert model["mean_absolute_error"] == 2
     one = comparison(
@@ -163,8 +164,8 @@ def test_numbers():
 
 def test_rates_at_the_end():
     """Better ones may lie beyond; one rate alone is no end."""
-    found = comparison(HSA, compared("flat", (0.7,), rate=1e-1), compared("deepsets", (0.7,), rate=1e-3)).findings()
-    assert found[-2:] == [
+    actual = comparison(HSA, compared("flat", (0.7,), rate=1e-1), compared("deepsets", (0.7,), rate=1e-3)).findings()
+    assert actual[-2:] == [
         "the highest rate, 0.1, was the best for flat; higher ones may be better still",
         "the lowest rate, 0.001, was the best for deepsets; lower ones may be better still",
     ]
@@ -174,8 +175,8 @@ def test_rates_at_the_end():
 
 def test_what_diverged():
     half = compared("flat", (0.7, "diverged", 0.9))
-    found = comparison(lost("hierarchical"), half, DEEPSETS)
-    lines = found.findings()
+    actual = comparison(lost("hierarchical"), half, DEEPSETS)
+    lines = actual.findings()
     assert lines[0].startswith("flat against deepsets: ")  # the first that has something to compare
     assert "and 2 seeds)" in lines[0]
     assert lines[-2:] == ["hierarchical diverged at every rate; try lower ones", "flat diverged at rate 0.01, seed 1"]
@@ -185,28 +186,28 @@ def test_what_diverged():
     ]
 
 
-def test_what_had_no_room():
-    half = compared("flat", (0.7, "no room", 0.9))
-    found = comparison(lost("hierarchical", *NO_ROOM), half, DEEPSETS)
-    assert found.findings()[-3:] == [
-        "hierarchical had no room at any rate",
-        "flat had no room at rate 0.01, seed 1",
+def test_what_had_out_of_memory():
+    half = compared("flat", (0.7, "out of memory", 0.9))
+    actual = comparison(lost("hierarchical", *OUT_OF_MEMORY), half, DEEPSETS)
+    assert actual.findings()[-3:] == [
+        "hierarchical ran out of memory at every rate",
+        "flat ran out of memory at rate 0.01, seed 1",
         HOW_TO_GET_ON,
     ]
-    assert found.columns()[1][0] == ["hierarchical", "–", "–", "no room", *["–"] * 6]
-    hsa, flat, _ = found.to_json()["models"]
-    assert hsa["no_room"] == [{"rate": rate, "seed": 0} for rate in RATES]
+    assert actual.columns()[1][0] == ["hierarchical", "–", "–", "out of memory", *["–"] * 6]
+    hsa, flat, _ = actual.to_json()["models"]
+    assert hsa["out_of_memory"] == [{"rate": rate, "seed": 0} for rate in RATES]
     assert hsa["diverged"] == []
-    assert flat["no_room"] == [{"rate": 0.01, "seed": 1}]
+    assert flat["out_of_memory"] == [{"rate": 0.01, "seed": 1}]
     assert [run["seed"] for run in flat["runs"]] == [0, 2]
 
 
-def test_no_room_and_divergence():
-    found = comparison(lost("hierarchical", "no room", "no room", "diverged"))
-    assert found.columns()[1][0][3] == "no room, diverged"
-    assert found.findings() == [
-        "hierarchical had no room at rate 0.001, seed 0",
-        "hierarchical had no room at rate 0.01, seed 0",
+def test_out_of_memory_and_divergence():
+    actual = comparison(lost("hierarchical", "out of memory", "out of memory", "diverged"))
+    assert actual.columns()[1][0][3] == "out of memory, diverged"
+    assert actual.findings() == [
+        "hierarchical ran out of memory at rate 0.001, seed 0",
+        "hierarchical ran out of memory at rate 0.01, seed 0",
         "hierarchical diverged at rate 0.1, seed 0",
         HOW_TO_GET_ON,
     ]
@@ -215,11 +216,11 @@ def test_no_room_and_divergence():
 def test_a_warm_start_keeps_its_own_size(monkeypatch):
     pretrained = HatConfig(width=24, layers=1, warm_start="bert"), {}
     monkeypatch.setattr("hsa.baselines.hat.warm_start.warm_start", lambda name, **options: pretrained)
-    found = comparison(HSA, compared("hat", (0.7,), parameters=1250))
-    assert found.findings()[-1] == "hat has 25% more parameters: no size of it fits"
-    recipe = replace(found.recipe, extra={"documents": DocumentOptions(warm_start="bert")})
+    actual = comparison(HSA, compared("hat", (0.7,), parameters=1250))
+    assert actual.findings()[-1] == "hat has 25% more parameters: no size of it fits"
+    recipe = replace(actual.recipe, extra={"documents": DocumentOptions(warm_start="bert")})
     said = "hat has 25% more parameters: it keeps the size of the encoder that it starts from"
-    assert replace(found, recipe=recipe).findings()[-1] == said
+    assert replace(actual, recipe=recipe).findings()[-1] == said
 
 
 def test_models_of_other_sizes_are_named():
@@ -236,15 +237,15 @@ COSTS = (Cost("hierarchical", 256, 1000, 0.5), Cost("flat", 256, 3000, None))
 
 
 def test_everything_is_in_the_json(tmp_path):
-    found = comparison(HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
-    found.write(tmp_path)
+    actual = comparison(HSA, compared("flat", (0.7, "diverged", 0.9)), lost("deepsets"), costs=COSTS, device="a GPU")
+    actual.write(tmp_path)
     data = json.loads((tmp_path / JSON).read_text())
-    assert data == json.loads(json.dumps(found.to_json()))
+    assert data == json.loads(json.dumps(actual.to_json()))
     assert "NaN" not in (tmp_path / JSON).read_text()
     assert (data["data"], data["task"], data["device"]) == ("tiny", "classification", "a GPU")
     assert data["examples"] == {"train": 31, "validation": 13, "test": TEST}
     assert (data["rates"], data["seeds"]) == (list(RATES), [0, 1, 2])
-    assert data["findings"] == found.findings()
+    assert data["findings"] == actual.findings()
     assert data["costs"][0] == {"model": "hierarchical", "length": 256, "operations": 1000, "seconds": 0.5}
     assert data["options"]["width"] == 12
     assert data["options"]["epochs"] == 2
@@ -267,8 +268,8 @@ def test_everything_is_in_the_json(tmp_path):
 
 
 def test_the_report_and_its_pictures(tmp_path):
-    found = comparison(HSA, FLAT, lost("deepsets"), costs=COSTS)
-    pictures = found.write(tmp_path)
+    actual = comparison(HSA, FLAT, lost("deepsets"), costs=COSTS)
+    pictures = actual.write(tmp_path)
     assert [picture.name for picture in pictures] == ["frontier.png", "curves.png", "costs.png"]
     for picture in pictures:
         with Image.open(picture) as image:
@@ -277,7 +278,7 @@ def test_the_report_and_its_pictures(tmp_path):
     for part in (
         "# tiny: hierarchical, flat, deepsets\n",
         "| hierarchical | 1,000 | 0.01 | 0.8500 ± 0.0500 |",
-        f"- {found.findings()[0]}\n",
+        f"- {actual.findings()[0]}\n",
         "![frontier](frontier.png)\n",
         "| model | 0.001 | 0.01 | 0.1 |\n",
         "| hierarchical | 0.4000 | 0.9000 | 0.4000 |\n",
@@ -292,8 +293,8 @@ def test_the_report_and_its_pictures(tmp_path):
 def test_models_without_attention_and_lengths_that_were_not_measured(tmp_path, names):
     kept = {"deepsets": DEEPSETS, "hierarchical": HSA}
     costs = [Cost("hierarchical", 256, 1000, 0.5), Cost("deepsets", 256, 0, 0.1), Cost("deepsets", 512, 0, 0.2)]
-    found = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
-    assert len(found.write(tmp_path)) == 3
+    actual = comparison(*(kept[name] for name in names), costs=[cost for cost in costs if cost.kind in names])
+    assert len(actual.write(tmp_path)) == 3
     report = (tmp_path / "report.md").read_text()
     assert ("| 512 | – | 0.0 M, 200.00 ms |\n" if "hierarchical" in names else "| 512 | 0.0 M, 200.00 ms |\n") in report
 

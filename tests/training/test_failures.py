@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hsa.training import failures as endings
-from hsa.training.failures import Diverged, NoRoom, catch_oom, results_of
+from hsa.training.failures import Diverged, OutOfMemory, catch_oom, results_of
 
 
 class Large:
@@ -52,7 +52,7 @@ def test_full_memory_is_noticed_and_what_was_held_is_free(name):
 
     gc.disable()  # nothing may wait for it
     try:
-        with pytest.raises(NoRoom, match=r"^memory is full; try fewer --batch-tokens") as caught:
+        with pytest.raises(OutOfMemory, match=r"^memory is full; try fewer --batch-tokens") as caught:
             run()
         assert held[0]() is None
         assert caught.value.__context__ is None

@@ -71,11 +71,11 @@ def test_predictions_are_those_of_training(rows, tmp_path):
     folder, prepared, result = rows
     saved = Saved.load(folder / "hierarchical")
     assert saved.classes == ("neg", "pos")
-    found = list(saved.predict(folder / "reviews.csv", stop))
-    assert [p.where for p in found] == [f"{folder / 'reviews.csv'}: row {i} (line {i + 1})" for i in range(1, 41)]
+    actual = list(saved.predict(folder / "reviews.csv", stop))
+    assert [p.where for p in actual] == [f"{folder / 'reviews.csv'}: row {i} (line {i + 1})" for i in range(1, 41)]
     evaluation = saved.evaluate(prepared.test)
     assert evaluation.scores == result.scores
-    said = {p.where: p for p in found}
+    said = {p.where: p for p in actual}
     for name, row in zip(prepared.test.names, evaluation.outputs, strict=True):
         chances = torch.tensor(row).softmax(-1).numpy()
         assert said[name].label == saved.classes[chances.argmax()]
@@ -88,15 +88,15 @@ def test_the_size_of_batches_does_not_matter(rows):
     saved = Saved.load(folder / "hierarchical")
     wanted = list(saved.predict(folder / "reviews.csv", stop))
     for size in (1, 7, 40):
-        found = list(saved.predict(folder / "reviews.csv", stop, batch=size))
-        assert [p.label for p in found] == [p.label for p in wanted]
-        np.testing.assert_allclose([p.probability for p in found], [p.probability for p in wanted], atol=1e-5)
+        actual = list(saved.predict(folder / "reviews.csv", stop, batch=size))
+        assert [p.label for p in actual] == [p.label for p in wanted]
+        np.testing.assert_allclose([p.probability for p in actual], [p.probability for p in wanted], atol=1e-5)
 
 
 def test_labels_are_not_needed_to_predict(rows, tmp_path):
     without = [{name: value for name, value in row.items() if name != "label"} for row in reviews(3)]
-    found = list(Saved.load(rows[0] / "hierarchical").predict(write_rows(tmp_path / "new.jsonl", without), stop))
-    assert len(found) == 3
+    actual = list(Saved.load(rows[0] / "hierarchical").predict(write_rows(tmp_path / "new.jsonl", without), stop))
+    assert len(actual) == 3
 
 
 def test_evaluation_of_new_data(rows, tmp_path):
@@ -116,9 +116,9 @@ def test_numbers(tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     _, result = train(data, tmp_path, text=("text",), label="stars", task="regression")
     saved = Saved.load(tmp_path / "hierarchical")
-    found = list(saved.predict(data, stop))
-    assert all(isinstance(p.label, float) and p.probability is None and p.runner_up is None for p in found)
-    assert 1 <= np.mean([p.label for p in found]) <= 5
+    actual = list(saved.predict(data, stop))
+    assert all(isinstance(p.label, float) and p.probability is None and p.runner_up is None for p in actual)
+    assert 1 <= np.mean([p.label for p in actual]) <= 5
     assert saved.evaluate(saved.data_set(data, stop)).scores.r2 <= 1
     assert result.scores.r2 is not None
 

@@ -40,17 +40,17 @@ def test_documents_of_parts_give_their_parts():
     data = prepared()
     document = document_of(data, 40)
     sentences = [signal for tree in uncollate(data.train.batch) for signal in tree.members]
-    (found,) = uncollate(document)
-    assert found.depth == 2
-    assert list(found.members)[:-1] == sentences[: found.domain.size - 1]
+    (result,) = uncollate(document)
+    assert result.depth == 2
+    assert list(result.members)[:-1] == sentences[: result.domain.size - 1]
 
 
 def test_documents_without_parts_are_parts():
     """A sentence, a single leaf, and leaves beside sentences."""
     mixed = Signal.of([1, 2], "text")
     trees = [Signal.of([3, 4, 5], "text"), Leaf(6, "text"), Signal(mixed.domain, [mixed, Leaf(7, "text")])]
-    (found,) = uncollate(document_of(with_train(trees), 7))
-    assert list(found.members) == trees
+    (result,) = uncollate(document_of(with_train(trees), 7))
+    assert list(result.members) == trees
 
 
 def test_families_stay_as_large_as_the_data_may_have():
@@ -76,16 +76,16 @@ def test_no_length():
 
 @pytest.fixture
 def folders(tmp_path):
-    found = {}
+    result = {}
     for kind in ("flat", "none"):
         config = ModelConfig(
             EncoderConfig(width=12, heads=2, layers=1, kind=kind, position_width=8),
             {"text": Modality(tokens=TOKENS)},
             outputs=2,
         )
-        found[kind] = tmp_path / kind
-        save_model(found[kind], Classifier(config), ("no", "yes"))
-    return found
+        result[kind] = tmp_path / kind
+        save_model(result[kind], Classifier(config), ("no", "yes"))
+    return result
 
 
 def measure(folders, **more):
@@ -94,23 +94,23 @@ def measure(folders, **more):
 
 def test_costs_of_every_model_and_length(folders):
     told = []
-    found = measure(folders, lengths=(13, 29), watch=lambda *next_one: told.append(next_one))
+    result = measure(folders, lengths=(13, 29), watch=lambda *next_one: told.append(next_one))
     assert told == [(name, length) for name in ("flat", "none") for length in (13, 29)]
-    assert [(cost.kind, cost.length) for cost in found] == told
+    assert [(cost.kind, cost.length) for cost in result] == told
     # Softmax attention: the square of the length.
-    assert found[1].operations / found[0].operations == pytest.approx((29 / 13) ** 2, rel=1e-9)
-    assert [cost.operations for cost in found[2:]] == [0, 0]
-    assert all(cost.seconds > 0 for cost in found)
+    assert result[1].operations / result[0].operations == pytest.approx((29 / 13) ** 2, rel=1e-9)
+    assert [cost.operations for cost in result[2:]] == [0, 0]
+    assert all(cost.seconds > 0 for cost in result)
 
 
 def test_slow_models_are_not_measured_at_greater_lengths(folders, monkeypatch):
     monkeypatch.setattr(module, "median_seconds", lambda run, repeats, **more: 1.5)
-    found = measure(folders, lengths=(13, 29), longest_pass=1.0)
-    assert [(cost.kind, cost.length) for cost in found] == [("flat", 13), ("none", 13)]
+    result = measure(folders, lengths=(13, 29), longest_pass=1.0)
+    assert [(cost.kind, cost.length) for cost in result] == [("flat", 13), ("none", 13)]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_no_room(folders, monkeypatch, error):
+def test_out_of_memory(folders, monkeypatch, error):
     def full(*arguments, **more):
         raise error
 

@@ -77,10 +77,10 @@ def test_other_tasks_learn(kind, task):
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_examples():
     run = trainer(replace(QUICK, batch_size=3), task="tokens")
-    found = run.evaluate(run.validation)
-    losses = torch.nn.functional.cross_entropy(torch.tensor(found.outputs), run.validation.targets, reduction="none")
+    result = run.evaluate(run.validation)
+    losses = torch.nn.functional.cross_entropy(torch.tensor(result.outputs), run.validation.targets, reduction="none")
     means = [part.mean() for part in losses.split(run.validation.lengths.tolist())]
-    assert found.loss == pytest.approx(float(torch.stack(means).mean()), rel=1e-5)
+    assert result.loss == pytest.approx(float(torch.stack(means).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -158,11 +158,11 @@ def rates(**changes):
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.25])
 def test_schedules(schedule, warmup):
-    found = rates(schedule=schedule, warmup=warmup)
+    result = rates(schedule=schedule, warmup=warmup)
     warm = round(warmup * 40)
-    assert found.max() == pytest.approx(0.01)
-    assert (np.diff(found[: warm + 1]) > 0).all()
-    rest = found[warm:]
+    assert result.max() == pytest.approx(0.01)
+    assert (np.diff(result[: warm + 1]) > 0).all()
+    rest = result[warm:]
     if schedule == "constant":
         assert (rest == 0.01).all()
         return
@@ -205,10 +205,10 @@ def scripted(run, scores, monkeypatch):
     weights, evaluate = [], Trainer.evaluate
 
     def say(self, found_on):
-        found = evaluate(self, found_on)
+        result = evaluate(self, found_on)
         weights.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
         score, loss = scores[len(weights) - 1]
-        return replace(found, scores=replace(found.scores, accuracy=score), loss=loss)
+        return replace(result, scores=replace(result.scores, accuracy=score), loss=loss)
 
     monkeypatch.setattr(Trainer, "evaluate", say)
     history = run.fit()
@@ -422,9 +422,9 @@ def poisoned(run, step):
     losses = run._losses
 
     def worse(out, targets):
-        found = losses(out, targets)
+        result = losses(out, targets)
         done = run.progress.epoch * run.steps_per_epoch + run.progress.step
-        return found * math.nan if done == step and run.model.training else found
+        return result * math.nan if done == step and run.model.training else result
 
     run._losses = worse
     return run
@@ -488,7 +488,7 @@ from hsa.training.loop import Interrupted
 from tests.tasks import QUICK, Log, classifier, data, mixed, trainer
 
 torch.set_num_threads(1)
-folder, options, found = Path(sys.argv[1]), replace(QUICK, epochs=2, batch_size=5), {}
+folder, options, result = Path(sys.argv[1]), replace(QUICK, epochs=2, batch_size=5), {}
 accelerator = make_accelerator(options, cpu=True)
 
 
@@ -537,23 +537,23 @@ def stopped_and_resumed(name, kind, count):
         return {**run(name, kind, count, resume=True), "stopped": str(stop)[:24]}
 
 
-found["even"] = run("even", "hierarchical", 16)
-found["odd"] = run("odd", "flat", 11)  # the last batch has one example
+result["even"] = run("even", "hierarchical", 16)
+result["odd"] = run("odd", "flat", 11)  # the last batch has one example
 modalities = several_modalities()
 limited = out_of_time()
 processes = accelerator.num_processes
 if processes > 1:
     accelerator = make_accelerator(options, cpu=True, fsdp=True)
 kind = str(accelerator.distributed_type)
-found["sharded"] = stopped_and_resumed("sharded", "hierarchical", 16)
-found["sharded again"] = run("sharded", "hierarchical", 16, resume=True)
-found["learned"] = run("learned", "hierarchical", 16, entmax="learned")
+result["sharded"] = stopped_and_resumed("sharded", "hierarchical", 16)
+result["sharded again"] = run("sharded", "hierarchical", 16, resume=True)
+result["learned"] = run("learned", "hierarchical", 16, entmax="learned")
 sharded_modalities = several_modalities()
 if accelerator.is_main_process:
     assert kind == str(accelerator.distributed_type)
-    about = {"processes": processes, "type": kind, "modalities": [modalities, sharded_modalities], "runs": found}
+    about = {"processes": processes, "type": kind, "modalities": [modalities, sharded_modalities], "runs": result}
     about["limited"] = limited
-    (folder / "found.json").write_text(json.dumps(about))
+    (folder / "result.json").write_text(json.dumps(about))
 """
 
 
@@ -566,7 +566,7 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     monkeypatch.setattr(sys, "argv", ["worker.py", str(tmp_path / "one")])
     exec(WORKER, {})
-    one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
+    one, two = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two"))
     assert (one["processes"], two["processes"], two["type"]) == (1, 2, "DistributedType.FSDP")
     assert one["runs"]["sharded"]["stopped"] == two["runs"]["sharded"]["stopped"] == "stopped after 3 of 8 ste"
     for name, a in one["runs"].items():

@@ -23,7 +23,7 @@ def load(tmp_path):
 
 
 def test_options_of_every_kind(load, tmp_path):
-    found = load(
+    result = load(
         """
         data: reviews.csv
         models: [hierarchical, flat]
@@ -44,7 +44,7 @@ def test_options_of_every_kind(load, tmp_path):
         mixed_precision: bf16
         """
     )
-    assert found == Recipe(
+    assert result == Recipe(
         tmp_path / "reviews.csv",
         ("hierarchical", "flat"),
         DataOptions(
@@ -58,7 +58,7 @@ def test_options_of_every_kind(load, tmp_path):
         ModelOptions(width=32, head_dim=7, dropout=0.0, windows=(4, 8), include_self=True, pooling="max"),
         TrainingOptions(learning_rate=3e-4, warmup=0.1, mixed_precision="bf16"),
     )
-    assert isinstance(found.model.dropout, float)
+    assert isinstance(result.model.dropout, float)
 
 
 def test_what_is_not_said_is_the_default(load):
@@ -67,9 +67,9 @@ def test_what_is_not_said_is_the_default(load):
 
 
 def test_what_yaml_takes_for_something_else(load):
-    found = load("mixed_precision: no\nlabel: 2024\ntext: [1, 2]\nmodels: hierarchical")
-    assert (found.training.mixed_precision, found.read.label, found.read.text) == ("no", "2024", ("1", "2"))
-    assert found.models == ("hierarchical",)
+    result = load("mixed_precision: no\nlabel: 2024\ntext: [1, 2]\nmodels: hierarchical")
+    assert (result.training.mixed_precision, result.read.label, result.read.text) == ("no", "2024", ("1", "2"))
+    assert result.models == ("hierarchical",)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -123,9 +123,9 @@ def test_what_is_named_overrides_even_by_its_default(load):
         Path("recipe.yaml"), ("hierarchical",), DataOptions(label="b"), ModelOptions(width=64), TrainingOptions()
     )
     assert overridden(recipe, given, ()) == recipe
-    found = overridden(recipe, given, {"epochs", "label", "resume"})
-    assert (found.training.epochs, found.read.label) == (TrainingOptions().epochs, "b")
-    assert (found.models, found.model.width, found.data, found.read.text) == (("flat",), 32, recipe.data, ("t",))
+    result = overridden(recipe, given, {"epochs", "label", "resume"})
+    assert (result.training.epochs, result.read.label) == (TrainingOptions().epochs, "b")
+    assert (result.models, result.model.width, result.data, result.read.text) == (("flat",), 32, recipe.data, ("t",))
     assert overridden(recipe, given, {"models", "width"}).models == ("hierarchical",)
 
 

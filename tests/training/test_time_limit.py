@@ -26,21 +26,21 @@ def clock(monkeypatch):
         def monotonic(self):
             return self.now
 
-    found = Clock()
+    result = Clock()
     step, evaluate = Trainer._step, Trainer.evaluate
 
     def slow_step(self, *batch):
-        found.now += 1
+        result.now += 1
         return step(self, *batch)
 
     def slow_evaluate(self, data):
-        found.now += 1000
+        result.now += 1000
         return evaluate(self, data)
 
-    monkeypatch.setattr(loop, "time", found)
+    monkeypatch.setattr(loop, "time", result)
     monkeypatch.setattr(Trainer, "_step", slow_step)
     monkeypatch.setattr(Trainer, "evaluate", slow_evaluate)
-    return found
+    return result
 
 
 def test_training_ends_when_time_is_up_and_is_validated():
@@ -49,10 +49,10 @@ def test_training_ends_when_time_is_up_and_is_validated():
     losses, plain_losses = [], run._losses
 
     def noted(out, targets):
-        found = plain_losses(out, targets)
+        result = plain_losses(out, targets)
         if run.model.training:
-            losses.append(float(found.detach().mean()))
-        return found
+            losses.append(float(result.detach().mean()))
+        return result
 
     run._losses = noted
     history = run.fit()

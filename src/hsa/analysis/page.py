@@ -70,7 +70,7 @@ class Page:
 
 
 def lay_out(labels: Sequence[str] | None, rows: np.ndarray) -> tuple[list[str], list[tuple[int, int]]]:
-    """The words of leaves, each on one line, and the line and first cell of each, see `word_places`.
+    """The words of leaves, each on one line, and the line and first cell of each, see `word_cells`.
 
     Args:
         labels: one that begins a word begins with a space; None: the numbers of the leaves.
@@ -84,10 +84,10 @@ def lay_out(labels: Sequence[str] | None, rows: np.ndarray) -> tuple[list[str], 
         raise InvalidInput("labels", given=len(labels), expected=f"{leaves}, one per leaf")
     words = [one_line(label, CELLS - 2) for label in labels or map(str, range(leaves))]
     begins = [labels is None or label[:1].isspace() for label in labels or words]
-    return words, word_places(rows, [cells_of(word) for word in words], begins)
+    return words, word_cells(rows, [cells_of(word) for word in words], begins)
 
 
-def word_places(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) -> list[tuple[int, int]]:
+def word_cells(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) -> list[tuple[int, int]]:
     """The line and the first cell of every leaf; a row begins a line, and goes on in the next where it is too long.
 
     Args:
@@ -95,7 +95,7 @@ def word_places(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) 
         cells: the width of every leaf.
         begins: whether it begins a word, with a space before it. Words are broken only where they fit in no line.
     """
-    places, line = [], -1
+    starts, line = [], -1
     for first, end in pairwise(rows.tolist()):
         line, cell = line + 1, 0
         for i in range(first, end):
@@ -106,9 +106,9 @@ def word_places(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) 
                 needed = word if word <= CELLS - 2 else needed
             if start and start + needed > CELLS:
                 line, start = line + 1, 2  # further lines stand in
-            places.append((line, start))
+            starts.append((line, start))
             cell = start + cells[i]
-    return places
+    return starts
 
 
 def percent(share: float) -> str:

@@ -91,10 +91,10 @@ def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequen
     figure, axes = pyplot().subplots(figsize=(size + 1, size), layout="constrained")
     # A matrix of attention spans orders of magnitude: a root shows the small weights too.
     image = axes.imshow(np.sqrt(weights), cmap="magma_r", vmin=0)
-    for place, depth in families:
+    for leaf, depth in families:
         width = max(0.3, 1.4 - 0.35 * depth)
-        axes.axhline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
-        axes.axvline(place - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
+        axes.axhline(leaf - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
+        axes.axvline(leaf - 0.5, color="#1f6f8b", lw=width, alpha=0.7)
     if labels is not None and leaves <= 90:
         font = max(4.0, min(8.0, 480 / leaves))
         shown = [one_line(label, 12) or "·" for label in labels]
@@ -126,7 +126,7 @@ def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, lis
     s = hierarchy.structure
     inner = np.flatnonzero((s.num_children > 0) & (s.parent >= 0) & (s.first_leaf > 0))
     deepest_first = sorted(zip(s.first_leaf[inner].tolist(), s.depth[inner].tolist(), strict=True), key=lambda e: -e[1])
-    return weights.mean(0), list({place: (place, depth) for place, depth in deepest_first}.values())
+    return weights.mean(0), list({leaf: (leaf, depth) for leaf, depth in deepest_first}.values())
 
 
 @torch.no_grad()

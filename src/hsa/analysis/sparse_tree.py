@@ -99,19 +99,19 @@ def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | No
     """
     s = tree.structure
     rows = runs(s.parent[s.leaf_nodes])
-    words, places = lay_out(labels, rows)
-    shown = [place for place in places if place[0] < LINES]
+    words, cells = lay_out(labels, rows)
+    shown = [cell for cell in cells if cell[0] < LINES]
     depth = int(s.depth[~s.is_leaf].max(initial=0))
     column = min(_COLUMN, _TREE / max(1, depth))
     left = MARGIN + (depth + 0.5) * column + _NUMBER
     top = 3.4 * LINE
     bottom = top + (shown[-1][0] + 1) * LINE
-    cut = len(shown) < len(places)
+    cut = len(shown) < len(cells)
     page = Page(left + (CELLS + 1) * CELL + MARGIN, bottom + (cut + 2.8) * LINE)
     page.write(MARGIN, 0.3 * LINE, one_line(title, CELLS), fontsize=10, color="black")
     page.write(MARGIN, 1.3 * LINE, _what(tree, words))
 
-    line = np.array([place[0] for place in shown])
+    line = np.array([cell[0] for cell in shown])
     middle = _heights(s, top + (line + 0.5) * LINE)
     _Branches(page, tree, middle, column).draw(rows, left - _NUMBER)
     weights = tree.weights[s.leaf_nodes]
@@ -126,7 +126,7 @@ def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | No
             page.frame(x, y + 1, cells_of(word) * CELL, LINE - 2, _ASKING)
     if cut:
         rest = percent(weights[len(shown) :].sum())
-        page.write(left, bottom, f"… and {len(places) - len(shown):,} more, which get {rest} together")
+        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more, which get {rest} together")
     page.legend(left, float(weights.max()), "of the row's weight")
     save_figure(page.figure, path)
 
@@ -139,12 +139,12 @@ def _what(tree: AttentionTree, words: Sequence[str]) -> str:
 
 def _heights(s: Structure, of_leaves: np.ndarray) -> np.ndarray:
     """`[nodes]`: the middle of what is shown of each; no number where nothing is."""
-    found = np.full(len(s.parent), np.nan)
-    for node in range(len(found)):
+    middle = np.full(len(s.parent), np.nan)
+    for node in range(len(middle)):
         first, end = int(s.first_leaf[node]), min(int(s.end_leaf[node]), len(of_leaves))
         if first < end:
-            found[node] = (of_leaves[first] + of_leaves[end - 1]) / 2
-    return found
+            middle[node] = (of_leaves[first] + of_leaves[end - 1]) / 2
+    return middle
 
 
 @dataclass
@@ -161,7 +161,7 @@ class _Branches:
         inner = np.flatnonzero(~s.is_leaf & (s.parent >= 0) & visible)
         for node in sorted(inner.tolist(), key=lambda node: not pruned[node]):  # stubs lie below the others
             if weights[node] or pruned[node]:
-                self._branch(self._place(int(s.parent[node])), self._place(node), float(weights[node]))
+                self._branch(self._point(int(s.parent[node])), self._point(node), float(weights[node]))
         for first, end in pairwise(rows.tolist()):
             leaves = s.leaf_nodes[first:end]
             here = self.middle[leaves][visible[leaves]]
@@ -169,11 +169,11 @@ class _Branches:
             if len(here):
                 y, weight = float(here[0] + here[-1]) / 2, float(weights[leaves].sum())
                 if weights[parent]:
-                    self._branch(self._place(parent), (words, y), weight)
+                    self._branch(self._point(parent), (words, y), weight)
                 look = {"ha": "right", "color": "#555555" if weight else _STUB}
                 self.page.write(words + _NUMBER - 8, y - LINE / 2, percent(weight), **look)
 
-    def _place(self, node: int) -> tuple[float, float]:
+    def _point(self, node: int) -> tuple[float, float]:
         return MARGIN + self.column * float(self.tree.structure.depth[node]), float(self.middle[node])
 
     def _branch(self, start: tuple[float, float], end: tuple[float, float], weight: float) -> None:

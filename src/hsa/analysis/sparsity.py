@@ -35,8 +35,8 @@ class LevelSparsity:
         level: the height, from 1: families of leaves only.
         alpha: of every head.
         zeros: share of the weights in these families that are exactly 0.
-        visited: share of these families, times heads, that attention enters on its way down; None for own rows, which have
-            no way down.
+        visited: share of these families, times heads, that attention enters on its way down; None for multiscale
+            attention, which does not descend.
         families: how many there were.
     """
 
@@ -97,26 +97,26 @@ class _Counts:
         own = {"normalizer": normalizer, "positions": positions}
         if isinstance(module, Multiscale):
             selection = module.selection(q, k, hierarchy, positions)
-            found = multiscale_zeros(q, k, hierarchy, selection=selection, pooled_bias=module.pooled_bias, **own)
+            counted = multiscale_zeros(q, k, hierarchy, selection=selection, pooled_bias=module.pooled_bias, **own)
         else:
             assert isinstance(module, Hierarchical)
             own["include_self"] = module.include_self
-            found = hierarchical_zeros(q, k, hierarchy, **own)
-            _add(self.entered, found.visited)
-        _add(self.zeros, found.zeros)
-        _add(self.entries, found.entries)
+            counted = hierarchical_zeros(q, k, hierarchy, **own)
+            _add(self.entered, counted.visited)
+        _add(self.zeros, counted.zeros)
+        _add(self.entries, counted.entries)
         _add(self.families, _families(hierarchy))
 
     def levels(self, layer: int, attention: Attention) -> list[LevelSparsity]:
         normalizer = _normalizer(attention)
         assert normalizer is not None
-        found = []
+        levels = []
         for i, families in enumerate(self.families):
             alpha = normalizer.at_height(i + 1, torch.float64).expand(self.heads)
             visited = self.entered[i] / (families * self.heads) if self.entered and families else None
             zeros = self.zeros[i] / self.entries[i] if self.entries[i] else 0.0
-            found.append(LevelSparsity(layer, i + 1, tuple(alpha.tolist()), zeros, visited, families))
-        return found
+            levels.append(LevelSparsity(layer, i + 1, tuple(alpha.tolist()), zeros, visited, families))
+        return levels
 
 
 def _families(hierarchy: Hierarchy) -> list[int]:
@@ -133,12 +133,12 @@ def _add(total: list[int], more: Sequence[int]) -> None:
 def _normalizer(module: nn.Module) -> Entmax | None:
     if not isinstance(module, (Hierarchical, Multiscale)):
         return None
-    found = normalizer_of(module.alpha)
-    return found if isinstance(found, Entmax) and not found.is_softmax else None
+    normalizer = normalizer_of(module.alpha)
+    return normalizer if isinstance(normalizer, Entmax) and not normalizer.is_softmax else None
 
 
 def visited_fraction(levels: Sequence[LevelSparsity]) -> float | None:
-    """Of all families of these levels; None for own rows."""
+    """Of all families of these levels; None for multiscale attention."""
     known = [level for level in levels if level.visited is not None]
     total = sum(level.families for level in known)
     return sum(level.families * level.visited for level in known if level.visited) / total if total else None
@@ -171,18 +171,18 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
-def plot_sparsity(path: Path, found: Mapping[str, Sequence[LevelSparsity]]) -> None:
+def plot_sparsity(path: Path, measured: Mapping[str, Sequence[LevelSparsity]]) -> None:
     """α by level, a line per model and layer and a dot per head; and the shares of zeros and of families entered.
 
     Args:
-        found: model → its levels.
+        measured: model → its levels.
     """
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
-    lines = [(model, layer) for model, levels in found.items() for layer in dict.fromkeys(x.layer for x in levels)]
+    lines = [(model, layer) for model, levels in measured.items() for layer in dict.fromkeys(x.layer for x in levels)]
     for color, (model, layer) in zip(COLORS * 9, lines, strict=False):
-        own = [level for level in found[model] if level.layer == layer]
+        own = [level for level in measured[model] if level.layer == layer]
         heights = [level.level for level in own]
-        name = f"layer {layer}" if len(found) == 1 else f"{model}, layer {layer}"
+        name = f"layer {layer}" if len(measured) == 1 else f"{model}, layer {layer}"
         left.plot(heights, [statistics.fmean(level.alpha) for level in own], color=color, lw=1.8, label=name)
         for level in own:
             left.scatter([level.level] * len(level.alpha), level.alpha, color=color, s=9, alpha=0.6, linewidths=0)
@@ -195,7 +195,7 @@ def plot_sparsity(path: Path, found: Mapping[str, Sequence[LevelSparsity]]) -> N
     right.set(ylim=(-0.03, 1.03), ylabel="share", title="Zeros (dotted: families visited)")
     for axes in (left, right):
         axes.set_xlabel("level (1: families of leaves)")
-        axes.set_xticks(range(1, 1 + max(level.level for levels in found.values() for level in levels)))
+        axes.set_xticks(range(1, 1 + max(level.level for levels in measured.values() for level in levels)))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     if len(lines) > 1:

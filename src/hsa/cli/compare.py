@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hsa.training.compare_report import Comparison
     from hsa.training.data.prepare import PreparedData
 
+TASKS = ("classification", "regression")
 MODELS = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transformer-xl")
 RATES = ("3e-4", "1e-3", "3e-3")
 _QUICK_RATES = ("3e-3", "1e-2")
@@ -55,7 +56,7 @@ def compare(
 
     All models get as many parameters as the first, and as many epochs (--epochs) or as much time (--minutes). Each is
     trained with every learning rate; the best one on validation is kept and trained with further seeds. The test data
-    have no part in any choice.
+    play no part in any selection.
 
     Without DATA: which package of the Python standard library does a class or function come from?
 
@@ -63,11 +64,11 @@ def compare(
 
     Args:
         data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
-        models: What to compare: hierarchical, multiscale, flat, deepsets, han, hat, transformer-xl, and all others of `hsa train`.
-        rates: Learning rates to choose from, for each model.
-        seeds: How many: --seed and those that follow it.
+        models: What to compare; any of the classifiers of `hsa train`.
+        rates: Learning rates to try for each model.
+        seeds: Number of seeds: --seed and those that follow it.
         out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.
-        resume: Go on where a comparison in the same folder stopped; models, rates and seeds may be added.
+        resume: Continue the comparison in the same folder where it stopped; models, rates and seeds may be added.
         quick: Few examples, epochs, rates and seeds: a look at how it works.
         json: Print the results as JSON, for scripts, and nothing else.
         cpu: Do not use a GPU.
@@ -96,21 +97,21 @@ def compare(
     except KeyboardInterrupt:
         went = f"; go on with --out {folder} --resume" if folder.is_dir() else " before the first run"
         raise Interrupted(f"stopped{went}") from None
-    found = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
-    pictures = found.write(folder)
+    comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
+    pictures = comparison.write(folder)
     if json:
         print((folder / JSON).read_text(encoding="utf-8"), end="")
         return
-    _show(console, found, folder, pictures)
+    _show(console, comparison, folder, pictures)
 
 
 def _recipe(given: Recipe, quick: bool) -> Recipe:
     recipe = completed(given, quick, MODELS)
-    if recipe.read.task not in ("classification", "regression"):
+    if recipe.read.task not in TASKS:
         raise InvalidInput(
             "task",
             given=recipe.read.task,
-            expected="classification or regression",
+            expected=" or ".join(TASKS),
             fix=f"hsa train --task {recipe.read.task} --models … compares models of that task",
         )
     if quick:
@@ -167,7 +168,7 @@ def _device(accelerator: Any) -> str:
     return torch.cuda.get_device_name(accelerator.device) if on_gpu else "this CPU"
 
 
-def _show(console: Console, found: Comparison, folder: Path, pictures: list[Path]) -> None:
-    say_results(console, found.table(), found.findings())
-    best = found.finished[0].runs[0].folder(folder) if found.finished else None
+def _show(console: Console, comparison: Comparison, folder: Path, pictures: list[Path]) -> None:
+    say_results(console, comparison.table(), comparison.findings())
+    best = comparison.finished[0].runs[0].folder(folder) if comparison.finished else None
     say_where(console, best, folder / "report.md", pictures)

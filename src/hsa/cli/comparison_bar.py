@@ -52,13 +52,13 @@ class ComparisonBar:
             self.spent.setdefault(run.model, []).append(seconds)
         if self.console.is_terminal:
             return
-        found = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
-        now = seconds is not None or run.state == "no room"  # which is tried every time
+        outcome = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
+        now = seconds is not None or run.state == "out of memory"  # which is tried every time
         how = f"{self.watched.elapsed():.1f} s" if now else "finished before"
         left = said_left(self.seconds_left())
-        place = f"run {self.finished} of {self.plan.num_runs}{left}"
+        progress = f"run {self.finished} of {self.plan.num_runs}{left}"
         self.console.print(
-            f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}  {found}  {how}  ({place})",
+            f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}  {outcome}  {how}  ({progress})",
             highlight=False,
             soft_wrap=True,
         )

@@ -30,7 +30,7 @@ class TextOptions:
         split: Value of the column "split" in the rows to use; validation, else test, where there is such a column.
         join: Join several columns to one text, not a pair.
         limit: Most texts, drawn at random.
-        length: Longest input in tokens; as long as the model takes, at most 4,096, unless given.
+        max_tokens: Longest input in tokens; longer texts are cut. By default as long as the model takes, at most 4,096.
     """
 
     text: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class TextOptions:
     split: str | None = None
     join: bool = False
     limit: int | None = 1000
-    length: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SettingOptions:
     """Settings of converted layers, as of hsa.huggingface.convert. Without any, a converted model keeps its own.
 
     Args:
-        layers: Numbers from 0, negative from the end; all, unless given.
+        only_layers: Numbers of the layers to convert, from 0, negative from the end; all, unless given.
         kind: Multiscale attention over clustered keys or over a tree, or the paper's operator over a tree.
         tree: Windows of consecutive tokens (default) or the sentences of the text; for multiscale and hierarchical.
         branching: Members per family, from the leaves up; the last factor repeats, except for the paper's operator.
@@ -58,7 +58,7 @@ class SettingOptions:
         chunk: Tokens whose keys are clustered together; 256 in causal models, else all, unless given.
     """
 
-    layers: tuple[int, ...] = ()
+    only_layers: tuple[int, ...] = ()
     kind: Kind = LayerSettings.kind
     tree: Tree | None = LayerSettings.tree  # type: ignore[assignment]  # no function here
     branching: tuple[int, ...] = LayerSettings.branching
@@ -71,16 +71,16 @@ class SettingOptions:
 
     def values(self) -> dict[str, Any]:
         """Return them as `hsa.huggingface.convert` takes them."""
-        given = {name: value for name, value in vars(self).items() if name != "layers"}
+        given = {name: value for name, value in vars(self).items() if name != "only_layers"}
         return {**given, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
 
 
 def convert(
     model: str,
+    data: Path,
     /,
     *,
-    data: Path,
-    task: Literal["classify", "embed", "perplexity"] = "classify",
+    task: Literal["classification", "embedding", "lm"] = "classification",
     budget: str | None = None,
     calibration: Path | None = None,
     calibrate_on: int = 128,
@@ -101,7 +101,7 @@ def convert(
     Load the result like any model; then `hsa.huggingface.convert(model)` turns its attention on, as its config says.
 
     Args:
-        model: A folder or a name on the hub: a classifier, an encoder (--task embed), a language model (--task perplexity).
+        model: A folder or a name on the hub: a classifier, an encoder (--task embedding), a language model (--task lm).
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts.
         task: Answers to compare: classes, embeddings, or the perplexity of a language model.
         budget: Limit for a search of layers and settings, which are then not given.
@@ -157,7 +157,7 @@ def _convert(
     from hsa.huggingface.fidelity.timing import list_lengths, time_model
     from hsa.huggingface.loading import load_for_task, most_tokens
 
-    check_counts(limit=read.limit, length=read.length, calibrate_on=calibrate_on)
+    check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
         given = sorted(NAMED.get() & set(vars(options)))
@@ -175,7 +175,7 @@ def _convert(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, tokenizer = load_for_task(name, task, device=device, dtype=dtype)
     most = most_tokens(model, tokenizer)
-    longest = min(read.length or 4096, most)
+    longest = min(read.max_tokens or 4096, most)
     too_long = next((length for length in lengths if not 1 <= length <= most), None)
     if too_long is not None:
         raise InvalidInput("lengths", given=too_long, expected=f"1 to {most:,}, the most that the model takes")
@@ -236,7 +236,7 @@ def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, 
     if settings_of(model) and not NAMED.get() & set(vars(options)):
         return settings_of(convert(model, tokenizer=tokenizer))
     revert(model)
-    return settings_of(convert(model, options.layers or None, tokenizer=tokenizer, **options.values()))
+    return settings_of(convert(model, options.only_layers or None, tokenizer=tokenizer, **options.values()))
 
 
 def _without(examples: Any, drawn: Any) -> Any:

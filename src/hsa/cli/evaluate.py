@@ -16,7 +16,7 @@ def evaluate(
     /,
     *,
     context: int | None = None,
-    memory: int | None = None,
+    test_memory: int | None = None,
     text: tuple[str, ...] = (),
     skip_bad: bool = False,
     json: bool = False,
@@ -29,8 +29,8 @@ def evaluate(
             texts or a table.
         context: For a language model: tokens of a block, in place of what it was trained with; transformer-xl has its
             segments.
-        memory: For transformer-xl: tokens of earlier segments that are remembered, in place of what it was trained with; 0
-            reads every segment on its own.
+        test_memory: For transformer-xl: tokens of earlier segments that are remembered, in place of what it was trained
+            with; 0 reads every segment on its own.
         text: For a language model: columns of a table that hold text.
         skip_bad: Leave out rows and files that cannot be read, and count them.
         json: Print the numbers as JSON, for scripts.
@@ -40,11 +40,11 @@ def evaluate(
     from hsa.training.language_model.inference import is_language_model
 
     if is_language_model(model):
-        numbers = _language_model(model, data, context, memory, text, skip_bad)
+        numbers = _language_model(model, data, context, test_memory, text, skip_bad)
     else:
         if context is not None:
             raise InvalidInput("context", given=context, expected="none: examples are read whole")
-        numbers = _classifier(model, data, memory, text, skip_bad)
+        numbers = _classifier(model, data, test_memory, text, skip_bad)
     if json:
         print(json_format.dumps(numbers, indent=2))
         return
@@ -68,15 +68,15 @@ def _classifier(
     if memory is not None:
         set_test_memory(saved.model, memory)
     test = saved.data_set(data, skipping(skipped, skip_bad))
-    found = saved.evaluate(test)
-    scores = {name: value for name, value in asdict(found.scores).items() if value is not None}
+    evaluation = saved.evaluate(test)
+    scores = {name: value for name, value in asdict(evaluation.scores).items() if value is not None}
     return {
         "examples": len(test),
         "skipped": len(skipped),
         **scores,
-        "loss": found.loss,
-        "attention_operations": found.operations / len(test),
-        "seconds": found.seconds,
+        "loss": evaluation.loss,
+        "attention_operations": evaluation.operations / len(test),
+        "seconds": evaluation.seconds,
     }
 
 

@@ -34,9 +34,9 @@ class TrainingTexts:
 
 def finetune(
     model: str,
+    data: Path,
     /,
     *,
-    data: Path,
     out: Path,
     convert: bool = False,
     fresh: bool = False,
@@ -47,7 +47,7 @@ def finetune(
 ) -> None:
     """Fine-tune a pre-trained encoder on labelled texts, before converting it or briefly after.
 
-    A run that was broken off goes on from its last epoch when it is started again with the same options.
+    Resumes from the last epoch when it is started again with the same options.
 
     Args:
         model: A folder or a name on the hub: an encoder, a classifier, or a converted one (its attention stays converted).
@@ -79,7 +79,7 @@ def finetune(
     network, tokenizer = load_for_training(model, classes, fresh=fresh)
     network.to("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     if convert:
-        convert_layers(network, settings.layers or None, tokenizer=tokenizer, **settings.values())
+        convert_layers(network, settings.only_layers or None, tokenizer=tokenizer, **settings.values())
     elif settings_of(network):
         convert_layers(network, tokenizer=tokenizer)
     console.print(Text(f"{examples.name}: {len(examples):,} texts, {len(classes)} classes: {', '.join(classes[:8])}"))
@@ -92,9 +92,7 @@ def finetune(
 
         train(network, tokenizer, examples, training, folder=out, watch=step)
     save_finetuned(out, network, tokenizer)
-    console.print(
-        Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} --data FILE"), soft_wrap=True
-    )
+    console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} FILE"), soft_wrap=True)
 
 
 def _columns(data: Path) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ def generate(
     prompt_file: Path | None = None,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sample_top_k: int = 0,
+    sample_top_p: float = 1.0,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     cpu: bool = False,
@@ -39,8 +39,8 @@ def generate(
         prompt_file: File with the text to continue.
         max_new_tokens: Most tokens to generate.
         temperature: 0 takes the most likely token each time; higher values vary more.
-        top_k: Number of most likely tokens to draw from; 0 for all.
-        top_p: Draw from the most likely tokens that together have this probability.
+        sample_top_k: Number of most likely tokens to draw from; 0 for all.
+        sample_top_p: Draw from the most likely tokens that together have this probability.
         seed: Random seed; the same seed gives the same text.
         stop: Strings that end the text; they are not printed.
         cpu: Do not use a GPU.
@@ -52,7 +52,7 @@ def generate(
     from hsa.generation.loading import is_transformers, load_writer
     from hsa.generation.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, sample_top_k, sample_top_p, seed)
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
     writer: Writer
     ends: set[int] | None = None

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 def heads(
     model: str,
+    data: Path,
     /,
     *,
-    data: Path,
     out: Path | None = None,
     replace: bool = False,
     cpu: bool = False,

@@ -39,19 +39,19 @@ def info() -> None:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    devices = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for i in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(i)
-        found.append((f"cuda:{i}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
+        devices.append((f"cuda:{i}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"))
     if torch.backends.mps.is_available():
-        found.append(("mps", "Apple GPU"))
-    return found
+        devices.append(("mps", "Apple GPU"))
+    return devices
 
 
 def _extras() -> list[tuple[str, str]]:
     """The packages of each extra, as the installed metadata name them."""
     about = metadata("hsa")
-    found = []
+    rows = []
     for extra in about.get_all("Provides-Extra") or []:
         wanted = [
             match.group(1)
@@ -63,8 +63,8 @@ def _extras() -> list[tuple[str, str]]:
         missing = [package for package in wanted if _version(package) is None]
         present = ", ".join(f"{package} {_version(package)}" for package in wanted if package not in missing)
         advice = f"missing: {', '.join(missing)} (pip install 'hsa[{extra}]')"
-        found.append((extra, "; ".join(filter(None, [present, advice if missing else ""]))))
-    return found
+        rows.append((extra, "; ".join(filter(None, [present, advice if missing else ""]))))
+    return rows
 
 
 def _version(package: str) -> str | None:

@@ -56,8 +56,10 @@ def build_app() -> App:
     """All commands."""
     from cyclopts import App, Parameter
 
+    from hsa.cli.compare import TASKS as COMPARED_TASKS
     from hsa.cli.compare import compare
     from hsa.cli.convert import convert
+    from hsa.cli.defaults import defaults_by_task
     from hsa.cli.evaluate import evaluate
     from hsa.cli.finetune import finetune
     from hsa.cli.generate import generate
@@ -80,8 +82,8 @@ def build_app() -> App:
         version=_version,
         default_parameter=Parameter(negative=(), consume_multiple=True),
     )
-    app.command(train)
-    app.command(compare)
+    app.command(train, help_epilogue=defaults_by_task())
+    app.command(compare, help_epilogue=defaults_by_task(COMPARED_TASKS, models=False))
     app.command(evaluate)
     app.command(predict)
     app.command(generate)

@@ -26,14 +26,14 @@ def predict(model: Path, data: Path, /, *, skip_bad: bool = False, json: bool = 
 
     skipped: list[InvalidInput] = []
     saved = SavedSeq2Seq.load(model) if is_seq2seq(model) else Saved.load(model)
-    for found in saved.predict(data, skipping(skipped, skip_bad)):
+    for prediction in saved.predict(data, skipping(skipped, skip_bad)):
         if json:
-            print(json_format.dumps(asdict(found), ensure_ascii=False))
-        elif found.probability is None and isinstance(found.label, str):
-            print(f"{found.label:<40}  {found.where}")
-        elif found.probability is None:
-            print(f"{found.label:<14.6g}  {found.where}")
+            print(json_format.dumps(asdict(prediction), ensure_ascii=False))
+        elif prediction.probability is None and isinstance(prediction.label, str):
+            print(f"{prediction.label:<40}  {prediction.where}")
+        elif prediction.probability is None:
+            print(f"{prediction.label:<14.6g}  {prediction.where}")
         else:
-            print(f"{found.label:<24}  {found.probability:.2f}  {found.where}")
+            print(f"{prediction.label:<24}  {prediction.probability:.2f}  {prediction.where}")
     if skipped:
         print(f"left out: {len(skipped)}, the first: {skipped[0]}", file=sys.stderr)

@@ -102,11 +102,11 @@ class TrainingBar:
         """After some steps of a language model."""
         self._validated(f"step {record.step:,}: validation {record.validation_loss:.3f}", record)
 
-    def _validated(self, found: str, record: Any) -> None:
-        self.validation = found
+    def _validated(self, text: str, record: Any) -> None:
+        self.validation = text
         if not self.console.is_terminal:  # a log, not a screen
             self.console.print(
-                f"{self.name:<14}  loss {record.loss:.3f}  {found}  {record.seconds:.1f} s", highlight=False
+                f"{self.name:<14}  loss {record.loss:.3f}  {text}  {record.seconds:.1f} s", highlight=False
             )
 
     def done(self) -> None:

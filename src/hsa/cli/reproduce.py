@@ -9,9 +9,9 @@ from hsa.errors import InvalidInput
 
 def reproduce(
     recipe: Path,
+    data: Path,
     /,
     *,
-    data: Path,
     model: str | None = None,
     given: tuple[str, ...] = (),
     hub: bool = False,
@@ -22,8 +22,8 @@ def reproduce(
 ) -> None:
     """Fine-tune an encoder on the tasks of a recipe, convert it in the ways of the recipe, and compare.
 
-    convert_table3, convert_appendix_l and convert_table8 are the paper's experiments. Started again with the same
-    --out, it goes on where it was broken off.
+    convert_table3, convert_appendix_l and convert_table8 are the paper's experiments. Resumes when it is
+    started again with the same --out.
 
     Args:
         recipe: A recipe, such as recipes/convert_table3.yaml.

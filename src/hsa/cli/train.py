@@ -46,16 +46,16 @@ def train(
     Trains the hierarchical encoder and baselines with as many parameters (softmax attention over all leaves; no attention),
     tests them on held-out data, and writes the models, a report and pictures to a folder.
 
-    Without DATA: which package of the Python standard library does a class or function come from? The examples are
-    made from the Python installation, nothing is downloaded.
+    Without DATA: which package of the Python standard library does a class or function come from? The examples
+    come from the Python installation; nothing is downloaded.
 
     With --task lm: a language model of texts, beside one with flat attention; `hsa generate` writes with it. DATA is a text,
-    a folder of texts, or a table with --text columns; without DATA, what the Python standard library says about itself.
+    a folder of texts, or a table with --text columns; without DATA, the docstrings of the Python standard library.
 
-    With --task seq2seq: an encoder–decoder that writes the --label column from the --text column. Without DATA: made-up
-    documents of which one sentence is to be repeated.
+    With --task seq2seq: an encoder–decoder that writes the --label column from the --text column. Without DATA: generated
+    documents with one sentence to repeat.
 
-    With --task match3: of made-up numbers, which ones make three that match? Three-way attention against attention to pairs.
+    With --task match3: generated numbers, to find those that make three that match: three-way against pairwise attention.
 
     Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
 
@@ -66,9 +66,9 @@ def train(
             hierarchical-trilinear, deepsets, han, hat, transformer-xl; multiscale, clustered, flat, transformer-xl for the
             task lm; hierarchical, multiscale, clustered, flat (the encoder) for seq2seq. The first model is the reference;
             the others are matched to its size.
-            Classifiers named NAME+FUSION fuse their heads so: hierarchical+talking beside hsa.
-        resume: Go on where a run in the same folder stopped.
-        quick: Few examples and epochs: a look at how it works, in half a minute.
+            NAME+FUSION is a classifier with its heads fused in that way: hierarchical+talking.
+        resume: Continue the run in the same folder where it stopped.
+        quick: Few examples, at most 4 epochs and a width of 64: a look at how it works, in half a minute.
         cpu: Do not use a GPU.
         fsdp: Shard the model over processes (FSDP2).
     """

@@ -16,9 +16,9 @@ from hsa.huggingface.layers import attention_layers, is_causal
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 KINDS = {
-    "classify": "AutoModelForSequenceClassification",
-    "embed": "AutoModel",
-    "perplexity": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "embedding": "AutoModel",
+    "lm": "AutoModelForCausalLM",
 }
 """Class that a model is loaded as, for each task."""
 
@@ -113,7 +113,7 @@ def check_complete(name: str, model: Any, missing: list[str], fix: str | None = 
 def load_for_task(
     name: str, task: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any]:
-    """Load a model with all its weights and its tokenizer for a task ("classify", "embed" or "perplexity").
+    """Load a model with all its weights and its tokenizer for a task ("classification", "embedding" or "lm").
 
     Raises:
         InvalidInput: nothing that loads, or a checkpoint without the weights of its head.
@@ -122,15 +122,15 @@ def load_for_task(
     with loading(name):
         tokenizer = library.AutoTokenizer.from_pretrained(name)
         model, missing = load_weights(getattr(library, KINDS[task]), name, dtype)
-    check_complete(name, model, missing, fix="fine-tune it first: hsa finetune" if task == "classify" else None)
-    if task == "perplexity" and not any(is_causal(layer) for layer in attention_layers(model)):
+    check_complete(name, model, missing, fix="fine-tune it first: hsa finetune" if task == "classification" else None)
+    if task == "lm" and not any(is_causal(layer) for layer in attention_layers(model)):
         raise InvalidInput(
             name,
             given=f"{type(model).__name__}, whose tokens see later ones",
             expected="a causal language model",
-            fix="for an encoder, pass --task classify or embed",
+            fix="for an encoder, pass --task classification or embedding",
         )
-    if task == "classify":
+    if task == "classification":
         _name_padding(model, tokenizer)
     return model.eval().to(device), tokenizer
 

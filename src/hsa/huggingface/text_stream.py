@@ -73,7 +73,7 @@ def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tup
         InvalidInput: no causal model that loads, or a tokenizer that does not work on bytes.
     """
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    model, tokenizer = load_for_task(name, "perplexity", dtype=dtype, device=device)
+    model, tokenizer = load_for_task(name, "lm", dtype=dtype, device=device)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or "ByteLevel" not in str(backend.decoder):
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""A decoder-only language model: its layers attend flat, on the growing tree of the text, or on trees found from keys."""
+"""A decoder-only language model with flat, multiscale or clustered attention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LanguageModelConfig:
         activation: "swiglu" or "gelu".
         dropout: on embeddings and residual branches.
         attention: of all layers, or one per layer: "flat" (all tokens so far), "multiscale" (the own leaf family and
-            `near` before it token by token, the rest pooled on the tree), "clustered" (trees found from the keys of chunks).
+            `near` before it token by token, the rest pooled on the tree), "clustered" (multiscale over clustered keys).
         fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see
             `hsa.nn.head_fusion.head_fusion`, also for `shared_dim` and `fusion_penalty`.
         branching: members per family of the tree, from the leaves up; the last factor repeats.
@@ -53,7 +53,7 @@ class LanguageModelConfig:
             added to the embedding) or "both".
         position_levels: how many such indices.
         rope_base: of the rotary frequencies.
-        top_k, beam, chunk, group: for "clustered": groups opened per token, width of the search for them, tokens per chunk,
+        top_k, beam, chunk, group: for "clustered": exact groups per token, width of the search for them, tokens per chunk,
             keys per group.
         closes: token id → the height up to which it closes families: 1 leaf families, 2 what is above them, …
         max_length: the most tokens of a text; None for no limit.
@@ -252,8 +252,8 @@ class LanguageModel(CausalLanguageModel):
             trees = self.trees(tokens, sizes)
         x, angles = self._embed(tokens, trees.positions, trees.tree_positions)
         for i, (layer, kind) in enumerate(zip(self.layers, self.config.kinds, strict=True)):
-            part, place = (None, 0) if cache is None else cache.of_layer(i)
-            x = layer(x, trees.forests[kind], angles, cache=part, place=place, memory=memory)
+            part, index = (None, 0) if cache is None else cache.of_layer(i)
+            x = layer(x, trees.forests[kind], angles, cache=part, index=index, memory=memory)
         return self.norm(x)
 
     def read(
@@ -270,8 +270,8 @@ class LanguageModel(CausalLanguageModel):
         positions, tree_positions = cache.append(self, tokens)
         x, angles = self._embed(tokens, positions, tree_positions)
         for i, layer in enumerate(self.layers):
-            part, place = cache.of_layer(i)
-            x = layer.step(x, part, place, angles, memory=memory)  # type: ignore[operator]
+            part, index = cache.of_layer(i)
+            x = layer.step(x, part, index, angles, memory=memory)  # type: ignore[operator]
         return self._logits(self.norm(x))
 
     def loss(
@@ -322,8 +322,8 @@ class LanguageModel(CausalLanguageModel):
         number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         tree_positions = None
         if self.position_embedding is not None:
-            found = token_positions(lengths, config.branching, closes, config.sinks, config.position_levels)
-            tree_positions = torch.from_numpy(found).to(device)
+            positions = token_positions(lengths, config.branching, closes, config.sinks, config.position_levels)
+            tree_positions = torch.from_numpy(positions).to(device)
         return Trees(forests, torch.from_numpy(number).to(device), tree_positions)
 
     def _embed(self, tokens: Tensor, positions: Tensor, tree_positions: Tensor | None) -> tuple[Tensor, Tensor | None]:

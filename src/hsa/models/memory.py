@@ -18,11 +18,11 @@ def set_test_memory(model: nn.Module, tokens: int) -> None:
         InvalidInput: A model without a memory, or fewer than 0 tokens.
     """
     if tokens < 0:
-        raise InvalidInput("memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
+        raise InvalidInput("test_memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
     layers = [module for module in model.modules() if hasattr(module, "set_test_memory")]
     if not layers:
         raise InvalidInput(
-            "memory",
+            "test_memory",
             given=f"{tokens} tokens for a model without a memory",
             expected="a model that reads texts in segments: hsa train --models transformer-xl",
         )

@@ -23,10 +23,10 @@ class ModelOptions:
         fusion: How heads become one: concatenation, talking (they mix logits and weights), collaborative (one query and key
             projection for all) or over-heads (every leaf weighs its heads).
         shared_dim: For collaborative: channels of the shared queries and keys; half of all heads' by default.
-        fusion_penalty: For over-heads: how strongly leaves are kept from all choosing the same head.
+        fusion_penalty: For over-heads: weight of the penalty that keeps leaves from all preferring the same head.
         entmax: For hierarchical and multiscale: entmax with this α in place of softmax, which gives small logits no weight:
             a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
-        include_self: For hierarchical: leaves attend to themselves; in the paper's experiments they do not.
+        include_self: For hierarchical: leaves attend to themselves. The paper's experiments have --include-self=false.
         near: For multiscale: neighbouring leaf families that are attended to leaf by leaf, on each side.
         top_k: For multiscale and clustered: number of further leaf families attended to leaf by leaf, the best ones.
         windows: Fixed windows of this many leaves, from the leaves up, in place of the data's own tree.

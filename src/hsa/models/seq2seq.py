@@ -83,7 +83,7 @@ class Seq2Seq(nn.Module):
     >>> model = Seq2Seq(Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)}, top_k=1))
     >>> model(prompts, torch.tensor([10, 3, 1, 10, 9]), [3, 2]).shape  # answers of 3 and 2 tokens
     torch.Size([5, 12])
-    >>> len(model.generate(prompts, max_tokens=4))
+    >>> len(model.generate(prompts, max_new_tokens=4))
     2
     """
 
@@ -137,34 +137,34 @@ class Seq2Seq(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, inputs: Inputs, *, max_tokens: int = 128, choose: Callable[[Tensor], Tensor] | None = None
+        self, inputs: Inputs, *, max_new_tokens: int = 128, choose: Callable[[Tensor], Tensor] | None = None
     ) -> list[list[int]]:
         """An answer to every prompt, without start and end.
 
         Args:
             inputs: the prompts. They are encoded once; answers grow by a token a step, from caches.
-            max_tokens: of an answer, at most.
+            max_new_tokens: of an answer, at most.
             choose: logits `[prompts, vocabulary]` → tokens `[prompts]`, such as the `draw` of `hsa.generation.sampling`; the
                 most likely ones by default.
         """
-        check_count("max_tokens", max_tokens, "a positive number", minimum=1)
+        check_count("max_new_tokens", max_new_tokens, "a positive number", minimum=1)
         source = self.encode(inputs)
         batch, end = len(source.tree), self.config.end
         cache = self.decoder.new_cache(batch)
         token = torch.full((batch,), self.config.start, device=self.device)
         done = torch.zeros(batch, dtype=torch.bool, device=self.device)
-        found: list[Tensor] = []
-        for _ in range(max_tokens):
-            if not found:
+        answers: list[Tensor] = []
+        for _ in range(max_new_tokens):
+            if not answers:
                 logits = self.decoder.read(token, [1] * batch, cache, memory=source)
             else:
                 logits = self.decoder.step(token, cache, memory=source)
-            check_logits(logits, f"at token {len(found)} of the answers")
+            check_logits(logits, f"at token {len(answers)} of the answers")
             token = logits.argmax(-1) if choose is None else choose(logits)
             token = token.masked_fill(done, end)  # who is done goes on with nothing
             done |= token == end
-            found.append(token)
+            answers.append(token)
             if bool(done.all()):
                 break
-        rows = torch.stack(found, 1).tolist()
+        rows = torch.stack(answers, 1).tolist()
         return [row[: row.index(end)] if end in row else row for row in rows]

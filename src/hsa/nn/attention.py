@@ -38,7 +38,7 @@ _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
 
 @contextmanager
 def counting_operations() -> Iterator[list[Flops]]:
-    """Inside it, every attention appends what its call cost: one entry per layer.
+    """Collect the cost of every call of attention inside the block: one entry per layer.
 
     >>> tree = Hierarchy.flat([5])
     >>> with counting_operations() as counts:
@@ -61,17 +61,17 @@ def is_counting() -> bool:
     return _COUNTS.get() is not None
 
 
-def note_flops(found: Flops) -> None:
-    """What a call cost, for `counting_operations`."""
+def note_flops(cost: Flops) -> None:
+    """Add the cost of a call to `counting_operations`."""
     counts = _COUNTS.get()
     if counts is not None:
-        counts.append(found)
+        counts.append(cost)
 
 
 def note_operations(
     q: Tensor, v: Tensor, structure: Hierarchy | Selection, mixing: HeadMixing | None = None, **more: Any
 ) -> None:
-    """The same, worked out from a structure only where it is asked for."""
+    """Add the cost of a call, computed from a structure only while somebody counts."""
     if is_counting():
         heads = q.shape[1]
         sizes: dict[str, Any] = {"value_width": heads * v.shape[2], "mixes": mixing is not None}
@@ -79,7 +79,7 @@ def note_operations(
 
 
 class Attention(nn.Module):
-    """What all of them share."""
+    """Base class of the attentions."""
 
     uses_positions = True
     """Whether position logits have a meaning for it."""
@@ -167,23 +167,23 @@ class Multiscale(Attention):
         )
 
     def selection(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Selection:
-        """What its queries read leaf by leaf."""
+        """Return what its queries read leaf by leaf."""
         if not self.top_k:
             return self._nearest(hierarchy)
         return select(q, k, hierarchy, near=self.near, top_k=self.top_k, positions=positions)
 
     def _nearest(self, hierarchy: Hierarchy) -> Selection:
-        """A choice that depends on the tree alone: all layers and heads share it."""
+        """Return the selection that depends on the tree alone: all layers and heads share it."""
 
-        def choose() -> Selection:
+        def build() -> Selection:
             any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
             return select(any_rows, any_rows, hierarchy, near=self.near)
 
-        return hierarchy.cached(("near", self.near), choose)
+        return hierarchy.cached(("near", self.near), build)
 
 
 class Clustered(Attention):
-    """Multiscale attention over trees found from the keys of each head: groups of `group`, the `top_k` best selection."""
+    """Multiscale attention over the clustered keys of each head: groups of `group` keys, the `top_k` best of them exact."""
 
     uses_positions = False
     mixes = False
@@ -207,11 +207,13 @@ class Clustered(Attention):
             lambda: Hierarchy.regular(hierarchy.lengths, (self.group, 2), repeat_last=True).to(hierarchy.device),
         )
         queries = Queries.windows(tree, self.tile)
-        order = cluster_keys(k, tree)
-        selection = select(q, k, tree, queries=queries, top_k=self.top_k, clusters=order)
-        note_operations(q, v, selection, mixing, hierarchy=tree, clusters=order)
+        clusters = cluster_keys(k, tree)
+        selection = select(q, k, tree, queries=queries, top_k=self.top_k, clusters=clusters)
+        note_operations(q, v, selection, mixing, hierarchy=tree, clusters=clusters)
         bias = self.pooled_bias
-        return multiscale_attention(q, k, v, tree, selection=selection, clusters=order, pooled_bias=bias, mixing=mixing)
+        return multiscale_attention(
+            q, k, v, tree, selection=selection, clusters=clusters, pooled_bias=bias, mixing=mixing
+        )
 
 
 class Flat(Attention):
@@ -289,7 +291,7 @@ def flat_tree(hierarchy: Hierarchy) -> Hierarchy:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    rows: Tensor  # [trees · longest] leaf of every place; padding repeats a tree's last leaf
+    rows: Tensor  # [trees · longest] leaf of every slot; padding repeats a tree's last leaf
     shape: tuple[int, int]  # trees, longest
     absent: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None: no padding
 

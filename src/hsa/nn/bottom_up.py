@@ -39,12 +39,12 @@ def steps(hierarchy: Hierarchy) -> tuple[list[Step], Tensor]:
         row = np.zeros(hierarchy.num_nodes, np.int64)
         row[s.leaf_nodes] = np.arange(hierarchy.num_leaves)
         done = hierarchy.num_leaves
-        found = []
+        steps = []
         for height in range(1, int(s.height.max(initial=0)) + 1):
             parents = np.flatnonzero(s.height == height)
             sizes = s.num_children[parents]
             members = ranges(s.first_child[parents], sizes)
-            found.append(
+            steps.append(
                 Step(
                     height,
                     torch.from_numpy(row[members]).to(device),
@@ -55,7 +55,7 @@ def steps(hierarchy: Hierarchy) -> tuple[list[Step], Tensor]:
             )
             row[parents] = done + np.arange(len(parents))
             done += len(parents)
-        return found, torch.from_numpy(row[: hierarchy.num_trees]).to(device)
+        return steps, torch.from_numpy(row[: hierarchy.num_trees]).to(device)
 
     return hierarchy.cached("bottom up", build)
 

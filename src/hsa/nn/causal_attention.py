@@ -45,8 +45,8 @@ class CausalAttention(nn.Module):
     def prepare(self, hierarchy: Hierarchy) -> None:
         """Build what depends on the forest alone, ahead of the first call."""
 
-    def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
-        """What is known of a prompt's keys beside themselves, for the cache and for `forward`."""
+    def describe_keys(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
+        """Return what is known of the keys beside themselves, as arguments of `forward` and of `Cache.fill`."""
         return {}
 
 
@@ -82,12 +82,12 @@ def _by_length(hierarchy: Hierarchy) -> list[tuple[Tensor, int]]:
     """Of every length: the tokens of its sequences, and how many these are."""
     offsets = hierarchy.structure.leaf_offsets
     lengths = np.diff(offsets)
-    found = []
+    groups = []
     for length in np.unique(lengths):
         starts = offsets[:-1][lengths == length]
         rows = (starts[:, None] + np.arange(length)).reshape(-1)
-        found.append((torch.from_numpy(rows).to(hierarchy.device), len(starts)))
-    return found
+        groups.append((torch.from_numpy(rows).to(hierarchy.device), len(starts)))
+    return groups
 
 
 class CausalMultiscale(CausalAttention):
@@ -102,19 +102,19 @@ class CausalMultiscale(CausalAttention):
         self.near = near
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        self._opened(hierarchy)
+        self._selection(hierarchy)
 
-    def _opened(self, hierarchy: Hierarchy) -> Selection:
-        def choose() -> Selection:
+    def _selection(self, hierarchy: Hierarchy) -> Selection:
+        def build() -> Selection:
             none = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # nothing about them is looked at
             return select(none, none, hierarchy, near=self.near, causal=True)
 
-        return hierarchy.cached(("near, causal", self.near), choose)
+        return hierarchy.cached(("near, causal", self.near), build)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
     ) -> Tensor:
-        selection = self._opened(hierarchy)
+        selection = self._selection(hierarchy)
         note_operations(q, v, selection, mixing, hierarchy=hierarchy)
         bias = self.bias
         return multiscale_attention(
@@ -123,13 +123,13 @@ class CausalMultiscale(CausalAttention):
 
 
 class CausalClustered(CausalAttention):
-    """Trees found from the keys inside complete chunks; the own chunk and the `top_k` best groups token by token.
+    """Multiscale attention over the clustered keys of complete chunks: the own chunk and the `top_k` best groups are exact.
 
     Args:
-        heads: of the queries.
-        chunk: tokens whose keys are put in order together, once all are there.
-        top_k: groups of earlier chunks that every token reads key by key.
-        beam: width of the search for them; see `select`.
+        heads: Number of query heads.
+        chunk: Tokens whose keys are clustered together, once the chunk is complete.
+        top_k: Groups of earlier chunks that each token reads key by key.
+        beam: Width of the search for them; see `select`.
     """
 
     mixes = False
@@ -138,7 +138,7 @@ class CausalClustered(CausalAttention):
         super().__init__(heads)
         self.chunk, self.top_k, self.beam = chunk, top_k, beam
 
-    def found(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
+    def describe_keys(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
         return {"clusters": cluster_keys(k, hierarchy, chunk=self.chunk)}
 
     def forward(
@@ -151,9 +151,17 @@ class CausalClustered(CausalAttention):
         mixing: HeadMixing | None = None,
         clusters: Any = None,
     ) -> Tensor:
-        order = clusters or cluster_keys(k, hierarchy, chunk=self.chunk)
-        selection = select(q, k, hierarchy, top_k=self.top_k, beam=self.beam, clusters=order, causal=True)
-        note_operations(q, v, selection, mixing, hierarchy=hierarchy, clusters=order)
+        clusters = clusters or cluster_keys(k, hierarchy, chunk=self.chunk)
+        selection = select(q, k, hierarchy, top_k=self.top_k, beam=self.beam, clusters=clusters, causal=True)
+        note_operations(q, v, selection, mixing, hierarchy=hierarchy, clusters=clusters)
         return multiscale_attention(
-            q, k, v, hierarchy, selection=selection, clusters=order, causal=True, pooled_bias=self.bias, mixing=mixing
+            q,
+            k,
+            v,
+            hierarchy,
+            selection=selection,
+            clusters=clusters,
+            causal=True,
+            pooled_bias=self.bias,
+            mixing=mixing,
         )

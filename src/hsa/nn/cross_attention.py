@@ -58,7 +58,7 @@ class Source:
         return replace(self, tree=tuple(self.tree[i] for i in index), lengths=tuple(self.lengths[i] for i in index))
 
     def queries(self, *, shared: bool) -> Queries:
-        """One group per sequence, or one per token: a choice shared with later tokens would leak them."""
+        """One group per sequence, or one per token: a selection shared with later tokens would leak them."""
 
         def build() -> Queries:
             sizes = np.array(self.lengths, np.int64)
@@ -82,7 +82,7 @@ class CrossAttention(nn.Module):
         q = W_q RMSNorm(x)      k, v = W_k m, W_v m      m = LayerNorm(the encoder's leaves)
         out = W_o multiscale_attention(q, k, v, tree, selection=the best by q)
 
-    Every token chooses for itself. A learned bias per head weighs pooled against exact.
+    Every token has its own selection. A learned bias per head weighs pooled against exact.
 
     Args:
         width: of the tokens.

@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
         *,
         memory: Any = None,
         cache: Cache | None = None,
-        place: int = 0,
+        index: int = 0,
     ) -> Tensor:
         """All tokens at once, `[tokens, width]`.
 
@@ -119,19 +119,19 @@ class DecoderLayer(nn.Module):
             hierarchy: a tree per sequence, its leaves the tokens.
             angles: from `rotary_angles`; None for no rotation.
             memory: for `cross`.
-            cache: is filled, as layer `place` of it, after its `begin`.
+            cache: is filled, as layer `index` of it, after its `begin`.
         """
         q, k, v = self._project(x, angles)
-        found = self.attention.found(k, hierarchy)
+        known = self.attention.describe_keys(k, hierarchy)
         if cache is not None:
-            cache.fill(place, k, v, **found)
-        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **found), memory)
+            cache.fill(index, k, v, **known)
+        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **known), memory)
 
-    def step(self, x: Tensor, cache: Cache, place: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
+    def step(self, x: Tensor, cache: Cache, index: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
         """The newest token of every sequence, `[batch, width]`, after the cache's `append`."""
         q, k, v = self._project(x, angles)
         bias, mixing = self.attention.bias, self.fusion.mixing
-        return self._finish(x, cache.attend(place, q, k, v, pooled_bias=bias, mixing=mixing), memory)
+        return self._finish(x, cache.attend(index, q, k, v, pooled_bias=bias, mixing=mixing), memory)
 
     def _project(self, x: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         projected = self.project(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))

@@ -23,10 +23,10 @@ def token_positions(
     >>> token_positions([7], (3, 2), None, 0, 3).T.tolist()
     [[0, 1, 2, 0, 1, 2, 0], [0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
     """
-    found = levels(lengths, branching, closes, sinks, height)
-    node = np.arange(len(found[0].tree))
+    all_levels = levels(lengths, branching, closes, sinks, height)
+    node = np.arange(len(all_levels[0].tree))
     indices = []
-    for above in found[1:]:
+    for above in all_levels[1:]:
         sizes = np.diff(above.offsets)
         parent = np.repeat(np.arange(len(sizes)), sizes)[node]
         indices.append(node - above.offsets[parent])
@@ -51,13 +51,13 @@ class TreePositionCounters:
         self.closes: list[list[int]] | None = None  # by token; None: none closed anything so far
 
     def set(self, lengths: Sequence[int], closes: Sequence[Sequence[int]] | None = None) -> None:
-        """Sequences of so many tokens, as if they had grown to it."""
+        """Start from sequences of these lengths, as if `append` had been called for each of their tokens."""
         self.lengths = list(lengths)
         self.closes = None if closes is None else [list(heights) for heights in closes]
         known = None if closes is None else np.array([h for heights in closes for h in (*heights, 0)], np.int64)
         with_next = [length + 1 for length in lengths]
-        found = token_positions(with_next, self.branching, known, self.sinks, self.height)
-        self.positions = found[np.cumsum(with_next) - 1]
+        positions = token_positions(with_next, self.branching, known, self.sinks, self.height)
+        self.positions = positions[np.cumsum(with_next) - 1]
 
     def append(self, closes: Sequence[int] | None) -> None:
         """A token more in every sequence, with the height up to which it closes families."""

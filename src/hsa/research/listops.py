@@ -93,7 +93,7 @@ def expressions(
 
     made = 0
     while made < count:
-        found, length = grow(1, longest)
-        if isinstance(found, Expression) and shortest < length < longest:
+        expression, length = grow(1, longest)
+        if isinstance(expression, Expression) and shortest < length < longest:
             made += 1
-            yield found
+            yield expression

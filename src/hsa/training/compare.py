@@ -227,7 +227,7 @@ def _check_first(folder: Path, first: str, accelerator: Any) -> None:
 def _compare(model: str, plan: Plan, run: Callable[[str, float, int], Run]) -> Compared:
     first, *others = plan.seeds
     tried = tuple(run(model, rate, first) for rate in plan.rates)
-    best = max(tried, key=lambda found: found.validation)
+    best = max(tried, key=lambda run: run.validation)
     if best.result is None:
         return Compared(model, tried, ())
     return Compared(model, tried, (best, *(run(model, best.rate, seed) for seed in others)))

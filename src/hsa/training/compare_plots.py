@@ -38,10 +38,10 @@ def plot_frontiers(path: Path, panels: Mapping[str, Sequence[Point]], score: str
     drawn = [_draw(axes, points, cost) for axes, (cost, points) in zip(grid[0], panels.items(), strict=True)]
     grid[0][0].set_ylabel(score)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    figure.canvas.draw()  # puts all in its place, which labels depend on
+    figure.canvas.draw()  # fixes the layout, which labels depend on
     figure.set_layout_engine("none")
-    for axes, points, places in zip(grid[0], panels.values(), drawn, strict=True):
-        _label(figure, axes, points, places)
+    for axes, points, xs in zip(grid[0], panels.values(), drawn, strict=True):
+        _label(figure, axes, points, xs)
     save_figure(figure, path)
 
 
@@ -49,21 +49,19 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
     """Points, error bars and the frontier; returns where on the axis each point lies."""
     smallest = min((point.cost for point in points if point.cost > 0), default=1.0)
     nothing = smallest / _NOTHING
-    places = [point.cost if point.cost > 0 else nothing for point in points]
+    xs = [point.cost if point.cost > 0 else nothing for point in points]
     axes.set_xscale("log")
-    for color, point, place in zip(cycle(COLORS), points, places, strict=False):
-        axes.errorbar(
-            place, point.score, yerr=point.spread, color=color, marker="o", ms=6, capsize=3, elinewidth=1, ls=""
-        )
+    for color, point, x in zip(cycle(COLORS), points, xs, strict=False):
+        axes.errorbar(x, point.score, yerr=point.spread, color=color, marker="o", ms=6, capsize=3, elinewidth=1, ls="")
     best = on_frontier((point.cost, point.score) for point in points)
-    line = sorted((place, point.score) for place, point, on in zip(places, points, best, strict=True) if on)
-    left, right = min(places) / 1.8, max(places) * 1.8
+    line = sorted((x, point.score) for x, point, on in zip(xs, points, best, strict=True) if on)
+    left, right = min(xs) / 1.8, max(xs) * 1.8
     line.append((right, line[-1][1]))  # the best score can be had at any higher cost
     look: dict[str, Any] = {"color": "#999999", "ls": "--", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
-    axes.plot([place for place, _ in line], [score for _, score in line], **look)
+    axes.plot([x for x, _ in line], [score for _, score in line], **look)
     axes.set_xlim(left, right)
     ticks = []
-    if min(places) < smallest:
+    if min(xs) < smallest:
         ticks, left = [(nothing, "0")], nothing * _NOTHING**0.5
         axes.axvline(left, color="#cccccc", lw=0.8, zorder=0)
     ticks += [(tick, _short(tick)) for tick in _round_numbers(1.2 * left, right)]
@@ -73,7 +71,7 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
     axes.set_xlabel(cost)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    return places
+    return xs
 
 
 def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
@@ -103,19 +101,19 @@ _SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
 _DISTANCES = (6, 12, 20, 30, 42, 56)
 
 
-def _label(figure: Any, axes: Any, points: Sequence[Point], places: Sequence[float]) -> None:
+def _label(figure: Any, axes: Any, points: Sequence[Point], xs: Sequence[float]) -> None:
     """The name of every point, where it covers no other one and no point, as near as that is possible."""
     from matplotlib.text import Text
 
     renderer = figure.canvas.get_renderer()
-    spots = [axes.transData.transform((x, point.score)) for x, point in zip(places, points, strict=True)]
+    spots = [axes.transData.transform((x, point.score)) for x, point in zip(xs, points, strict=True)]
     taken: list[Any] = [_box(*spot, *spot) for spot in spots]
-    for x, point in zip(places, points, strict=True):
+    for x, point in zip(xs, points, strict=True):
         if point.spread:
             ends = (axes.transData.transform((x, point.score + sign * point.spread)) for sign in (-1, 1))
             taken.append(_box(*next(ends), *next(ends)))
     names: list[Any] = []  # which must not cover each other, whatever else they cover
-    for i, (color, point, x) in enumerate(zip(cycle(COLORS), points, places, strict=False)):
+    for i, (color, point, x) in enumerate(zip(cycle(COLORS), points, xs, strict=False)):
         least, kept, room = math.inf, None, None
         for distance, (across, up) in product(_DISTANCES, _SIDES):
             text = _name(axes, point, x, color, distance * across, distance * up)

@@ -35,7 +35,7 @@ _SAME_SIZE = 0.02
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was found.
+    """Results of a comparison.
 
     Attributes:
         compared: what came of every model.
@@ -71,13 +71,13 @@ class Comparison:
 
     def frontiers(self) -> dict[str, list[str]]:
         """For every model the costs for which no other model beats it."""
-        found: dict[str, list[str]] = {model.model: [] for model in self.compared}
+        names: dict[str, list[str]] = {model.model: [] for model in self.compared}
         for name, cost in self.cost_of.items():
             points = [(cost(model), statistics.fmean(model.scores)) for model in self.finished]
             for model, best in zip(self.finished, on_frontier(points), strict=True):
                 if best:
-                    found[model.model].append(name)
-        return found
+                    names[model.model].append(name)
+        return names
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
         """The header and rows of the table."""
@@ -109,8 +109,8 @@ class Comparison:
 
     def _second(self, result: Result) -> float:
         scores = result.scores
-        found = scores.f1 if self.prepared.test.classes else scores.mean_absolute_error
-        return float(found or 0.0)
+        score = scores.f1 if self.prepared.test.classes else scores.mean_absolute_error
+        return float(score or 0.0)
 
     def table(self) -> Table:
         """For the terminal."""
@@ -159,9 +159,9 @@ class Comparison:
                 )
         for model in self.compared:
             lines += self._failures(model)
-        if any(run.state == "no room" for model in self.compared for run in model.failed):
+        if any(run.state == "out of memory" for model in self.compared for run in model.failed):
             lines.append(
-                f"where there was no room: --resume tries again, for when there is more; else compare into another folder "
+                f"where memory ran out: --resume tries again, for when there is more; else compare into another folder "
                 f"with {SMALLER}"
             )
         minutes = self.recipe.training.minutes
@@ -171,14 +171,14 @@ class Comparison:
                 f"{', '.join(early)} trained for less than {minutes:g} minutes: epochs or patience ended first"
             )
         sizes = {model.model: model.results[0].parameters for model in self.finished}
-        meant = next(iter(sizes.values()), 0)
+        reference = next(iter(sizes.values()), 0)
         for name, size in sizes.items():
-            if abs(size - meant) > _SAME_SIZE * meant:
-                more = "more" if size > meant else "fewer"
+            if abs(size - reference) > _SAME_SIZE * reference:
+                more = "more" if size > reference else "fewer"
                 why = "no size of it fits"
                 if self._has_fixed_size(name):
                     why = "it keeps the size of the encoder that it starts from"
-                lines.append(f"{name} has {abs(size / meant - 1):.0%} {more} parameters: {why}")
+                lines.append(f"{name} has {abs(size / reference - 1):.0%} {more} parameters: {why}")
         return lines
 
     def _has_fixed_size(self, name: str) -> bool:
@@ -188,9 +188,12 @@ class Comparison:
     @staticmethod
     def _failures(model: Compared) -> list[str]:
         if not model.results and len({run.state for run in model.failed}) == 1:
-            all_same = {"diverged": "diverged at every rate; try lower ones", "no room": "had no room at any rate"}
+            all_same = {
+                "diverged": "diverged at every rate; try lower ones",
+                "out of memory": "ran out of memory at every rate",
+            }
             return [f"{model.model} {all_same[model.failed[0].state]}"]
-        words = {"diverged": "diverged", "no room": "had no room"}
+        words = {"diverged": "diverged", "out of memory": "ran out of memory"}
         return [f"{model.model} {words[run.state]} at rate {run.rate:g}, seed {run.seed}" for run in model.failed]
 
     def to_json(self) -> dict[str, Any]:
@@ -216,21 +219,21 @@ class Comparison:
         }
 
     def _model_json(self, model: Compared) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "model": model.model,
             "rate": model.rate,
             "validation": {f"{run.rate:g}": None if run.result is None else run.validation[0] for run in model.tried},
             **{
                 name: [{"rate": run.rate, "seed": run.seed} for run in model.failed if run.state == state]
-                for name, state in (("diverged", "diverged"), ("no_room", "no room"))
+                for name, state in (("diverged", "diverged"), ("out_of_memory", "out of memory"))
             },
             "on_frontier": self.frontiers()[model.model],
         }
         if not model.results:
-            return found
+            return entry
         score = "accuracy" if self.prepared.test.classes else "r2"
         second = "f1" if self.prepared.test.classes else "mean_absolute_error"
-        return found | {
+        return entry | {
             "folder": str(model.runs[0].folder(Path())),
             "parameters": model.results[0].parameters,
             score: statistics.fmean(model.scores),
@@ -258,17 +261,17 @@ class Comparison:
     def write(self, folder: Path) -> list[Path]:
         """`comparison.json`, `report.md` and its pictures; returns the pictures."""
         pictures = self._pictures(folder)
-        found = self.to_json()
-        write_json(folder / JSON, found)
+        content = self.to_json()
+        write_json(folder / JSON, content)
         lines = [f"# {self.prepared.name}: {', '.join(self.plan.models)}", "", *markdown_table(*self.columns())]
-        lines += ["", f"{CAPTION[0].upper()}{CAPTION[1:]}.", "", *(f"- {line}" for line in found["findings"]), ""]
+        lines += ["", f"{CAPTION[0].upper()}{CAPTION[1:]}.", "", *(f"- {line}" for line in content["findings"]), ""]
         lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
         lines += ["", f"## Validation {self.score} by learning rate, seed {self.plan.seeds[0]}", ""]
         lines += markdown_table(["model", *(f"{rate:g}" for rate in self.plan.rates)], self._rate_rows())
         if self.costs:
             lines += ["", f"## One document of so many leaves: attention operations, forward pass ({self.device})", ""]
             lines += markdown_table(*cost_table(self.costs))
-        lines += ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in found["options"].items())]
+        lines += ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in content["options"].items())]
         write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
         return pictures
 

@@ -151,17 +151,17 @@ def train_model(
     if resume and (folder / RESULT).is_file():
         return Result.load(folder)
     history = trainer.fit()
-    found = trainer.evaluate(prepared.test)
+    evaluation = trainer.evaluate(prepared.test)
     result = Result(
         model=name,
         parameters=count_parameters(model),
-        scores=found.scores,
-        operations=found.operations / len(prepared.test),
+        scores=evaluation.scores,
+        operations=evaluation.operations / len(prepared.test),
         training_seconds=sum(record.seconds for record in history),
-        test_seconds=found.seconds,
+        test_seconds=evaluation.seconds,
         epochs=len(history),
         history=tuple(history),
-        confusion=_confusion(found, prepared),
+        confusion=_confusion(evaluation, prepared),
         peak_memory=trainer.progress.peak_memory,
     )
     trainer.save_model(folder, prepared.test.classes)
@@ -183,10 +183,10 @@ def _sparsity(folder: Path, prepared: PreparedData, device: torch.device) -> tup
     return measure_sparsity(model, batches if transform is None else map(transform, batches))
 
 
-def _confusion(found: Evaluation, prepared: PreparedData) -> tuple[tuple[int, ...], ...]:
+def _confusion(evaluation: Evaluation, prepared: PreparedData) -> tuple[tuple[int, ...], ...]:
     if not prepared.test.classes:
         return ()
-    table = confusion(found.predicted, prepared.test.targets.numpy(), len(prepared.test.classes))
+    table = confusion(evaluation.predicted, prepared.test.targets.numpy(), len(prepared.test.classes))
     return tuple(tuple(row) for row in table.tolist())
 
 

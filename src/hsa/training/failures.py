@@ -1,4 +1,4 @@
-"""How a run can end without a result, and how the others of its comparison go on."""
+"""Runs that end without a result: they diverge or run out of memory, and the other runs go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsa.errors import HsaError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Ending = Literal["diverged", "no room"]
+Ending = Literal["diverged", "out of memory"]
 _FULL = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 """What errors of torch's CPU allocator, of a GPU's driver and of its libraries say."""
 
@@ -31,10 +31,10 @@ class Diverged(NoResult):
     ending = "diverged"
 
 
-class NoRoom(NoResult):
+class OutOfMemory(NoResult):
     """The memory of the device is full."""
 
-    ending = "no room"
+    ending = "out of memory"
 
 
 OnFailure = Callable[[str, NoResult], None]
@@ -42,26 +42,26 @@ OnFailure = Callable[[str, NoResult], None]
 
 
 def catch_oom(run: Callable[P, T]) -> Callable[P, T]:
-    """The same function, which raises `NoRoom` where memory is full. What it held is free by then, unlike in its own error.
+    """Wrap a function so that it raises `OutOfMemory` where memory is full, after the memory it held has been freed.
 
-    In several processes the error stays what it is: the others wait for this one, so that all have to end.
+    In several processes the original error passes: the others wait for this one, so that all have to end.
 
     >>> catch_oom(torch.empty)(2**60)
     Traceback (most recent call last):
-    hsa.training.failures.NoRoom: memory is full; try ...
+    hsa.training.failures.OutOfMemory: memory is full; try ...
     """
 
     @wraps(run)
-    def noticing(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return run(*args, **kwargs)
         except (RuntimeError, MemoryError) as error:
             if not _is_full(error) or _waited_for():
                 raise
         # Out here the error is gone, and with it the frames that it keeps.
-        raise NoRoom(f"memory is full; try {SMALLER}")
+        raise OutOfMemory(f"memory is full; try {SMALLER}")
 
-    return noticing
+    return wrapped
 
 
 def _is_full(error: Exception) -> bool:
@@ -75,12 +75,12 @@ def _waited_for() -> bool:
 
 
 def results_of(names: Iterable[str], train: Callable[[str], T], on_failure: OnFailure | None = None) -> list[T]:
-    """What comes of every model, but for those without a result.
+    """Return the results of all models that have one.
 
     Args:
-        names: of models.
-        train: gives the result of one.
-        on_failure: is told of those without; the first one is an error by default.
+        names: Names of the models.
+        train: Trains one and returns its result.
+        on_failure: Told of each model without a result; by default the first one is an error.
     """
     results = []
     for name in names:
@@ -94,20 +94,20 @@ def results_of(names: Iterable[str], train: Callable[[str], T], on_failure: OnFa
 
 
 def rows_without_results(failed: Mapping[str, NoResult], columns: int) -> list[list[str]]:
-    """Of a table that begins with names.
+    """Return the table rows of models without a result.
 
-    >>> rows_without_results({"flat": NoRoom("memory is full")}, 5)
-    [['flat', '–', 'no room', '–', '–']]
+    >>> rows_without_results({"flat": OutOfMemory("memory is full")}, 5)
+    [['flat', '–', 'out of memory', '–', '–']]
     """
     return [[name, "–", error.ending, *["–"] * (columns - 3)] for name, error in failed.items()]
 
 
 def lines_of(failed: Mapping[str, NoResult]) -> list[str]:
-    """Why each has no result."""
+    """Return a line per model that says why it has no result."""
     return [f"{name}: {error}" for name, error in failed.items()]
 
 
 def complain(failed: Mapping[str, NoResult]) -> None:
-    """Raises where a model has no result."""
+    """Raise if a model has no result."""
     if failed:
         raise HsaError("; ".join(lines_of(failed)))

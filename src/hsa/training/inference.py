@@ -76,8 +76,8 @@ class Saved:
         known = tuple(self.model.config.modalities)
         for example in examples:
             signal = example.signal
-            found = signal.modalities if isinstance(signal, Signal) else (signal.modality,)
-            unknown = [name for name in found if name not in known]
+            modalities = signal.modalities if isinstance(signal, Signal) else (signal.modality,)
+            unknown = [name for name in modalities if name not in known]
             if unknown:
                 given, expected = (
                     f"leaves of modality {unknown[0]!r}",

@@ -20,7 +20,7 @@ from hsa.signals import Sequence as Row
 from hsa.signals.batch import Batch, collate, uncollate
 from hsa.signals.windows import in_windows
 from hsa.training.data.prepare import PreparedData
-from hsa.training.failures import NoRoom, catch_oom
+from hsa.training.failures import OutOfMemory, catch_oom
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 LONGEST_PASS = 1.0
@@ -48,7 +48,7 @@ def length_costs(
     """
     longest = _row_of_parts(prepared, max(lengths, default=1))
     documents = {length: document for length in lengths if (document := _cut(longest, length, prepared)) is not None}
-    found = []
+    costs = []
     for name, folder in folders.items():
         model, _ = load_model(folder, accelerator.device)
         for length, document in documents.items():
@@ -56,12 +56,12 @@ def length_costs(
                 watch(name, length)
             try:
                 cost = _cost(name, model, document, prepared, accelerator)
-            except NoRoom:
+            except OutOfMemory:
                 break
-            found.append(cost)
+            costs.append(cost)
             if cost.seconds is not None and cost.seconds > longest_pass:
                 break
-    return found
+    return costs
 
 
 @catch_oom

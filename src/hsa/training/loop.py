@@ -306,12 +306,12 @@ class Trainer:
 
     def _finish_epoch(self) -> None:
         state = self.progress
-        found = self.evaluate(self.validation)
+        evaluation = self.evaluate(self.validation)
         record = EpochRecord(
             epoch=state.epoch + 1,
             loss=state.loss_sum / state.step,
-            validation_loss=found.loss,
-            validation=found.scores.main,
+            validation_loss=evaluation.loss,
+            validation=evaluation.scores.main,
             learning_rate=self._learning_rate(),
             seconds=state.epoch_seconds,
         )
@@ -370,14 +370,18 @@ class Trainer:
                 lengths = data.lengths[chosen] if data.per_leaf else np.ones(len(chosen), np.int64)
                 for example, part in zip(chosen.tolist(), np.split(out, np.cumsum(lengths)[:-1]), strict=False):
                     rows[example] = part
-        found = np.concatenate([rows[i] for i in range(len(data))])
-        if data.per_leaf and len(found) != offsets[-1]:
+        predicted = np.concatenate([rows[i] for i in range(len(data))])
+        if data.per_leaf and len(predicted) != offsets[-1]:
             raise AssertionError("a prediction is missing")
         true = data.targets.numpy()
-        scores = class_scores(found.argmax(-1), true, found.shape[-1]) if data.classes else number_scores(found, true)
+        scores = (
+            class_scores(predicted.argmax(-1), true, predicted.shape[-1])
+            if data.classes
+            else number_scores(predicted, true)
+        )
         operations = sum(entry[1] for entry in gathered)
         loss = sum(entry[2] for entry in gathered) / len(data) / len(gathered)
-        return Evaluation(scores, loss, found, seconds, operations)
+        return Evaluation(scores, loss, predicted, seconds, operations)
 
     def _gather(self, entries: list[Any]) -> list[Any]:
         if self.accelerator.num_processes == 1:

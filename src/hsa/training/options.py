@@ -1,4 +1,4 @@
-"""How a model is trained: the options of `hsa train` and of recipes."""
+"""Options of training, of data and of tasks: the one place of their defaults. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Schedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, how fast, how careful.
+    """Optimisation settings.
 
     Args:
         epochs: Passes over the training data, at most.
         minutes: Time to train, at most, not counting validation; 0 for no limit. The learning rate then falls with the
             larger share of steps and of time.
-        learning_rate: The highest one.
+        learning_rate: Highest learning rate.
         schedule: How the learning rate falls after the warm-up: linear or cosine to zero, or constant.
         warmup: Share of all steps during which the learning rate rises.
-        weight_decay: Of AdamW; not for biases, norms and embeddings.
-        clip: Gradients are clipped to this norm.
+        weight_decay: Weight decay of AdamW; biases, norms and embeddings have none.
+        clip: Largest norm of the gradients; larger ones are clipped.
         batch_size: Examples per step, at most.
         batch_tokens: Leaves per step, at most, over all processes; a longer example is a batch of its own.
-        patience: Stop after so many epochs without a better validation score (or the same at a lower loss); 0 for never.
-        seed: Of the weights, the order of the data, dropout and the split.
-        mixed_precision: no, bf16 or fp16.
+        patience: Epochs without a better validation score (or the same at a lower loss) before training stops; 0 for never.
+        seed: Random seed of the weights, the order of the data, dropout and the split.
+        mixed_precision: Precision of matrix products: no (float32), bf16 or fp16.
         checkpoint_minutes: Time between checkpoints; there is one after every epoch too.
     """
 
@@ -65,16 +65,16 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which data, and how they are read.
+    """Data and how they are read.
 
     Args:
         text: Columns that hold text.
-        label: The column to predict.
+        label: Column to predict.
         number: Columns that hold numbers.
         image: Columns that hold images: paths, relative to the file, or their bytes.
         task: classification (the label names a class), regression (it is a number), lm (a language model of the texts),
-            seq2seq (the label is a text, to be written), or a task of a study: match3 (generated numbers, of which three are
-            to match).
+            seq2seq (the label is a text, to be written), or a task of a study: match3 (generated numbers,
+            three of which are to match).
         validation: A file or folder for validation; without it, a tenth of the data.
         test: A file or folder for the test; without it, a tenth of the data.
         max_tokens: Leaves of an example that are read; the rest is cut off. 0 for all.
@@ -83,7 +83,7 @@ class DataOptions:
         word_vectors: A file of pre-trained word vectors (GloVe, word2vec); tokens are then words, and their vectors stay.
         encoder: A frozen pre-trained text encoder (T5, e5, BERT, …), a folder or a hub name; its vectors are the leaves.
         image_encoder: A frozen pre-trained image encoder (ViT, …), a folder or a hub name; an image is then one vector.
-        language: Of the text, for the sentence splitter.
+        language: Language of the texts, for the sentence splitter.
         skip_bad: Leave out rows and files that cannot be read, and count them, instead of stopping.
     """
 
@@ -110,24 +110,24 @@ class LanguageOptions:
 
     Args:
         context: Tokens of a block: how far the model can look back while it learns.
-        steps: How many, each of batch_tokens tokens; 0 for as many as the epochs have.
-        evaluate_every: Steps between looks at the validation loss; 0 for ten in all.
-        structure: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
+        steps: Number of steps, each of batch_tokens tokens; 0 for as many as the epochs have.
+        evaluate_every: Steps between validations; 0 for ten in all.
+        tree: Where families end: windows (fixed numbers of tokens) or text (sentences, paragraphs and chapters too).
         branching: Members per family of the tree, from the leaves up; the last factor repeats.
         sinks: First tokens that every token reads exactly.
         positions: rope, tree (positions in the families of the tree) or both.
         kv_heads: Heads of keys and values; as many as heads by default.
         feed_forward: Inner width of the feed-forward networks; 8/3 of the width by default.
-        chunk: For found: tokens whose keys are put in order together.
-        group: For found: keys per group.
-        max_length: The most tokens that the model will ever read; no limit by default.
-        start: A run on the same text to go on from, for example with longer blocks: models begin with its weights.
+        chunk: For clustered: tokens whose keys are clustered together.
+        group: For clustered: keys per group.
+        max_length: Most tokens that the model will ever read; no limit by default.
+        init_from: Run on the same text whose weights the models start with, for example to train on with longer blocks.
     """
 
     context: int = 512
     steps: int = 0
     evaluate_every: int = 0
-    structure: Literal["windows", "text"] = "windows"
+    tree: Literal["windows", "text"] = "windows"
     branching: tuple[int, ...] = (32, 4)
     sinks: int = 0
     positions: Literal["rope", "tree", "both"] = "rope"
@@ -136,7 +136,7 @@ class LanguageOptions:
     chunk: int = 256
     group: int = 8
     max_length: int | None = None
-    start: Path | None = None
+    init_from: Path | None = None
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -148,8 +148,8 @@ class LanguageOptions:
             raise InvalidInput(
                 "max_length", given=self.max_length, expected=f"{self.context} or more, the context that it learns from"
             )
-        if self.structure not in ("windows", "text"):
-            raise InvalidInput("structure", given=self.structure, expected="windows or text")
+        if self.tree not in ("windows", "text"):
+            raise InvalidInput("tree", given=self.tree, expected="windows or text")
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class Seq2SeqOptions:
     """For the task seq2seq: the decoder of the answers.
 
     Args:
-        decoder: How answers attend to themselves: flat, or multiscale with the branching above.
-        decoder_layers: Of the decoder; as many as the encoder has by default.
+        decoder_attention: How answers attend to themselves: flat, or multiscale with the branching above.
+        decoder_layers: Number of layers of the decoder; as many as the encoder has by default.
         cross_top_k: Leaf families of the prompt that a token of the answer reads leaf by leaf; all by default.
         max_answer: Tokens of an answer that are read; the rest is cut off.
     """
 
-    decoder: Literal["flat", "multiscale"] = "flat"
+    decoder_attention: Literal["flat", "multiscale"] = "flat"
     decoder_layers: int | None = None
     cross_top_k: int | None = None
     max_answer: int = 256

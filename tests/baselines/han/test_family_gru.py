@@ -17,11 +17,11 @@ def test_it_is_a_gru_over_every_family_alone(layers, lengths):
     model = exact(FamilyGRU(WIDTH, INNER, layers))
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, requires_grad=True)
     alone = [model.output(model.gru(rows[:, None])[0][:, 0]) for rows in x.split(lengths)]
-    found, wanted = model(x, Hierarchy.flat(lengths)), torch.cat(alone)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    weight, inputs = torch.randn_like(found), [x, *model.parameters()]
+    result, wanted = model(x, Hierarchy.flat(lengths)), torch.cat(alone)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
+    weight, inputs = torch.randn_like(result), [x, *model.parameters()]
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, weight), torch.autograd.grad(wanted, inputs, weight), strict=True
+        torch.autograd.grad(result, inputs, weight), torch.autograd.grad(wanted, inputs, weight), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 

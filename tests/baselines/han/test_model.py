@@ -102,14 +102,14 @@ def test_it_is_the_recursion_over_the_tree(kind, changes, listed):
         wanted, weight = by_recursion(model, batch)
     assert roots.num_nodes == roots.num_leaves == roots.num_trees == batch.hierarchy.num_trees
     close(x, wanted)
-    found = {
+    result = {
         int(node): alpha
         for level in model.weights(batch)
         for node, alpha in zip(level.nodes, level.weights, strict=True)
     }
-    assert found.keys() == weight.keys()
+    assert result.keys() == weight.keys()
     for node, alpha in weight.items():
-        close(found[node], alpha)
+        close(result[node], alpha)
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_LEVELS)
@@ -117,10 +117,10 @@ def test_it_is_the_recursion_over_the_tree(kind, changes, listed):
 @given(readable(trees=(1, 3)), st.integers(1, 4))
 def test_weights_sum_to_one_in_every_family(kind, listed, levels):
     model, batch = han(kind, levels=levels), collate(listed)
-    tree, found = batch.hierarchy, model.weights(batch)
-    assert [level.height for level in found] == list(range(1, tree.depth + 1))
+    tree, result = batch.hierarchy, model.weights(batch)
+    assert [level.height for level in result] == list(range(1, tree.depth + 1))
     seen = []
-    for level in found:
+    for level in result:
         assert level.level == min(level.height, levels)
         assert (level.weights > 0).all()
         assert torch.equal(level.families, tree.parent[level.nodes])
@@ -282,7 +282,7 @@ def test_operations_are_those_of_both_attentions():
 
 
 @pytest.mark.parametrize("kind", ["gru", "none"])
-def test_models_without_positions_ask_for_no_places(kind):
+def test_models_without_positions_ask_for_none(kind):
     """Those of a grid of four axes do not exist."""
     four_axes = Signal.of(torch.arange(30).view(1, 2, 3, 5), "text", Grid((1, 2, 3, 5)))
     for model in (han(kind), han("attention", position_width=0)):

@@ -40,10 +40,10 @@ def test_a_leaf_weighs_the_product_of_the_weights_above_it(listed, levels):
         return [n, *path(parent[n])] if parent[n] >= 0 else []
 
     leaf_nodes = example.hierarchy.structure.leaf_nodes
-    found = document_weights(model, example)
-    np.testing.assert_allclose(found.leaves, [prod(alpha[n] for n in path(leaf)) for leaf in leaf_nodes], atol=1e-12)
-    assert found.leaves.sum() == pytest.approx(1)
-    for first, end in zip(found.rows[:-1], found.rows[1:], strict=True):  # runs of one family, as long as can be
+    result = document_weights(model, example)
+    np.testing.assert_allclose(result.leaves, [prod(alpha[n] for n in path(leaf)) for leaf in leaf_nodes], atol=1e-12)
+    assert result.leaves.sum() == pytest.approx(1)
+    for first, end in zip(result.rows[:-1], result.rows[1:], strict=True):  # runs of one family, as long as can be
         assert len({parent[leaf] for leaf in leaf_nodes[first:end]}) == 1
         assert end == len(leaf_nodes) or parent[leaf_nodes[end]] != parent[leaf_nodes[first]]
 
@@ -51,18 +51,18 @@ def test_a_leaf_weighs_the_product_of_the_weights_above_it(listed, levels):
 def test_rows_and_parts_weigh_what_their_nodes_do():
     document = node(0, 1, node(node(2, 3), node(4)), node(5, 6), 7)
     example, model = collate([document]), han(levels=3)
-    found = document_weights(model, example)
-    assert found.rows.tolist() == [0, 2, 4, 5, 7, 8]
-    assert found.parts.tolist() == [0, 2, 5, 7, 8]
+    result = document_weights(model, example)
+    assert result.rows.tolist() == [0, 2, 4, 5, 7, 8]
+    assert result.parts.tolist() == [0, 2, 5, 7, 8]
     top = model.weights(example)[-1].weights  # of 0, 1, the two inner nodes and 7
     wanted = [float(top[:2].sum()), *top[2:].tolist()]
-    np.testing.assert_allclose(found.of(found.parts), wanted, atol=1e-12)
-    assert found.of(found.rows)[1:3].sum() == pytest.approx(wanted[1])
+    np.testing.assert_allclose(result.of(result.parts), wanted, atol=1e-12)
+    assert result.of(result.rows)[1:3].sum() == pytest.approx(wanted[1])
 
 
 def test_a_single_leaf_is_everything():
-    found = document_weights(han(), collate([Leaf(3, "text")]))
-    assert (found.leaves.tolist(), found.rows.tolist(), found.parts.tolist()) == ([1.0], [0, 1], [0, 1])
+    result = document_weights(han(), collate([Leaf(3, "text")]))
+    assert (result.leaves.tolist(), result.rows.tolist(), result.parts.tolist()) == ([1.0], [0, 1], [0, 1])
 
 
 def sentences(*lengths):
@@ -116,12 +116,12 @@ def test_words_stay_together(monkeypatch, tmp_path):
     """Pieces of a word stand side by side, words a space apart; a word that does not fit goes to the next line."""
     labels = ["ab", "cd", " ef", *[" " + "x" * 8] * 9, " yy", "yyyyyyyy"]
     said = drawn(monkeypatch, tmp_path, sentences(len(labels)), labels)
-    place = {text: (x, y) for x, y, text in said}
+    position = {text: (x, y) for x, y, text in said}
     cell = module.CELL
-    assert place["cd"] == pytest.approx((place["ab"][0] + 2 * cell, place["ab"][1]))
-    assert place["ef"] == pytest.approx((place["ab"][0] + 5 * cell, place["ab"][1]))
-    assert place["yy"] == pytest.approx((place["ab"][0] + 2 * cell, place["ab"][1] + module.LINE))
-    assert place["yyyyyyyy"] == pytest.approx((place["ab"][0] + 4 * cell, place["ab"][1] + module.LINE))
+    assert position["cd"] == pytest.approx((position["ab"][0] + 2 * cell, position["ab"][1]))
+    assert position["ef"] == pytest.approx((position["ab"][0] + 5 * cell, position["ab"][1]))
+    assert position["yy"] == pytest.approx((position["ab"][0] + 2 * cell, position["ab"][1] + module.LINE))
+    assert position["yyyyyyyy"] == pytest.approx((position["ab"][0] + 4 * cell, position["ab"][1] + module.LINE))
 
 
 def test_words_longer_than_a_line_are_broken(monkeypatch, tmp_path):
@@ -147,9 +147,9 @@ def test_the_numbers_of_a_picture(monkeypatch, tmp_path):
 
 def test_what_is_left_out_is_said(monkeypatch, tmp_path):
     document = sentences(*[3] * (module.LINES + 4))
-    found = document_weights(han(), collate([document]))
+    result = document_weights(han(), collate([document]))
     said = [text for _, _, text in drawn(monkeypatch, tmp_path, document, None)]
-    rest = module.percent(found.leaves[-12:].sum())
+    rest = module.percent(result.leaves[-12:].sum())
     assert f"… and 12 more, which weigh {rest} together" in said
     assert "179" in said
     assert "180" not in said

@@ -52,21 +52,21 @@ def test_it_is_the_layer_of_pytorch_on_every_tree(norm, activation, lengths):
     layer = layer_of(norm=norm, activation=activation, epsilon=0.03)
     twin = torch_layer(layer, norm, activation, 0.03)
     x = rows(lengths).requires_grad_()
-    found = layer(x, Hierarchy.flat(lengths))
+    result = layer(x, Hierarchy.flat(lengths))
     wanted = torch.cat([twin(part[None])[0] for part in x.split(lengths)])
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    weight = torch.randn_like(found)
+    torch.testing.assert_close(result, wanted, rtol=1e-10, atol=1e-10)
+    weight = torch.randn_like(result)
     torch.testing.assert_close(
-        torch.autograd.grad(found, x, weight)[0], torch.autograd.grad(wanted, x, weight)[0], rtol=1e-9, atol=1e-9
+        torch.autograd.grad(result, x, weight)[0], torch.autograd.grad(wanted, x, weight)[0], rtol=1e-9, atol=1e-9
     )
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_what_attention_is_told_of_places_goes_into_queries_keys_and_values(norm):
+def test_what_attention_is_told_of_positions_goes_into_queries_keys_and_values(norm):
     lengths = [7, 2, 1]
-    forest, x, places = Hierarchy.flat(lengths), rows(lengths), rows(lengths, seed=6)
+    forest, x, positions = Hierarchy.flat(lengths), rows(lengths), rows(lengths, seed=6)
     layer = layer_of(norm=norm, activation="gelu-tanh")
-    told = (layer.norm_attention(x) if norm == "pre" else x) + places
+    told = (layer.norm_attention(x) if norm == "pre" else x) + positions
     q, k, v = (part.view(-1, HEADS, WIDTH // HEADS) for part in layer.project(told).split(WIDTH, -1))
     attended = torch.einsum("hij,jhd->ihd", softmax_weights(q, k, forest), v).flatten(1)
     y = x + layer.output(attended)
@@ -76,7 +76,7 @@ def test_what_attention_is_told_of_places_goes_into_queries_keys_and_values(norm
     wanted = y + layer.outer(F.gelu(fed, approximate="tanh"))
     if norm == "post":
         wanted = layer.norm_feed_forward(wanted)
-    torch.testing.assert_close(layer(x, forest, places), wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer(x, forest, positions), wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_a_layer_that_starts_as_the_identity_learns_not_to_be():
@@ -92,8 +92,8 @@ def test_a_layer_that_starts_as_the_identity_learns_not_to_be():
 
 def test_gradients():
     layer, forest = layer_of(), Hierarchy.flat([3, 1])
-    x, places = rows([3, 1]).requires_grad_(), rows([3, 1], seed=6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, p: layer(x, forest, p), (x, places))
+    x, positions = rows([3, 1]).requires_grad_(), rows([3, 1], seed=6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, p: layer(x, forest, p), (x, positions))
 
 
 def test_operations_are_counted():

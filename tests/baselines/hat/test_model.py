@@ -38,11 +38,11 @@ def text(*lengths, seed=1):
     return [Signal.of(part, "text") for part in ids.split(lengths)]
 
 
-def layer_by_hand(layer, x, places=None):
+def layer_by_hand(layer, x, positions=None):
     """One plain layer on the rows of one sequence, `[rows, width]`."""
     norm, heads = layer.norm_attention, layer.heads
     told = norm(x) if layer.norm_first else x
-    told = told if places is None else told + places
+    told = told if positions is None else told + positions
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in layer.project(told).chunk(3, -1))
     attended = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
     x = x + layer.output(attended.transpose(0, 1).flatten(1))
@@ -54,20 +54,20 @@ def layer_by_hand(layer, x, places=None):
 
 def document_by_hand(model, leaves, lengths):
     """The rows of the segments of one document, `[[1 + leaves (+ 1), width], …]`, and the same after all layers."""
-    config, found = model.config, []
+    config, result = model.config, []
     for part in leaves.split(lengths):
         marks = model.marks.weight
         rows = torch.cat([marks[:1], part, marks[1:]])
-        found.append(model.norm(rows + model.places.weight[: len(rows)]))
+        result.append(model.norm(rows + model.positions.weight[: len(rows)]))
     for letter, layer in zip(config.pattern, model.layers, strict=True):
         if letter == "S":
-            found = [layer_by_hand(layer, rows) for rows in found]
+            result = [layer_by_hand(layer, rows) for rows in result]
             continue
-        phases = torch.arange(len(found)).double()[:, None] * model.numbers.frequencies
+        phases = torch.arange(len(result)).double()[:, None] * model.numbers.frequencies
         numbers = torch.cat([phases.sin(), phases.cos()], -1)[:, : config.width]
-        firsts = layer_by_hand(layer, torch.stack([rows[0] for rows in found]), numbers)
-        found = [torch.cat([first[None], rows[1:]]) for first, rows in zip(firsts, found, strict=True)]
-    return found
+        firsts = layer_by_hand(layer, torch.stack([rows[0] for rows in result]), numbers)
+        result = [torch.cat([first[None], rows[1:]]) for first, rows in zip(firsts, result, strict=True)]
+    return result
 
 
 @settings(max_examples=25)

@@ -35,26 +35,26 @@ def by_hand(hierarchy, longest, level):
 
     documents = []
     for root in range(hierarchy.num_trees):
-        found = runs(root) if level else [leaves(root)]
-        documents.append([run[i : i + longest] for run in found for i in range(0, len(run), longest)])
+        result = runs(root) if level else [leaves(root)]
+        documents.append([run[i : i + longest] for run in result for i in range(0, len(run), longest)])
     return documents
 
 
 @given(hierarchy=forests(), longest=st.integers(1, 7), level=st.integers(0, 4), last_row=st.booleans())
 def test_segments_are_those_of_a_walk(hierarchy, longest, level, last_row):
     wanted = by_hand(hierarchy, longest, level)
-    found = text_segments(hierarchy, longest, level, last_row=last_row)
+    result = text_segments(hierarchy, longest, level, last_row=last_row)
     segments = [segment for document in wanted for segment in document]
-    assert found.documents == Hierarchy.flat([len(document) for document in wanted])
-    assert found.rows == Hierarchy.flat([len(segment) + 1 + last_row for segment in segments])
+    assert result.documents == Hierarchy.flat([len(document) for document in wanted])
+    assert result.rows == Hierarchy.flat([len(segment) + 1 + last_row for segment in segments])
     begin, end = hierarchy.num_leaves, hierarchy.num_leaves + 1
     rows = [[begin, *segment, *([end] if last_row else [])] for segment in segments]
     flat = [source for row in rows for source in row]
-    assert found.source.tolist() == flat
-    assert found.place.tolist() == [place for row in rows for place in range(len(row))]
-    assert found.first.tolist() == [i for i, source in enumerate(flat) if source == begin]
-    assert found.leaf.tolist() == [flat.index(leaf) for leaf in range(hierarchy.num_leaves)]
-    assert found.number.tolist() == [number for document in wanted for number in range(len(document))]
+    assert result.source.tolist() == flat
+    assert result.position.tolist() == [position for row in rows for position in range(len(row))]
+    assert result.first.tolist() == [i for i, source in enumerate(flat) if source == begin]
+    assert result.leaf.tolist() == [flat.index(leaf) for leaf in range(hierarchy.num_leaves)]
+    assert result.number.tolist() == [number for document in wanted for number in range(len(document))]
 
 
 def test_sentences_paragraphs_and_loose_tokens():
@@ -66,9 +66,9 @@ def test_sentences_paragraphs_and_loose_tokens():
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_no_documents(level):
-    found = text_segments(Hierarchy.flat([]), 5, level)
-    assert found.rows.num_leaves == found.documents.num_leaves == len(found.source) == 0
-    assert found.first.dtype == found.source.dtype == torch.int64
+    result = text_segments(Hierarchy.flat([]), 5, level)
+    assert result.rows.num_leaves == result.documents.num_leaves == len(result.source) == 0
+    assert result.first.dtype == result.source.dtype == torch.int64
 
 
 def test_they_are_built_once():
@@ -80,6 +80,6 @@ def test_they_are_built_once():
 def test_loose_tokens_of_two_documents_are_not_neighbours():
     """The last leaf of one family, and the first of the next, where both hang higher up than sentences."""
     texts = Hierarchy.from_parents([-1, -1, 0, 0, 1, 1, 2, 2, 5, 5])
-    found = text_segments(texts, 99, 1)
-    assert [n - 1 for n in found.rows.lengths] == [2, 1, 1, 2]
-    assert found.documents.lengths == [2, 2]
+    result = text_segments(texts, 99, 1)
+    assert [n - 1 for n in result.rows.lengths] == [2, 1, 1, 2]
+    assert result.documents.lengths == [2, 2]

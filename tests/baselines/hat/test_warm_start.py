@@ -140,7 +140,7 @@ def test_its_tokenizer_reads_whole_texts_as_the_model_would(pretrained):
 
 def test_what_cannot_be_started_from(tmp_path, pretrained):
     _, name, _ = pretrained
-    with pytest.raises(InvalidInput, match=r"at most 21: .* has 23 places"):
+    with pytest.raises(InvalidInput, match=r"at most 21: .* has 23 positions"):
         warm_start(name, segment=22)
     with pytest.raises(InvalidInput, match="with 3 layers inside segments"):
         warm_start(name, layout="SSCS", segment=5)
@@ -213,7 +213,7 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
     prepared = prepare(data, replace(READ, number=("stars",)), tokenizer=pretrained_tokenizer(name))
     config = model_config(prepared, TINY, "hat", "hat", extra)
     accelerator, folder = make_accelerator(options, cpu=True), tmp_path / "run"
-    found = train_model("hat", config, prepared, options, folder, accelerator)
+    actual = train_model("hat", config, prepared, options, folder, accelerator)
     after, _ = load_model(folder)
     torch.manual_seed(options.seed)
     before = Classifier(config)
@@ -228,7 +228,7 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
     assert {"encoder.layers.2.output.weight", "encoder.embedding.tables.text.weight"} <= set(moved[True])
     (folder / "result.json").unlink()  # what was interrupted goes on as it was
     again = train_model("hat", config, prepared, options, folder, accelerator, resume=True)
-    assert again.scores == found.scores
+    assert again.scores == actual.scores
 
 
 @pytest.mark.parametrize("pretrained", ["bert"], indirect=True)

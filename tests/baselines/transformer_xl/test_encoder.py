@@ -31,8 +31,8 @@ def texts(*lengths, seed=0):
     return [Signal.of(torch.randint(97, (n,), generator=draw).tolist(), "text") for n in lengths]
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+def close(result, wanted):
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
 
 
 @given(readable(), st.integers(1, 6), st.integers(0, 7))
@@ -156,7 +156,7 @@ def test_a_classifier_of_equal_size_that_goes_through_json():
     ours = ModelConfig(EncoderConfig(width=26, heads=2, layers=2), TEXT, outputs=3)
     config = equal_parameters(ours, replace(CONFIG, width=26))
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    wanted, found = (count_parameters(Classifier(c)) for c in (ours, config))
-    assert abs(wanted - found) <= CONFIG.layers * 26
+    wanted, result = (count_parameters(Classifier(c)) for c in (ours, config))
+    assert abs(wanted - result) <= CONFIG.layers * 26
     model = Classifier(replace(config, task="tokens")).eval()
     assert model(collate(texts(12, 1))).shape == (13, 3)

@@ -35,8 +35,8 @@ def texts(*lengths, seed=0):
     return [torch.randint(TOKENS, (n,), generator=draw) for n in lengths]
 
 
-def close(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+def close(result, wanted):
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
 
 
 @st.composite
@@ -88,9 +88,9 @@ def test_no_output_depends_on_a_later_token_and_no_gradient_on_a_memory():
         return torch.func.functional_call(_Hidden(made), {"model.embedding.weight": weight}, (tokens, lengths))
 
     slopes = torch.autograd.functional.jacobian(outputs, made.embedding.weight.detach())[:, tokens].abs().amax(-1)
-    text, place = torch.repeat_interleave(torch.tensor(lengths)), torch.cat([torch.arange(n) for n in lengths])
-    together = (text[:, None] == text) & (place[:, None] // CONFIG.segment == place // CONFIG.segment)
-    assert torch.equal(slopes > 0, together & (place <= place[:, None]))
+    text, position = torch.repeat_interleave(torch.tensor(lengths)), torch.cat([torch.arange(n) for n in lengths])
+    together = (text[:, None] == text) & (position[:, None] // CONFIG.segment == position // CONFIG.segment)
+    assert torch.equal(slopes > 0, together & (position <= position[:, None]))
 
 
 class _Hidden(torch.nn.Module):
@@ -169,17 +169,17 @@ def test_written_tokens_take_no_plan_of_the_host_and_push_none_out(monkeypatch):
 def test_a_memory_that_changes_while_a_text_is_written(lengths, shorter):
     """What was kept for a longer memory is not all looked at by the next token."""
     made, tokens = model(memory=8), torch.cat(texts(*lengths))
-    found = []
+    result = []
     for whole in (True, False):
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             if whole:
-                patch.setattr(transformer_xl, "_in_step", lambda *places: False)
+                patch.setattr(transformer_xl, "_in_step", lambda *state: False)
             made.layers.lengths = (8, None)
             cache = made.new_cache(2)
             made.read(tokens, lengths, cache)
             set_test_memory(made, shorter)
-            found.append(torch.stack([made.step(tokens[:2], cache) for _ in range(9)]))
-    close(found[0], found[1])
+            result.append(torch.stack([made.step(tokens[:2], cache) for _ in range(9)]))
+    close(result[0], result[1])
 
 
 def test_the_cache_is_small():
@@ -200,12 +200,12 @@ def test_saved_and_loaded_and_writing(tmp_path):
     about = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert (about["model"], about["architecture"]) == ("language model", "transformer-xl")
     assert about["test_memory"] == 7
-    made, found = load_writer(tmp_path)
+    made, result = load_writer(tmp_path)
     assert made.config == saved.config
     assert not made.training
-    stream = generate(made, found, "the cat", max_new_tokens=90, sampling=Sampling(temperature=0))
+    stream = generate(made, result, "the cat", max_new_tokens=90, sampling=Sampling(temperature=0))
     text = "".join(stream)
-    assert text == found.decode(stream.ids, skip_special_tokens=False)
+    assert text == result.decode(stream.ids, skip_special_tokens=False)
     assert stream.reason == "max_length"
     whole = torch.tensor([*stream.prompt, *stream.ids])
     assert len(whole) == 41  # nothing is asked after the last

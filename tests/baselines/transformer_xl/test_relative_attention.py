@@ -83,15 +83,15 @@ def test_attention_is_its_definition(reading):
     module, x, before = attention(), torch.randn(sum(lengths), WIDTH), torch.randn(sum(carried), WIDTH)
     x, before = x.double().requires_grad_(), before.double().requires_grad_()
     plan = plan_segments(lengths, segment, memory, carried=carried, begun=begun)
-    found, rows = module(x, before, plan)
+    result, rows = module(x, before, plan)
     wanted = by_definition(module, x, before.detach(), lengths, segment, memory, carried, begun)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
     assert torch.equal(rows, torch.cat([before, x]))
     assert not rows.requires_grad
     leaves = [x, *module.parameters()]
-    slope = torch.randn_like(found)
+    slope = torch.randn_like(result)
     torch.testing.assert_close(
-        torch.autograd.grad(found, leaves, slope), torch.autograd.grad(wanted, leaves, slope), rtol=0, atol=1e-9
+        torch.autograd.grad(result, leaves, slope), torch.autograd.grad(wanted, leaves, slope), rtol=0, atol=1e-9
     )
     assert torch.autograd.grad(module(x, before, plan)[0], before, slope, allow_unused=True) == (None,)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_many_segments_share_calls_and_large_calls_are_split(monkeypatch):
 
 @given(st.integers(1, 11), st.integers(1, 7), st.integers(0, 9), st.data())
 def test_a_step_is_a_pass_of_one_token(texts, segment, memory, data):
-    """The plan of texts that stand at the same place, and how attention takes it."""
+    """The plan of texts that are at the same position, and how attention takes it."""
     seen = data.draw(st.integers(0, 25))
     begun = seen % segment
     carried = min(seen, memory + begun)
@@ -171,11 +171,11 @@ def test_a_step_is_a_pass_of_one_token(texts, segment, memory, data):
 def test_features_of_any_distance(width):
     made, cpu = DistanceFeatures(width), torch.device("cpu")
     for count in (3, 50_000, 2):
-        found = made(count, cpu, torch.float64)
-        assert found.shape == (count + 1, width)
+        result = made(count, cpu, torch.float64)
+        assert result.shape == (count + 1, width)
         for distance in {0, 1, count - 1}:
             wanted = torch.tensor(features(distance, width), dtype=torch.float64)
-            torch.testing.assert_close(found[count - 1 - distance], wanted, rtol=0, atol=1e-10)
+            torch.testing.assert_close(result[count - 1 - distance], wanted, rtol=0, atol=1e-10)
     assert made(3, cpu, torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -197,9 +197,9 @@ def test_half_precision_stays_close():
     plan = plan_segments([20, 17], 5, 7)
     wanted = module(x, None, plan)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = module(x, None, plan)
-    assert found.dtype == torch.bfloat16
-    assert (found - wanted).abs().max() < 0.1 * wanted.abs().max()
+        result, _ = module(x, None, plan)
+    assert result.dtype == torch.bfloat16
+    assert (result - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
 def test_nothing_in_nothing_out():

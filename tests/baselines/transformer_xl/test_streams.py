@@ -124,38 +124,38 @@ def test_a_text_is_learned_on_a_device(tmp_path, device):
     still, more = replace(CONFIG, dropout=0.0), replace(LANGUAGE, steps=40)
     with pytest.raises(Interrupted):
         train(still, language=more, folder=tmp_path, watcher=Stopping(), device=device)
-    found = train(still, language=more, folder=tmp_path, resume=True, device=device)
-    assert found.model.device.type == device
-    losses, wanted = ([r.validation_loss for r in each.history] for each in (found, train(still, language=more)))
+    result = train(still, language=more, folder=tmp_path, resume=True, device=device)
+    assert result.model.device.type == device
+    losses, wanted = ([r.validation_loss for r in each.history] for each in (result, train(still, language=more)))
     assert losses[0] == pytest.approx(wanted[0], rel=2e-2)
     assert losses[-1] < 0.6 * losses[0] < 2
 
 
 @pytest.mark.parametrize("memory", [0, 10])
 def test_a_text_is_learned(memory):
-    found = train(replace(CONFIG, dropout=0.0, memory=memory), language=replace(LANGUAGE, steps=40))
-    losses = [r.validation_loss for r in found.history]
+    result = train(replace(CONFIG, dropout=0.0, memory=memory), language=replace(LANGUAGE, steps=40))
+    losses = [r.validation_loss for r in result.history]
     assert losses[-1] < 0.6 * losses[0] < 2
-    assert found.tokens == 40 * 4 * 24
+    assert result.tokens == 40 * 4 * 24
 
 
 def test_half_precision():
-    found = train(options=replace(OPTIONS, mixed_precision="bf16"), language=replace(LANGUAGE, steps=30))
-    assert found.history[-1].validation_loss < found.history[0].validation_loss
+    result = train(options=replace(OPTIONS, mixed_precision="bf16"), language=replace(LANGUAGE, steps=30))
+    assert result.history[-1].validation_loss < result.history[0].validation_loss
 
 
 @pytest.mark.parametrize("test_memory", [None, 0, 35])
 def test_a_text_is_tested_as_one_stream(test_memory):
     model = exact(TransformerXLLanguageModel(replace(CONFIG, test_memory=test_memory)))
     text = np.random.default_rng(0).integers(11, size=180).astype(np.uint16)
-    found = evaluate_language_model(model, text, 24, batch_tokens=50)
+    result = evaluate_language_model(model, text, 24, batch_tokens=50)
     whole = torch.from_numpy(text[: 7 * 24 + 1].astype(np.int64))
     logits = model(whole[:-1], [7 * 24])
     wanted = torch.nn.functional.cross_entropy(logits, whole[1:], reduction="none").view(7, 24).mean(0).detach()
-    torch.testing.assert_close(torch.from_numpy(found.by_position), wanted, rtol=0, atol=1e-10)
-    assert found.tokens == 7 * 24
+    torch.testing.assert_close(torch.from_numpy(result.by_position), wanted, rtol=0, atol=1e-10)
+    assert result.tokens == 7 * 24
     at_once = evaluate_language_model(model, text, 24, batch_tokens=10_000)
-    assert at_once.loss == pytest.approx(found.loss, abs=1e-10)
+    assert at_once.loss == pytest.approx(result.loss, abs=1e-10)
     assert evaluate_language_model(model, text[:10], 24).tokens == 9  # shorter than a block
 
 

@@ -36,7 +36,7 @@ def model():
 
 @pytest.fixture
 def judge(model):
-    return Judge(examples(4), "classify", model, tokenizer(), longest=LONGEST)
+    return Judge(examples(4), "classification", model, tokenizer(), longest=LONGEST)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_sliding_layers_stay_as_they_are():
     model = classifier("ModernBert", num_hidden_layers=4, local_attention=8, cls_token_id=1, sep_token_id=2)
     known = tokenizer()
     known.model_input_names = ["input_ids", "attention_mask"]
-    judge = Judge(examples(4), "classify", model, known, longest=LONGEST)
+    judge = Judge(examples(4), "classification", model, known, longest=LONGEST)
     result = calibrate(model, judge, "ops 1000x", candidates=WAYS, every_layer=True)
     assert set(result.settings) == {0, 3}
 
@@ -263,14 +263,14 @@ def test_what_does_not_fit(model, judge):
     with pytest.raises(InvalidInput, match=r"budget: given 'speed', expected one of ops, accuracy, .*, kept$"):
         calibrate(model, judge, "speed 2x", candidates=WAYS)
     encoder = classifier().bert
-    texts = Judge(examples(4, labels=False, parts=2), "embed", encoder, tokenizer(), longest=LONGEST)
+    texts = Judge(examples(4, labels=False, parts=2), "embedding", encoder, tokenizer(), longest=LONGEST)
     with pytest.raises(InvalidInput, match=r"budget: given 'spearman', expected one of ops, cosine$"):
         calibrate(encoder, texts, "spearman -1", candidates=WAYS)
 
 
 def test_language_models(asked):
     model = language_model()
-    judge = Judge(examples(6), "perplexity", model, tokenizer(), longest=LONGEST)
+    judge = Judge(examples(6), "lm", model, tokenizer(), longest=LONGEST)
     result = calibrate(model, judge, "perplexity +1000%", candidates=[CHEAP])
     assert result.holds
     assert "perplexity" in result.frontier[0]

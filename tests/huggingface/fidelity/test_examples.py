@@ -158,11 +158,11 @@ def test_pairs_have_types():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_length_that_leaves_no_room_for_text(parts):
+def test_a_length_that_leaves_out_of_memory_for_text(parts):
     some, known = examples(2, parts=parts), tokenizer()
     least = known.num_special_tokens_to_add(pair=parts == 2) + parts
     assert tokenize(some, known, least).lengths.tolist() == [least] * 2
-    with pytest.raises(InvalidInput, match=f"length: given {least - 1}, expected at least {least}"):
+    with pytest.raises(InvalidInput, match=f"max_tokens: given {least - 1}, expected at least {least}"):
         tokenize(some, known, least - 1)
 
 

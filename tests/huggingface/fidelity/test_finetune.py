@@ -38,7 +38,7 @@ def test_it_learns(converted):
     assert losses[-1][2] < 0.3 * losses[0][2]
     assert not model.training
     new = learnable(seed=9)
-    judge = Judge(new, "classify", model, tokenizer(), longest=LONGEST)
+    judge = Judge(new, "classification", model, tokenizer(), longest=LONGEST)
     assert judge.scores(judge.ask(model))["accuracy"] > 0.9
     assert bool(settings_of(model)) == converted
 
@@ -96,8 +96,8 @@ def test_what_is_left_is_a_model(tmp_path):
     assert (tmp_path / STATE).exists()
     save_finetuned(tmp_path, model, tokenizer())
     assert not (tmp_path / STATE).exists()
-    loaded, known = load_for_task(str(tmp_path), "classify")
-    judge = Judge(data, "classify", loaded, known, longest=LONGEST)
+    loaded, known = load_for_task(str(tmp_path), "classification")
+    judge = Judge(data, "classification", loaded, known, longest=LONGEST)
     assert (judge.ask(loaded).values == judge.ask(model).values).all()
 
 
@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_finite():
     [
         ({"epochs": 0}, "epochs: given 0, expected 1 or more"),
         ({"batch_size": 0}, "batch_size: given 0"),
-        ({"length": -1}, "length: given -1"),
+        ({"max_tokens": -1}, "max_tokens: given -1"),
         ({"learning_rate": 0.0}, "learning_rate: given 0.0, expected more than 0"),
         ({"learning_rate": float("nan")}, "learning_rate: given nan"),
         ({"weight_decay": -0.1}, "weight_decay: given -0.1, expected 0 or more"),
@@ -136,7 +136,7 @@ def test_texts_longer_than_the_model_takes_are_cut():
     )
     long = Examples("long", [(" ".join(["cat"] * 300),)] * 4, [0, 1, 0, 1])
     before = model.classifier.weight.clone()
-    finetune(model, tokenizer(), long, FinetuneOptions(epochs=1, length=512, **SHORT))
+    finetune(model, tokenizer(), long, FinetuneOptions(epochs=1, max_tokens=512, **SHORT))
     assert widths == [LONGEST]  # not 302 tokens, and not the 512 that were asked for
     assert not torch.equal(model.classifier.weight, before)
 

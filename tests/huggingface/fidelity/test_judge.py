@@ -33,7 +33,7 @@ def direct(model, some, **options):
 @pytest.mark.parametrize("batch_tokens", [1, 100, 10_000])
 def test_classes_are_those_of_a_direct_pass(parts, batch_tokens):
     model, some = classifier(), examples(9, parts=parts, least=3, most=29)
-    answers = judge_of("classify", model, some, batch_tokens=batch_tokens).ask(model)
+    answers = judge_of("classification", model, some, batch_tokens=batch_tokens).ask(model)
     wanted = torch.cat([out.logits.softmax(-1) for out in direct(model, some)])
     np.testing.assert_allclose(answers.values, wanted, atol=1e-5)
     assert answers.values.std(0).min() > 1e-3  # a mixed order would show
@@ -41,33 +41,33 @@ def test_classes_are_those_of_a_direct_pass(parts, batch_tokens):
 
 def test_embeddings_are_those_of_a_direct_pass():
     model, some = classifier().bert, examples(7, least=3)
-    answers = judge_of("embed", model, some, batch_tokens=100).ask(model)
+    answers = judge_of("embedding", model, some, batch_tokens=100).ask(model)
     wanted = [torch.nn.functional.normalize(out.last_hidden_state.mean(1)) for out in direct(model, some)]
     np.testing.assert_allclose(answers.values, torch.cat(wanted), atol=1e-5)
 
 
 def test_pairs_are_embedded_apart():
     model, pairs = classifier().bert, examples(8, parts=2, least=3)
-    judge = judge_of("embed", model, pairs)
+    judge = judge_of("embedding", model, pairs)
     assert len(judge) == 16
     answers = judge.ask(model)
     for part in (0, 1):
         alone = Examples("alone", [(texts[part],) for texts in pairs.texts])
-        one = judge_of("embed", model, alone)
+        one = judge_of("embedding", model, alone)
         np.testing.assert_allclose(answers.values[part::2], one.ask(model).values, atol=1e-5)
         assert one.scores(one.ask(model)) == {}
     cosine = (answers.values[0::2] * answers.values[1::2]).sum(1)
     assert judge.scores(answers) == {"spearman": spearman(cosine, np.array(pairs.labels))}
-    alike = judge_of("embed", model, Examples("a", pairs.texts, [str(c) for c in cosine]))  # as CSV has them
+    alike = judge_of("embedding", model, Examples("a", pairs.texts, [str(c) for c in cosine]))  # as CSV has them
     assert alike.scores(answers)["spearman"] == pytest.approx(1)
     with pytest.raises(InvalidInput, match=r"a: label: given .*'maybe'.*, expected how alike two texts are"):
-        judge_of("embed", model, Examples("a", pairs.texts, ["maybe"] * 8))
+        judge_of("embedding", model, Examples("a", pairs.texts, ["maybe"] * 8))
 
 
 @pytest.mark.parametrize("warm_up", [0, 11])
 def test_perplexity_is_that_of_the_models_own_loss(warm_up):
     model, some = language_model(), examples(4, labels=False)
-    judge = judge_of("perplexity", model, some, longest=29, warm_up=warm_up, batch_tokens=60)
+    judge = judge_of("lm", model, some, longest=29, warm_up=warm_up, batch_tokens=60)
     assert set(judge.tokens.lengths) == {29}
     ids = torch.tensor(judge.tokens.ids)
     labels = ids.clone()
@@ -84,30 +84,30 @@ def test_perplexity_is_that_of_the_models_own_loss(warm_up):
 def test_pieces_begin_with_the_token_for_that():
     known = tokenizer()
     known.bos_token = "[CLS]"
-    judge = Judge(examples(4), "perplexity", language_model(), known, longest=17)
+    judge = Judge(examples(4), "lm", language_model(), known, longest=17)
     assert {ids[0] for ids in judge.tokens.ids} == {known.bos_token_id}
     assert set(judge.tokens.lengths) == {17}
 
 
 def test_what_does_not_fit():
     model = language_model()
-    with pytest.raises(InvalidInput, match="task: given 'guess', expected one of classify, embed, perplexity"):
+    with pytest.raises(InvalidInput, match="task: given 'guess', expected one of classification, embedding, lm"):
         judge_of("guess", model)
-    with pytest.raises(InvalidInput, match=r"small: given .* tokens, expected at least 5000, one piece.*--length"):
-        judge_of("perplexity", model, longest=5000)
+    with pytest.raises(InvalidInput, match=r"small: given .* tokens, expected at least 5000, one piece.*--max-tokens"):
+        judge_of("lm", model, longest=5000)
     for longest, warm_up in ((1, 0), (12, 11)):
-        with pytest.raises(InvalidInput, match=f"length: given {longest}, expected more than {warm_up + 1}"):
-            judge_of("perplexity", model, longest=longest, warm_up=warm_up)
+        with pytest.raises(InvalidInput, match=f"max_tokens: given {longest}, expected more than {warm_up + 1}"):
+            judge_of("lm", model, longest=longest, warm_up=warm_up)
     for task in TASKS:
         with pytest.raises(InvalidInput, match="none: given no texts, expected at least one"):
             judge_of(task, model, Examples("none", [], []))
     with pytest.raises(InvalidInput, match="small: given no labels"):
-        judge_of("classify", classifier(), examples(3, labels=False))
+        judge_of("classification", classifier(), examples(3, labels=False))
 
 
 def test_operations_are_counted_on_hierarchical_attention_only():
     model, some = classifier(), examples(5)
-    judge = judge_of("classify", model, some)
+    judge = judge_of("classification", model, some)
     before = judge.ask(model)
     assert before.counted.layers == before.counted.exact == {}
     convert(model, [1], **vars(CHEAP))
@@ -121,7 +121,7 @@ def test_operations_are_counted_on_hierarchical_attention_only():
 
 def test_the_one_who_watches_hears_of_every_example():
     model, done = classifier(), []
-    judge = judge_of("classify", model, batch_tokens=60)
+    judge = judge_of("classification", model, batch_tokens=60)
     judge.ask(model.train(), done.append)
     assert not model.training  # no dropout
     assert (sum(done), len(done) > 1) == (len(judge), True)
@@ -129,23 +129,23 @@ def test_the_one_who_watches_hears_of_every_example():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_equal_answers_are_at_no_distance(task):
-    model = language_model() if task == "perplexity" else classifier()
-    model = model.bert if task == "embed" else model
+    model = language_model() if task == "lm" else classifier()
+    model = model.bert if task == "embedding" else model
     judge = judge_of(task, model, examples(6), longest=41)
     before = judge.ask(model)
     assert judge.distance(before, before) == pytest.approx(0, abs=1e-6)
     same = judge.compare(before, before)
     assert same == pytest.approx(
         {
-            "classify": {"kept": 1, "kept low": wilson_interval(6, 6)[0], "kept high": 1},
-            "embed": {"cosine": 1, "lowest cosine": 1},
-            "perplexity": {"perplexity change": 0},
+            "classification": {"kept": 1, "kept low": wilson_interval(6, 6)[0], "kept high": 1},
+            "embedding": {"cosine": 1, "lowest cosine": 1},
+            "lm": {"perplexity change": 0},
         }[task]
     )
     after = judge.ask(convert(model, **vars(CHEAP)))
     change = judge.distance(before, after)
     assert abs(change) > 1e-5
-    if task == "perplexity":
+    if task == "lm":
         ratio = judge.scores(after)["perplexity"] / judge.scores(before)["perplexity"]
         assert math.exp(change) == pytest.approx(ratio)
         assert judge.compare(before, after)["perplexity change"] == pytest.approx(ratio - 1)
@@ -153,13 +153,13 @@ def test_equal_answers_are_at_no_distance(task):
         assert change > 0
         moved = judge.compare(before, after)
         assert min(moved.values()) <= next(iter(moved.values()))
-    if task == "embed":
+    if task == "embedding":
         assert moved["cosine"] == pytest.approx(1 - change)
 
 
 def test_divergence_of_certain_answers_is_finite():
-    judge = judge_of("classify", classifier())
-    sure, other = (Answers("classify", np.eye(2, dtype=np.float32)[[i, i]]) for i in (0, 1))
+    judge = judge_of("classification", classifier())
+    sure, other = (Answers("classification", np.eye(2, dtype=np.float32)[[i, i]]) for i in (0, 1))
     assert 10 < judge.distance(sure, other) < math.inf
     assert judge.compare(sure, other)["kept"] == 0
 

@@ -24,16 +24,16 @@ from tests.huggingface.fidelity.small import (
 )
 
 
-def report_of(settings, task="classify", **more):
-    model = language_model() if task == "perplexity" else classifier()
-    model = model.bert if task == "embed" else model
-    judge = Judge(examples(5, parts=1 + (task == "embed")), task, model, tokenizer(), longest=LONGEST)
+def report_of(settings, task="classification", **more):
+    model = language_model() if task == "lm" else classifier()
+    model = model.bert if task == "embedding" else model
+    judge = Judge(examples(5, parts=1 + (task == "embedding")), task, model, tokenizer(), longest=LONGEST)
     before = judge.ask(model)
     after = judge.ask(convert_as(model, settings))
     return Report.of("tiny", judge, settings, before, after, **more), judge, before, after
 
 
-@pytest.mark.parametrize("task", ["classify", "embed", "perplexity"])
+@pytest.mark.parametrize("task", ["classification", "embedding", "lm"])
 def test_ratios_follow_from_counts(task):
     report, judge, before, after = report_of({1: CHEAP}, task)
     assert report.ratio == pytest.approx(after.counted.ratio)
@@ -101,11 +101,11 @@ def test_what_is_written(tmp_path):
     assert "| 7 | 2.0 | 1.0 | 2.00 | ? | ? |" in text
 
 
-@pytest.mark.parametrize("task", ["classify", "embed", "perplexity"])
+@pytest.mark.parametrize("task", ["classification", "embedding", "lm"])
 def test_a_search_is_written_too(tmp_path, task):
     report, judge, *_ = report_of({1: CHEAP}, task)
-    model = {"perplexity": language_model}.get(task, classifier)()
-    model = model.bert if task == "embed" else model
+    model = {"lm": language_model}.get(task, classifier)()
+    model = model.bert if task == "embedding" else model
     result = calibrate(model, judge, "ops 1.2x", candidates=[CHEAP, NEAR])
     report = replace(report, calibration=result, budget="ops 1.2x")
     assert [p.name for p in write_report(tmp_path, report)] == ["operations.png", "frontier.png"]

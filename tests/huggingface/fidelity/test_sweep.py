@@ -117,11 +117,11 @@ def test_recipes_that_are_none(tmp_path):
 def test_tasks_that_use_others(tmp_path):
     tasks = {
         "a": "{train: t.jsonl, epochs: 4, text: text, learning_rate: 1e-4}",
-        "b": "{uses: a, shortest: 9}",
+        "b": "{uses: a, min_tokens: 9}",
         "c": "{uses: b, limit: 2, text: [text, title]}",
     }
     result = load_sweep(recipe(tmp_path, tasks), ["c", "b"]).tasks
-    shared = {"train": "t.jsonl", "epochs": 4, "learning_rate": 1e-4, "uses": "a", "shortest": 9}
+    shared = {"train": "t.jsonl", "epochs": 4, "learning_rate": 1e-4, "uses": "a", "min_tokens": 9}
     assert result["b"] == Task(**shared, text=("text",))
     assert result["c"] == Task(**shared, text=("text", "title"), limit=2)  # the model is that of a
     assert list(result) == ["b", "c"]
@@ -178,8 +178,8 @@ def test_an_experiment(tmp_path, data, encoder):
         assert ("padded MFLOP per layer" in row) == row["variant"].startswith("(4,2)")
         assert ("kept" in row) == (row["variant"] != "original")
     # The original's row is what the saved model gives.
-    model, known = load_for_task(str(out / "models" / "toy"), "classify")
-    judge = Judge(examples(6, seed=1), "classify", model, known, longest=LONGEST)
+    model, known = load_for_task(str(out / "models" / "toy"), "classification")
+    judge = Judge(examples(6, seed=1), "classification", model, known, longest=LONGEST)
     assert result[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
 
     again, _, said = run(path, data, out, encoder)
@@ -211,7 +211,7 @@ def test_an_experiment(tmp_path, data, encoder):
 
 
 def test_a_model_that_is_given(tmp_path, data, trained):
-    path = recipe(tmp_path, {"test": "{test: test.jsonl}", "long": "{test: test.jsonl, shortest: 500}"})
+    path = recipe(tmp_path, {"test": "{test: test.jsonl}", "long": "{test: test.jsonl, min_tokens: 500}"})
     result, sweep, _ = run(path, data, tmp_path / "out", given={"test": trained, "long": trained})
     assert [row["variant"] for row in result] == ["original", "cheap"]
     assert sweep.skipped == {"long": "no test text has 500 tokens"}
@@ -222,7 +222,7 @@ def test_a_model_that_is_given(tmp_path, data, trained):
 
 def test_short_texts_are_left_out(tmp_path, data, trained):
     lengths = sorted(len(tokenizer()(row["text"])["input_ids"]) for row in rows(5, seed=2))
-    path = recipe(tmp_path, {"test": f"{{test: test.jsonl, shortest: {lengths[2]}}}"})
+    path = recipe(tmp_path, {"test": f"{{test: test.jsonl, min_tokens: {lengths[2]}}}"})
     result, _, _ = run(path, data, tmp_path / "out", given={"test": trained})
     assert result[0]["examples"] == sum(length >= lengths[2] for length in lengths)
 

@@ -151,14 +151,14 @@ def test_other_models():
 
 def test_loading(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    save(tmp_path / "classify", classifier())
-    save(tmp_path / "embed", classifier().bert)
+    save(tmp_path / "classification", classifier())
+    save(tmp_path / "embedding", classifier().bert)
     save(tmp_path / "write", language_model())
     save(tmp_path / "both", tiny("bart"))
     for name, labelled, task, kind in [
-        ("classify", True, "classify", "BertForSequenceClassification"),
-        ("classify", False, "embed", "BertModel"),
-        ("embed", True, "embed", "BertModel"),
+        ("classification", True, "classification", "BertForSequenceClassification"),
+        ("classification", False, "embedding", "BertModel"),
+        ("embedding", True, "embedding", "BertModel"),
     ]:
         model, _, result = load_encoder(str(tmp_path / name), labelled=labelled)
         assert (result, type(model).__name__) == (task, kind)

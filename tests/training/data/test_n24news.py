@@ -43,12 +43,12 @@ def write(folder, *, body="article", images="imgs", per_split=3):
     return folder
 
 
-def change(folder, split="train", place=1, **values):
+def change(folder, split="train", index=1, **values):
     """Other values in one article; None takes the key away."""
     path = folder / "news" / f"nytimes_{split}.json"
     articles = json.loads(path.read_text())
-    articles[place] |= values
-    articles[place] = {key: value for key, value in articles[place].items() if value is not None}
+    articles[index] |= values
+    articles[index] = {key: value for key, value in articles[index].items() if value is not None}
     path.write_text(json.dumps(articles))
 
 
@@ -111,7 +111,7 @@ def test_a_data_set_of_it(folder):
 
 
 def test_real_encoders(folder, tmp_path_factory):
-    """With tiny models in the place of e5 and ViT."""
+    """With tiny models instead of e5 and ViT."""
     pytest.importorskip("transformers")
     from hsa.huggingface.encoders import ImageEncoder, TextEncoder
     from tests.huggingface.test_encoders import save_bert, save_vision
@@ -151,7 +151,7 @@ def test_an_article_without_a_picture(folder):
 
 
 def test_empty_texts_are_left_out(folder):
-    change(folder, place=0, abstract="", article=" \n ")
+    change(folder, index=0, abstract="", article=" \n ")
     for encoder in (None, Paragraphs()):
         signal = next(read_n24news(folder, "train", paragraph_encoder=encoder)).signal
         assert signal.domain.keys == ("headline", "caption", "image")
@@ -196,7 +196,7 @@ def test_missing_keys(folder, key):
     change(folder, **{key: 7})
     with pytest.raises(InvalidInput, match=rf"'{key}': given a int"):
         list(read_n24news(folder, "train"))
-    for place in range(3):
-        change(folder, place=place, **{key: None})
+    for index in range(3):
+        change(folder, index=index, **{key: None})
     with pytest.raises(InvalidInput, match=rf"nytimes_train.json: given the column '{key}', expected one of"):
         read_n24news(folder, "train")

@@ -48,24 +48,24 @@ def train(prepared, folder, models=("hierarchical", "deepsets"), **options):
 def test_rows_of_every_format_are_the_same_data(tmp_path, suffix):
     rows = reviews()
     wanted = prepare(write_rows(tmp_path / "wanted.csv", rows), TEXT)
-    found = prepare(write_rows(tmp_path / f"reviews{suffix}", rows), TEXT)
+    actual = prepare(write_rows(tmp_path / f"reviews{suffix}", rows), TEXT)
     for name in ("train", "validation", "test"):
-        assert getattr(found, name).digest == getattr(wanted, name).digest
-    assert (len(found.train), len(found.validation), len(found.test)) == (32, 4, 4)
-    assert found.train.classes == ("neg", "pos")
-    assert (found.kinds, found.keys, found.name) == (("sequence",), (), f"reviews{suffix}")
-    assert found.modalities["text"].tokens == found.input_spec.tokenizer.get_vocab_size() <= 300
-    names = [name for part in (found.train, found.validation, found.test) for name in part.names]
+        assert getattr(actual, name).digest == getattr(wanted, name).digest
+    assert (len(actual.train), len(actual.validation), len(actual.test)) == (32, 4, 4)
+    assert actual.train.classes == ("neg", "pos")
+    assert (actual.kinds, actual.keys, actual.name) == (("sequence",), (), f"reviews{suffix}")
+    assert actual.modalities["text"].tokens == actual.input_spec.tokenizer.get_vocab_size() <= 300
+    names = [name for part in (actual.train, actual.validation, actual.test) for name in part.names]
     assert len(set(names)) == 40
-    for part in (found.validation, found.test):
+    for part in (actual.validation, actual.test):
         assert sorted(part.targets.tolist()) == [0, 0, 1, 1]
 
 
 def test_the_tree_is_that_of_the_text(tmp_path):
     rows = [{"text": "We saw it. It was good.\n\nAnd then?", "label": label} for label in "ab" * 10]
-    found = prepare(write_rows(tmp_path / "a.jsonl", rows), TEXT)
-    assert found.train.batch.domains[:16] == (Sequence(2),) * 16
-    assert found.train.batch.hierarchy.depth == 3
+    actual = prepare(write_rows(tmp_path / "a.jsonl", rows), TEXT)
+    assert actual.train.batch.domains[:16] == (Sequence(2),) * 16
+    assert actual.train.batch.hierarchy.depth == 3
 
 
 def test_texts_images_and_numbers_make_a_table_that_trains(tmp_path):
@@ -76,15 +76,15 @@ def test_texts_images_and_numbers_make_a_table_that_trains(tmp_path):
     rows[3]["title"] = ""  # of which there is none
     path = write_rows(tmp_path / "reviews.csv", rows)
     options = replace(TEXT, text=("title", "text"), image=("picture",), number=("stars",))
-    found = prepare(path, options)
-    assert set(found.kinds) == {"table", "sequence", "grid"}
-    assert set(found.keys) == {"title", "text", "picture", "stars"}
-    assert set(found.train.batch.distinct_domains) >= {Table(("title", "text", "stars", "picture")), Grid((2, 1))}
-    assert found.modalities["patch"].numbers == 16 * 16 * 3
-    assert found.modalities["number"].numbers == 1
-    stars = found.train.batch.values["number"]
-    assert found.modalities["number"].center == pytest.approx(float(stars.mean()))
-    results = train(found, tmp_path / "out")
+    actual = prepare(path, options)
+    assert set(actual.kinds) == {"table", "sequence", "grid"}
+    assert set(actual.keys) == {"title", "text", "picture", "stars"}
+    assert set(actual.train.batch.distinct_domains) >= {Table(("title", "text", "stars", "picture")), Grid((2, 1))}
+    assert actual.modalities["patch"].numbers == 16 * 16 * 3
+    assert actual.modalities["number"].numbers == 1
+    stars = actual.train.batch.values["number"]
+    assert actual.modalities["number"].center == pytest.approx(float(stars.mean()))
+    results = train(actual, tmp_path / "out")
     assert [result.model for result in results] == ["hierarchical", "deepsets"]
     assert all(np.isfinite(result.history[0].loss) for result in results)
 
@@ -93,9 +93,9 @@ def test_images_may_be_bytes_and_may_be_missing(tmp_path):
     data = picture(tmp_path / "a.png", 70).read_bytes()
     rows = [{"text": "good", "picture": {"bytes": data, "path": None}, "label": "ab"[i % 2]} for i in range(20)]
     rows[2]["picture"] = None
-    found = prepare(write_rows(tmp_path / "a.parquet", rows), replace(TEXT, image=("picture",)))
+    actual = prepare(write_rows(tmp_path / "a.parquet", rows), replace(TEXT, image=("picture",)))
     assert sorted(
-        {*found.train.lengths.tolist(), *found.test.lengths.tolist(), *found.validation.lengths.tolist()}
+        {*actual.train.lengths.tolist(), *actual.test.lengths.tolist(), *actual.validation.lengths.tolist()}
     ) == [
         1,
         3,
@@ -104,9 +104,9 @@ def test_images_may_be_bytes_and_may_be_missing(tmp_path):
 
 def test_numbers_to_predict(tmp_path):
     path = write_rows(tmp_path / "a.csv", reviews())
-    found = prepare(path, replace(TEXT, label="stars", task="regression"))
-    assert (found.task, found.train.classes, found.train.targets.dtype) == ("regression", (), torch.float32)
-    (result,) = train(found, tmp_path / "out", models=("hierarchical",))
+    actual = prepare(path, replace(TEXT, label="stars", task="regression"))
+    assert (actual.task, actual.train.classes, actual.train.targets.dtype) == ("regression", (), torch.float32)
+    (result,) = train(actual, tmp_path / "out", models=("hierarchical",))
     assert result.scores.r2 is not None
     assert result.confusion == ()
 
@@ -139,12 +139,12 @@ def test_long_texts_are_cut_and_large_families_windowed(tmp_path):
 
 
 def test_a_folder_per_class_with_files_of_many_kinds(tmp_path):
-    found = prepare(mixed_folder(tmp_path / "data"), DataOptions(vocabulary=300))
-    assert len(found.train) + len(found.validation) + len(found.test) == 40
-    assert found.train.classes == ("neg", "pos")
-    assert set(found.modalities) == {"text", "patch"}
-    assert not any("xyz" in name for name in (*found.train.names, *found.test.names))
-    results = train(found, tmp_path / "out")
+    actual = prepare(mixed_folder(tmp_path / "data"), DataOptions(vocabulary=300))
+    assert len(actual.train) + len(actual.validation) + len(actual.test) == 40
+    assert actual.train.classes == ("neg", "pos")
+    assert set(actual.modalities) == {"text", "patch"}
+    assert not any("xyz" in name for name in (*actual.train.names, *actual.test.names))
+    results = train(actual, tmp_path / "out")
     assert all(np.isfinite(result.history[0].loss) for result in results)
 
 
@@ -152,8 +152,8 @@ def test_broken_html_is_read_as_browsers_do(tmp_path):
     folder = mixed_folder(tmp_path / "data")
     broken = folder / "pos" / "broken.html"
     broken.write_text("<html><body><div><p>The film <b>was <i>good</b></p></td><table><tr>ugly<td>we<scr")
-    found = prepare(folder, DataOptions(vocabulary=300))
-    names = [*found.train.names, *found.validation.names, *found.test.names]
+    actual = prepare(folder, DataOptions(vocabulary=300))
+    names = [*actual.train.names, *actual.validation.names, *actual.test.names]
     assert str(broken) in names
 
 
@@ -182,14 +182,18 @@ def test_a_folder_with_one_class(tmp_path):
 
 
 def test_the_standard_library_needs_no_data():
-    found = prepare(None, DataOptions(vocabulary=512, max_tokens=64), small=True)
+    actual = prepare(None, DataOptions(vocabulary=512, max_tokens=64), small=True)
     again = StandardLibrary(most=60, packages=6).definitions
-    names = [*found.train.names, *found.validation.names, *found.test.names]
+    names = [*actual.train.names, *actual.validation.names, *actual.test.names]
     assert sorted(names) == sorted(name for _, name, _ in again)
-    assert len(found.train.classes) >= 2
-    assert len(found.train) > 100
-    assert (np.bincount(found.train.targets) > 0).all()
-    assert (found.train.lengths.max(), found.name, found.input_spec.kind) == (64, "Python standard library", "python")
+    assert len(actual.train.classes) >= 2
+    assert len(actual.train) > 100
+    assert (np.bincount(actual.train.targets) > 0).all()
+    assert (actual.train.lengths.max(), actual.name, actual.input_spec.kind) == (
+        64,
+        "Python standard library",
+        "python",
+    )
 
 
 # The cache
@@ -282,24 +286,24 @@ def test_word_vectors(tmp_path):
     vectors = tmp_path / "vectors.txt"
     vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words)))
     options = replace(TEXT, word_vectors=vectors)
-    found = prepare(path, options)
-    assert (found.modalities["text"].width, found.modalities["text"].frozen) == (3, True)
-    assert found.modalities["text"].tokens == found.input_spec.tokenizer.get_vocab_size() == len(found.vectors)
-    (result,) = train(found, tmp_path / "out", models=("hierarchical",))
+    actual = prepare(path, options)
+    assert (actual.modalities["text"].width, actual.modalities["text"].frozen) == (3, True)
+    assert actual.modalities["text"].tokens == actual.input_spec.tokenizer.get_vocab_size() == len(actual.vectors)
+    (result,) = train(actual, tmp_path / "out", models=("hierarchical",))
     assert np.isfinite(result.history[0].loss)
     vectors.write_text("".join(f"{word} {i} {-i} 1.5\n" for i, word in enumerate(words[::-1])))
     other = prepare(path, options)  # other ids for the same words: not from the cache
-    ids = {found.input_spec.tokenizer.token_to_id("good"), other.input_spec.tokenizer.token_to_id("good")}
+    ids = {actual.input_spec.tokenizer.token_to_id("good"), other.input_spec.tokenizer.token_to_id("good")}
     assert len(ids) == 2
-    assert other.train.digest != found.train.digest
+    assert other.train.digest != actual.train.digest
 
 
 def test_reading_is_kept_with_a_model(tmp_path):
-    found = prepare(write_rows(tmp_path / "a.csv", reviews()), replace(TEXT, number=("stars",))).input_spec
-    save_input_spec(tmp_path / "model", found)
+    actual = prepare(write_rows(tmp_path / "a.csv", reviews()), replace(TEXT, number=("stars",))).input_spec
+    save_input_spec(tmp_path / "model", actual)
     loaded = load_input_spec(tmp_path / "model")
-    assert loaded.tokenizer.to_str() == found.tokenizer.to_str()
-    assert replace(loaded, tokenizer=None).__dict__ == replace(found, tokenizer=None).__dict__
+    assert loaded.tokenizer.to_str() == actual.tokenizer.to_str()
+    assert replace(loaded, tokenizer=None).__dict__ == replace(actual, tokenizer=None).__dict__
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "rows"}', '{"kind": 1, "columns": 2}'])
@@ -474,9 +478,9 @@ def test_what_is_bad_can_be_left_out(tmp_path):
     rows[3]["text"], rows[8]["label"], rows[11]["label"] = "", None, 7
     path = write_rows(tmp_path / "a.jsonl", rows)
     for _ in range(2):  # nothing is hidden in the cache
-        found = prepare(path, replace(TEXT, skip_bad=True))
-        assert len(found.train) + len(found.validation) + len(found.test) == 37
-        assert [message.partition(" (")[0] for message in found.skipped] == [f"{path}: row {i}" for i in (4, 9, 12)]
+        actual = prepare(path, replace(TEXT, skip_bad=True))
+        assert len(actual.train) + len(actual.validation) + len(actual.test) == 37
+        assert [message.partition(" (")[0] for message in actual.skipped] == [f"{path}: row {i}" for i in (4, 9, 12)]
     with pytest.raises(InvalidInput):
         prepare(path, TEXT)
 
@@ -489,9 +493,9 @@ def test_files_that_are_bad_can_be_left_out(tmp_path):
     options = DataOptions(vocabulary=300)
     with pytest.raises(InvalidInput, match=rf"{folder}/neg/bad.* {SKIP}"):
         prepare(folder, options)
-    found = prepare(folder, replace(options, skip_bad=True))
-    assert len(found.skipped) == 3
-    assert len(found.train) + len(found.validation) + len(found.test) == 40
+    actual = prepare(folder, replace(options, skip_bad=True))
+    assert len(actual.skipped) == 3
+    assert len(actual.train) + len(actual.validation) + len(actual.test) == 40
 
 
 def test_rows_without_labels_can_be_read(tmp_path):
@@ -507,6 +511,6 @@ def test_json_files_in_folders(tmp_path):
         (tmp_path / "data" / label).mkdir(parents=True)
         for i in range(6):
             (tmp_path / "data" / label / f"{i}.json").write_text(json.dumps({"x": value, "y": ["good", i + 0.5]}))
-    found = prepare(tmp_path / "data", DataOptions(vocabulary=300))
-    assert set(found.modalities) == {"text", "number"}
-    assert set(found.keys) == {"x", "y"}
+    actual = prepare(tmp_path / "data", DataOptions(vocabulary=300))
+    assert set(actual.modalities) == {"text", "number"}
+    assert set(actual.keys) == {"x", "y"}

@@ -126,7 +126,7 @@ def test_arrays_of_other_names(tmp_path):
         load_word_vectors(tmp_path / "v.npz")
 
 
-def test_bad_places(tmp_path):
+def test_where_errors_lie(tmp_path):
     with pytest.raises(InvalidInput, match="no such file"):
         load_word_vectors(tmp_path / "none.txt")
     with pytest.raises(InvalidInput, match="a directory"):

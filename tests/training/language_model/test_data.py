@@ -69,9 +69,9 @@ def test_many_texts_are_split_by_document(tmp_path):
         (tmp_path / "texts" / f"{n % 3}" / f"{n}.md").write_text(story(n))
     (tmp_path / "texts" / "notes.bin").write_bytes(b"\0")
     data = prepare_text(tmp_path / "texts", vocabulary=300, seed=1)
-    found = {part: decoded(data, part).split(END)[:-1] for part in ("train", "validation", "test")}
-    assert {part: len(texts) for part, texts in found.items()} == {"train": 36, "validation": 2, "test": 2}
-    assert sorted(text for texts in found.values() for text in texts) == sorted(story(n) for n in range(40))
+    result = {part: decoded(data, part).split(END)[:-1] for part in ("train", "validation", "test")}
+    assert {part: len(texts) for part, texts in result.items()} == {"train": 36, "validation": 2, "test": 2}
+    assert sorted(text for texts in result.values() for text in texts) == sorted(story(n) for n in range(40))
 
 
 def test_books_are_split_as_the_table_says(tmp_path):

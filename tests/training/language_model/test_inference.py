@@ -41,20 +41,20 @@ def saved(tmp_path):
 @pytest.mark.parametrize("memory", [None, 0, 10, 70])
 def test_the_memory_is_that_of_a_model_made_with_it(saved, memory):
     folder, text, tokenizer = saved
-    found = evaluate_text(folder, text, memory=memory)
+    actual = evaluate_text(folder, text, memory=memory)
     trained = load_language_model(folder)
     wanted = TransformerXLLanguageModel(replace(trained.config, test_memory=memory)).eval()
     wanted.load_state_dict(trained.state_dict())
     tokens = encode_documents(["\n\n".join(STORY)], tokenizer)
     loss = evaluate_language_model(wanted, tokens, 24).loss
-    assert found.loss == pytest.approx(loss, rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(loss))
-    assert found.memory == (10 if memory is None else memory)
-    assert found.tokens == (len(tokens) - 1) // 24 * 24
-    characters = len(tokenizer.decode(tokens[: found.tokens].tolist(), skip_special_tokens=False))
-    assert found.bits_per_character == pytest.approx(loss / math.log(2) * found.tokens / characters)
+    assert actual.loss == pytest.approx(loss, rel=1e-6)
+    assert actual.perplexity == pytest.approx(math.exp(loss))
+    assert actual.memory == (10 if memory is None else memory)
+    assert actual.tokens == (len(tokens) - 1) // 24 * 24
+    characters = len(tokenizer.decode(tokens[: actual.tokens].tolist(), skip_special_tokens=False))
+    assert actual.bits_per_character == pytest.approx(loss / math.log(2) * actual.tokens / characters)
     entry = 3 * 2 * 14 + 2
-    assert found.attention_operations == 2 * entry * (found.memory + 12.5)
+    assert actual.attention_operations == 2 * entry * (actual.memory + 12.5)
 
 
 def test_memories_differ_and_the_saved_model_stays(saved):
@@ -69,9 +69,9 @@ def test_test_rows_of_a_table(saved, tmp_path):
     folder, _, tokenizer = saved
     splits = np.resize(["train", "validation", "test", "train"], len(STORY))
     table = [{"body": text, "split": str(split)} for text, split in zip(STORY, splits, strict=True)]
-    found = evaluate_text(folder, write_rows(tmp_path / "rows.csv", table), columns=("body",))
+    actual = evaluate_text(folder, write_rows(tmp_path / "rows.csv", table), columns=("body",))
     tokens = encode_documents([row["body"] for row in table if row["split"] == "test"], tokenizer)
-    assert found.loss == evaluate_language_model(load_language_model(folder), tokens, 24).loss
+    assert actual.loss == evaluate_language_model(load_language_model(folder), tokens, 24).loss
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def ours(saved):
 @pytest.mark.parametrize("context", [7, 50])
 def test_blocks_as_long_as_asked_for(ours, context):
     folder, text, tokenizer = ours
-    found = evaluate_text(folder, text, context=context)
+    actual = evaluate_text(folder, text, context=context)
     tokens = encode_documents(["\n\n".join(STORY)], tokenizer)
-    assert found.loss == evaluate_language_model(load_language_model(folder), tokens, context).loss
-    assert (found.context, found.memory) == (context, 0)
+    assert actual.loss == evaluate_language_model(load_language_model(folder), tokens, context).loss
+    assert (actual.context, actual.memory) == (context, 0)
 
 
 def test_blocks_as_long_as_in_training(ours):
@@ -106,7 +106,7 @@ def test_what_does_not_fit_the_model(saved, ours):
     folder, text, _ = ours
     with pytest.raises(
         InvalidInput,
-        match=r"^memory: given 7 tokens for a model without a memory, expected a model that reads texts in segments",
+        match=r"^test_memory: given 7 tokens for a model without a memory, expected a model that reads texts in segments",
     ):
         evaluate_text(folder, text, memory=7)
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_what_cannot_be_read(saved, tmp_path):
     folder, text, _ = saved
     (tmp_path / "empty.txt").write_text(" \n")
     for memory in (-1, -100):
-        with pytest.raises(InvalidInput, match=f"^memory: given {memory}, expected 0 tokens or more"):
+        with pytest.raises(InvalidInput, match=f"^test_memory: given {memory}, expected 0 tokens or more"):
             evaluate_text(folder, text, memory=memory)
     with pytest.raises(InvalidInput, match=r"empty.txt: given no text"):
         evaluate_text(folder, tmp_path / "empty.txt")
@@ -151,16 +151,16 @@ def test_from_the_command_line(saved, capsys):
             run(["evaluate", *map(str, words)])
         return caught.value.code, *capsys.readouterr()
 
-    code, out, err = call(folder, text, "--memory", "70", "--json")
+    code, out, err = call(folder, text, "--test-memory", "70", "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert list(found) == list(asdict(evaluate_text(folder, text)))
-    assert found["memory"] == 70
-    assert found["loss"] == pytest.approx(evaluate_text(folder, text, memory=70).loss, rel=1e-4)
+    actual = json.loads(out)
+    assert list(actual) == list(asdict(evaluate_text(folder, text)))
+    assert actual["memory"] == 70
+    assert actual["loss"] == pytest.approx(evaluate_text(folder, text, memory=70).loss, rel=1e-4)
     code, out, _ = call(folder, text)
     assert "memory                10\n" in out
-    assert call(folder, text, "--memory", "-2")[2] == (
-        "memory: given -2, expected 0 tokens or more; 0 reads every segment on its own\n"
+    assert call(folder, text, "--test-memory", "-2")[2] == (
+        "test_memory: given -2, expected 0 tokens or more; 0 reads every segment on its own\n"
     )
     assert "skip_bad: given with a language model" in call(folder, text, "--skip-bad")[2]
     assert "no such folder" in call(Path("nowhere"), text)[2]

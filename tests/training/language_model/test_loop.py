@@ -45,19 +45,19 @@ class Watcher:
 @pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
 def test_a_text_is_learned(attention):
     config = replace(CONFIG, attention=attention, dropout=0.0, chunk=16)
-    found = train(config, language=replace(LANGUAGE, steps=40))
-    assert [r.step for r in found.history] == [5, 10, 15, 20, 25, 30, 35, 40]
-    losses = [r.validation_loss for r in found.history]
+    result = train(config, language=replace(LANGUAGE, steps=40))
+    assert [r.step for r in result.history] == [5, 10, 15, 20, 25, 30, 35, 40]
+    losses = [r.validation_loss for r in result.history]
     assert losses[-1] < 0.6 * losses[0] < 2
-    assert found.tokens == 40 * 4 * 24
-    assert found.history[-1].tokens == found.tokens
-    assert found.tokens_per_second > 0
+    assert result.tokens == 40 * 4 * 24
+    assert result.history[-1].tokens == result.tokens
+    assert result.tokens_per_second > 0
 
 
 def test_half_precision_and_what_the_text_closes():
     config = replace(CONFIG, closes={5: 2, 9: 3})
-    found = train(config, replace(OPTIONS, mixed_precision="bf16"), replace(LANGUAGE, steps=30))
-    assert found.history[-1].validation_loss < found.history[0].validation_loss
+    result = train(config, replace(OPTIONS, mixed_precision="bf16"), replace(LANGUAGE, steps=30))
+    assert result.history[-1].validation_loss < result.history[0].validation_loss
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path):
@@ -140,17 +140,17 @@ def test_epochs_differ():
 def test_evaluation_is_the_mean_over_blocks():
     model = LanguageModel(CONFIG).double().eval()
     text = TEXT[:80]
-    found = evaluate_language_model(model, text, 24, batch_tokens=50)
+    result = evaluate_language_model(model, text, 24, batch_tokens=50)
     losses = []
     for start in (0, 24, 48):
         block = torch.from_numpy(text[start : start + 25].astype(np.int64))
         logits = model(block[:-1], [24])
         losses.append(torch.nn.functional.cross_entropy(logits, block[1:], reduction="none"))
     wanted = torch.stack(losses).mean(0).detach()
-    torch.testing.assert_close(torch.from_numpy(found.by_position), wanted)
-    assert found.loss == pytest.approx(wanted.mean().item())
-    assert found.perplexity == pytest.approx(np.exp(found.loss))
-    assert found.tokens == 72
+    torch.testing.assert_close(torch.from_numpy(result.by_position), wanted)
+    assert result.loss == pytest.approx(wanted.mean().item())
+    assert result.perplexity == pytest.approx(np.exp(result.loss))
+    assert result.tokens == 72
     assert evaluate_language_model(model, text[:10], 24).tokens == 9  # shorter than a block
 
 
@@ -166,7 +166,7 @@ def test_half_precision_with_a_scale_is_for_others():
         train(options=replace(OPTIONS, mixed_precision="fp16"))
 
 
-@pytest.mark.parametrize("options", [{"context": 1}, {"steps": -1}, {"evaluate_every": -1}, {"structure": "chapters"}])
+@pytest.mark.parametrize("options", [{"context": 1}, {"steps": -1}, {"evaluate_every": -1}, {"tree": "chapters"}])
 def test_options_without_meaning(options):
     with pytest.raises(InvalidInput, match=next(iter(options))):
         LanguageOptions(**options)

@@ -77,7 +77,9 @@ def test_pairs(marked: PreparedPairs) -> None:
 def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, top_k: int | None) -> None:
     """The answer hangs on one word of the prompt. Whole answers, written token by token, are right."""
     options = TrainingOptions(epochs=24, learning_rate=1e-2, batch_size=8, patience=0)
-    config = seq2seq_config(prepared, name, MODEL, LANGUAGE, Seq2SeqOptions(decoder=decoder, cross_top_k=top_k))
+    config = seq2seq_config(
+        prepared, name, MODEL, LANGUAGE, Seq2SeqOptions(decoder_attention=decoder, cross_top_k=top_k)
+    )
     model, history = train_seq2seq(config, prepared, options)
     assert history[-1].loss < 0.1 * history[0].loss
     result = seq2seq_result(name, model, history, prepared, options)

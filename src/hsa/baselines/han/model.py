@@ -175,20 +175,20 @@ class HanEncoder(nn.Module):
     @torch.no_grad()
     def weights(self, inputs: Inputs) -> list[LevelWeights]:
         """What was pooled with which weight, from the leaves up; without dropout."""
-        found: list[LevelWeights] = []
+        record: list[LevelWeights] = []
         was_training = self.training
         try:
-            self.eval()._read(inputs, found)
+            self.eval()._read(inputs, record)
         finally:
             self.train(was_training)
-        return found
+        return record
 
     def prepare(self, inputs: Inputs) -> None:
         """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
         for step in steps(inputs.hierarchy)[0]:
             self._level(step).prepare(step.families)
 
-    def _read(self, inputs: Inputs, found: list[LevelWeights] | None = None) -> tuple[Tensor, Hierarchy]:
+    def _read(self, inputs: Inputs, record: list[LevelWeights] | None = None) -> tuple[Tensor, Hierarchy]:
         hierarchy = inputs.hierarchy
         x = self.dropout(self.embedding(inputs.values, inputs.leaves, hierarchy.num_leaves))
         # Without position features the batch's positions are never built, as in `HierarchicalEncoder`.
@@ -200,10 +200,10 @@ class HanEncoder(nn.Module):
             members = level.encode(members, step, features, node_positions)
             logits = level.score(members)
             note_flops(Flops(attention=entry_operations(members.shape[1], 1) * len(members), pooling=0))
-            if found is not None:
+            if record is not None:
                 weights = segment_softmax(logits, step.sizes)[:, 0]
                 parents = hierarchy.parent.index_select(0, step.nodes)
-                found.append(LevelWeights(step.height, self._number(step), step.nodes, parents, weights))
+                record.append(LevelWeights(step.height, self._number(step), step.nodes, parents, weights))
             return segment_weigh(members, logits, step.sizes)
 
         return fold(x, hierarchy, become)

@@ -54,8 +54,8 @@ def document_weights(encoder: HanEncoder, example: Inputs) -> DocumentWeights:
     >>> from hsa.nn.embedding import Modality
     >>> from hsa.signals import Sequence
     >>> document = Signal(Sequence(2), [Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
-    >>> found = document_weights(HanEncoder(HanConfig(width=16), {"text": Modality(tokens=10)}), collate([document]))
-    >>> found.rows.tolist(), round(float(found.leaves.sum()), 5)
+    >>> weights = document_weights(HanEncoder(HanConfig(width=16), {"text": Modality(tokens=10)}), collate([document]))
+    >>> weights.rows.tolist(), round(float(weights.leaves.sum()), 5)
     ([0, 3, 5], 1.0)
     """
     hierarchy = example.hierarchy
@@ -86,35 +86,37 @@ def plot_document_weights(
     Raises:
         InvalidInput: not one tree, or not one label per leaf.
     """
-    found = document_weights(encoder, example)
-    words, places = lay_out(labels, found.rows)
-    shown = [place for place in places if place[0] < LINES]
-    has_parts = len(found.parts) > 2 and not np.array_equal(found.parts, found.rows)
+    weights = document_weights(encoder, example)
+    words, cells = lay_out(labels, weights.rows)
+    shown = [cell for cell in cells if cell[0] < LINES]
+    has_parts = len(weights.parts) > 2 and not np.array_equal(weights.parts, weights.rows)
     left = MARGIN + (1 + has_parts) * (_BAR + _NUMBER)
     top = 3.2 * LINE
     bottom = top + (shown[-1][0] + 1) * LINE
-    page = Page(left + (CELLS + 1) * CELL + MARGIN, bottom + ((len(shown) < len(places)) + 2.4) * LINE)
+    page = Page(left + (CELLS + 1) * CELL + MARGIN, bottom + ((len(shown) < len(cells)) + 2.4) * LINE)
 
     page.write(MARGIN, 0.4 * LINE, one_line(title, CELLS), fontsize=10, color="black")
-    columns = [("top level", found.parts, COLORS[3])] if has_parts else []
-    for i, (name, offsets, color) in enumerate([*columns, ("sentence", found.rows, COLORS[1])]):
-        x, weights = MARGIN + i * (_BAR + _NUMBER) + _NUMBER, found.of(offsets)
+    columns = [("top level", weights.parts, COLORS[3])] if has_parts else []
+    for i, (name, offsets, color) in enumerate([*columns, ("sentence", weights.rows, COLORS[1])]):
+        x, shares = MARGIN + i * (_BAR + _NUMBER) + _NUMBER, weights.of(offsets)
         page.write(x, top - 1.2 * LINE, name)
-        for first, end, weight in zip(offsets[:-1], offsets[1:], weights, strict=True):
+        for first, end, weight in zip(offsets[:-1], offsets[1:], shares, strict=True):
             if first < len(shown):
-                y, last = (top + shown[place][0] * LINE for place in (first, min(end, len(shown)) - 1))
+                y, last = (top + shown[leaf][0] * LINE for leaf in (first, min(end, len(shown)) - 1))
                 page.write(x - 5, y, percent(weight), ha="right")
-                page.box(x, y + 3, (_BAR - 10) * weight / weights.max(), LINE - 6, color)
+                page.box(x, y + 3, (_BAR - 10) * weight / shares.max(), LINE - 6, color)
                 page.box(x, y + 3, 1.2, last - y + LINE - 6, color)  # how far down it reaches
 
     page.write(left, top - 1.2 * LINE, "words")
-    strength = np.sqrt(found.leaves / found.leaves.max())  # they span orders of magnitude: a root shows small ones too
+    strength = np.sqrt(
+        weights.leaves / weights.leaves.max()
+    )  # they span orders of magnitude: a root shows small ones too
     for (line, cell), word, strong in zip(shown, words, strength, strict=False):
         page.word(left + cell * CELL, top + line * LINE, word, strong)
-    if len(shown) < len(places):
-        rest = percent(found.leaves[len(shown) :].sum())
-        page.write(left, bottom, f"… and {len(places) - len(shown):,} more, which weigh {rest} together")
-    page.legend(left, found.leaves.max(), "of the document's weight")
+    if len(shown) < len(cells):
+        rest = percent(weights.leaves[len(shown) :].sum())
+        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more, which weigh {rest} together")
+    page.legend(left, weights.leaves.max(), "of the document's weight")
     save_figure(page.figure, path)
 
 

@@ -40,7 +40,7 @@ class TransformerLayer(nn.Module):
         epsilon: of the norms.
         identity: both residual branches start at zero, so that a layer with "pre" starts as the identity.
 
-    `forward` takes x `[leaves, width]`, the forest, and p `[leaves, width]`, what attention is told of places, if anything.
+    `forward` takes x `[leaves, width]`, the forest, and p `[leaves, width]`, the positions that attention is told, if any.
 
     >>> import torch
     >>> layer, x = TransformerLayer(8, 2, identity=True), torch.randn(5, 8)
@@ -81,15 +81,15 @@ class TransformerLayer(nn.Module):
                 nn.init.zeros_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor, hierarchy: Hierarchy, places: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, hierarchy: Hierarchy, positions: Tensor | None = None) -> Tensor:
         if self.norm_first:
-            x = x + self._attended(self.norm_attention(x), hierarchy, places)
+            x = x + self._attended(self.norm_attention(x), hierarchy, positions)
             return x + self._fed(self.norm_feed_forward(x))
-        x = self.norm_attention(x + self._attended(x, hierarchy, places))
+        x = self.norm_attention(x + self._attended(x, hierarchy, positions))
         return self.norm_feed_forward(x + self._fed(x))
 
-    def _attended(self, x: Tensor, hierarchy: Hierarchy, places: Tensor | None) -> Tensor:
-        q, k, v = self.project(x if places is None else x + places).unflatten(-1, (3, self.heads, -1)).unbind(1)
+    def _attended(self, x: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Tensor:
+        q, k, v = self.project(x if positions is None else x + positions).unflatten(-1, (3, self.heads, -1)).unbind(1)
         return self.dropout(self.output(self.attention(q, k, v, hierarchy, None).flatten(1)))
 
     def _fed(self, x: Tensor) -> Tensor:

@@ -112,9 +112,9 @@ class HatEncoder(nn.Module):
     """Layers inside segments and across them, in the order of a layout.
 
         S: rows of a segment attend to each other:                        x ← layer(x)
-        C: first rows of a document's segments attend to each other:      x_first ← layer(x_first, place of the segment)
+        C: first rows of a document's segments attend to each other:      x_first ← layer(x_first, position of the segment)
 
-    A row is LayerNorm(embedding + place inside the segment). Layers across segments are residual and start as the identity:
+    A row is LayerNorm(embedding + position inside the segment). Layers across segments are residual and start as identity:
     then a document of one segment is read as a plain transformer reads it.
 
     Args:
@@ -142,9 +142,9 @@ class HatEncoder(nn.Module):
         width, marks = config.width, 1 + config.separator
         self.embedding = Embedding(modalities, width)
         self.marks = nn.Embedding(marks, width)  # the first vector of a segment, and the last
-        self.places = nn.Embedding(config.segment + marks, width)
+        self.positions = nn.Embedding(config.segment + marks, width)
         nn.init.normal_(self.marks.weight, std=width**-0.5)
-        nn.init.normal_(self.places.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
         self.norm = nn.LayerNorm(width, eps=config.epsilon)
         self.dropout = nn.Dropout(config.dropout)
         sizes: dict[str, Any] = {"feed_forward": config.feed_forward, "dropout": config.dropout}
@@ -161,7 +161,7 @@ class HatEncoder(nn.Module):
         plan = self._plan(inputs)
         x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)
         x = torch.cat([x, self.marks.weight.to(x.dtype)]).index_select(0, plan.source)
-        x = self.dropout(self.norm(x + self.places(plan.place)))
+        x = self.dropout(self.norm(x + self.positions(plan.position)))
         numbers = None
         if self.numbers is not None:
             numbers = self.numbers(plan.number[:, None])[:, : self.config.width]

@@ -19,7 +19,7 @@ class TextSegments:
         rows: a tree per segment, a leaf per row.
         documents: a tree per document, a leaf per segment.
         source: `[rows]` the leaf in this row; one more than the last leaf for first rows, two more for last rows.
-        place: `[rows]` in the segment, from 0.
+        position: `[rows]` in the segment, from 0.
         first: `[segments]` the first row.
         leaf: `[leaves]` the row.
         number: `[segments]` in the document, from 0.
@@ -28,7 +28,7 @@ class TextSegments:
     rows: Hierarchy
     documents: Hierarchy
     source: Tensor
-    place: Tensor
+    position: Tensor
     first: Tensor
     leaf: Tensor
     number: Tensor
@@ -81,7 +81,7 @@ def _build(hierarchy: Hierarchy, longest: int, level: int, last_row: bool) -> Te
         rows=Hierarchy.flat(size).to(device),
         documents=Hierarchy.flat(per_document).to(device),
         source=tensor(source),
-        place=tensor(np.arange(len(segment)) - first[segment]),
+        position=tensor(np.arange(len(segment)) - first[segment]),
         first=tensor(first),
         leaf=tensor(leaf),
         number=tensor(np.arange(len(size)) - (np.cumsum(per_document) - per_document)[document]),

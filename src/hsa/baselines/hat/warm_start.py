@@ -26,7 +26,7 @@ def pretrained_tokenizer(name: str) -> Any:
     library = transformers_library("a warm start")
     with loading(name):
         tokenizer = library.AutoTokenizer.from_pretrained(name)
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # made up where files are missing
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # invented where files are missing
             raise OSError("no vocabulary of a tokenizer")
     return _fast(tokenizer, name)
 
@@ -42,8 +42,8 @@ def warm_start(
 ) -> tuple[HatConfig, dict[str, Tensor]]:
     """The sizes of a HAT that begins as a pre-trained encoder, and the weights it begins with.
 
-    Word vectors, places (inside a segment), their norm and all layers inside segments are the encoder's; [CLS] and [SEP] are
-    a segment's first and last vector. Layers across segments start as the identity, so that a document of one segment is
+    Word vectors, positions in a segment, their norm and all layers inside segments are the encoder's; [CLS] and [SEP] are a
+    segment's first and last vector. Layers across segments start as the identity, so that a document of one segment is
     read exactly as the encoder reads it. Texts are read with `pretrained_tokenizer`.
 
     Args:
@@ -53,14 +53,14 @@ def warm_start(
     Returns the configuration, and weights for `HatEncoder.start_from`, by the names of its `state_dict`.
 
     Raises:
-        InvalidInput: nothing that loads, another kind of model, more leaves per segment than it has places, a layout of
+        InvalidInput: nothing that loads, another kind of model, more leaves per segment than it has positions, a layout of
             another number of layers.
         MissingExtra: `transformers` is not installed.
     """
     library = transformers_library("a warm start")
     with loading(name):
         _check_kind(library.AutoConfig.from_pretrained(name), name)
-    model, tokenizer = load_for_task(name, "embed")
+    model, tokenizer = load_for_task(name, "embedding")
     about, weights = model.config, model.state_dict()
     config = HatConfig(
         width=about.hidden_size,
@@ -85,9 +85,9 @@ def warm_start(
             expected=f"{about.num_hidden_layers}, as {name} has",
         )
     tensors = _embeddings(weights, model, _fast(tokenizer, name), tokenizer, segment, name)
-    inside = (place for place, letter in enumerate(config.pattern) if letter == "S")
-    for layer, place in enumerate(inside):
-        tensors.update(_layer(weights, f"encoder.layer.{layer}.", f"layers.{place}."))
+    inside = (index for index, letter in enumerate(config.pattern) if letter == "S")
+    for layer, index in enumerate(inside):
+        tensors.update(_layer(weights, f"encoder.layer.{layer}.", f"layers.{index}."))
     return config, {key: tensor.clone() for key, tensor in tensors.items()}
 
 
@@ -98,7 +98,9 @@ def _check_kind(config: Any, name: str) -> None:
         )
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         raise InvalidInput(
-            name, given=f"places of type {config.position_embedding_type!r}", expected="a table of places ('absolute')"
+            name,
+            given=f"positions of type {config.position_embedding_type!r}",
+            expected="a table of positions ('absolute')",
         )
     if config.hidden_act not in _ACTIVATIONS:
         raise InvalidInput(
@@ -122,7 +124,7 @@ def _fast(tokenizer: Any, name: str) -> Any:
 def _embeddings(
     weights: dict[str, Tensor], model: Any, fast: Any, tokenizer: Any, segment: int, name: str
 ) -> dict[str, Tensor]:
-    words, places, types = (
+    words, positions, types = (
         weights[f"embeddings.{kind}_embeddings.weight"] for kind in ("word", "position", "token_type")
     )
     size = fast.get_vocab_size()
@@ -134,17 +136,17 @@ def _embeddings(
     if None in marks:
         raise InvalidInput(name, given="a tokenizer without [CLS] or [SEP]", expected="both")
     padding = model.embeddings.position_embeddings.padding_idx
-    places = places[0 if padding is None else padding + 1 :]  # RoBERTa counts from beyond the padding
-    if segment + _MARKS > len(places):
+    positions = positions[0 if padding is None else padding + 1 :]  # RoBERTa counts from beyond the padding
+    if segment + _MARKS > len(positions):
         raise InvalidInput(
             "segment",
             given=f"{segment} leaves, [CLS] and [SEP]",
-            expected=f"at most {len(places) - _MARKS}: {name} has {len(places)} places",
+            expected=f"at most {len(positions) - _MARKS}: {name} has {len(positions)} positions",
         )
     return {
         "embedding.tables.text.weight": words[:size],
         "marks.weight": words[marks],
-        "places.weight": places[: segment + _MARKS] + types[0],  # all tokens of a text are of the first type
+        "positions.weight": positions[: segment + _MARKS] + types[0],  # all tokens of a text are of the first type
         "norm.weight": weights["embeddings.LayerNorm.weight"],
         "norm.bias": weights["embeddings.LayerNorm.bias"],
     }
@@ -159,9 +161,9 @@ def _layer(weights: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tens
         "outer": "output.dense",
         "norm_feed_forward": "output.LayerNorm",
     }
-    found = {}
+    tensors = {}
     for kind in ("weight", "bias"):
         parts = [weights[f"{theirs}attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
-        found[f"{ours}project.{kind}"] = torch.cat(parts)
-        found.update({f"{ours}{mine}.{kind}": weights[f"{theirs}{their}.{kind}"] for mine, their in names.items()})
-    return found
+        tensors[f"{ours}project.{kind}"] = torch.cat(parts)
+        tensors.update({f"{ours}{mine}.{kind}": weights[f"{theirs}{their}.{kind}"] for mine, their in names.items()})
+    return tensors

@@ -152,8 +152,8 @@ class TransformerXLLayers(nn.Module):
             if before is not None:
                 begun = [seen % self.segment for seen in before.seen]
                 if _in_step(lengths, before.kept, begun, self.memory):
-                    places: dict[str, Any] = {"carried": before.kept[0], "begun": begun[0], "device": device}
-                    return plan_step(len(lengths), self.segment, self.memory, **places)
+                    state: dict[str, Any] = {"carried": before.kept[0], "begun": begun[0], "device": device}
+                    return plan_step(len(lengths), self.segment, self.memory, **state)
                 carried = {"carried": before.kept, "begun": begun}
             return plan_segments(lengths, self.segment, self.memory, device=device, **carried)
 
@@ -176,9 +176,9 @@ class TransformerXLLayers(nn.Module):
 
 
 def _in_step(lengths: Sequence[int], kept: Sequence[int], begun: Sequence[int], memory: int) -> bool:
-    """Whether texts that stand at the same place go on by one token, which sees all that was kept."""
-    places = set(zip(lengths, kept, begun, strict=True))
-    return len(places) == 1 and lengths[0] == 1 and kept[0] - begun[0] <= memory
+    """Whether texts at the same position go on by one token, which sees all that was kept."""
+    states = set(zip(lengths, kept, begun, strict=True))
+    return len(states) == 1 and lengths[0] == 1 and kept[0] - begun[0] <= memory
 
 
 class TransformerXLEncoder(nn.Module):

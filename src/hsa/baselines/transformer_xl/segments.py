@@ -91,8 +91,8 @@ def plan_segments(
     now_begun = (old + sizes) % segment
     kept = np.minimum(had + sizes, memory + now_begun)
     every = np.repeat(np.arange(len(sizes)), kept)
-    place = np.arange(len(every)) - np.repeat(np.cumsum(kept) - kept, kept)
-    keep = rows.remembered(every, (sizes - kept)[every] + place)
+    offset = np.arange(len(every)) - np.repeat(np.cumsum(kept) - kept, kept)
+    keep = rows.remembered(every, (sizes - kept)[every] + offset)
     return Segments(
         buckets,
         torch.from_numpy(way_back(groups, rows.first[text] + start, length)).to(device),
@@ -107,7 +107,7 @@ def plan_segments(
 def plan_step(
     texts: int, segment: int, memory: int, *, carried: int, begun: int, device: torch.device | str = "cpu"
 ) -> Segments:
-    """What `plan_segments` gives for one token more of texts that all stand at the same place: made on the device.
+    """What `plan_segments` gives for one token more of texts that are all at the same position: made on the device.
 
     Whoever writes needs another plan for every token, because the memory grows, or the segment does.
 
@@ -149,9 +149,9 @@ class _Rows:
     end: np.ndarray  # [texts] of the carried ones
     carried: int
 
-    def remembered(self, text: np.ndarray, place: np.ndarray) -> np.ndarray:
+    def remembered(self, text: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """The row of a token, counted from the first new one of its text: those before it were carried here."""
-        return np.where(place < 0, self.end[text] + place, self.carried + self.first[text] + place)
+        return np.where(offset < 0, self.end[text] + offset, self.carried + self.first[text] + offset)
 
 
 def _groups(remembers: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
@@ -174,9 +174,9 @@ def _bucket(
 ) -> Bucket:
     longest, memory = int(length.max()), int(remembers.max())
     queries = padded(rows.first[text] + start, length)
-    place = np.arange(-memory, 0)
-    absent = place < -remembers[:, None]
-    remembered = np.where(absent, 0, rows.remembered(text[:, None], start[:, None] + place))
+    offset = np.arange(-memory, 0)
+    absent = offset < -remembers[:, None]
+    remembered = np.where(absent, 0, rows.remembered(text[:, None], start[:, None] + offset))
     unseen = np.arange(-memory, longest) > np.arange(longest)[:, None]
     if absent.any():
         unseen = unseen | np.pad(absent, ((0, 0), (0, longest)))[:, None]

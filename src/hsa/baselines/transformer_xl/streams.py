@@ -32,9 +32,9 @@ class Streams:
 
     def take(self, step: int) -> np.ndarray:
         """`[streams, context + 1]` the next block of every stream."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        epoch, index = divmod(step, self.steps_per_epoch)
         each = self.steps_per_epoch * self.context
-        first = _starts(self.seed, epoch, len(self.tokens), self.streams, each) + place * self.context
+        first = _starts(self.seed, epoch, len(self.tokens), self.streams, each) + index * self.context
         return self.tokens[first[:, None] + np.arange(self.context + 1)]
 
     def begins(self, step: int) -> bool:

@@ -197,7 +197,9 @@ def tokenize(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
     parts = len(examples.texts[0])
     least = tokenizer.num_special_tokens_to_add(pair=parts == 2) + parts
     if longest < least:
-        raise InvalidInput("length", given=longest, expected=f"at least {least}: special tokens and one of each text")
+        raise InvalidInput(
+            "max_tokens", given=longest, expected=f"at least {least}: special tokens and one of each text"
+        )
     first = [texts[0] for texts in examples.texts]
     second = [texts[1] for texts in examples.texts] if parts == 2 else None
     encoded = tokenizer(first, second, truncation=True, max_length=longest)

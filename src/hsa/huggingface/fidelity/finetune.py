@@ -58,7 +58,7 @@ def finetune(
     device = next(model.parameters()).device
     if options.attention_dropout is not None:
         set_attention_dropout(model, options.attention_dropout)
-    tokens = tokenize(examples, tokenizer, min(options.length, most_tokens(model, tokenizer)))
+    tokens = tokenize(examples, tokenizer, min(options.max_tokens, most_tokens(model, tokenizer)))
     labels = number_labels(examples, model.config.label2id, model.config.num_labels)
     per_epoch = math.ceil(len(examples) / options.batch_size)
     steps = per_epoch * options.epochs

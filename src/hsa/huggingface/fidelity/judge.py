@@ -16,7 +16,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.examples import Examples, Tokens, number_labels, tokenize
 from hsa.huggingface.observe import Counted, counting
 
-TASKS = ("classify", "embed", "perplexity")
+TASKS = ("classification", "embedding", "lm")
 BATCH_TOKENS = 16384
 _MOST_LOGITS = 2**28  # 1 GiB, of which a few copies are held at once
 
@@ -34,8 +34,8 @@ class Judge:
     """Examples and a task, on which any version of a model can be run.
 
     Args:
-        task: "classify" (a label per text or pair), "embed" (mean-pooled embeddings; with pairs and labels also how well
-            their similarity follows the labels) or "perplexity" (of a causal language model).
+        task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; with pairs and labels also how
+            well their similarity follows the labels) or "lm" (the perplexity of a causal language model).
         longest: tokens per example; texts are cut there. For perplexity all texts are one stream, cut into such pieces.
         warm_up: for perplexity, number of first tokens of each piece whose loss is not counted.
     """
@@ -60,15 +60,15 @@ class Judge:
         self.batch_tokens = max(batch_tokens, longest)
         self.warm_up = warm_up
         self.labels: np.ndarray | None = None
-        if task == "perplexity":
+        if task == "lm":
             if longest - 1 <= warm_up:
                 raise InvalidInput(
-                    "length", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
+                    "max_tokens", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
                 )
             self.tokens = _cut_stream(examples, tokenizer, longest)
             self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
             return
-        if task == "classify":
+        if task == "classification":
             self.labels = number_labels(examples, model.config.label2id, model.config.num_labels)
             self.tokens = tokenize(examples, tokenizer, longest)
             return
@@ -99,9 +99,9 @@ class Judge:
         return Answers(self.task, values, counted)
 
     def _answer(self, model: Any, inputs: dict[str, torch.Tensor]) -> np.ndarray:
-        if self.task == "classify":
+        if self.task == "classification":
             return model(**inputs).logits.float().softmax(-1).cpu().numpy()
-        if self.task == "embed":
+        if self.task == "embedding":
             states = model(**inputs).last_hidden_state.float()
             mask = inputs["attention_mask"][..., None]
             return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu().numpy()
@@ -112,9 +112,9 @@ class Judge:
 
     def scores(self, answers: Answers) -> dict[str, float]:
         """Score answers against the labels, by name of the score; the first is the main one."""
-        if self.task == "perplexity":
+        if self.task == "lm":
             return {"perplexity": float(np.exp(answers.values.mean()))}
-        if self.task == "embed":
+        if self.task == "embedding":
             if self.labels is None:
                 return {}
             left, right = answers.values[0::2], answers.values[1::2]
@@ -124,10 +124,10 @@ class Judge:
 
     def compare(self, before: Answers, after: Answers) -> dict[str, float]:
         """Compare answers with those of the original."""
-        if self.task == "perplexity":
+        if self.task == "lm":
             change = float(np.exp(after.values.mean() - before.values.mean()) - 1)
             return {"perplexity change": change}
-        if self.task == "embed":
+        if self.task == "embedding":
             cosine = (before.values * after.values).sum(1)
             return {"cosine": float(cosine.mean()), "lowest cosine": float(cosine.min())}
         same = int((before.values.argmax(1) == after.values.argmax(1)).sum())
@@ -136,9 +136,9 @@ class Judge:
 
     def distance(self, before: Answers, after: Answers) -> float:
         """Return one number to search by, smooth and 0 for equal answers: KL divergence, 1 − cosine, or the loss added."""
-        if self.task == "perplexity":
+        if self.task == "lm":
             return float((after.values - before.values).mean())
-        if self.task == "embed":
+        if self.task == "embedding":
             return 1 - self.compare(before, after)["cosine"]
         tiny = np.finfo(np.float32).tiny
         p, q = before.values.astype(np.float64) + tiny, after.values.astype(np.float64) + tiny
@@ -215,6 +215,6 @@ def _cut_stream(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
             examples.name,
             given=f"{len(ids)} tokens",
             expected=f"at least {step}, one piece",
-            fix="pass a smaller --length",
+            fix="pass smaller --max-tokens",
         )
     return Tokens(pieces, None, 0)

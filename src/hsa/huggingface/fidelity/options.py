@@ -16,7 +16,7 @@ class FinetuneOptions:
         batch_size: Examples per step.
         learning_rate: Highest learning rate; it rises over the first tenth of the steps and falls to zero.
         weight_decay: Weight decay of all weights but biases and norms.
-        length: Longest input in tokens; longer texts are cut.
+        max_tokens: Longest input in tokens; longer texts are cut.
         attention_dropout: Dropout of attention weights; the model's own unless given. The GPU kernels need 0.
         seed: Random seed of the order of examples, of new weights and of dropout.
     """
@@ -25,12 +25,12 @@ class FinetuneOptions:
     batch_size: int = 32
     learning_rate: float = 5e-5
     weight_decay: float = 0.01
-    length: int = 512
+    max_tokens: int = 512
     attention_dropout: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "length"):
+        for name in ("epochs", "batch_size", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
         if not self.learning_rate > 0:

@@ -124,13 +124,13 @@ class Sweep:
             return
         test = self._test(name, task, tokenizer)
         if not len(test):
-            self._skip(name, f"no test text has {task.shortest} tokens")
+            self._skip(name, f"no test text has {task.min_tokens} tokens")
             return
         longest, budget = (
-            min(task.length, most_tokens(model, tokenizer)),
+            min(task.max_tokens, most_tokens(model, tokenizer)),
             2**18 if self.device.type == "cuda" else 2**14,
         )
-        judge = Judge(test, "classify", model, tokenizer, longest=longest, batch_tokens=budget)
+        judge = Judge(test, "classification", model, tokenizer, longest=longest, batch_tokens=budget)
         before = None if fresh else judge.ask(model)
         length = float(judge.tokens.lengths.mean())
         if before is not None and "original" not in done:
@@ -204,7 +204,7 @@ class Sweep:
             model.to(self.device)
             finetune(model, tokenizer, examples, task.finetuning, folder=folder)
             save_finetuned(folder, model, tokenizer)
-        return load_for_task(source or str(folder), "classify", dtype=dtype or self.dtype, device=self.device)
+        return load_for_task(source or str(folder), "classification", dtype=dtype or self.dtype, device=self.device)
 
     def _untrained(self, task: Task) -> tuple[Any, Any]:
         assert self.model is not None
@@ -223,11 +223,11 @@ class Sweep:
             split=task.split,
             join=task.join,
         )
-        if task.shortest:
+        if task.min_tokens:
             lengths = [
                 len(ids) for ids in tokenizer([" ".join(texts) for texts in test.texts], verbose=False)["input_ids"]
             ]
-            test = test.part(np.flatnonzero(np.array(lengths) >= task.shortest))
+            test = test.part(np.flatnonzero(np.array(lengths) >= task.min_tokens))
         return replace(test.sample(self.limit or task.limit), name=name)
 
     def _changed(self, name: str, task: Task, variant: Variant, layers: list[int], model: Any, tokenizer: Any) -> Any:

@@ -4,7 +4,7 @@
     tasks:
       rte: {train: glue_rte.parquet, epochs: 5}        # the options of a `Task`
     variants:
-      paper: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
+      hierarchical: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
 
 A task with `uses: rte` takes the options and the fine-tuned model of that one, and changes what it names itself.
 
@@ -35,8 +35,8 @@ class Task:
     Args:
         train, test: files in the data folder; one file for both if it has a column "split".
         text, test_text, join, label, split: as for `load_examples`.
-        length: longest input in tokens.
-        shortest: least length of test texts, in tokens.
+        max_tokens: longest input in tokens.
+        min_tokens: least length of test texts, in tokens.
         limit: most test texts, drawn at random.
         hub: checkpoint that the paper used.
         hub_layers: layers that the paper converted in it.
@@ -49,8 +49,8 @@ class Task:
     join: bool = False
     label: str | None = None
     split: str | None = None
-    length: int = 256
-    shortest: int = 0
+    max_tokens: int = 256
+    min_tokens: int = 0
     limit: int | None = None
     epochs: int = FinetuneOptions.epochs
     batch_size: int = FinetuneOptions.batch_size
@@ -62,7 +62,7 @@ class Task:
     @property
     def finetuning(self) -> FinetuneOptions:
         return FinetuneOptions(
-            epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate, length=self.length
+            epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate, max_tokens=self.max_tokens
         )
 
 

@@ -29,8 +29,8 @@ def _load_rows(x, leaf_stride, head_stride, first, rows, HEADS: tl.constexpr, RO
     """A block of rows in float32, and where they are there; rows of all heads of a leaf come one after another."""
     row, channel = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     there = (row < rows)[:, None] & (channel < D)[None, :]
-    place = (row // HEADS).to(tl.int64) * leaf_stride + (row % HEADS) * head_stride
-    return tl.load(x + place[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32), there
+    at = (row // HEADS).to(tl.int64) * leaf_stride + (row % HEADS) * head_stride
+    return tl.load(x + at[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32), there
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def norm(x, weight, bias, out, leaf_stride, head_stride, rows, epsilon, HEADS: t
     channel = tl.arange(0, BLOCK)
     w = tl.load(weight + channel, mask=channel < D, other=0.0).to(tl.float32)
     b = tl.load(bias + channel, mask=channel < D, other=0.0).to(tl.float32)
-    place = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
-    tl.store(out + place, standard * w[None, :] + b[None, :], mask=there)
+    at = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
+    tl.store(out + at, standard * w[None, :] + b[None, :], mask=there)
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def d_norm(x, weight, d_out, d_x, sums, leaf_stride, head_stride, d_leaf_stride,
         d *= w[None, :]
         along = tl.sum(d * standard, 1) / D
         mean = tl.sum(d, 1) / D
-        place = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
-        tl.store(d_x + place, (d - mean[:, None] - standard * along[:, None]) * scale[:, None], mask=there)
+        at = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
+        tl.store(d_x + at, (d - mean[:, None] - standard * along[:, None]) * scale[:, None], mask=there)
     tl.store(sums + program * 2 * BLOCK + channel, d_weight)
     tl.store(sums + (program * 2 + 1) * BLOCK + channel, d_bias)
 

@@ -150,7 +150,7 @@ def _attention(
 def load_encoder(
     name: str, *, labelled: bool, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any, str]:
-    """Load an encoder and its tokenizer; also return the task: "classify" with its head, if it has one, else "embed".
+    """Load an encoder, its tokenizer and its task: "classification" with its head if labels ask for it, else "embedding".
 
     Args:
         labelled: whether there are labels that a classifier can be tested on.
@@ -165,6 +165,6 @@ def load_encoder(
     if config.is_encoder_decoder:
         raise Unsupported(f"{name} is a {config.model_type}, which has a decoder; give an encoder, such as a BERT")
     classifies = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
-    task = "classify" if labelled and classifies else "embed"
+    task = "classification" if labelled and classifies else "embedding"
     model, tokenizer = load_for_task(name, task, dtype=dtype, device=device)
     return model, tokenizer, task

@@ -56,17 +56,17 @@ class ComparisonOptions:
     Args:
         compare: Compare heads by their mean outputs per example, or by the similarities q·k of tokens, symmetrised.
         tokens: Approximate number of tokens whose similarities are compared.
-        splits: Number of random halves to learn and test weights on.
+        halves: Number of random halves to learn and test weights on.
         seed: Seed of everything that is drawn at random.
     """
 
     compare: Literal["outputs", "similarity"] = "outputs"
     tokens: int = 400
-    splits: int = 5
+    halves: int = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_least(tokens=(self.tokens, 3), splits=(self.splits, 1), seed=(self.seed, 0))
+        _check_least(tokens=(self.tokens, 3), halves=(self.halves, 1), seed=(self.seed, 0))
 
 
 def _check_least(**least: tuple[int, int]) -> None:

@@ -36,7 +36,7 @@ def study_heads(
     subject: Subject, comparison: ComparisonOptions, pruning: PruningOptions, counter: Counter
 ) -> HeadReport:
     """Compare the heads of a model, learn weights for them, and remove them. `counter` reports progress."""
-    tokens, splits, seed = comparison.tokens, comparison.splits, comparison.seed
+    tokens, halves, seed = comparison.tokens, comparison.halves, comparison.seed
     by_similarity = comparison.compare == "similarity"
     count, targets = len(subject.lengths), subject.targets
     total = sum(subject.heads.counts)
@@ -66,9 +66,9 @@ def study_heads(
         flat = flat_mkl(outputs, target_kernel(targets.part(rest)))
         weights = flat.weights
         if can_halve(targets):
-            done = counter("weights of kernels", splits)
+            done = counter("weights of kernels", halves)
             own = features.weights
-            sums = compare_sums(features.outputs, targets, own=own, splits=splits, seed=seed, watch=done)
+            sums = compare_sums(features.outputs, targets, own=own, splits=halves, seed=seed, watch=done)
     name, curves = _prune(subject, features, alignment, flat, tried, seed, pruning, counter)
     layer_of = torch.tensor([layer for layer, _ in features.heads])
     layers = []

@@ -108,7 +108,9 @@ def pretrained_encoder(
     classes = targets is not None and targets.classes
     model, tokenizer, task = load_encoder(name, labelled=classes, device=device)
     heads = TransformerHeads(model)
-    numbers = number_labels(examples, model.config.label2id, model.config.num_labels) if task == "classify" else None
+    numbers = (
+        number_labels(examples, model.config.label2id, model.config.num_labels) if task == "classification" else None
+    )
     known = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
     lengths = known.lengths
 

@@ -7,7 +7,8 @@ with a width that does not grow with N, while for one layer of pairwise attentio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,13 @@ from hsa.signals.domains import Set
 from hsa.training.data.data_set import DataSet
 from hsa.training.data.prepare import InputSpec, PreparedData
 from hsa.training.data.sources import Columns
+from hsa.training.recipe import Recipe
 from hsa.tree.hierarchy import Hierarchy
 
 CLASSES = ("no", "yes")
 MODALITY = "number"
+_FEW = 2_000
+"""Training sequences for a quick look."""
 
 
 def three_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
@@ -122,6 +126,14 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
     )
 
 
+def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> PreparedData:
+    """Generate the numbers of a recipe; few if `small`."""
+    options: Match3Options = recipe.group("match3")
+    if small:
+        options = replace(options, sequences=min(options.sequences, _FEW))
+    return prepare_match3(recipe.data, options, seed=recipe.training.seed)
+
+
 def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
     """Test accuracy of rules that know the task but do not look at three numbers."""
     train, test = data.train, data.test
@@ -130,9 +142,9 @@ def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
     full = np.repeat(train.lengths, train.lengths) == test.lengths[0]  # shorter sequences match less often
     yes, times = (np.bincount(seen[0][full], w, modulus) for w in (train.targets.numpy()[full], None))
     in_pairs = two_match(seen[1].reshape(len(test), -1), modulus).ravel()
-    found = {
+    rules = {
         "always the more frequent answer": answers if answers.mean() >= 0.5 else ~answers,
         "by the number itself, its more frequent answer": (2 * yes > times)[seen[1]] == answers,
         "yes where two numbers suffice, x_i + 2·x_j or 2·x_i + x_j": in_pairs == answers,
     }
-    return {name: float(right.mean()) for name, right in found.items()}
+    return {name: float(correct.mean()) for name, correct in rules.items()}

@@ -63,14 +63,14 @@ class DataSet:
     @cached_property
     def digest(self) -> str:
         """A fingerprint of all that is learned from: trees, values, targets, names of classes."""
-        found = hashlib.blake2b(self.batch.hierarchy.digest.encode(), digest_size=16)
-        found.update(json.dumps([self.classes, list(self.batch.values)]).encode())
+        fingerprint = hashlib.blake2b(self.batch.hierarchy.digest.encode(), digest_size=16)
+        fingerprint.update(json.dumps([self.classes, list(self.batch.values)]).encode())
         for part in (self.targets, *self.batch.values.values()):
             if isinstance(part, Tensor):
-                found.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)  # numpy knows no bfloat16
+                fingerprint.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)  # numpy knows no bfloat16
             else:
-                found.update(repr(part).encode())
-        return found.hexdigest()
+                fingerprint.update(repr(part).encode())
+        return fingerprint.hexdigest()
 
     def select(self, examples: Any) -> DataSet:
         """Some examples, in this order."""
@@ -177,9 +177,9 @@ def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.nda
     [[0, 1], [2], [3], [4]]
     """
     cuts, held, count = [0], 0, 0
-    for place, length in enumerate(lengths[order].tolist()):
+    for index, length in enumerate(lengths[order].tolist()):
         if count and (held + length > budget or count == most):
-            cuts.append(place)
+            cuts.append(index)
             held = count = 0
         held += length
         count += 1

@@ -118,9 +118,9 @@ def read_n24news(
         return parts
 
     def examples() -> Iterator[Example]:
-        for place in range(len(rows)):
-            row = rows.row(place)
-            where = rows.where(place) + (f" (article {row['article_id']})" if row.get("article_id") else "")
+        for index in range(len(rows)):
+            row = rows.row(index)
+            where = rows.where(index) + (f" (article {row['article_id']})" if row.get("article_id") else "")
             signal = grow(outline(row, where), tokenizer, where=where)
             yield Example(signal, _text(row, "section", where), where)
 
@@ -130,10 +130,10 @@ def read_n24news(
 def _load(root: Path, split: str) -> Rows:
     news = root / "news"
     if not news.is_dir():
-        found = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else None
+        names = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else None
         raise InvalidInput(
             str(root),
-            given="no such folder" if found is None else f"a folder with {', '.join(found) or 'nothing in it'}",
+            given="no such folder" if names is None else f"a folder with {', '.join(names) or 'nothing in it'}",
             expected="the folders news and imgs",
             fix=_SOURCE,
         )

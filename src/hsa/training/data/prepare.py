@@ -320,9 +320,9 @@ def _tokenizer(
         from hsa.training.data.word_vectors import load_word_vectors, vectors_for, word_tokenizer
 
         say(f"loading {options.word_vectors}")
-        found = load_word_vectors(options.word_vectors, words=_words(source.texts()))
-        tokenizer = word_tokenizer(found.words)
-        return tokenizer, vectors_for(tokenizer, found)
+        vectors = load_word_vectors(options.word_vectors, words=_words(source.texts()))
+        tokenizer = word_tokenizer(vectors.words)
+        return tokenizer, vectors_for(tokenizer, vectors)
     from hsa.signals.readers.text import train_tokenizer
 
     texts = list(source.texts())
@@ -342,23 +342,25 @@ def _words(texts: Iterable[str]) -> set[str]:
 def _modalities(
     train: DataSet, tokenizer: Tokenizer | None, vectors: Tensor | None, encoder: Any
 ) -> dict[str, Modality]:
-    found: dict[str, Modality] = {}
+    modalities: dict[str, Modality] = {}
     for name, values in train.batch.values.items():
         if not isinstance(values, Tensor):
             raise InvalidInput(
                 f"modality {name!r}", given="leaves of several shapes or kinds", expected="one shape for all of them"
             )
         if name == "text" and encoder is not None:
-            found[name] = Modality(numbers=encoder.width)
+            modalities[name] = Modality(numbers=encoder.width)
         elif name == "text" and vectors is not None:
-            found[name] = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
+            modalities[name] = Modality(tokens=len(vectors), width=vectors.shape[1], frozen=True)
         elif name == "text" and tokenizer is not None:
-            found[name] = Modality(tokens=tokenizer.get_vocab_size())
+            modalities[name] = Modality(tokens=tokenizer.get_vocab_size())
         else:
             wide = values.to(torch.float32)
             spread = float(wide.std()) if wide.numel() > 1 else 1.0
-            found[name] = Modality(numbers=max(1, values[0].numel()), center=float(wide.mean()), scale=spread or 1.0)
-    return found
+            modalities[name] = Modality(
+                numbers=max(1, values[0].numel()), center=float(wide.mean()), scale=spread or 1.0
+            )
+    return modalities
 
 
 def _domains(sets: Iterable[DataSet]) -> tuple[tuple[str, ...], tuple[str, ...]]:

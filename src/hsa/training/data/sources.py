@@ -107,11 +107,11 @@ class Rows:
                 row, where = self.rows.row(i), self.rows.where(i)
                 target: str | float = ""
                 if columns.label:
-                    place = f"{where}, column {columns.label!r}"
-                    target = _target(row[columns.label], columns.numeric, place)
+                    cell = f"{where}, column {columns.label!r}"
+                    target = _target(row[columns.label], columns.numeric, cell)
                     first = first or (_kind(row[columns.label]), i)
                     if not columns.numeric:
-                        _check_kind(row[columns.label], first, place)
+                        _check_kind(row[columns.label], first, cell)
                 signal = read_row(
                     row,
                     text=columns.text,
@@ -266,24 +266,24 @@ class StandardLibrary:
     def __init__(self, most: int = 200, packages: int | None = 12):
         self.most = most
         self.folder = Path(sysconfig.get_path("stdlib"))
-        found: dict[str, list[tuple[str, str]]] = {}
+        packaged: dict[str, list[tuple[str, str]]] = {}
         for folder in sorted(p for p in self.folder.iterdir() if (p / "__init__.py").is_file()):
             if folder.name in ("test", "idlelib", "turtledemo", "lib2to3", "site-packages", "ensurepip", "pydoc_data"):
                 continue
-            found[folder.name] = [
+            packaged[folder.name] = [
                 (f"{file.relative_to(self.folder)}: {name}", source)
                 for file in sorted(folder.rglob("*.py"))
                 if not {"test", "tests"} & set(file.relative_to(self.folder).parts)
                 for name, source in _definitions(file)
             ]
-        large = [name for name in found if len(found[name]) >= self.FEWEST]
-        chosen = sorted(sorted(large, key=lambda name: -len(found[name]))[:packages])
+        large = [name for name in packaged if len(packaged[name]) >= self.FEWEST]
+        largest = sorted(sorted(large, key=lambda name: -len(packaged[name]))[:packages])
         self.definitions = [
             (package, name, source)
-            for package in chosen
-            for name, source in found[package][:: max(1, len(found[package]) // most)][:most]
+            for package in largest
+            for name, source in packaged[package][:: max(1, len(packaged[package]) // most)][:most]
         ]
-        if len(chosen) < 2:
+        if len(largest) < 2:
             raise InvalidInput(
                 str(self.folder),
                 given="no source files of the standard library",

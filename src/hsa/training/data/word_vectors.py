@@ -28,7 +28,7 @@ _CHUNK = 1 << 20  # bytes of a binary file read at once
 _LONGEST_WORD = 1 << 12  # bytes: binary data without a space for so long is no list of words
 
 _File = IO[bytes] | gzip.GzipFile
-# A word's place in the file counted from 1, the word, and whatever its vector is made of.
+# A word's number in the file, counted from 1, the word, and whatever its vector is made of.
 _Entry = tuple[int, bytes, Any]
 
 
@@ -89,8 +89,8 @@ def load_word_vectors(
     with _opened(Path(path)) as (file, suffix):
         stream = {".npz": _npz, ".bin": _binary}.get(suffix, _text)(file, str(path))
         dim = stream.dim
-        for place, raw, vector in stream.entries if limit != 0 else ():
-            where = f"{path}: {stream.unit} {place}"
+        for number, raw, vector in stream.entries if limit != 0 else ():
+            where = f"{path}: {stream.unit} {number}"
             try:
                 word = _word(raw, where)
                 if word in kept or (wanted is not None and word not in wanted):
@@ -150,8 +150,8 @@ def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
     """
     vocabulary = tokenizer.get_vocab()
     row = {word: i for i, word in enumerate(word_vectors.words)}
-    found = [(i, row[token]) for token, i in vocabulary.items() if token in row]
-    if not found:
+    known = [(i, row[token]) for token, i in vocabulary.items() if token in row]
+    if not known:
         raise InvalidInput(
             "word_vectors",
             given="a vector for no token of the tokenizer",
@@ -160,7 +160,7 @@ def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
         )
     mean = word_vectors.vectors.mean(0, dtype=np.float64).astype(np.float32)
     table = np.tile(mean, (max(vocabulary.values()) + 1, 1))
-    ids, rows = np.array(found).T
+    ids, rows = np.array(known).T
     table[ids] = word_vectors.vectors[rows]
     return torch.from_numpy(table)
 
@@ -169,7 +169,7 @@ def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
 class _Stream:
     """The entries of a file, and how a vector is made of what stands in one."""
 
-    unit: str  # what places count
+    unit: str  # what numbers count
     dim: int
     entries: Iterator[_Entry]
     vector: Callable[[Any, str], NDArray[np.float32]]
@@ -227,13 +227,13 @@ def _text(file: _File, name: str) -> _Stream:
         )
 
     def entries() -> Iterator[_Entry]:
-        found = 0
-        for place, line in enumerate(file if header else chain([first], file), 2 if header else 1):
+        count = 0
+        for number, line in enumerate(file if header else chain([first], file), 2 if header else 1):
             if parts := line.split(None, 1):
-                found += 1
-                yield place, parts[0], b"".join(parts[1:])
+                count += 1
+                yield number, parts[0], b"".join(parts[1:])
         if header is not None:
-            _check_count(found, header[0], f"{name}: line 1")
+            _check_count(count, header[0], f"{name}: line 1")
 
     def vector(rest: bytes, where: str) -> NDArray[np.float32]:
         fields = rest.split()
@@ -273,14 +273,14 @@ def _binary(file: _File, name: str) -> _Stream:
 
     def entries() -> Iterator[_Entry]:
         held, at = b"", 0
-        for place in range(1, count + 1):
+        for number in range(1, count + 1):
             while (space := held.find(b" ", at)) < 0 or len(held) - space <= 4 * dim:
                 more = file.read(_CHUNK) if space >= 0 or len(held) - at < _LONGEST_WORD else b""
                 if not more:
-                    _check_count(place - 1, count, f"{name}: line 1")
+                    _check_count(number - 1, count, f"{name}: line 1")
                 held, at = held[at:] + more, 0
             end = space + 1 + 4 * dim
-            yield place, held[at:space].lstrip(b"\n"), held[space + 1 : end]
+            yield number, held[at:space].lstrip(b"\n"), held[space + 1 : end]
             at = end
 
     return _Stream("word", dim, entries(), lambda data, where: np.frombuffer(data, "<f4"))
@@ -300,13 +300,13 @@ def _npz(file: _File, name: str) -> _Stream:
     if len(words) != len(vectors):
         raise InvalidInput(name, given=f"{len(words)} words and {len(vectors)} vectors", expected="as many")
     coded = (word.encode() if isinstance(word, str) else word for word in words.tolist())
-    entries = ((place, word, row) for place, (word, row) in enumerate(zip(coded, vectors, strict=True), 1))
+    entries = ((number, word, row) for number, (word, row) in enumerate(zip(coded, vectors, strict=True), 1))
     return _Stream("word", vectors.shape[1], entries, lambda row, where: row.astype(np.float32))
 
 
-def _check_count(found: int, announced: int, where: str) -> None:
-    if found != announced:
-        raise InvalidInput(where, given=f"{announced} words, and {found} follow", expected="a whole file")
+def _check_count(count: int, announced: int, where: str) -> None:
+    if count != announced:
+        raise InvalidInput(where, given=f"{announced} words, and {count} follow", expected="a whole file")
 
 
 def _word(raw: bytes, where: str) -> str:

@@ -23,15 +23,15 @@ class Blocks:
 
     def take(self, first: int, number: int) -> np.ndarray:
         """`[number, context + 1]` blocks from number `first` of all epochs on."""
-        places = np.arange(self.context + 1)
+        offsets = np.arange(self.context + 1)
         starts = np.array([self._start(i) for i in range(first, first + number)])
-        return self.tokens[starts[:, None] + places]
+        return self.tokens[starts[:, None] + offsets]
 
     def _start(self, block: int) -> int:
-        epoch, place = divmod(block, self.per_epoch)
+        epoch, index = divmod(block, self.per_epoch)
         spare = len(self.tokens) - 1 - self.per_epoch * self.context
         shift, order = _epoch(self.seed, epoch, min(spare, self.context), self.per_epoch)
-        return shift + int(order[place]) * self.context
+        return shift + int(order[index]) * self.context
 
 
 @lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends

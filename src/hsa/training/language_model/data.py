@@ -115,12 +115,12 @@ def encode_documents(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
     """The ids of all documents, each ended by `<|end|>`, in the narrowest type that holds them."""
     kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     end = tokenizer.token_to_id(END)
-    found: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     pieces = (piece for document in documents for piece in (*_pieces(document), None))
     while some := list(islice(pieces, 512)):
         encoded = iter(tokenizer.encode_batch_fast([p for p in some if p is not None], add_special_tokens=False))
-        found += [np.array([end] if p is None else next(encoded).ids, kind) for p in some]
-    return np.concatenate(found) if found else np.empty(0, kind)
+        parts += [np.array([end] if p is None else next(encoded).ids, kind) for p in some]
+    return np.concatenate(parts) if parts else np.empty(0, kind)
 
 
 def _pieces(document: str) -> Iterator[str]:
@@ -143,7 +143,7 @@ def closing_tokens(tokenizer: Any) -> dict[int, int]:
 def clean(text: str) -> str:
     """One kind of line end; one blank line between paragraphs, two between chapters."""
     text = encodable(normalize_newlines(text)).strip()
-    return _BLANK.sub(lambda found: PARAGRAPH if found[0].count("\n") == 2 else CHAPTER, text)
+    return _BLANK.sub(lambda match: PARAGRAPH if match[0].count("\n") == 2 else CHAPTER, text)
 
 
 def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document]:
@@ -177,9 +177,9 @@ def _docstrings(library: Path) -> Iterator[Document]:
         except (InvalidInput, SyntaxError, RecursionError):  # files of other encodings, or broken on purpose
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [clean(text) for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
-        if sum(map(len, found)) > 500:
-            yield Document(PARAGRAPH.join(text.replace(CHAPTER, PARAGRAPH) for text in found if text))
+        docstrings = [clean(text) for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+        if sum(map(len, docstrings)) > 500:
+            yield Document(PARAGRAPH.join(text.replace(CHAPTER, PARAGRAPH) for text in docstrings if text))
 
 
 def _rows(data: Path, columns: tuple[str, ...]) -> Iterator[Document]:
@@ -224,22 +224,22 @@ def _split(documents: list[Document], seed: int) -> dict[str, list[str]]:
         first, second = int(_SHARES[0] * len(order)), int((_SHARES[0] + _SHARES[1]) * len(order))
         groups = (order[:first], order[first:second], order[second:])
         return {split: [documents[i].text for i in sorted(g)] for split, g in zip(SPLITS, groups, strict=True)}
-    found: dict[str, list[str]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[str]] = {split: [] for split in SPLITS}
     for document in documents:
         begin = 0
         for split, share in zip(SPLITS, np.cumsum(_SHARES), strict=True):
             end = len(document.text) if split == SPLITS[-1] else _cut(document.text, int(share * len(document.text)))
-            found[split].append(document.text[begin:end].strip())
+            parts[split].append(document.text[begin:end].strip())
             begin = end
-    return {split: [text for text in texts if text] for split, texts in found.items()}
+    return {split: [text for text in texts if text] for split, texts in parts.items()}
 
 
 def _cut(text: str, near: int) -> int:
-    """The end of a paragraph at or after a place, else of a word."""
+    """The end of a paragraph at or after a position, else of a word."""
     for mark in (PARAGRAPH, "\n", " "):
-        found = text.find(mark, near)
-        if 0 <= found < near + len(text) // 50:
-            return found
+        end = text.find(mark, near)
+        if 0 <= end < near + len(text) // 50:
+            return end
     return near
 
 

@@ -30,7 +30,7 @@ def configure(
         top_k=options.top_k or LanguageModelConfig.top_k,
         chunk=language.chunk,
         group=language.group,
-        closes=data.closes if language.structure == "text" else {},
+        closes=data.closes if language.tree == "text" else {},
         max_length=language.max_length,
         **changes,
     )

@@ -43,7 +43,7 @@ class LmResult:
     parameters: int
     loss: float  # on the test text
     bits_per_character: float
-    by_position: tuple[tuple[float, float], ...]  # place in the block, mean loss there
+    by_position: tuple[tuple[float, float], ...]  # position in the block, mean loss there
     operations: float  # of attention per token of the test text, all layers
     tokens: int  # seen in training
     training_seconds: float
@@ -114,7 +114,7 @@ def train_one(
     watcher: LmWatcher | None = None,
 ) -> LmResult:
     """Train, test and save one model. With `resume`, an unfinished one goes on, and a finished one is tested again."""
-    found = train_language_model(
+    trained = train_language_model(
         config,
         data.train,
         data.validation,
@@ -127,7 +127,7 @@ def train_one(
         device=device,
     )
     tested = evaluate_language_model(
-        found.model,
+        trained.model,
         data.test,
         language.context,
         batch_tokens=options.batch_tokens,
@@ -135,19 +135,19 @@ def train_one(
     )
     result = LmResult(
         model=name,
-        parameters=count_parameters(found.model),
+        parameters=count_parameters(trained.model),
         loss=tested.loss,
         bits_per_character=bits_per_character(tested, data.test, data.tokenizer),
         by_position=binned(tested.by_position),
-        operations=reader_of(found.model, language.context).operations(data.test),
-        tokens=found.tokens,
-        training_seconds=found.seconds,
+        operations=reader_of(trained.model, language.context).operations(data.test),
+        tokens=trained.tokens,
+        training_seconds=trained.seconds,
         test_tokens=tested.tokens,
         context=language.context,
-        remembered_tokens=found.model.remembered_tokens,
-        history=found.history,
+        remembered_tokens=trained.model.remembered_tokens,
+        history=trained.history,
     )
-    save_language_model(folder, found.model, data.tokenizer)
+    save_language_model(folder, trained.model, data.tokenizer)
     write_json(folder / RESULT, asdict(result))
     return result
 
@@ -189,7 +189,7 @@ def compare_language_models(
         on_failure: is told of models without a result, and the others go on; by default that is an error.
     """
     configs = {name: language_model_config(data, model, language, name, extra) for name in names}
-    starts = {} if language.start is None else {name: _weights(language.start, name, data) for name in names}
+    starts = {} if language.init_from is None else {name: _weights(language.init_from, name, data) for name in names}
 
     def train(name: str) -> LmResult:
         own: Any = {"start": starts.get(name), "watcher": watch(name) if watch else None}
@@ -202,7 +202,7 @@ def compare_language_models(
 
 
 def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, float], ...]:
-    """(place, mean) of the loss in bins that widen with the place: the first tokens differ most.
+    """Return (position, mean loss) in bins that widen with the position: the first tokens differ most.
 
     >>> binned(np.array([4.0, 3.0, 2.0, 2.0, 2.0]), per_octave=1)
     ((1.0, 4.0), (2.5, 2.5), (4.5, 2.0))

@@ -67,16 +67,16 @@ def evaluate_text(
         set_test_memory(model, memory)
     context = _context(folder, model, context)
     tokens = encode_documents(held_out_texts(data, columns), tokenizer)
-    found = evaluate_language_model(model, tokens, context)
+    evaluation = evaluate_language_model(model, tokens, context)
     return TextScores(
-        tokens=found.tokens,
+        tokens=evaluation.tokens,
         context=context,
         memory=model.remembered_tokens,
-        loss=found.loss,
-        perplexity=math.exp(found.loss),
-        bits_per_character=bits_per_character(found, tokens, tokenizer),
+        loss=evaluation.loss,
+        perplexity=math.exp(evaluation.loss),
+        bits_per_character=bits_per_character(evaluation, tokens, tokenizer),
         attention_operations=reader_of(model, context).operations(tokens),
-        seconds=found.seconds,
+        seconds=evaluation.seconds,
     )
 
 

@@ -67,7 +67,7 @@ class LmEvaluation:
     """How well a text is predicted."""
 
     loss: float  # mean of −log p, in nats
-    by_position: np.ndarray  # [context] the same by place in the block
+    by_position: np.ndarray  # [context] the same by position in the block
     tokens: int
     seconds: float
 
@@ -132,8 +132,8 @@ def train_language_model(
     >>> from hsa.models.language_model import LanguageModelConfig
     >>> text = np.tile(np.arange(7), 40)
     >>> sizes = LanguageModelConfig(7, width=8, heads=2, layers=1, branching=(4, 2))
-    >>> found = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
-    >>> len(found.history), found.tokens
+    >>> trained = train_language_model(sizes, text, text, language=LanguageOptions(context=16, steps=3), device="cpu")
+    >>> len(trained.history), trained.tokens
     (3, 3072)
     """
     options, language = options or TrainingOptions(), language or LanguageOptions()
@@ -241,7 +241,7 @@ class _Run:
     def _record(self) -> None:
         state = self.progress
         steps = state.step - (state.history[-1]["step"] if state.history else 0)
-        found = evaluate_language_model(
+        evaluation = evaluate_language_model(
             self.model,
             self.validation[: _VALIDATION_TOKENS + 1],
             self.language.context,
@@ -252,7 +252,7 @@ class _Run:
             step=state.step,
             tokens=state.step * self.batch * self.language.context,
             loss=state.loss_sum / steps,
-            validation_loss=found.loss,
+            validation_loss=evaluation.loss,
             learning_rate=self._rate(),
             seconds=state.seconds,
         )
@@ -329,10 +329,10 @@ def evaluate_language_model(
     return LmEvaluation(float(by_position.mean()), by_position, number * context, time.monotonic() - began)
 
 
-def bits_per_character(found: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
+def bits_per_character(evaluation: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
     """Of the text that these tokens begin, as far as it was predicted."""
-    characters = len(tokenizer.decode(tokens[: found.tokens].tolist(), skip_special_tokens=False))
-    return found.loss / math.log(2) * found.tokens / max(1, characters)
+    characters = len(tokenizer.decode(tokens[: evaluation.tokens].tolist(), skip_special_tokens=False))
+    return evaluation.loss / math.log(2) * evaluation.tokens / max(1, characters)
 
 
 def sequences_per_step(options: TrainingOptions, context: int) -> int:
@@ -348,5 +348,5 @@ def precision(device: torch.device, mixed: str) -> Iterator[None]:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device or torch.device("cpu")

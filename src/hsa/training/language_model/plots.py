@@ -26,14 +26,14 @@ def plot_losses(path: Path, histories: Mapping[str, Sequence[Any]]) -> None:
 
 
 def plot_by_position(path: Path, losses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Test loss by place in the block, a line per model.
+    """Test loss by position in the block, a line per model.
 
     Args:
-        losses: model → (place, mean loss there).
+        losses: model → (position, mean loss there).
     """
     figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
     for color, (name, points) in zip(COLORS * 3, losses.items(), strict=False):
-        axes.plot([place for place, _ in points], [loss for _, loss in points], color=color, label=name)
+        axes.plot([position for position, _ in points], [loss for _, loss in points], color=color, label=name)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens before", ylabel="nats per token", title="Test loss by how much came before")
     _finish(axes)

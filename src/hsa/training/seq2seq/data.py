@@ -1,4 +1,4 @@
-"""Prompts and answers: two text columns of a table, or documents made up of which one sentence is to be repeated."""
+"""Prompts and answers: two text columns of a table, or generated documents with one sentence to repeat."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PreparedPairs:
 
 
 class MarkedSentences:
-    """Documents of made-up words, paragraph by paragraph. One sentence begins with "Repeat": it is the answer.
+    """Documents of generated words, paragraph by paragraph. One sentence begins with "Repeat": it is the answer.
 
     Args:
         number: of documents.
@@ -127,9 +127,9 @@ def prepare_pairs(
     """Read prompts and answers, train a tokenizer on both, and split.
 
     Args:
-        data: a table with the columns `options.text` (the prompt) and `options.label` (the answer); None for made-up
-            documents of which one sentence is to be repeated.
-        small: few made-up documents.
+        data: a table with the columns `options.text` (the prompt) and `options.label` (the answer); None for generated
+            documents with one sentence to repeat.
+        small: Generate few documents.
         max_answer: tokens of an answer that are read; the rest is cut off.
     """
     sources = {"train": _source(data, options, seed, small)}
@@ -177,10 +177,10 @@ def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> 
 
 
 def _pairs(examples: Iterator[Example], tokenizer: Any, max_answer: int) -> Pairs:
-    found = list(examples)
-    if not found:
+    pairs = list(examples)
+    if not pairs:
         raise InvalidInput("data", given="no examples", expected="at least one")
-    encoded = tokenizer.encode_batch([str(example.target) for example in found], add_special_tokens=False)
+    encoded = tokenizer.encode_batch([str(example.target) for example in pairs], add_special_tokens=False)
     answers = [e.ids[:max_answer] for e in encoded]
     offsets = np.concatenate([[0], np.cumsum([len(a) for a in answers])])
-    return Pairs(collate([e.signal for e in found]), np.array([i for a in answers for i in a], np.int64), offsets)
+    return Pairs(collate([e.signal for e in pairs]), np.array([i for a in answers for i in a], np.int64), offsets)

@@ -44,12 +44,12 @@ class SavedSeq2Seq:
             )
         return SavedSeq2Seq(model, spec)
 
-    def predict(self, path: Path, on_bad: OnBad, batch: int = 32, max_tokens: int = 256) -> Iterator[Prediction]:
+    def predict(self, path: Path, on_bad: OnBad, batch: int = 32, max_new_tokens: int = 256) -> Iterator[Prediction]:
         """The answer to every row of a table."""
         examples = self.input_spec.examples(self.input_spec.source(path, labelled=False), on_bad)
         while some := list(islice(examples, batch)):
             prompts = collate([example.signal for example in some]).to(self.model.device)
-            answers = self.model.generate(prompts, max_tokens=max_tokens)
+            answers = self.model.generate(prompts, max_new_tokens=max_new_tokens)
             for example, answer in zip(some, answers, strict=True):
                 words = [token for token in answer if token != self.model.config.start]
                 yield Prediction(example.where, self.input_spec.tokenizer.decode(words), None)

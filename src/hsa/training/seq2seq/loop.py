@@ -106,7 +106,7 @@ def seq2seq_config(
     decoder = LanguageModelConfig(
         prepared.tokens + 2,
         layers=options.decoder_layers or model.layers,
-        attention=options.decoder,
+        attention=options.decoder_attention,
         **decoder_sizes(model, language),
     )
     return Seq2SeqConfig(EncoderConfig(**sizes), decoder, prepared.modalities, top_k=options.cross_top_k)
@@ -292,8 +292,8 @@ def generated_answers(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) ->
     answers: list[list[int]] = [[] for _ in range(len(pairs))]
     for chosen in _in_batches(pairs, options):
         part = pairs.select(chosen)
-        found = model.generate(part.prompts.to(model.device), max_tokens=int(np.diff(part.offsets).max()) + 1)
-        for i, answer in zip(chosen.tolist(), found, strict=True):
+        generated = model.generate(part.prompts.to(model.device), max_new_tokens=int(np.diff(part.offsets).max()) + 1)
+        for i, answer in zip(chosen.tolist(), generated, strict=True):
             answers[i] = answer
     return answers
 

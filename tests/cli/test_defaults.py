@@ -1,0 +1,88 @@
+"""The defaults that --help prints are those that apply."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hsa.cli.compare import TASKS as COMPARED
+from hsa.cli.defaults import changed_options, defaults_by_task
+from hsa.models.options import ModelOptions
+from hsa.research.match3.options import Match3Options
+from hsa.training.options import DataOptions, LanguageOptions, TrainingOptions
+from hsa.training.recipe import Recipe
+from hsa.training.tasks import TASKS
+
+DATA = Path("rows.csv")
+
+
+def entries(text):
+    """Title → option → value, of every line of the list."""
+    lines = [line.removeprefix("- ").split(": ", 1) for line in text.splitlines() if line.startswith("- ")]
+    return {
+        title: {} if changes == "none" else dict(change.split(" ", 1) for change in changes.split(", "))
+        for title, changes in lines
+    }
+
+
+def test_changes():
+    recipe = Recipe(
+        DATA,
+        ("flat",),
+        DataOptions(task="lm", max_tokens=7),
+        ModelOptions(head_dim=5),
+        TrainingOptions(learning_rate=3e-4),
+        LanguageOptions(branching=(3, 2)),
+        extra={"match3": Match3Options(modulus=11)},
+    )
+    assert changed_options(recipe, Recipe()) == {
+        "--models": ("flat",),
+        "--max-tokens": 7,
+        "--head-dim": 5,
+        "--learning-rate": 3e-4,
+        "--branching": (3, 2),
+        "--modulus": 11,
+    }
+    assert changed_options(recipe, recipe) == {}
+    assert changed_options(Recipe(), recipe)["--head-dim"] is None
+
+
+def test_every_task_is_listed():
+    listed = entries(defaults_by_task())
+    assert {title.split(" ")[0] for title in listed} == set(TASKS.names())
+    assert listed["regression"] == listed["classification"] == {}
+    assert listed["seq2seq without DATA"] == {"--vocabulary": "512"}
+    assert (listed["lm"]["--models"], listed["lm"]["--learning-rate"]) == ("multiscale flat", "0.003")
+    assert "--models" not in defaults_by_task(COMPARED, models=False)
+    assert set(entries(defaults_by_task(COMPARED))) == {
+        "classification",
+        "classification without DATA",
+        "regression",
+    }
+
+
+@pytest.mark.parametrize("task", TASKS.names())
+@pytest.mark.parametrize("data", [None, DATA])
+def test_what_is_listed_applies(task, data):
+    """The defaults of the options, changed as listed, are the recipe of the preset."""
+    listed = entries(defaults_by_task())
+    changes = listed[task] | (listed.get(f"{task} without DATA", {}) if data is None else {})
+    recipe = TASKS.get(task).preset(data, False)
+    for group in (recipe.read, recipe.model, recipe.training, recipe.language, recipe.seq2seq, *recipe.extra.values()):
+        for field in fields(group):
+            value, default = getattr(group, field.name), field.default
+            if field.name != "task":
+                option = f"--{field.name.replace('_', '-')}"
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                assert (option in changes) == (value != default)
+                assert value == default or str(shown) == changes[option] or float(shown) == float(changes[option])
+
+
+def test_help_shows_them(call):
+    _, out, _ = call("train", "--help", columns=400)
+    for line in defaults_by_task().splitlines()[2:]:
+        assert line.removeprefix("- ") in out
+    _, out, _ = call("compare", "--help", columns=400)
+    assert "classification without DATA: --max-tokens 384" in out
+    assert not re.search("lm: --", out)
