@@ -134,17 +134,15 @@ def test_on_a_gpu(dtype):
     forest = Hierarchy.collate([Hierarchy.regular([300], (8, 4)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
     q, k, v = random_inputs(forest, 0, dim=16, value_dim=16, dtype=dtype)
     there = forest.to("cuda")
+
+    def over_clusters(q, k, v, f):
+        clusters = hsa.cluster_keys(k, f)
+        return multiscale_attention(q, k, v, f, clusters=clusters, selection=select(q, k, f, top_k=2, clusters=clusters))
+
     for run in (
         hierarchical_attention,
         lambda q, k, v, f: multiscale_attention(q, k, v, f, selection=select(q, k, f, near=1, top_k=2)),
-        lambda q, k, v, f: multiscale_attention(
-            q,
-            k,
-            v,
-            f,
-            clusters=hsa.cluster_keys(k, f),
-            selection=select(q, k, f, top_k=2, clusters=hsa.cluster_keys(k, f)),
-        ),
+        over_clusters,
     ):
         on_gpu = run(*(x.cuda() for x in (q, k, v)), there).cpu().double()
         on_cpu = run(q, k, v, forest).double()

@@ -324,6 +324,7 @@ def test_a_published_model():
 
 @pytest.mark.gpu
 def test_on_a_device(text_encoder):
+    pytest.importorskip("sentencex")  # which read_text splits sentences with
     batch = collate([read_text(text, text_encoder.tokenizer) for text in TEXTS])
     there = text_encoder.token_vectors(batch.to("cuda")).values["text"]
     assert there.is_cuda

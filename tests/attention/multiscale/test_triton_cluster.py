@@ -10,12 +10,17 @@ pytest.importorskip("triton")
 from hsa import Hierarchy
 from hsa import cluster_keys as without_kernels
 from hsa.attention.multiscale.cluster import chunk_of_leaf
-from hsa.attention.multiscale.triton import cluster as find_keys
-from hsa.attention.multiscale.triton.cluster import cluster_keys
+from hsa.attention.multiscale.triton import cluster as kernels
 from hsa.errors import Unsupported
 from tests.forests import forests, random_inputs, windows
+from tests.interpreter import DEVICE
 
 seeds = st.integers(0, 10**6)
+
+
+def cluster_keys(k, tree, chunk):
+    """Run the kernels, on a GPU where there is one."""
+    return kernels.cluster_keys(k.to(DEVICE), tree.to(DEVICE), chunk).cpu()
 
 
 def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
@@ -26,12 +31,12 @@ def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
         direction = torch.randn(len(keys), 1, heads, dim, generator=generator)
         direction = direction / direction.norm(dim=-1, keepdim=True) * 4 * 3.0**-level
         if level == len(sizes) - 1:  # inside the last groups: no order
-            place = torch.randn(len(keys), size, heads, 1, generator=generator) * 0.3
+            offset = torch.randn(len(keys), size, heads, 1, generator=generator) * 0.3
         else:
-            place = torch.arange(size)[:, None, None] + 0.1 * torch.randn(
+            offset = torch.arange(size)[:, None, None] + 0.1 * torch.randn(
                 len(keys), size, heads, 1, generator=generator
             )
-        keys = (keys[:, None] + place * direction).flatten(0, 1)
+        keys = (keys[:, None] + offset * direction).flatten(0, 1)
     shuffle = torch.stack([torch.randperm(len(keys), generator=generator) for _ in range(heads)], 1)
     return keys.gather(0, shuffle[..., None].expand_as(keys)).to(dtype)
 
@@ -40,7 +45,7 @@ def small_programs(monkeypatch):
     """So that a small tree takes the ways of a large one."""
     constants = {"SMALL": 32, "NODE": 64, "BLOCK": 48, "ROWS": 32, "SPLIT": 32, "LONGEST_SPLIT": 32, "LONG_SPLIT": 64}
     for name, value in constants.items():
-        monkeypatch.setattr(find_keys, name, value)
+        monkeypatch.setattr(kernels, name, value)
 
 
 def assert_permutation_inside_trees(order, forest):
@@ -104,10 +109,10 @@ def test_large_nodes_are_measured_and_split_piece_by_piece(sizes, monkeypatch):
     k = grouped_keys(sizes, 16, heads=1)
     expected = without_kernels(k, Hierarchy.regular([len(k)], sizes)).order
     small_programs(monkeypatch)
-    tree = Hierarchy.regular([len(k)], sizes)
+    tree = Hierarchy.regular([len(k)], sizes).to(DEVICE)
     assert torch.equal(cluster_keys(k, tree, None), expected)
     steps = tree.cached(("key steps", None), lambda: None).steps[::5]
-    assert {find_keys.MEASURE_BLOCKS, find_keys.SPLIT_NODES} <= set(steps)
+    assert {kernels.MEASURE_BLOCKS, kernels.SPLIT_NODES} <= set(steps)
 
 
 def test_as_good_as_without_kernels_where_nothing_stands_out():
@@ -156,9 +161,9 @@ def test_strides_do_not_matter():
 
 
 def test_the_registered_operator():
-    forest = Hierarchy.regular([40], (4, 2), repeat_last=True, sinks=1)
-    plan = find_keys._build(forest, None)
-    arguments = (torch.randn(40, 2, 16), plan.start, plan.slots, plan.table, plan.steps, 4)
+    forest = Hierarchy.regular([40], (4, 2), repeat_last=True, sinks=1).to(DEVICE)
+    plan = kernels._build(forest, None)
+    arguments = (torch.randn(40, 2, 16, device=DEVICE), plan.start, plan.slots, plan.table, plan.steps, 4)
     torch.library.opcheck(torch.ops.hsa.cluster_keys, arguments)
 
 

@@ -220,16 +220,14 @@ def test_tiles_on_tensor_cores(dtype, tolerance, left, right, dim):
 
 @pytest.mark.gpu
 def test_capture_and_the_same_bits():
-    made, offsets = inputs((300, 41), dim=32, value_dim=32, dtype=torch.bfloat16)
-
     def step():
         out = trilinear_core(Rows(*made), offsets, left=None, right=0, scale=0.2)
         return out, *torch.autograd.grad(out.sum(), made)
 
-    expected = step()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
+    with torch.cuda.stream(stream):  # autograd remembers the stream on which leaves are first used: that of the capture
+        made, offsets = inputs((300, 41), dim=32, value_dim=32, dtype=torch.bfloat16)
+        expected = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
