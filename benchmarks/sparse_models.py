@@ -38,7 +38,7 @@ from hsa.training.report import leaf_labels
 VARIANTS: dict[str, Any] = {"softmax": None, "1.5": 1.5, "2": 2.0, "learned": "learned"}
 PLAN = Plan(("hierarchical",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
 TIMED = 64
-"""Number of documents in the batch that is timed."""
+"""Documents that are read at once to take the time."""
 SHOWN = 0.01
 """Levels with a smaller share of the families are left out: there is little to average over."""
 
@@ -54,11 +54,10 @@ class Task:
 
 def tasks() -> dict[str, Task]:
     reviews = document_models.TASKS["imdb"]
-    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data, but without self
+    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data
     same = document_models.recipe(reviews).training
     every = {name: getattr(same, name) for name in ("patience", "mixed_precision", "checkpoint_minutes")}
-    model = replace(programs.model, include_self=False)
-    programs = replace(programs, model=model, training=replace(programs.training, **every))
+    programs = replace(programs, training=replace(programs.training, **every))
     return {
         "imdb": Task(reviews.question, document_models.recipe(reviews)),
         "python": Task("Python standard library: which package?", programs),
@@ -78,18 +77,18 @@ def load(name: str, packed: Path, examples: int) -> PreparedData:
 def run_variant(
     plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: PreparedData | None = None
 ) -> Compared:
-    """Train all rates and seeds of the plan; results that are finished are read."""
+    """All rates and seeds of the plan; those that are finished are read."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     recipe = tasks()[name].with_alpha(variant)
     accelerator = make_accelerator(recipe.training)
     data = data or load(name, packed, examples)
-    (compared,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
-    return compared
+    (found,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
+    return found
 
 
 def run_part(plan: Plan, name: str, variant: str, *where: Any) -> str:
-    compared = run_variant(plan, name, variant, *where)
-    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in compared.scores)} (rate {compared.rate})"
+    found = run_variant(plan, name, variant, *where)
+    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in found.scores)} (rate {found.rate})"
 
 
 def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: int) -> None:
@@ -101,23 +100,23 @@ def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: 
 
 
 def time_all(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
-    """Measure milliseconds to read a document, on the CPU and on a GPU if there is one."""
+    """Milliseconds to read a document; on the CPU, and on a GPU if there is one."""
     for name in names:
         data = load(name, packed, examples)
         some = data.test.select(np.arange(min(TIMED, len(data.test))))
-        times: dict[str, dict[str, float]] = {}
+        found: dict[str, dict[str, float]] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            times[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
-        write_json(out / name / "times.json", times)
-        print(name, times, flush=True)
+            found[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
+        write_json(out / name / "times.json", found)
+        print(name, found, flush=True)
 
 
 def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, documents: int) -> dict[str, float]:
     device = batch.hierarchy.device
     candidates: dict[str, Callable[[], Any]] = {}
     for variant in VARIANTS:
-        compared = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
-        model, _ = load_model(compared.runs[0].folder(out / name / variant), device)
+        found = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
+        model, _ = load_model(found.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
     return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
@@ -146,14 +145,13 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
         sections.append((heading, *_scores(compared, levels)))
         sections.append((f"{name}: level by level", *_levels(levels)))
         sections.append((f"{name}: milliseconds to read a document", *_time_table(times)))
-        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(variant): own for variant, own in levels.items()})
+        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(v): found for v, found in levels.items()})
         _draw(name, data, compared["learned"], out)
     notes = (
         "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
         "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
-        "test documents; visited: share of families, times heads, that the down sweep enters. Levels with less than "
-        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians. "
-        "Without self, as in the paper."
+        "test documents; visited: share of families, times heads, that get a weight from above. Levels with less than "
+        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians."
     )
     command = "python -m benchmarks.sparse_models run, time, write"
     write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)
@@ -164,11 +162,11 @@ def _named(variant: str) -> str:
 
 
 def _over_seeds(compared: Compared) -> list[LevelSparsity]:
-    """Merge the levels of all seeds: all their heads, means of their shares."""
-    by_level: dict[tuple[int, int], list[LevelSparsity]] = {}
+    """Levels of all seeds as one: all their heads, means of their shares."""
+    found: dict[tuple[int, int], list[LevelSparsity]] = {}
     for result in compared.results:
         for level in result.sparsity:
-            by_level.setdefault((level.layer, level.level), []).append(level)
+            found.setdefault((level.layer, level.level), []).append(level)
     total = sum(level.families for level in compared.results[0].sparsity if level.layer == 1)
     return [
         LevelSparsity(
@@ -179,7 +177,7 @@ def _over_seeds(compared: Compared) -> list[LevelSparsity]:
             statistics.fmean(level.visited or 0.0 for level in levels),
             levels[0].families,
         )
-        for (layer, height), levels in by_level.items()
+        for (layer, height), levels in found.items()
         if levels[0].families >= SHOWN * total
     ]
 
@@ -223,15 +221,16 @@ def _levels(levels: dict[str, list[LevelSparsity]]) -> tuple[list[str], list[lis
 
 
 def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[list[Any]]]:
-    rows: list[list[Any]] = []
-    for device, of_device in times.items():
-        for variant in VARIANTS:
-            rows.append([device, _named(variant), of_device[variant], of_device[variant] / of_device["softmax"]])
+    rows: list[list[Any]] = [
+        [device, _named(variant), own[variant], own[variant] / own["softmax"]]
+        for device, own in times.items()
+        for variant in VARIANTS
+    ]
     return ["device", "attention", "ms", "× softmax"], rows
 
 
 def _draw(name: str, data: PreparedData, compared: Compared, out: Path) -> None:
-    """Draw the tree of a test document with learned α, first seed: all leaves, and the leaf with the highest weight."""
+    """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
     model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
     fitting = np.flatnonzero(data.test.lengths <= 120)
     if not len(fitting):

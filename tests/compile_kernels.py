@@ -17,14 +17,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+# Modules of kernels are imported here, before `prepare` turns the interpreter on.
 from hsa import Entmax, Hierarchy, Queries, cluster_keys, hierarchical_attention, multiscale_attention, select
 from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.cache.triton import multiscale_step  # noqa: F401
+from hsa.attention.hierarchical.triton import operator as hierarchical_kernels  # noqa: F401
 from hsa.attention.kernels import available
 from hsa.attention.kernels.levels import levels
-from hsa.attention.multiscale.triton import beam, exact, pyramid, ranking
-from hsa.attention.multiscale.triton import cluster as find_keys
+from hsa.attention.multiscale.triton import cluster, pyramid, ranking
+from hsa.attention.multiscale.triton import operator as multiscale_kernels  # noqa: F401
+from hsa.attention.multiscale.triton.search import search_families
 from hsa.nn.triton import head_norm
 from hsa.research.trilinear.operator import trilinear_attention
+from hsa.research.trilinear.triton import operator as trilinear_kernels  # noqa: F401
 
 SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
 LEARNED = Entmax(torch.tensor([[1.3], [1.7]]), least=1.3)
@@ -63,7 +68,7 @@ def compile_hierarchical(tree, dtype, normalizer="softmax"):
 def compile_multiscale(tree, dtype, causal):
     q, k, v = inputs(tree, dtype)
     order = cluster_keys(k, tree, chunk=256, backend="torch")
-    find_keys.cluster_keys(k.detach(), tree, 256)
+    cluster.cluster_keys(k.detach(), tree, 256)
     groups = None if causal else Queries.windows(tree, 16)
     options = {"queries": groups, "top_k": 4, "beam": 8, "clusters": order, "causal": causal, "backend": "torch"}
     selection = select(q, k, tree, **options)
@@ -74,8 +79,8 @@ def compile_multiscale(tree, dtype, causal):
     low = torch.zeros(queries.num_groups, dtype=torch.long)
     where = (q.detach(), keys, ranking.search_tables(tree), queries.offsets, queries.tree)
     asked = {"limit": selection.limit, "scale": 0.1, "top_k": 4, "most_queries": queries.most}
-    beam.search_beam(*where, low, low + 1, width=8, **asked)
-    exact.search_exact(*where, None, None, **asked)
+    search_families(*where, low, low + 1, width=8, **asked)
+    search_families(*where, None, None, width=None, **asked)
 
 
 def compile_decoding(dtype, dim):

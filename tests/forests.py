@@ -8,6 +8,10 @@ from torch import Tensor
 
 from hsa import Hierarchy
 
+SIGHTS = ({"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"})
+"""Who sees whom in hierarchical attention: all combinations of its options."""
+sights = st.sampled_from(SIGHTS)
+
 
 @st.composite
 def parent_vectors(draw, max_nodes: int = 36, max_depth: int = 6) -> list[int]:

@@ -29,7 +29,7 @@ def resolve(where: str) -> Any:
 
 
 class Registry(Generic[T]):
-    """Named plug-ins: `register(name, value)`, `get(name)` with a "did you mean" error, `names()`.
+    """Named plug-ins: `register(name, value)`, `get(name)` with a "did you mean" error, `names()`, `remove(name)`.
 
     The core registers its own values where it defines the registry. Packages beside the core register theirs when they are
     imported, which a registry does itself, the first time that it needs a name it does not have.
@@ -62,6 +62,11 @@ class Registry(Generic[T]):
         self._values[name] = value
         module = value if isinstance(value, str) else getattr(value, "__module__", "")
         self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
+
+    def remove(self, name: str) -> None:
+        """Forget a name, such as one that a test registered."""
+        self.check(name)
+        del self._values[name], self._ranks[name]
 
     def check(self, name: str) -> None:
         """Raise an error that lists the names unless this is one of them; imports no value."""

@@ -46,10 +46,10 @@ def test_multiscale_count_is_the_sum_over_lists(forest, near, top_k):
     counts = flops(selection, 24, 6, hierarchy=forest)
     per_head = (partition.lengths * selection.queries.offsets.diff()[:, None]).sum(0).tolist()
     assert counts.attention == (4 * 24 + 6) * sum(per_head) // len(per_head)
-    assert counts.choice == selection.scored * (2 * 24 // 6 + 1)
+    assert counts.selection == selection.scored * (2 * 24 // 6 + 1)
     assert flops(partition, 24, 6, hierarchy=forest).attention == counts.attention
     if top_k == 0:
-        assert counts.choice == 0
+        assert counts.selection == 0
 
 
 def test_causal_lists_count_what_is_seen():
@@ -79,7 +79,7 @@ def test_finding_is_counted_apart():
     q, k, _ = random_inputs(forest, 0)
     order = cluster_keys(k, forest)
     selection = select(q, k, forest, top_k=2, clusters=order)
-    assert flops(selection, 24, 6, hierarchy=forest, clusters=order).finding == order.operations > 0
+    assert flops(selection, 24, 6, hierarchy=forest, clusters=order).clustering == order.operations > 0
 
 
 def test_bad_input():

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from hsa import Hierarchy, HsaError, hierarchical_attention, multiscale_attention, select
 from hsa.attention.mixing import HeadMixing
-from tests.forests import forests, gradients, random_inputs, random_positions
+from tests.forests import forests, gradients, random_inputs, random_positions, sights
 
 seeds = st.integers(0, 10**6)
-selves = st.sampled_from([(False, False), (True, False), (True, True)])  # include_self, causal
 HEADS = 6  # as random_inputs has
 
 
@@ -35,12 +34,12 @@ def written_out(q, k, v, lengths, mixing, *, include_self=True, causal=False):
     return torch.cat(out)
 
 
-@given(forests(), seeds, selves, st.booleans())
-def test_hierarchical_torch_equals_reference(forest, seed, how, with_positions):
+@given(forests(), seeds, sights, st.booleans())
+def test_hierarchical_torch_equals_reference(forest, seed, sight, with_positions):
     q, k, v = random_inputs(forest, seed, requires_grad=True)
     positions = random_positions(forest, seed, requires_grad=True) if with_positions else None
     mixing = random_mixing(seed)
-    options = {"positions": positions, "include_self": how[0], "causal": how[1], "mixing": mixing}
+    options = {"positions": positions, **sight, "mixing": mixing}
     fast = hierarchical_attention(q, k, v, forest, backend="torch", **options)
     slow = hierarchical_attention(q, k, v, forest, backend="reference", **options)
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
@@ -78,8 +77,8 @@ def test_the_row_of_a_single_leaf_is_mixed(forest, backend):
     q, k, v = random_inputs(forest, 0)
     mixing = random_mixing(0, requires_grad=False)
     expected = written_out(q, k, v, [1], mixing)
-    found = hierarchical_attention(q, k, v, forest, include_self=True, mixing=mixing, backend=backend)
-    torch.testing.assert_close(found, expected)
+    result = hierarchical_attention(q, k, v, forest, include_self=True, mixing=mixing, backend=backend)
+    torch.testing.assert_close(result, expected)
     torch.testing.assert_close(multiscale_attention(q, k, v, forest, mixing=mixing, backend=backend), expected)
 
 
@@ -89,21 +88,21 @@ def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_sel
     q, k, v = random_inputs(forest, seed)
     expected = written_out(q, k, v, lengths, mixing, include_self=include_self)
     for backend in ("torch", "reference"):
-        found = hierarchical_attention(q, k, v, forest, include_self=include_self, mixing=mixing, backend=backend)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    found = multiscale_attention(q, k, v, forest, include_self=include_self, mixing=mixing)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        result = hierarchical_attention(q, k, v, forest, include_self=include_self, mixing=mixing, backend=backend)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    result = multiscale_attention(q, k, v, forest, include_self=include_self, mixing=mixing)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     if include_self:
-        found = multiscale_attention(q, k, v, forest, causal=True, mixing=mixing)
+        result = multiscale_attention(q, k, v, forest, causal=True, mixing=mixing)
         expected = written_out(q, k, v, lengths, mixing, causal=True)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
-@given(forests(), seeds, selves)
-def test_two_identities_change_nothing(forest, seed, how):
+@given(forests(), seeds, sights)
+def test_two_identities_change_nothing(forest, seed, sight):
     q, k, v = random_inputs(forest, seed)
     plain = HeadMixing.identity(HEADS, torch.float64)
-    options = {"include_self": how[0], "causal": how[1]}
+    options = sight
     torch.testing.assert_close(
         hierarchical_attention(q, k, v, forest, mixing=plain, **options),
         hierarchical_attention(q, k, v, forest, **options),

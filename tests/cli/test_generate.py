@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_trained_again(call, trained):
 def test_a_run_goes_on_from_another(call, fails, trained, tmp_path):
     data = trained.parent / "tale.txt"
     asked = ("train", data, *TINY, *SHORT, "--tree", "text", "--init-from", trained, "--out", tmp_path / "longer")
-    assert "start: given" in fails(*asked, "--models", "multiscale", "clustered")
+    assert "init_from: given" in fails(*asked, "--models", "multiscale", "clustered")
     assert not (tmp_path / "longer" / "multiscale").exists()  # nothing was trained in vain
     code, _, _ = call(*asked, "--models", "multiscale", "--learning-rate", "1e-9")
     assert code == 0

@@ -1,4 +1,4 @@
-"""`hsa kernels`, from the command line."""
+"""`hsa heads`, from the command line."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def _alone(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _quick_pictures(request, monkeypatch):
     """Drawing takes longer than all else; one test looks at what is drawn."""
-    from hsa.research.head_kernels import plots as kernel_plots
+    from hsa.research.head_kernels import plots as head_plots
 
     def save(figure, path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def _quick_pictures(request, monkeypatch):
         pyplot().close(figure)
 
     if request.node.name != DRAWN:
-        monkeypatch.setattr(kernel_plots, "save_figure", save)
+        monkeypatch.setattr(head_plots, "save_figure", save)
 
 
 @pytest.fixture(scope="module")
@@ -79,54 +79,54 @@ def data(tmp_path):
     return write_rows(tmp_path / "data.csv", rows(30))
 
 
-@pytest.mark.parametrize("kernel", ["outputs", "similarity"])
+@pytest.mark.parametrize("compare", ["outputs", "similarity"])
 @pytest.mark.parametrize("name", ["classification", "embedding"])
-def test_encoders(request, call, models, data, name, kernel):
+def test_encoders(request, call, models, data, name, compare):
     code, out, err = call(
-        "kernels", models / name, data, "--kernel", kernel, "--out", "o", "--tokens", "40", *FEW, columns=60
+        "heads", models / name, data, "--compare", compare, "--out", "o", "--tokens", "40", *FEW, columns=60
     )
     assert (code, err) == (0, "")
     words = " ".join(out.split())
-    found = json.loads(Path("o/kernels.json").read_text())
-    assert (found["model"], found["data"], found["examples"], found["kernel"]) == (name, "data.csv", 30, kernel)
-    assert found["rows"] == (60 if kernel == "similarity" else 30)  # two tokens of each, to have 40
-    assert found["heads"] == [[layer, head] for layer in range(2) for head in range(4)]
-    assert len(found["alignment"]) == len(found["redundancy"]) == len(found["weights"]) == 8
-    assert all(found["alignment"][i][i] == pytest.approx(1) for i in range(8))
-    assert sum(found["weights"]) == pytest.approx(1)
-    assert 1 < found["effective"] < 8
-    assert f"The 8 heads are worth {found['effective']:.1f} different kernels" in words
-    assert [s["name"] for s in found["sums"]] == ["equal weights", "best single head", "flat MKL", "input-conditional"]
-    assert [c["name"] for c in found["curves"]] == ["redundancy", "MKL weight", "chance"]
-    assert [len(c["scores"]) for c in found["curves"]] == [1, 1, 2]
-    assert found["curves"][0]["removed"] == [0, 1, 4, 8]
-    assert (found["score"], found["pruned_on"]) == ("accuracy" if name == "classification" else "cosine", 5)
-    begins = {scores[0] for curve in found["curves"] for scores in curve["scores"]}
+    result = json.loads(Path("o/heads.json").read_text())
+    assert (result["model"], result["data"], result["examples"], result["compare"]) == (name, "data.csv", 30, compare)
+    assert result["rows"] == (60 if compare == "similarity" else 30)  # two tokens of each, to have 40
+    assert result["heads"] == [[layer, head] for layer in range(2) for head in range(4)]
+    assert len(result["alignment"]) == len(result["redundancy"]) == len(result["weights"]) == 8
+    assert all(result["alignment"][i][i] == pytest.approx(1) for i in range(8))
+    assert sum(result["weights"]) == pytest.approx(1)
+    assert 1 < result["effective"] < 8
+    assert f"Effective number of distinct heads: {result['effective']:.1f} of 8." in words
+    assert [s["name"] for s in result["sums"]] == ["equal weights", "best single head", "flat MKL", "input-conditional"]
+    assert [c["name"] for c in result["curves"]] == ["redundancy", "MKL weight", "random"]
+    assert [len(c["scores"]) for c in result["curves"]] == [1, 1, 2]
+    assert result["curves"][0]["removed"] == [0, 1, 4, 8]
+    assert (result["score"], result["pruned_on"]) == ("accuracy" if name == "classification" else "cosine", 5)
+    begins = {scores[0] for curve in result["curves"] for scores in curve["scores"]}
     assert len(begins) == 1
     if name == "embedding":
         assert begins.pop() == pytest.approx(1)
-    assert (found["layers"][0]["asymmetric"] is None) == (kernel == "outputs")
-    assert ("asymmetric" in out) == (kernel == "similarity")
+    assert (result["layers"][0]["asymmetric"] is None) == (compare == "outputs")
+    assert ("asymmetric" in out) == (compare == "similarity")
     report = Path("o/report.md").read_text()
     assert report.startswith(f"# {name} on data.csv\n")
     for picture in ("alignment", "weights", "pruning"):
         assert (Path(f"o/{picture}.png").stat().st_size > 1000) == (request.node.name == DRAWN)
         assert f"![{picture}]({picture}.png)" in report
-    assert all(sentence in report for sentence in found["words"])
+    assert all(sentence in report for sentence in result["words"])
     assert "…" not in "".join(line for line in out.splitlines() if not line.endswith(" …"))  # no cell is cut
 
 
 def test_the_same_again_and_others(call, models, data):
-    def found(folder, *more):
-        assert call("kernels", models / "classification", data, "--out", folder, *FEW, *more)[0] == 0
-        return json.loads(Path(folder, "kernels.json").read_text())
+    def result(folder, *more):
+        assert call("heads", models / "classification", data, "--out", folder, *FEW, *more)[0] == 0
+        return json.loads(Path(folder, "heads.json").read_text())
 
-    first = found("a")
-    assert found("b") == first
-    other = found("c", "--seed", "1")
+    first = result("a")
+    assert result("b") == first
+    other = result("c", "--seed", "1")
     assert other["alignment"] == first["alignment"]  # of all examples, whatever is drawn
     assert other["curves"] != first["curves"]
-    few = found("d", "--limit", "20", "--max-tokens", "7")
+    few = result("d", "--limit", "20", "--max-tokens", "7")
     assert (few["examples"], few["mean_length"]) == (20, 7)
 
 
@@ -134,9 +134,9 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
     texts = [row["text"] for row in rows(40, seed=3)]
     model, tokenizer = load_for_task(str(models / "classification"), "classification")
-    found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
-    assert 5 < sum(found) < 35
-    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, found, strict=True)])
+    result = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    assert 5 < sum(result) < 35
+    some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, result, strict=True)])
     code, said, _ = call("predict", ours / "number/hierarchical", ours / "reviews.csv", "--json")
     assert code == 0
     numbers = [json.loads(line)["label"] for line in said.splitlines()]
@@ -144,64 +144,62 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
     table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
     others = write_rows(tmp_path / "own.jsonl", table)
     for name, file in ((models / "classification", some), (ours / "number/hierarchical", others)):
-        assert call("kernels", name, file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
-        curves = json.loads(Path(file.suffix, "kernels.json").read_text())["curves"]
+        assert call("heads", name, file, "--out", file.suffix, "--cpu", "--points", "1")[0] == 0
+        curves = json.loads(Path(file.suffix, "heads.json").read_text())["curves"]
         assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
 
 
 def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, monkeypatch):
     """The model's accuracy on them, and on no others."""
-    from hsa.research.head_kernels import study as head_kernels
+    from hsa.research.head_kernels import study
 
     known = []
-    flat = head_kernels.flat_mkl
-    monkeypatch.setattr(
-        head_kernels, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
-    )
-    assert call("kernels", models / "classification", data, "--out", "o", *FEW)[0] == 0
+    flat = study.flat_mkl
+    monkeypatch.setattr(study, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target))
+    assert call("heads", models / "classification", data, "--out", "o", *FEW)[0] == 0
     assert known[0] == 25
 
 
 def test_without_labels_or_pruning(call, models, tmp_path):
     bare = write_rows(tmp_path / "bare.jsonl", [{"sentence": row["text"]} for row in rows(12)])
-    code, out, err = call("kernels", models / "classification", bare, *FEW)
+    code, out, err = call("heads", models / "classification", bare, *FEW)
     assert (code, err) == (0, "")
     assert "no labels, so no weights were learned; pass --label" in " ".join(out.split())
-    found = json.loads(Path("runs/kernels-classification/kernels.json").read_text())  # unless another is named
-    assert (found["weights"], found["sums"], found["score"]) == (None, [], "cosine")
-    assert [c["name"] for c in found["curves"]] == ["redundancy", "chance"]
-    assert not Path("runs/kernels-classification/weights.png").exists()
-    code, _, _ = call("kernels", models / "classification", bare, "--out", "o", "--cpu", "--prune-on", "0")
+    result = json.loads(Path("runs/heads-classification/heads.json").read_text())  # unless another is named
+    assert (result["weights"], result["sums"], result["score"]) == (None, [], "cosine")
+    assert [c["name"] for c in result["curves"]] == ["redundancy", "random"]
+    assert not Path("runs/heads-classification/weights.png").exists()
+    code, _, _ = call("heads", models / "classification", bare, "--out", "o", "--cpu", "--prune-on", "0")
     assert code == 0
-    assert json.loads(Path("o/kernels.json").read_text())["curves"] == []
+    assert json.loads(Path("o/heads.json").read_text())["curves"] == []
     assert not Path("o/pruning.png").exists()
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_labels_that_are_numbers(call, models, tmp_path, suffix):
     data = write_rows(tmp_path / f"n.{suffix}", [{**row, "label": i + 0.5} for i, row in enumerate(rows(20))])
-    code, out, _ = call("kernels", models / "classification", data, "--out", "o", *FEW)
+    code, out, _ = call("heads", models / "classification", data, "--out", "o", *FEW)
     assert code == 0
     assert "R² held out" in out
-    assert json.loads(Path("o/kernels.json").read_text())["score"] == "cosine"
+    assert json.loads(Path("o/heads.json").read_text())["score"] == "cosine"
 
 
 def test_few_examples(call, models, tmp_path):
     data = write_rows(tmp_path / "few.csv", rows(6))
-    code, out, err = call("kernels", models / "embedding", data, "--out", "o", *FEW)
+    code, out, err = call("heads", models / "embedding", data, "--out", "o", *FEW)
     assert (code, err) == (0, "")
     assert "Weights were not tested: that takes at least 18 examples" in " ".join(out.split())
-    found = json.loads(Path("o/kernels.json").read_text())
-    assert (found["sums"], found["pruned_on"]) == ([], 3)
+    result = json.loads(Path("o/heads.json").read_text())
+    assert (result["sums"], result["pruned_on"]) == ([], 3)
 
 
 def test_our_models(call, ours):
     for folder, score, layers in [("plain/hierarchical", "accuracy", 2), ("number/hierarchical", "R²", 1)]:
         out = folder.partition("/")[0]
-        code, shown, err = call("kernels", ours / folder, ours / "reviews.csv", "--out", out, *FEW)
+        code, shown, err = call("heads", ours / folder, ours / "reviews.csv", "--out", out, *FEW)
         assert (code, err) == (0, "")
-        found = json.loads(Path(out, "kernels.json").read_text())
-        assert (found["score"], found["sum_score"], len(found["layers"]), found["examples"]) == (
+        result = json.loads(Path(out, "heads.json").read_text())
+        assert (result["score"], result["sum_score"], len(result["layers"]), result["examples"]) == (
             score,
             score,
             layers,
@@ -209,10 +207,10 @@ def test_our_models(call, ours):
         )
         assert f"{2 * layers} heads in {layers} layer" in " ".join(shown.split())
     code, _, _ = call(
-        "kernels",
+        "heads",
         ours / "plain/hierarchical",
         ours / "reviews.csv",
-        "--kernel",
+        "--compare",
         "similarity",
         "--out",
         "s",
@@ -228,31 +226,31 @@ def test_the_models_own_weights(call, ours, tmp_path):
     model, classes = load_model(folder)
     config = model.config
     save_model(folder, Classifier(replace(config, encoder=replace(config.encoder, fusion="over-heads"))), classes)
-    code, out, err = call("kernels", folder, ours / "reviews.csv", "--out", "o", *FEW)
+    code, out, err = call("heads", folder, ours / "reviews.csv", "--out", "o", *FEW)
     assert (code, err) == (0, "")
     assert "the model's own weighting" in out
-    sums = {s["name"]: s for s in json.loads(Path("o/kernels.json").read_text())["sums"]}
+    sums = {s["name"]: s for s in json.loads(Path("o/heads.json").read_text())["sums"]}
     # Weights of heads start equal.
     assert sums["the model's own weighting"]["held"] == pytest.approx(sums["equal weights"]["held"])
 
 
 def test_json_alone_on_stdout(call, models, data):
-    code, out, err = call("kernels", models / "embedding", data, "--json", "--out", "o", *FEW)
+    code, out, err = call("heads", models / "embedding", data, "--json", "--out", "o", *FEW)
     assert code == 0
-    assert out == Path("o/kernels.json").read_text()
+    assert out == Path("o/heads.json").read_text()
     assert all(line.endswith(" …") for line in err.splitlines())
 
 
 def test_results_are_not_written_over(call, fails, models, data):
-    arguments = ("kernels", models / "embedding", data, "--out", "o", *FEW)
+    arguments = ("heads", models / "embedding", data, "--out", "o", *FEW)
     assert call(*arguments)[0] == 0
-    before = Path("o/kernels.json").stat().st_mtime_ns
+    before = Path("o/heads.json").stat().st_mtime_ns
     assert fails(*arguments) == (
         "o: given a folder with results, expected a new folder; pass another --out, or --replace"
     )
-    assert Path("o/kernels.json").stat().st_mtime_ns == before
+    assert Path("o/heads.json").stat().st_mtime_ns == before
     assert call(*arguments, "--replace")[0] == 0
-    assert Path("o/kernels.json").stat().st_mtime_ns > before
+    assert Path("o/heads.json").stat().st_mtime_ns > before
 
 
 @pytest.mark.parametrize(
@@ -272,23 +270,23 @@ def test_results_are_not_written_over(call, fails, models, data):
         (["--prune-on=-1"], "prune_on: given -1, expected 0 or more"),
         (["--seed=-1"], "seed: given -1, expected 0 or more"),
         (
-            ["--kernel", "similarity", "--tokens", "100000"],
+            ["--compare", "similarity", "--tokens", "100000"],
             "limit: given 30 examples, 100000 tokens, 8 heads, expected",
         ),
     ],
 )
 def test_options_that_do_not_fit(fails, models, data, arguments, message):
-    assert re.search(message, fails("kernels", models / "classification", data.name, "--out", "out", *arguments))
+    assert re.search(message, fails("heads", models / "classification", data.name, "--out", "out", *arguments))
     assert not Path("out").exists()
 
 
 def test_data_that_do_not_fit(fails, models, tmp_path):
     def line(some, name="classification", *more):
-        return fails("kernels", models / name, some, "--out", "out", *more)
+        return fails("heads", models / name, some, "--out", "out", *more)
 
     assert line("none.csv") == "none.csv: given no such file, expected a readable file"
     two = write_rows(tmp_path / "two.csv", rows(2))
-    assert line(two) == f"{two}: given 2 examples, expected at least 3, to tell kernels apart"
+    assert line(two) == f"{two}: given 2 examples, expected at least 3, to tell heads apart"
     one_class = write_rows(tmp_path / "one.csv", [{**row, "label": 1} for row in rows(9)])
     assert line(one_class).endswith("label: given nothing but '1', expected at least 2 classes")
     lone = np.random.default_rng((0, 1)).permutation(5)[0]  # is what pruning is tried on
@@ -309,28 +307,28 @@ def test_data_that_do_not_fit(fails, models, tmp_path):
 
 
 def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
-    line = fails("kernels", tmp_path / "none", data)
+    line = fails("heads", tmp_path / "none", data)
     assert line.startswith(f"{tmp_path / 'none'}: given no model that loads (no such folder), expected a folder with")
     (tmp_path / "bare").mkdir()
-    assert "given no model that loads" in fails("kernels", tmp_path / "bare", data)
-    assert "is a decoder, whose tokens see no later ones" in fails("kernels", models / "decoder", data)
+    assert "given no model that loads" in fails("heads", tmp_path / "bare", data)
+    assert "is a decoder, whose tokens see no later ones" in fails("heads", models / "decoder", data)
     table = ours / "reviews.csv"
-    assert "a bottom-up encoder uses the same heads on every level" in fails("kernels", ours / "plain/bottom-up", table)
-    assert "given a folder of models, expected one of" in fails("kernels", ours / "plain", table)
-    line = fails("kernels", ours / "lm" / "flat", table)
+    assert "a bottom-up encoder uses the same heads on every level" in fails("heads", ours / "plain/bottom-up", table)
+    assert "given a folder of models, expected one of" in fails("heads", ours / "plain", table)
+    line = fails("heads", ours / "lm" / "flat", table)
     assert "given that of a language model, expected the configuration of a classifier of hsa" in line
-    line = fails("kernels", ours / "plain/hierarchical", table, "--text", "text")
-    assert line == "--text: given an option, for a model of hsa, expected none; it reads data as it was trained to"
-    assert "given no such file or folder" in fails("kernels", ours / "plain/hierarchical", "none.csv")
+    line = fails("heads", ours / "plain/hierarchical", table, "--text", "text")
+    assert line == "--text: given an option, for a model of hsa, expected none; it reads data as in its training"
+    assert "given no such file or folder" in fails("heads", ours / "plain/hierarchical", "none.csv")
     assert "column 'label'" in fails(
-        "kernels", ours / "plain/hierarchical", write_rows(tmp_path / "x.csv", [{"text": "a"}])
+        "heads", ours / "plain/hierarchical", write_rows(tmp_path / "x.csv", [{"text": "a"}])
     )
     one = write_rows(tmp_path / "y.csv", [row for row in reviews() if row["label"] == "pos"])
-    assert "label: given nothing but" in fails("kernels", ours / "plain/hierarchical", one)
+    assert "label: given nothing but" in fails("heads", ours / "plain/hierarchical", one)
 
 
 def test_help(call):
-    code, out, _ = call("kernels", "--help")
+    code, out, _ = call("heads", "--help")
     assert code == 0
-    for option in ("--kernel", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
+    for option in ("--compare", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
         assert option in out

@@ -33,10 +33,15 @@ def call(keys, new=None, **options):
 def test_the_path_without_a_cache():
     windows = LayerPlan(0, LayerSettings(**WINDOWS))
     for lengths, path in (([61, 47], "tree"), ([3, 2], "exact"), ([61, 3, 47], "split")):
-        assert windows.path(sequences(lengths, causal=False)) == path
-        assert LayerPlan(0, None).path(sequences(lengths)) == "exact"
+        assert windows.path(call(61), sequences(lengths, causal=False)) == path
+        assert LayerPlan(0, None).path(call(61), sequences(lengths)) == "exact"
     assert windows.short(sequences([61, 3, 47], causal=False)) == [False, True, False]
-    assert LayerPlan(0, LayerSettings(kind="hierarchical")).path(sequences([3, 61], causal=False)) == "tree"
+    tied = LayerPlan(4, LayerSettings(kind="hierarchical"))
+    assert tied.path(call(61), sequences([3, 61], causal=False)) == "tree"
+    with pytest.raises(InvalidInput, match="'hierarchical' in layer 4, which is causal"):
+        tied.path(call(61), sequences([3, 61]))
+    with pytest.raises(InvalidInput, match=r"layer 4 \(NoneType\): given attention with softcap"):
+        tied.path(call(61, others={"softcap": 30.0}), sequences([61], causal=False))
 
 
 @pytest.mark.parametrize(

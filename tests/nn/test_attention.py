@@ -222,7 +222,7 @@ def test_operations_are_those_of_the_public_count(name):
         order = hsa.cluster_keys(k, regular)
         selection = hsa.select(q, k, regular, queries=Queries.windows(regular, 5), top_k=2, clusters=order)
         assert counts == [hsa.flops(selection, width, HEADS, hierarchy=regular, clusters=order)]
-        assert counts[0].finding == order.operations > 0
+        assert counts[0].clustering == order.operations > 0
     else:
         selection = hsa.select(q, k, tree, near=attention.near, top_k=attention.top_k)
         assert counts == [hsa.flops(selection, width, HEADS, hierarchy=tree)]

@@ -45,10 +45,10 @@ def run(module, x):
 def test_between_nothing_and_the_logarithm_of_the_heads(heads, number, sharpness, seed):
     generator = torch.Generator().manual_seed(seed)
     β = (torch.randn(number, heads, dtype=torch.float64, generator=generator) * sharpness).softmax(-1)
-    found = concentration(β).item()
-    assert -1e-12 <= found <= math.log(heads) + 1e-12
+    result = concentration(β).item()
+    assert -1e-12 <= result <= math.log(heads) + 1e-12
     used = β.mean(0)
-    assert found == pytest.approx(math.log(heads) + (used * used.clamp(min=1e-300).log()).sum().item(), abs=1e-12)
+    assert result == pytest.approx(math.log(heads) + (used * used.clamp(min=1e-300).log()).sum().item(), abs=1e-12)
 
 
 def test_it_is_about_the_mean_over_tokens():
@@ -89,12 +89,12 @@ def test_only_while_training_and_only_inside():
         fusion.eval().weigh(attended, x)
         assert penalties == []
         fusion.train().weigh(attended, x)
-        (found,) = penalties
+        (result,) = penalties
         fusion.weigh(attended[:0], x[:0])  # no token, no penalty
     fusion.weigh(attended, x)
-    assert penalties == [found]
-    torch.testing.assert_close(found, 0.5 * concentration(fusion.weights(x)), rtol=0, atol=1e-12)
-    assert found > 0.001
+    assert penalties == [result]
+    torch.testing.assert_close(result, 0.5 * concentration(fusion.weights(x)), rtol=0, atol=1e-12)
+    assert result > 0.001
 
 
 def test_none_without_a_penalty():

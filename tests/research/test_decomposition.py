@@ -39,10 +39,10 @@ def test_planted_factors_of_any_orientation_are_found(dims, rank, seed):
     near = CP(
         *(factor + 0.05 * random_tensor(*factor.shape, seed=seed) for factor in (planted.a, planted.b, planted.c))
     )
-    found = decompose(tensor, rank, start=near, iterations=300, tolerance=0)
-    assert found.error < 1e-5
-    assert relative_error(tensor, found.cp) == pytest.approx(found.error, abs=1e-12)
-    torch.testing.assert_close(found.cp.tensor(), tensor, atol=1e-4, rtol=0)
+    result = decompose(tensor, rank, start=near, iterations=300, tolerance=0)
+    assert result.error < 1e-5
+    assert relative_error(tensor, result.cp) == pytest.approx(result.error, abs=1e-12)
+    torch.testing.assert_close(result.cp.tensor(), tensor, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -52,11 +52,11 @@ def test_planted_factors_are_found_from_a_random_start(seed):
 
 def test_the_error_is_the_distance_relative_to_the_norm():
     tensor = random_tensor(3, 7, 5)
-    found = decompose(tensor, 4, iterations=7)
-    expected = (tensor - found.cp.tensor()).norm() / tensor.norm()
-    assert found.error == pytest.approx(float(expected), rel=1e-10)
-    assert found.iterations <= 7
-    assert [factor.shape for factor in (found.cp.a, found.cp.b, found.cp.c)] == [(4, 3), (4, 7), (4, 5)]
+    result = decompose(tensor, 4, iterations=7)
+    expected = (tensor - result.cp.tensor()).norm() / tensor.norm()
+    assert result.error == pytest.approx(float(expected), rel=1e-10)
+    assert result.iterations <= 7
+    assert [factor.shape for factor in (result.cp.a, result.cp.b, result.cp.c)] == [(4, 3), (4, 7), (4, 5)]
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -105,8 +105,8 @@ def test_components_that_slices_share_are_kept_once(amounts):
     """Twice the same matrices, in other amounts: half the components are enough, without any iteration."""
     b, c = random_tensor(3, 7), random_tensor(3, 11, seed=1)
     a = torch.cat([amount * torch.eye(2, dtype=torch.float64)[[i] * 3] for i, amount in enumerate(amounts)])
-    found = decompose(CP(a, torch.cat([b, b]), torch.cat([c, c])), 3, iterations=0)
-    assert found.error < 1e-7
+    result = decompose(CP(a, torch.cat([b, b]), torch.cat([c, c])), 3, iterations=0)
+    assert result.error < 1e-7
 
 
 def test_the_strongest_components_are_the_start():
@@ -132,9 +132,9 @@ def test_collinear_components_give_numbers():
     """A tensor without a best approximation of rank 2: factors grow and become collinear."""
     x, y = random_tensor(2, 5)
     tensor = sum(torch.einsum("a,b,c->abc", *parts) for parts in ((x, x, y), (x, y, x), (y, x, x)))
-    found = [decompose(tensor, 2, iterations=300, tolerance=0, seed=seed) for seed in range(3)]
-    assert min(each.error for each in found) < 1e-4
-    for each in found:
+    result = [decompose(tensor, 2, iterations=300, tolerance=0, seed=seed) for seed in range(3)]
+    assert min(each.error for each in result) < 1e-4
+    for each in result:
         assert each.error < 0.1
         assert float(each.cp.a.norm()) > 1000
         assert all(bool(factor.isfinite().all()) for factor in (each.cp.a, each.cp.b, each.cp.c))
@@ -142,22 +142,22 @@ def test_collinear_components_give_numbers():
 
 @pytest.mark.parametrize("source", [torch.zeros(2, 3, 5), CP(torch.zeros(2, 2), torch.ones(2, 3), torch.ones(2, 5))])
 def test_nothing_is_decomposed_into_nothing(source):
-    found = decompose(source, 1)
-    assert (found.error, found.iterations) == (0.0, 0)
-    assert not found.cp.tensor().any()
+    result = decompose(source, 1)
+    assert (result.error, result.iterations) == (0.0, 0)
+    assert not result.cp.tensor().any()
 
 
 def test_copies_of_one_component_give_numbers():
     ones = CP(torch.ones(4, 3), torch.ones(4, 5), torch.ones(4, 7))
-    found = decompose(ones, 3)
-    assert found.error < 1e-6
-    torch.testing.assert_close(found.cp.tensor(), ones.tensor())
+    result = decompose(ones, 3)
+    assert result.error < 1e-6
+    torch.testing.assert_close(result.cp.tensor(), ones.tensor())
 
 
 def test_the_dtype_stays():
-    found = decompose(random_tensor(3, 5, 7).float(), 15)
-    assert found.cp.a.dtype == torch.float32
-    assert found.error < 1e-6
+    result = decompose(random_tensor(3, 5, 7).float(), 15)
+    assert result.cp.a.dtype == torch.float32
+    assert result.error < 1e-6
 
 
 def test_gradients_are_not_followed():

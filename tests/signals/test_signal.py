@@ -181,7 +181,7 @@ def test_frozen():
     [
         (
             lambda: Signal(Sequence(3), [Leaf(1, "x")] * 2, where="page[2].image"),
-            "page[2].image: given 2 members, expected 3, one per place of Sequence(3)",
+            "page[2].image: given 2 members, expected 3, one per position of Sequence(3)",
         ),
         (
             lambda: Signal.of(torch.zeros(3, 8), "x", Grid((2, 4)), where="page[2].image"),
@@ -190,7 +190,7 @@ def test_frozen():
         ),
         (
             lambda: Signal.of([1, 2, 3], "x", Table(["a", "b"]), where="row"),
-            "row: given 3 members, expected 2, one per place of Table('a', 'b')",
+            "row: given 3 members, expected 2, one per position of Table('a', 'b')",
         ),
         (
             lambda: Signal(Table(["a", "b"]), [Leaf(1, "x"), 5], where="row"),

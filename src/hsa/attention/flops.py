@@ -1,8 +1,8 @@
 """Operation counts, per layer.
 
 An attention entry (one query, one key or node) costs 4·width + heads operations over all heads: two for each product and
-sum of q·k and of weight·v, and one exponential per head. Heads that talk add 4·heads² for mixing logits and weights. What
-is not attention is counted apart.
+sum of q·k and of weight·v, and one exponential per head. Heads that talk add 4·heads² for mixing logits and weights.
+Pooling, selection and clustering are counted apart.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Flops:
 
     attention: int
     pooling: int
-    choice: int = 0
-    finding: int = 0
+    selection: int = 0
+    clustering: int = 0
 
     @property
     def total(self) -> int:
-        return self.attention + self.pooling + self.choice + self.finding
+        return self.attention + self.pooling + self.selection + self.clustering
 
 
 def flops(
@@ -46,17 +46,17 @@ def flops(
     value_width: int | None = None,
     mixes: bool = False,
 ) -> Flops:
-    """Operations of an attention layer: of the hierarchical operator for a `Hierarchy`, else of the multiscale one.
+    """Count the operations of an attention layer: hierarchical for a `Hierarchy`, else multiscale.
 
     Args:
-        structure: a hierarchy; or what `select` returned, or its `partition`, together with `hierarchy`.
-        width: hidden width, all heads together; of queries and keys where values have another.
+        structure: a hierarchy; or a `Selection` or its `partition`, together with `hierarchy`.
+        width: hidden width of queries and keys, all heads together.
         heads: query heads.
-        clusters: the order of the keys, if one was used; adds what finding it took.
-        value_width: of the values; as wide as queries and keys by default.
-        mixes: heads talk.
+        clusters: the clusters of the keys, if there are any; adds the operations of making them.
+        value_width: width of the values; as wide as queries and keys by default.
+        mixes: whether heads talk.
 
-    What a causal query may not see is not counted; a bare `Partition` knows no limit and counts its whole lists.
+    Keys that a causal query may not see are not counted; a bare `Partition` knows no limit and counts its whole lists.
 
     >>> flops(Hierarchy.flat([12]), width=768, heads=12).attention == flops_flat(12, width=768, heads=12)
     True
@@ -75,17 +75,16 @@ def flops(
     limit = structure.limit if isinstance(structure, Selection) else None
     entries = entries_seen(partition, rooted(hierarchy)[0], limit, clusters, heads)
     attention = entry * entries // heads
-    choice = structure.scored * (2 * width // heads + 1) if isinstance(structure, Selection) else 0
     return Flops(
         attention=attention,
         pooling=pooling_operations(hierarchy, width + (value_width or width)),
-        choice=choice,
-        finding=0 if clusters is None else clusters.operations,
+        selection=structure.scored * (2 * width // heads + 1) if isinstance(structure, Selection) else 0,
+        clustering=0 if clusters is None else clusters.operations,
     )
 
 
 def flops_flat(n: int, width: int, heads: int) -> int:
-    """Softmax attention over n tokens: (4·width + heads)·n².
+    """Count the operations of softmax attention over n tokens: (4·width + heads)·n².
 
     >>> flops_flat(55, width=768, heads=12)  # 9.33 MFLOPs, the paper's Table 3, MRPC
     9329100
@@ -95,9 +94,9 @@ def flops_flat(n: int, width: int, heads: int) -> int:
 
 
 def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> int:
-    """The paper's padded count for fixed windows: every family as large as its level's branching factor.
+    """Count as the paper does for fixed windows, padded: every family as large as its level's branching factor.
 
-    Level by level, families · min(factor, nodes)²; then all nodes that are left form one family.
+    Level by level, families · min(factor, nodes)²; then all remaining nodes form one family.
 
     >>> flops_regular(55, (2, 4, 8, 16), width=768, heads=12)
     848100
@@ -114,7 +113,7 @@ def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> i
 
 
 def entry_operations(width: int, heads: int, *, value_width: int | None = None, mixes: bool = False) -> int:
-    """Of one query and one key or node, all heads together."""
+    """Operations of one query and one key or node, all heads together."""
     return 2 * width + 2 * (value_width or width) + heads + (4 * heads**2 if mixes else 0)
 
 
@@ -125,7 +124,7 @@ def pooling_operations(hierarchy: Hierarchy, width: int) -> int:
 
 def _check_structure(structure: Any) -> None:
     if not isinstance(structure, (Hierarchy, Selection, Partition)):
-        expected = "a Hierarchy, a Partition or what select returned"
+        expected = "a Hierarchy, a Selection or a Partition"
         raise InvalidInput("structure", given=type(structure).__name__, expected=expected)
 
 

@@ -1,4 +1,4 @@
-"""`hsa kernels`: the heads of a model as kernels: how many different ones, what weights, which can go."""
+"""`hsa heads`: how alike the heads of a model are, and which can be removed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cyclopts import Parameter
 from hsa.cli.progress import Bars, say_where
 from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
-from hsa.huggingface.fidelity.options import HeadDataOptions, HeadViewOptions, PruningOptions
+from hsa.research.head_kernels.options import ComparisonOptions, HeadDataOptions, PruningOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hsa.research.head_kernels.report import KernelReport
+    from hsa.research.head_kernels.report import HeadReport
 
 
-def kernels(
+def heads(
     model: str,
     data: Path,
     /,
@@ -29,20 +29,20 @@ def kernels(
     cpu: bool = False,
     json: bool = False,
     read: Annotated[HeadDataOptions, Parameter(name="*", group="Data")] = HeadDataOptions(),  # noqa: B008
-    view: Annotated[HeadViewOptions, Parameter(name="*", group="Kernels")] = HeadViewOptions(),  # noqa: B008
+    comparison: Annotated[ComparisonOptions, Parameter(name="*", group="Comparison")] = ComparisonOptions(),  # noqa: B008
     pruning: Annotated[PruningOptions, Parameter(name="*", group="Pruning")] = PruningOptions(),  # noqa: B008
 ) -> None:
-    """Look at the heads of a model as kernels: how many different ones they are, and how many it could do without.
+    """Compare the heads of a model: the effective number of distinct heads, and how many can be removed.
 
-    Measures how alike heads are (centred kernel alignment), learns weights of their kernels that fit the labels (multiple
-    kernel learning, global and conditional on the input) and tests them on held-out examples, and really takes heads away,
-    the most redundant first, the lowest weight first and at random. Writes a report and pictures.
+    Measures how alike heads are (centred kernel alignment), learns weights of heads that fit the labels (multiple kernel
+    learning, global and conditional on the input) and tests them on held-out examples, and removes heads from the model: the
+    most redundant first, the lowest weight first and in random order. Writes a report and pictures.
 
     Args:
         model: The folder of a model that `hsa train` wrote, or a pre-trained encoder or classifier: a folder or a hub name.
-        data: A .csv, .tsv, .json, .jsonl or .parquet file; for a model of hsa, data such as it was trained on.
-        out: Folder for the results; runs/kernels-NAME by default.
-        replace: Write over results that are there.
+        data: A .csv, .tsv, .json, .jsonl or .parquet file; for a model of hsa, in the form of its training data.
+        out: Folder for the results; runs/heads-NAME by default.
+        replace: Overwrite existing results.
         cpu: Do not use a GPU.
         json: Print the report as JSON, for scripts.
     """
@@ -50,19 +50,19 @@ def kernels(
     from rich.console import Console
 
     from hsa.cli.evaluate import skipping
-    from hsa.research.head_kernels.report import write_report
-    from hsa.research.head_kernels.study import heads_as_kernels
+    from hsa.research.head_kernels.report import RESULTS, write_report
+    from hsa.research.head_kernels.study import study_heads
     from hsa.research.head_kernels.subjects import is_ours, our_model, pretrained_encoder
 
-    folder = out or Path("runs") / f"kernels-{Path(model).resolve().name if Path(model).is_dir() else Path(model).name}"
-    if not replace and (folder / "kernels.json").exists():
+    folder = out or Path("runs") / f"heads-{Path(model).resolve().name if Path(model).is_dir() else Path(model).name}"
+    if not replace and (folder / RESULTS).exists():
         raise InvalidInput(
             str(folder), given="a folder with results", expected="a new folder", fix="pass another --out, or --replace"
         )
     console = Console(stderr=json)
     bars = Bars(console)
     shared: dict[str, Any] = {
-        "seed": view.seed,
+        "seed": comparison.seed,
         "device": "cuda" if torch.cuda.is_available() and not cpu else "cpu",
         "say": bars.say,
     }
@@ -72,10 +72,10 @@ def kernels(
     else:
         subject = pretrained_encoder(model, data, read, **shared)
     with bars.running() as watch:
-        report = heads_as_kernels(subject, view, pruning, partial(bars.counter, watch))
+        report = study_heads(subject, comparison, pruning, partial(bars.counter, watch))
     pictures = write_report(folder, report)
     if json:
-        print((folder / "kernels.json").read_text(encoding="utf-8"), end="")
+        print((folder / RESULTS).read_text(encoding="utf-8"), end="")
         return
     _show(console, report, folder, pictures)
 
@@ -85,11 +85,11 @@ def _refuse_data_options() -> None:
         if name in NAMED.get():
             raise InvalidInput(
                 f"--{name.replace('_', '-')}", given="an option, for a model of hsa", expected="none",
-                fix="it reads data as it was trained to",
+                fix="it reads data as in its training",
             )  # fmt: skip
 
 
-def _show(console: Console, report: KernelReport, folder: Path, pictures: list[Path]) -> None:
+def _show(console: Console, report: HeadReport, folder: Path, pictures: list[Path]) -> None:
     from rich.text import Text
 
     from hsa.analysis.tables import print_table, terminal_table
@@ -100,8 +100,12 @@ def _show(console: Console, report: KernelReport, folder: Path, pictures: list[P
             print_table(console, terminal_table(header, rows, caption))
 
     console.print(Text(f"{report.model} on {report.data}: {report.summary}"))
-    table(report.layer_header(), report.layer_rows(), "worth: so many different kernels")
-    table(report.sum_header(), report.sum_rows(), "alignment with the labels; mean ± spread over random halves")
+    table(report.layer_header(), report.layer_rows(), "distinct: effective number of distinct heads")
+    table(
+        report.sum_header(),
+        report.sum_rows(),
+        "alignment with the labels; mean ± standard deviation over random halves",
+    )
     table(report.curve_header(), report.curve_rows(), f"{report.score} of {report.pruned_on} examples")
     console.print()
     for line in report.words():

@@ -63,7 +63,7 @@ def build_app() -> App:
     from hsa.cli.evaluate import evaluate
     from hsa.cli.finetune import finetune
     from hsa.cli.generate import generate
-    from hsa.cli.heads import kernels
+    from hsa.cli.heads import heads
     from hsa.cli.info import info
     from hsa.cli.inspect import inspect
     from hsa.cli.predict import predict
@@ -77,7 +77,7 @@ def build_app() -> App:
         "`hsa compare` puts more models beside them at an equal budget: what is worth its cost?\n"
         "`hsa train --task lm` and `hsa generate` train a language model and write with it.\n"
         "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
-        "`hsa kernels` says how alike the heads of a model are, and which can go.\n"
+        "`hsa heads` shows how alike the heads of a model are, and which can be removed.\n"
         "`hsa inspect` shows the tree of a text and what attention on it costs.",
         version=_version,
         default_parameter=Parameter(negative=(), consume_multiple=True),
@@ -90,7 +90,7 @@ def build_app() -> App:
     app.command(convert)
     app.command(finetune)
     app.command(reproduce)
-    app.command(kernels)
+    app.command(heads)
     app.command(inspect)
     app.command(info)
     return app

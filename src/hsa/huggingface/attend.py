@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from hsa.attention.dense import dense_weights
-from hsa.attention.flops import Flops, flops
+from hsa.attention.flops import flops
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
 from hsa.attention.multiscale.select import select
+from hsa.attention.multiscale.selection import Selection
 from hsa.attention.softmax import exact
 from hsa.errors import InvalidInput
 from hsa.huggingface.layer_plan import Call, LayerPlan
@@ -25,7 +26,7 @@ from hsa.huggingface.settings import LayerSettings
 from hsa.huggingface.trees import tree_of
 from hsa.tree.hierarchy import Hierarchy
 
-PURPOSE = "hierarchical attention in pre-trained models"
+PURPOSE = "attention over trees in pre-trained models"
 _UNKNOWN_TO_TORCH = ("softcap", "s_aux")
 
 
@@ -39,7 +40,7 @@ class Output(NamedTuple):
 
 def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
     """Attend as the plan of a converted layer says."""
-    path = plan.path(sequences)
+    path = plan.path(call, sequences)
     if path == "tree":
         return attend_tree(plan, call, sequences)
     if path == "exact":
@@ -55,22 +56,51 @@ def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
 
 def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
     """Attend through the trees of a converted layer."""
-    settings = plan.settings
+    settings, causal = plan.settings, sequences.causal
     assert settings is not None
-    if sequences.causal:
-        settings.check_causal(plan.number)
     q, k, v = sequences.queries.pack(call.query), sequences.keys.pack(call.key), sequences.keys.pack(call.value)
     tree = tree_of(settings, sequences)
-    prepare = _hierarchical if settings.kind == "hierarchical" else _multiscale
-    operator, taken = prepare(settings, call, q, k, tree, sequences)
+    operator: partial[Tensor]
+    structure: Hierarchy | Selection
+    clusters = None
+    if settings.kind == "hierarchical":
+        inside: Any = partial(_attend_family, dropout_p=call.dropout_p) if call.dropout_p else "exact"
+        operator = partial(hierarchical_attention, include_self=True, family_attention=inside, scale=call.scale)
+        structure = tree
+    else:
+        if settings.kind == "clustered":
+            clusters = cluster_keys(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
+        structure = selection = select(
+            q,
+            k,
+            tree,
+            queries=sequences.tiles(tree, settings.tile_size(causal)),
+            near=settings.near,
+            top_k=settings.top_k,
+            beam=settings.beam,
+            clusters=clusters,
+            causal=causal,
+            scale=call.scale,
+        )
+        operator = partial(
+            multiscale_attention,
+            selection=selection,
+            clusters=clusters,
+            causal=causal,
+            pooled_bias=bias_of(settings, q.device),
+            dropout_p=call.dropout_p,
+            scale=call.scale,
+        )
     counted, probe = COUNTER.get(), PROBE.get()
     if counted is not None:
-        counted.add(plan.number, taken(), exact_operations(call.query, sequences))
+        heads, dim = q.shape[1:]
+        taken = flops(structure, heads * dim, heads, hierarchy=tree, clusters=clusters)
+        counted.add(plan.number, taken, exact_operations(call.query, sequences))
     if probe is not None and settings.kind != "hierarchical":
         probe.add(plan.number, _errors(operator, probe, (q, k, v), tree, call, sequences))
     values = sequences.queries.unpack(operator(q, k, v, tree)).transpose(1, 2)
     weights = _dense(operator, q, k, tree, sequences) if call.weights else None
-    return Output(values, weights, operator.keywords.get("clusters"))
+    return Output(values, weights, clusters)
 
 
 def attend_softmax(call: Call, mask: Tensor | None, causal: bool) -> Output:
@@ -107,63 +137,13 @@ def attend_exactly(
     return (weights @ v).transpose(1, 2), weights
 
 
-Prepared = tuple[partial[Tensor], Callable[[], Flops]]
-"""An operator that lacks only q, k, v and the tree, and a function that counts its operations."""
-
-
-def _hierarchical(
-    settings: LayerSettings, call: Call, q: Tensor, k: Tensor, tree: Hierarchy, sequences: Sequences
-) -> Prepared:
-    inside: Any = partial(_dropped, dropout_p=call.dropout_p) if call.dropout_p else "exact"
-    operator = partial(hierarchical_attention, include_self=True, family_attention=inside, scale=call.scale)
-    return operator, partial(flops, tree, *_width(q))
-
-
-def _multiscale(
-    settings: LayerSettings, call: Call, q: Tensor, k: Tensor, tree: Hierarchy, sequences: Sequences
-) -> Prepared:
-    causal = sequences.causal
-    clusters = None
-    if settings.kind == "clustered":
-        clusters = cluster_keys(k, tree, chunk=settings.chunk_size if causal else settings.chunk)
-    tile = None if causal else settings.tile  # tokens generated one by one cannot share a selection
-    if tile is None and (clusters is not None or (causal and settings.top_k)):
-        tile = 1
-    selection = select(
-        q,
-        k,
-        tree,
-        queries=sequences.tiles(tree, tile),
-        near=settings.near,
-        top_k=settings.top_k,
-        beam=settings.beam,
-        clusters=clusters,
-        causal=causal,
-        scale=call.scale,
-    )
-    operator = partial(
-        multiscale_attention,
-        selection=selection,
-        clusters=clusters,
-        causal=causal,
-        pooled_bias=bias_of(settings, q.device),
-        dropout_p=call.dropout_p,
-        scale=call.scale,
-    )
-    return operator, partial(flops, selection, *_width(q), hierarchy=tree, clusters=clusters)
-
-
 def bias_of(settings: LayerSettings, device: torch.device) -> float | Tensor:
     """Return the bias of pooled nodes: a number, or one per head."""
     bias = settings.pooled_bias
     return torch.tensor(bias, device=device) if isinstance(bias, tuple) else bias
 
 
-def _width(q: Tensor) -> tuple[int, int]:
-    return q.shape[1] * q.shape[2], q.shape[1]
-
-
-def _dropped(
+def _attend_family(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attend inside a family with dropout on its weights: an operator is linear in its values, so that the identity as

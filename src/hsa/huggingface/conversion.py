@@ -126,7 +126,7 @@ def _revert_all(model: Any, modules: list[Any]) -> Any:
         if hasattr(module, "hsa_plan"):
             del module.hsa_plan
     if conversion is not None:
-        conversion.remove_hooks()
+        conversion.hook()
     if model.config._attn_implementation == NAME:
         _set_attention(model, "sdpa" if conversion is None else conversion.before)
     return model
@@ -266,15 +266,13 @@ def _apply(model: Any, modules: list[Any], settings: ModelSettings, vocabulary: 
         _set_attention(model, NAME)
     conversion = _conversion_of(modules) or Conversion("sdpa" if before == NAME else before)
     conversion.vocabulary = vocabulary
-    conversion.remove_hooks()
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if any(layer.needs_ids for layer in settings.layers.values()):
-        conversion.note_ids(models)
     for number, module in enumerate(modules):
         module.hsa_plan = LayerPlan(number, settings.layers.get(number), conversion)
-    cached = layers_that_cache_trees(modules)
-    if cached:
-        conversion.cache_trees(models, cached)
+    conversion.hook(
+        [module for module in model.modules() if isinstance(module, PreTrainedModel)],
+        note_ids=any(layer.needs_ids for layer in settings.layers.values()),
+        tree_caches=layers_that_cache_trees(modules),
+    )
     model.config.hsa = settings.to_json()
 
 

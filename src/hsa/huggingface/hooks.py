@@ -26,20 +26,23 @@ class Conversion:
         self.tree_caches: Mapping[int, LayerSettings] = {}  # by index in the model's cache
         self._hooks: list[Any] = []
 
-    def note_ids(self, models: Iterable[Any]) -> None:
-        for model in models:
-            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(self._end, always_call=True))
-
-    def cache_trees(self, models: Iterable[Any], layers: Mapping[int, LayerSettings]) -> None:
-        self.tree_caches = layers
-        for model in models:
-            self._hooks.append(model.register_forward_pre_hook(self._prepare_cache, with_kwargs=True))
-
-    def remove_hooks(self) -> None:
+    def hook(
+        self,
+        models: Iterable[Any] = (),
+        *,
+        note_ids: bool = False,
+        tree_caches: Mapping[int, LayerSettings] | None = None,
+    ) -> None:
+        """Replace all hooks by those that the layers of these models need."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.tree_caches = [], tree_caches or {}
+        for model in models:
+            if note_ids:
+                self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+                self._hooks.append(model.register_forward_hook(self._end, always_call=True))
+            if self.tree_caches:
+                self._hooks.append(model.register_forward_pre_hook(self._prepare_cache, with_kwargs=True))
 
     @torch.compiler.disable
     def _prepare_cache(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -58,10 +58,11 @@ def hsa_attention(
     if sequences is not None and sequences.mask.shape[1] < key.shape[2]:  # a cache of fixed size, not full yet
         present = sequences.mask.shape[1]
         call = replace(call, key=key[:, :, :present], value=value[:, :, :present])
-    plan.check_terms(call)
     if sequences is not None:
         run = attend if cache is None else cache.attend
         return run(plan, call, sequences)[:2]
+    if plan.settings is not None:
+        plan.check_terms(call)
     padding = attention_mask is not None and attention_mask.ndim == 2
     if plan.settings is not None or cache is not None or (causal and padding):
         raise _unknown_mask(plan, attention_mask)

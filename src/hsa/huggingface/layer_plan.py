@@ -33,7 +33,7 @@ from hsa.huggingface.settings import LayerSettings, ModelSettings
 if TYPE_CHECKING:
     from hsa.huggingface.hooks import Conversion
 
-Path: TypeAlias = Literal["exact", "tree", "split"]
+AttentionPath: TypeAlias = Literal["exact", "tree", "split"]
 CachePath: TypeAlias = Literal["inside", "whole", "steps"]
 FEW = 16
 """New tokens up to which a cache of clustered keys takes them one by one; for more, its trees are made anew."""
@@ -83,9 +83,10 @@ class LayerPlan:
         """Return the plan of a module; for a model that was only loaded with "hsa" attention, make it from its config."""
         plan = getattr(module, "hsa_plan", None)
         if plan is None:
-            plan = module.hsa_plan = cls(*_read_config(module))
+            plan = cls(*_read_config(module))
             if plan.settings is not None and is_causal(module):
                 plan.settings.check_causal(plan.number)
+            module.hsa_plan = plan
         return plan
 
     @property
@@ -98,11 +99,14 @@ class LayerPlan:
             return len(settings.branching) <= 2
         return settings.kind == "multiscale" and settings.tree == "windows" and settings.top_k == 0
 
-    def path(self, sequences: Sequences) -> Path:
-        """Decide how a pass over whole sequences runs."""
+    def path(self, call: Call, sequences: Sequences) -> AttentionPath:
+        """Decide how a pass over whole sequences runs; refuse what no tree can do."""
         if self.settings is None:
             return "exact"
+        self.check_terms(call)
         short = self.short(sequences)
+        if sequences.causal and not all(short):
+            self.settings.check_causal(self.number)
         return "exact" if all(short) else "split" if any(short) else "tree"
 
     def short(self, sequences: Sequences) -> list[bool]:
@@ -114,6 +118,7 @@ class LayerPlan:
     def cache_path(self, call: Call, sequences: Sequences, *, empty: bool) -> CachePath:
         """Decide how a pass with a cache of trees runs; `empty`: the cache holds nothing yet."""
         assert self.settings is not None
+        self.check_terms(call)
         clustered = self.settings.kind == "clustered"
         plain = not call.weights and not call.dropout_p
         if empty:
@@ -136,7 +141,7 @@ class LayerPlan:
 
     def check_terms(self, call: Call) -> None:
         """Refuse terms that change the weights of attention, which no tree takes into account."""
-        for name in _UNKNOWN_TERMS if self.settings is not None else ():
+        for name in _UNKNOWN_TERMS:
             value = call.others.get(name)
             if value is None or (name == "sliding_window" and value >= call.key.shape[2]):
                 continue

@@ -92,6 +92,12 @@ class LayerSettings:
         """Tokens that are clustered together in causal layers."""
         return self.chunk or leaves_of_a_node(self.branching, CHUNK)
 
+    def tile_size(self, causal: bool) -> int | None:
+        """Queries that share a selection; None: those of a leaf family. Tokens generated one by one can share nothing."""
+        shared = None if causal else self.tile
+        alone = self.kind == "clustered" or (causal and self.top_k > 0)
+        return 1 if shared is None and alone else shared
+
     @property
     def repeats_last(self) -> bool:
         """Whether the last factor of `branching` repeats up to the root; the paper's trees join what is left under it."""

@@ -31,23 +31,17 @@ def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
             fix="call hsa.huggingface.convert(model, tree=function) after loading",
         )
     build = _sentence_tree if given == "sentences" else _window_tree
-    key = ("tree", build, settings.branching, settings.repeats_last, settings.sinks)
-    return sequences.cached(key, lambda: build(settings, sequences))
+    return sequences.cached(
+        (build, settings.branching, settings.repeats_last, settings.sinks), lambda: build(settings, sequences)
+    )
 
 
 def _window_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
-    sinks = sequences.sink_mask(settings.sinks)
-    device, lengths = sequences.mask.device, sequences.keys.lengths
-    key = (
-        tuple(lengths),
-        settings.branching,
-        settings.repeats_last,
-        sinks.tobytes() if isinstance(sinks, np.ndarray) else sinks,
-        device,
-    )
+    sinks, device = sequences.sink_mask(settings.sinks), sequences.mask.device
+    lengths, shape = sequences.keys.lengths, (settings.branching, settings.repeats_last)
+    key = (tuple(lengths), *shape, sinks.tobytes() if isinstance(sinks, np.ndarray) else sinks, device)
     if key not in _WINDOWS:
-        tree = Hierarchy.regular(lengths, settings.branching, repeat_last=settings.repeats_last, sinks=sinks)
-        _WINDOWS[key] = tree.to(device)
+        _WINDOWS[key] = Hierarchy.regular(lengths, shape[0], repeat_last=shape[1], sinks=sinks).to(device)
         if len(_WINDOWS) > _KEPT:
             _WINDOWS.popitem(last=False)
     _WINDOWS.move_to_end(key)

@@ -1,10 +1,27 @@
-"""Models by name: the ones of this library, and those that `hsa.baselines` and `hsa.research` plug in.
+"""Models by name: those of this library, and those that `hsa.baselines`, `hsa.research` and users register.
 
-A *model*, as `hsa train --models` names it, is an architecture and what it changes in the options: "multiscale" is our
-encoder with another kind of attention. An *architecture* is a family of configurations and its module; a saved model names
-it. Plug-ins register both, with a hook each for a warm start and for an explanation, and nothing else has a case for them.
+A *model*, as `hsa train --models` names it, is an architecture and the fields of its configuration that it changes. An
+*architecture* is a configuration and the encoder that it describes, with optional hooks for a warm start, a tokenizer and an
+explanation; a saved model names it. Nothing outside a plug-in has a case for it.
 
-Importing this module does not import torch: entries are `"module:attribute"` strings until somebody asks for them.
+A model that is ours with other settings is one line:
+
+>>> from hsa.models.options import ModelOptions
+>>> from hsa.nn.embedding import Modality
+>>> from hsa.tree.hierarchy import Hierarchy
+>>> MODELS.register("narrow", Model("tree", {"kind": "flat", "width": 8}))
+>>> config = configure("narrow", ModelOptions(heads=2), {}, Hierarchy.flat([5]))
+>>> encoder = create(config, {"text": Modality(tokens=10)}, kinds=("sequence",), keys=())
+>>> encoder.config.kind, encoder.config.width, encoder.config.heads
+('flat', 8, 2)
+>>> MODELS.remove("narrow")
+
+An encoder of another kind is an architecture besides: `ARCHITECTURES.register("mine", Architecture(…))`, then
+`MODELS.register("mine", Model("mine"))`. `hsa.baselines.han` is an example. Another kind of attention for our encoder goes
+into `hsa.registry.KINDS`; `hsa.baselines.deepsets` is an example. Register in a module that is imported before the name is
+used; values may be `"module:attribute"` strings, which are imported when they are first needed.
+
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +50,10 @@ Extra = Mapping[str, Any]
 
 
 class EncoderConfigLike(Protocol):
-    """What the configuration of every encoder has. It is a frozen dataclass."""
+    """The configuration of an encoder: a frozen dataclass with a field `architecture` and the fields and properties below.
+
+    Unless `has_fixed_size`, a field `feed_forward` (an inner width, or None) is replaced to match the size of another model.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -55,7 +75,7 @@ class EncoderConfigLike(Protocol):
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether its size is that of a pre-trained encoder, so that it cannot be matched to another model's."""
+        """Whether the size is given, such as by pre-trained weights, so that it cannot be matched to another model's."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +101,15 @@ class Architecture:
 
     Attributes:
         config: Dataclass of the sizes; its field `architecture` holds the name of this entry.
-        encoder: Module, made as `encoder(config, modalities, kinds, keys)`. It maps `Inputs` to vectors and the forest whose
-            leaves they are, and has `embedding` and `prepare(inputs)`.
-        configure: `configure(options, extra, hierarchy, changes)`: the config for the options of a run, the trees of its
-            data and the changes of a `Model`; raises `InvalidInput` where the trees lack a level that it needs.
-        warm_start: `warm_start(encoder, load)` returns the parameters that the pre-trained weights named by the config set,
-            if it names any, and loads these weights if asked to.
-        tokenizer: `tokenizer(extra, say)`: the tokenizer that texts must be read with, or None; `say` is told what is loaded.
-        explanation: `"module:attribute"` of an `Explanation`.
+        encoder: Module, built as `encoder(config, modalities, kinds, keys)`. It has the attributes `config` and `embedding`
+            and a method `prepare(inputs)`, and maps `Inputs` to vectors and the forest whose leaves they are.
+        configure: `configure(options, extra, hierarchy, changes)` returns the config for the options of a run, the trees of
+            its data and the changes of a `Model`; it raises `InvalidInput` where the trees lack a level that it needs.
+        warm_start: Hook `warm_start(encoder, load)`: returns the parameters that pre-trained weights set, and loads these
+            weights if asked to.
+        tokenizer: Hook `tokenizer(extra, say)`: returns the tokenizer that texts must be read with, or None; `say` is told
+            what is loaded.
+        explanation: Hook: `"module:attribute"` of an `Explanation`.
     """
 
     config: type[Any]
@@ -115,9 +136,11 @@ class Model:
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("architecture")
+"""Architectures of classifiers, by the name that their configurations hold."""
 ARCHITECTURES.register("tree", "hsa.models.tree_encoder:TREE")
 
 MODELS: Registry[Model] = Registry("models")
+"""Classifiers that `hsa train --models` can train."""
 MODELS.register("hierarchical", Model("tree", {"kind": "hierarchical"}))
 # Positions in the input: the kernels of multiscale attention take none in the logits.
 MODELS.register("multiscale", Model("tree", {"kind": "multiscale", "position_input": True, "position_dim": 0}))
@@ -144,7 +167,13 @@ def find_model(name: str) -> Model:
 
 
 def configure(name: str, options: ModelOptions, extra: Extra, hierarchy: Hierarchy) -> EncoderConfigLike:
-    """Return the encoder configuration of a model by its name, for documents with such trees.
+    """Return the encoder configuration of a model by its name.
+
+    Args:
+        name: Name in `MODELS`, or NAME+FUSION.
+        options: Sizes, as for all models of a run.
+        extra: Options of plug-ins.
+        hierarchy: Trees of the data.
 
     Raises:
         InvalidInput: An unknown name; trees that lack a level the model needs.
@@ -156,21 +185,26 @@ def configure(name: str, options: ModelOptions, extra: Extra, hierarchy: Hierarc
 def create(
     config: EncoderConfigLike, modalities: Mapping[str, Modality], kinds: Sequence[str], keys: Sequence[str]
 ) -> Any:
-    """Build the encoder of a configuration, with new weights."""
+    """Build the encoder of a configuration, with new weights.
+
+    Args:
+        modalities: What the leaves hold, by name.
+        kinds: Kinds of domains that have positions.
+        keys: Column names that positions tell apart.
+    """
     return ARCHITECTURES.get(config.architecture).encoder(config, modalities, kinds, keys)
 
 
 def config_from_dict(data: Mapping[str, Any]) -> EncoderConfigLike:
     """Rebuild an encoder configuration from what `dataclasses.asdict` made of it."""
-    given = dict(data)
+    # JSON has no tuples.
+    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items()}
     kind = ARCHITECTURES.get(given.pop("architecture")).config
-    if "windows" in given:
-        given["windows"] = tuple(given["windows"])
     return kind(**known_fields(kind, given))
 
 
 def start_warm(encoder: nn.Module, *, load: bool = True) -> list[nn.Parameter]:
-    """Return the parameters that the pre-trained weights of the encoder's configuration set, if it names any.
+    """Return the parameters that pre-trained weights set, if the encoder's configuration names any.
 
     Args:
         load: Load these weights; False where a checkpoint replaces them anyway.
@@ -202,12 +236,12 @@ class LanguageArchitecture:
     """A family of language models.
 
     Attributes:
-        config: Dataclass of the sizes, with `to_dict` and `from_dict`; its field `architecture` holds the name of this entry.
-        module: `CausalLanguageModel` made from a config.
+        config: Dataclass of the sizes, with `to_dict` and `from_dict`; its field `architecture` holds this entry's name.
+        module: `CausalLanguageModel`, built from a config.
         configure: `"module:attribute"`: `configure(data, options, language, extra, changes)` returns the config for the
             options of a run.
         reader: `"module:attribute"` of the `Reader` that feeds texts to the model in training and evaluation.
-        matched: Whether the width of the feed-forward networks is fitted to the parameters of our model.
+        matched: Whether the width of its feed-forward networks is matched to the size of our model.
     """
 
     config: type[Any]
@@ -218,9 +252,11 @@ class LanguageArchitecture:
 
 
 LANGUAGE_ARCHITECTURES: Registry[LanguageArchitecture] = Registry("architecture")
+"""Architectures of language models, by the name that their configurations hold."""
 LANGUAGE_ARCHITECTURES.register("decoder", "hsa.models.language_model:DECODER")
 
 LANGUAGE_MODELS: Registry[Model] = Registry("models")
+"""Language models that `hsa train --task lm --models` can train."""
 for _name in ("multiscale", "clustered", "flat"):
     LANGUAGE_MODELS.register(_name, Model("decoder", {"attention": _name}))
 

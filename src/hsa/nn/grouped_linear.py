@@ -16,9 +16,9 @@ class Groups:
     """Leaves sorted by modality.
 
     Attributes:
-        sizes: leaves of each modality the model knows.
-        order: the leaves, modality after modality; None when they lie so already.
-        back: the inverse of `order`.
+        sizes: Number of leaves of each modality of the model.
+        order: Leaves in order of their modality; None if they are in that order already.
+        back: Inverse of `order`.
     """
 
     sizes: tuple[int, ...]
@@ -27,7 +27,7 @@ class Groups:
 
     @staticmethod
     def of(leaves: Mapping[str, Tensor], modalities: Sequence[str], groups: int | None = None) -> Groups:
-        """One group per modality; more `groups` than modalities are empty ones."""
+        """Build one group per modality; further `groups` are empty."""
         sizes = tuple(len(leaves[name]) if name in leaves else 0 for name in modalities)
         sizes += (0,) * ((groups or len(sizes)) - len(sizes))
         if sum(size > 0 for size in sizes) <= 1:
@@ -66,7 +66,7 @@ class GroupedLinear(nn.Module):
 
 
 def _grouped_product(x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """One kernel where there is one (half precision on CUDA), else a product per modality."""
+    """Multiply by one kernel if there is one (half precision on CUDA), else modality by modality."""
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     x, weight = x.to(dtype), weight.to(dtype)
     half = dtype in (torch.bfloat16, torch.float16)

@@ -12,24 +12,24 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class HierarchicalEncoderLayer(nn.Module):
-    """Attention on a tree, and a feed-forward network, both with residuals.
+    """Attention on a tree and a feed-forward network, both with residuals.
 
         q, k = LayerNorm(W_q x), LayerNorm(W_k x)        v = W_v x
         x ← x + gelu(W_o attention(q, k, v, tree, ε))
         x ← x + W_2 gelu(W_1 LayerNorm(x))
 
     W_q, W_k, W_v, W_o are those of the leaf's modality. Queries and keys are normalised *after* projection, per head:
-    that is what makes the attention descend an energy (the paper, section 3).
+    therefore the attention descends an energy (the paper, section 3).
 
     Args:
-        width: of the leaf vectors.
-        heads: of attention.
-        attention: one of `hsa.nn.attention`, or your own.
-        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
-        modalities: how many.
-        feed_forward: inner width of the feed-forward network.
-        head_dim: channels per head; width / heads by default.
-        dropout: on both residual branches.
+        width: Width of the leaf vectors.
+        heads: Number of heads.
+        attention: A module of `hsa.nn.attention`, or your own.
+        fusion: How heads are fused (`hsa.nn.head_fusion`); concatenation by default.
+        modalities: Number of modalities.
+        feed_forward: Inner width of the feed-forward network; twice the width by default.
+        head_dim: Channels per head; width / heads by default.
+        dropout: Dropout of both residual branches.
 
     >>> import torch
     >>> from hsa.nn.attention import Hierarchical

@@ -1,4 +1,4 @@
-"""What modules add to a loss: regularisers, collected while a model runs."""
+"""Penalties: terms that modules add to the loss, collected while a model runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PENALTIES: ContextVar[list[Tensor] | None] = ContextVar("_PENALTIES", default=N
 
 @contextmanager
 def collecting_penalties() -> Iterator[list[Tensor]]:
-    """Inside it, modules that are being trained append what they want added to the loss.
+    """Collect the penalties of the modules that run inside the context in training mode.
 
         with collecting_penalties() as penalties:
             loss = loss_of(model(batch))
@@ -34,7 +34,7 @@ def collecting_penalties() -> Iterator[list[Tensor]]:
 
 
 def add_penalty(penalty: Tensor) -> None:
-    """For `collecting_penalties`; nobody asks outside of it."""
+    """Add a penalty to those of `collecting_penalties`; without effect outside of it."""
     penalties = _PENALTIES.get()
     if penalties is not None:
         penalties.append(penalty)

@@ -15,7 +15,7 @@ from hsa.tree.padding import Padding
 
 
 class AttentionFlow(nn.Module):
-    """Every context vector with what it asks of the question, and with what the question asks of the context.
+    """Combine every context vector with its attention to the question, and with the question's attention to the context.
 
     For context vectors h_t and question vectors u_j of one example, with a learned w of three parts,
 
@@ -27,7 +27,7 @@ class AttentionFlow(nn.Module):
     The similarity is trilinear in w, h and u. Only the length of each example matters, not its tree.
 
     Args:
-        width: of the context's and of the question's vectors.
+        width: Width of the vectors of contexts and questions.
 
     >>> flow = AttentionFlow(6)
     >>> contexts, questions = Hierarchy.flat([5, 9]), Hierarchy.flat([3, 2])
@@ -42,7 +42,7 @@ class AttentionFlow(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """As a linear layer from the three parts to one number."""
+        """Initialise as a linear layer from the three parts to one number."""
         for part in self.parameters():
             nn.init.uniform_(part, -((3 * self.width) ** -0.5), (3 * self.width) ** -0.5)
 
@@ -53,16 +53,16 @@ class AttentionFlow(nn.Module):
         contexts: Hierarchy,
         questions: Hierarchy,
     ) -> Float[Tensor, "context_leaves four_width"]:
-        """`[context leaves, 4·width]`.
+        """Return a vector per context leaf, `[context leaves, 4·width]`.
 
         Args:
-            context: vectors of all contexts, one after another.
-            question: vectors of all questions, one after another.
-            contexts: the forest of the contexts' leaves.
-            questions: the forest of the questions' leaves: as many trees.
+            context: Vectors of all contexts, one after another.
+            question: Vectors of all questions, one after another.
+            contexts: Forest of the contexts' leaves.
+            questions: Forest of the questions' leaves, with as many trees.
 
         Raises:
-            InvalidInput: vectors that do not fit their forest or `width`; as many questions as contexts are needed.
+            InvalidInput: Vectors that do not fit their forest or `width`; another number of questions than of contexts.
         """
         self._check(context, question, contexts, questions)
         in_context, in_question = _padding(contexts), _padding(questions)

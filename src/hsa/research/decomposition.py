@@ -13,9 +13,9 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 
 Value = TypeVar("Value")
-_PULL = 1e-9  # towards the factor of before, in equations whose diagonal is 1: what collinear components need
-_NOISE = 1e-14  # of squared errors in float64, relative to the squared norm of the tensor
-_FIRST_STEP, _GROWTH, _LONGEST_STEP = 0.5, 1.05, 1.0  # of extrapolation, in units of the last change
+_PULL = 1e-9  # towards the previous factor, in equations whose diagonal is 1: collinear components need it
+_NOISE = 1e-14  # rounding of squared errors in float64, relative to the squared norm of the tensor
+_FIRST_STEP, _STEP_FACTOR, _LONGEST_STEP = 0.5, 1.05, 1.0  # extrapolation, in units of the last change
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +35,13 @@ class CP:
         return self.a.shape[-2]
 
     def tensor(self) -> Tensor:
-        """The sum written out."""
+        """Return the sum, written out."""
         return torch.einsum("...ra,...rb,...rc->...abc", self.a, self.b, self.c)
 
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """What `decompose` found: the factors, ‖T − T̂‖ / ‖T‖, and how often all three were solved for."""
+    """Result of `decompose`: the factors, the error ‖T − T̂‖ / ‖T‖, and the number of iterations."""
 
     cp: CP
     error: float
@@ -49,7 +49,7 @@ class Decomposition:
 
 
 def exact_cp(tensor: Tensor) -> CP:
-    """A CP equal to the tensor: an outer product for every fibre along its largest dimension.
+    """Return a CP equal to the tensor: an outer product for every fibre along its largest dimension.
 
         T = Σ_ij e_i ⊗ e_j ⊗ T_ij:          of rank I·J for dimensions I, J ≤ K, which no tensor of that shape exceeds
 
@@ -85,7 +85,7 @@ def decompose(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> Decomposition:
-    """A CP of lower rank near a tensor, by alternating least squares with extrapolation. The error never rises.
+    """Approximate a tensor by a CP of lower rank, by alternating least squares with extrapolation. The error never rises.
 
         minimise ‖T − Σ_r a_r ⊗ b_r ⊗ c_r‖²     in a, b and c in turn:  (G + λI) a ← M + λ a_before,  λ → 0
         G = (b bᵀ) ∘ (c cᵀ),  M_r = Σ_bc T_·bc b_rb c_rc
@@ -99,7 +99,7 @@ def decompose(
         rank: of the result, at most the product of the two smaller dimensions, at which there is an exact one.
         start: factors to begin with. By default those components of a CP that together explain most of it, chosen one by
             one; random ones for a tensor.
-        iterations: at most so many; 0 leaves the start as it is.
+        iterations: largest number of iterations; 0 leaves the start as it is.
         tolerance: stop when an iteration lowers the error by less than this share of it.
         seed: of the random start.
 
@@ -129,7 +129,7 @@ def decompose(
 
 
 def relative_error(tensor: Tensor | CP, cp: CP) -> float:
-    """‖T − T̂‖ / ‖T‖ of a tensor `[a, b, c]`, or of a CP that is not written out; ‖T̂‖ if the tensor is 0.
+    """Return ‖T − T̂‖ / ‖T‖ of a tensor `[a, b, c]`, or of a CP that is not written out; ‖T̂‖ if the tensor is 0.
 
     Raises:
         InvalidInput: shapes that do not fit, values that are not finite.
@@ -142,26 +142,26 @@ def relative_error(tensor: Tensor | CP, cp: CP) -> float:
 
 
 class _Source(Protocol):
-    """A tensor whose dimensions rise, and what alternating least squares asks of it."""
+    """A tensor whose dimensions rise, as alternating least squares needs it."""
 
     dims: list[int]
     squared_norm: float
 
     def start(self, rank: int, seed: int) -> list[Tensor]:
-        """Factors to begin with; exact ones where the rank allows it."""
+        """Return initial factors; exact ones if the rank allows it."""
 
     def note(self, mode: int, factor: Tensor) -> None:
-        """The current factor of a mode, `[rank, dim]`."""
+        """Set the current factor of a mode, `[rank, dim]`."""
 
     def products(self, mode: int) -> Tensor:
-        """`[rank, dim]`: the tensor times the current factors of the two other modes, component by component."""
+        """Return the tensor times the current factors of the two other modes, component by component: `[rank, dim]`."""
 
     def slice(self, i: int) -> Tensor:
-        """`[dim 1, dim 2]` at place i of the smallest dimension."""
+        """Return slice i of the smallest dimension, `[dim 1, dim 2]`."""
 
 
 class _Written:
-    """A tensor in full. Two large products per turn: with the factor of the longest mode, and along it."""
+    """A dense tensor. Two large products per iteration: with the factor of the longest mode, and along it."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -195,7 +195,7 @@ class _Written:
 
 
 class _Factored:
-    """A tensor that is known as a CP. Products with it are those of small Gram matrices."""
+    """A tensor given as a CP. Products with it are those of small Gram matrices."""
 
     def __init__(self, factors: list[Tensor]):
         self.own = factors
@@ -228,7 +228,7 @@ def _exact(tensor: Tensor) -> list[Tensor]:
 
 
 def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
-    """The components b_r ⊗ c_r that explain most of all slices together, chosen one by one; a_r fitted to them.
+    """Return the components b_r ⊗ c_r that explain most of all slices together, picked one by one, with a_r fitted to them.
 
     Orthogonal matching pursuit on the Gram matrix of the components: `left` is what the chosen ones leave of it, `related`
     its products with the slices. A component that several slices share, in whatever amounts, counts for all of them.
@@ -237,24 +237,24 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
     gram = (b @ b.T) * (c @ c.T)
     left, related = gram.clone(), gram @ a
     least = _NOISE * gram.diagonal()
-    chosen = torch.zeros(len(a), dtype=torch.bool, device=a.device)
+    picked = torch.zeros(len(a), dtype=torch.bool, device=a.device)
     for _ in range(rank):
         size = left.diagonal()
-        adds = size > least  # to what is chosen
-        gain = torch.where(adds, related.square().sum(1) / size.clamp_min(1e-300), 0.0).masked_fill(chosen, -1.0)
+        adds = size > least  # to the picked ones
+        gain = torch.where(adds, related.square().sum(1) / size.clamp_min(1e-300), 0.0).masked_fill(picked, -1.0)
         pick = int(gain.argmax())
-        chosen[pick] = True
+        picked[pick] = True
         if adds[pick]:
             root = size[pick].sqrt()
             along, amount = left[:, pick] / root, related[pick] / root
             left = left - along[:, None] * along
             related = related - along[:, None] * amount
-    b, c = b[chosen], c[chosen]
-    return [_solve(gram[chosen][:, chosen], (gram @ a)[chosen], a[chosen]), b, c]
+    b, c = b[picked], c[picked]
+    return [_solve(gram[picked][:, picked], (gram @ a)[picked], a[picked]), b, c]
 
 
 def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float) -> tuple[list[Tensor], int]:
-    """Factors after some turns, and how many: b and c of length 1, a of the length of the components."""
+    """Return factors (b and c of length 1, a of the length of the components), and the number of iterations."""
     best = _moved_onto(0, start)
     for mode in range(3):
         source.note(mode, best[mode])
@@ -264,22 +264,22 @@ def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float
         if best_error <= _NOISE:
             return best, turn
         ahead = [factor + step * (factor - old) for factor, old in zip(best, before, strict=True)]
-        found, error = _turn(source, ahead)
+        factors, error = _turn(source, ahead)
         if step and not error <= best_error:
-            found, error = _turn(source, best)
+            factors, error = _turn(source, best)
             step = 0.0
         if not error < best_error:  # rounding
             return best, turn
         gain = 1 - math.sqrt(max(error, 0.0) / best_error)
-        before, best, best_error = best, found, error
-        step = min(step * _GROWTH, _LONGEST_STEP) if step else _FIRST_STEP
+        before, best, best_error = best, factors, error
+        step = min(step * _STEP_FACTOR, _LONGEST_STEP) if step else _FIRST_STEP
         if gain < tolerance:
             return best, turn + 1
     return best, most
 
 
 def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
-    """Each factor solved for once, and the squared error then, relative to the squared norm."""
+    """Solve for each factor once; return them and the squared error, relative to the squared norm."""
     changed: tuple[int, ...] = (0, 1)
     for mode in (2, 1, 0):
         factors = _moved_onto(mode, factors)
@@ -292,14 +292,14 @@ def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
 
 
 def _solve(gram: Tensor, products: Tensor, before: Tensor) -> Tensor:
-    """X of (gram + pull) X = products + pull · before."""
+    """Return X of (gram + pull) X = products + pull · before."""
     pull = max(_PULL * float(gram.diagonal().amax()), 1e-300)
     lower, failed = torch.linalg.cholesky_ex(gram + pull * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
     return before if failed else torch.cholesky_solve(products + pull * before, lower)
 
 
 def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
-    """The same components, their length in one mode."""
+    """Return the same components, with their length in one mode."""
     lengths = [factor.norm(dim=1, keepdim=True) for factor in factors]
     units = [factor / length.clamp_min(1e-300) for factor, length in zip(factors, lengths, strict=True)]
     units[mode] = factors[mode] * lengths[mode - 1] * lengths[mode - 2]
@@ -307,13 +307,13 @@ def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
 
 
 def _squared_error(source: _Source, factors: list[Tensor]) -> float:
-    """‖T‖² − 2⟨T, T̂⟩ + ‖T̂‖², relative to ‖T‖²: quick, and right to about 1e-15."""
+    """Return ‖T‖² − 2⟨T, T̂⟩ + ‖T̂‖², relative to ‖T‖²: quick, and accurate to about 1e-15."""
     common = float((source.products(0) * factors[0]).sum())
     return (source.squared_norm - 2 * common + _squared_norm(factors)) / source.squared_norm
 
 
 def _error(source: _Source, factors: list[Tensor]) -> float:
-    """‖T − T̂‖ / ‖T‖, slice by slice, so that small ones are right too."""
+    """Return ‖T − T̂‖ / ‖T‖, computed slice by slice, so that small errors are accurate too."""
     squares = [float((source.slice(i) - _slice(factors, i)).square().sum()) for i in range(source.dims[0])]
     return math.sqrt(sum(squares) / source.squared_norm) if source.squared_norm > 0 else math.sqrt(sum(squares))
 
@@ -329,7 +329,7 @@ def _slice(factors: list[Tensor], i: int) -> Tensor:
 
 
 def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
-    """The tensor in float64, its modes in rising order of their dimensions; which those are; the dtype to go back to."""
+    """Return the tensor in float64, its modes in rising order of their dimensions, that order, and the original dtype."""
     if isinstance(tensor, CP):
         factors = [tensor.a, tensor.b, tensor.c]
         if (

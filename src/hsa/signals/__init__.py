@@ -1,4 +1,4 @@
-"""What the user has: nested signals, the domains they live on, and readers that make them."""
+"""Nested signals, their domains, and readers that build them from files and Python objects."""
 
 from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
 from hsa.signals.signal import Leaf, Signal

@@ -1,7 +1,7 @@
-"""`collate` and `uncollate`: a list of signals ↔ their leaf values per modality and the hierarchy they hang in.
+"""`collate` and `uncollate`: a list of signals ↔ leaf values per modality and a hierarchy.
 
-Exact inverses: `uncollate(collate(signals)) == signals`, dtypes, domains and order included. A whole data set is one large
-batch, of which `select` takes the trees that a step wants.
+They are exact inverses: `uncollate(collate(signals)) == signals`, dtypes, domains and order included. A whole data set is
+one large batch, from which `select` takes the trees of a step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Batch:
     (tensor([0, 1, 5]), 'signals[0][1][0]')
 
     Attributes:
-        values: modality → the values of its leaves: one tensor `[leaves, *leaf shape]` when all have one dtype and
-            shape, else a list.
-        leaves: modality → the leaf of `hierarchy` that each of these values is, rising.
-        hierarchy: one tree per signal.
-        distinct_domains: those that occur.
-        domain_ids: for every internal node, in node order, which of them is its own.
+        values: Modality → values of its leaves: one tensor `[leaves, *leaf shape]` if all have one dtype and shape, else
+            a list.
+        leaves: Modality → leaf of `hierarchy` of each of these values, ascending.
+        hierarchy: One tree per signal.
+        distinct_domains: The domains that occur.
+        domain_ids: Index of its domain for every internal node, in node order.
     """
 
     values: dict[str, Tensor | list[Value]]
@@ -57,12 +57,12 @@ class Batch:
 
     @property
     def domains(self) -> tuple[Domain, ...]:
-        """Of every internal node, in node order."""
+        """Domain of every internal node, in node order."""
         return tuple(self.distinct_domains[i] for i in self.domain_ids.tolist())
 
     @cached_property
     def positions(self) -> NodePositions:
-        """Where every node lies in its family: what position embeddings are made of."""
+        """Position of every node in its family, for position embeddings."""
         s = self.hierarchy.structure
         domain = np.full(self.hierarchy.num_nodes, -1)
         domain[s.num_children > 0] = self.domain_ids
@@ -72,30 +72,30 @@ class Batch:
         return NodePositions.merge(parts, domain[above], member, self.hierarchy)
 
     def select(self, trees: Any) -> Batch:
-        """The batch of some of these trees, in this order; a tree may come twice.
+        """Return the batch of some of these trees, in this order; a tree may occur twice.
 
         >>> batch = collate([Signal.of([3, 1], "token"), Signal.of([4], "token"), Signal.of([1, 5], "token")])
         >>> batch.select([2, 0]).values["token"]
         tensor([1, 5, 3, 1])
         """
-        chosen = integers("trees", trees).reshape(-1)
-        outside = np.flatnonzero((chosen < 0) | (chosen >= self.hierarchy.num_trees))
+        selected = integers("trees", trees).reshape(-1)
+        outside = np.flatnonzero((selected < 0) | (selected >= self.hierarchy.num_trees))
         if len(outside):
             raise InvalidInput(
-                f"trees[{outside[0]}]", given=int(chosen[outside[0]]), expected=f"0..{self.hierarchy.num_trees - 1}"
+                f"trees[{outside[0]}]", given=int(selected[outside[0]]), expected=f"0..{self.hierarchy.num_trees - 1}"
             )
         s = self.hierarchy.structure
         begin, count = self._slices
-        nodes = ranges(begin[:, chosen].ravel(), count[:, chosen].ravel())
+        nodes = ranges(begin[:, selected].ravel(), count[:, selected].ravel())
         hierarchy = Hierarchy(Structure.from_num_children(s.num_children[nodes]), device=self.hierarchy.device)
         values: dict[str, Tensor | list[Value]] = {}
         leaves: dict[str, Tensor] = {}
-        moved = hierarchy.structure.leaf_offsets[:-1] - s.leaf_offsets[chosen]
+        moved = hierarchy.structure.leaf_offsets[:-1] - s.leaf_offsets[selected]
         for name, bounds in self._value_bounds.items():
-            counts = bounds[chosen + 1] - bounds[chosen]
+            counts = bounds[selected + 1] - bounds[selected]
             if not counts.any():
                 continue
-            rows = torch.from_numpy(ranges(bounds[chosen], counts))
+            rows = torch.from_numpy(ranges(bounds[selected], counts))
             held = self.values[name]
             values[name] = held[rows.to(held.device)] if isinstance(held, Tensor) else [held[i] for i in rows.tolist()]
             shift = torch.from_numpy(np.repeat(moved, counts)).to(self.leaves[name].device)
@@ -106,7 +106,7 @@ class Batch:
 
     @staticmethod
     def join(batches: Iterable[Batch]) -> Batch:
-        """Many batches as one, their trees one after another.
+        """Join batches, their trees one after another.
 
         >>> batch = collate([Signal.of([3, 1], "token"), Signal.of([4], "token")])
         >>> Batch.join([batch, batch]).values["token"]
@@ -149,7 +149,7 @@ class Batch:
 
     @cached_property
     def _slices(self) -> tuple[np.ndarray, np.ndarray]:
-        """[depths, trees] first node and number of nodes: those of one tree at one depth are a slice."""
+        """First node and number of nodes `[depths, trees]`: nodes of one tree at one depth are a slice."""
         s, trees = self.hierarchy.structure, self.hierarchy.num_trees
         depths = len(s.depth_offsets) - 1
         count = np.bincount(s.depth * trees + s.tree, minlength=depths * trees)
@@ -157,17 +157,17 @@ class Batch:
 
     @cached_property
     def _family_of_node(self) -> np.ndarray:
-        """The place of every internal node in `domain_ids`."""
+        """Index of every internal node in `domain_ids`."""
         return np.cumsum(self.hierarchy.structure.num_children > 0) - 1
 
     @cached_property
     def _value_bounds(self) -> dict[str, np.ndarray]:
-        """modality → where the values of each tree begin."""
+        """Modality → where the values of each tree begin."""
         offsets = self.hierarchy.structure.leaf_offsets
         return {name: np.searchsorted(leaves.cpu().numpy(), offsets) for name, leaves in self.leaves.items()}
 
     def to(self, device: torch.device | str) -> Batch:
-        """This batch with its tensors on another device."""
+        """Return this batch with its tensors on another device."""
 
         def move(values: Tensor | list[Value]) -> Tensor | list[Value]:
             if isinstance(values, Tensor):
@@ -185,7 +185,7 @@ class Batch:
         return moved
 
     def path(self, leaf: int) -> str:
-        """Where a leaf lies in the list of signals."""
+        """Return the path of a leaf in the list of signals."""
         if not 0 <= leaf < self.hierarchy.num_leaves:
             raise InvalidInput("leaf", given=leaf, expected=f"0..{self.hierarchy.num_leaves - 1}")
         return _path(self.hierarchy.structure, self.domains, leaf)
@@ -205,11 +205,11 @@ class Batch:
 
 
 def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None = None) -> Batch:
-    """Signals as one batch: a tree each, leaves in the order they are read.
+    """Collate signals into one batch: a tree each, leaves in reading order.
 
     Args:
-        signals: a lone `Leaf` is a tree of one leaf.
-        modalities: the ones a model knows; a leaf of another one raises. They also give the order of `values`.
+        signals: Signals; a lone `Leaf` is a tree of one leaf.
+        modalities: Modalities that a model knows; a leaf of another one raises. They also give the order of `values`.
 
     >>> signals = [Signal.of([3, 1, 4], "token"), Signal.of([1, 5], "token")]
     >>> collate(signals).values["token"]
@@ -218,7 +218,7 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
     True
 
     Raises:
-        InvalidInput: naming the path, something that is no signal, or a leaf of an undeclared modality.
+        InvalidInput: For something that is no signal or a leaf of an undeclared modality, with its path.
     """
     roots = list(signals)
     for i, root in enumerate(roots):
@@ -255,15 +255,15 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
 
 
 def uncollate(batch: Batch) -> list[Signal | Leaf]:
-    """The signals of a batch, each as it was."""
+    """Return the signals of a batch, each as it was."""
     s = batch.hierarchy.structure
     names = list(batch.values)
     modality = np.empty(len(s.leaf_nodes), np.int64)  # per leaf
-    place = np.empty(len(s.leaf_nodes), np.int64)  # in the values of its modality
+    row = np.empty(len(s.leaf_nodes), np.int64)  # per leaf: in the values of its modality
     for i, name in enumerate(names):
         leaves = batch.leaves[name].cpu().numpy()
         modality[leaves] = i
-        place[leaves] = np.arange(len(leaves))
+        row[leaves] = np.arange(len(leaves))
     changes = np.concatenate([[0], np.cumsum(np.diff(modality) != 0)])
     uniform = (s.height == 1) & (changes[s.end_leaf - 1] == changes[s.first_leaf])
 
@@ -274,7 +274,7 @@ def uncollate(batch: Batch) -> list[Signal | Leaf]:
     facts = (nodes, s.num_children[nodes], s.first_child[nodes], s.first_leaf[nodes], uniform[nodes])
     for node, size, child, leaf, stacked in zip(*(fact[::-1].tolist() for fact in facts), strict=True):
         # Children come before parents: nodes are ordered by depth, and we go backwards.
-        name, begin = names[modality[leaf]], int(place[leaf])
+        name, begin = names[modality[leaf]], int(row[leaf])
         if size == 0:
             built[node] = Leaf(batch.values[name][begin], name)
             continue
@@ -287,15 +287,15 @@ def uncollate(batch: Batch) -> list[Signal | Leaf]:
 
 
 def _compact(domains: tuple[Domain, ...], ids: np.ndarray) -> tuple[tuple[Domain, ...], np.ndarray]:
-    """Only the domains that occur, and their new numbers."""
+    """Return only the domains that occur, and the ids renumbered."""
     used, renumbered = np.unique(ids, return_inverse=True)
     return tuple(domains[i] for i in used.tolist()), renumbered.astype(np.int64)
 
 
 def _levels(roots: list[Any]) -> tuple[np.ndarray, list[Domain], list[tuple[int, str, _Part]]]:
-    """Children per node and domains, in node order; and every node that brings values, with their modality.
+    """Return children per node and domains, in node order, and every node that holds values, with their modality.
 
-    Breadth-first is the order of a hierarchy's nodes. The leaves of a stack go through as one number.
+    Nodes of a hierarchy are in breadth-first order. The leaves of a stack are passed on as one number.
     """
     counts: list[int] = []
     repeats: list[int] = []
@@ -326,7 +326,7 @@ def _levels(roots: list[Any]) -> tuple[np.ndarray, list[Domain], list[tuple[int,
 
 
 def _merge(parts: list[_Part]) -> Tensor | list[Value]:
-    """One tensor where all values have one dtype and shape, else a list."""
+    """Merge into one tensor if all values have one dtype and shape, else into a list."""
     kinds: set[Kind] = {kind_of(part[0]) if isinstance(part, list) else kind_of_stack(part) for part in parts}
     if len(kinds) == 1 and str not in kinds:
         runs: list[Any] = []
@@ -350,14 +350,14 @@ def _leaf_numbers(parts: list[tuple[int, _Part]]) -> Tensor:
 
 
 def _on(domain: Domain, rows: Any) -> Any:
-    """Rows with the axes of a grid."""
+    """Return rows with the axes of a grid."""
     if isinstance(domain, Grid) and isinstance(rows, Tensor):
         return rows.reshape(*domain.shape, *rows.shape[1:])
     return rows
 
 
 def _path(structure: Structure, domains: Sequence[Domain], leaf: int) -> str:
-    family = np.cumsum(structure.num_children > 0) - 1  # the place in `domains` of every internal node
+    family = np.cumsum(structure.num_children > 0) - 1  # index in `domains` of every internal node
     node = int(structure.leaf_nodes[leaf])
     steps: list[str] = []
     while (above := int(structure.parent[node])) >= 0:

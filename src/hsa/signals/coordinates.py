@@ -1,4 +1,4 @@
-"""Domains → coordinates of their members, for position embeddings."""
+"""Coordinates of the members of domains, for position embeddings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hsa.signals.domains import Domain, Graph, Grid, Sequence, Table
 from hsa.tree.positions import Coordinates
 
 GRID_AXES = 3
-"""Coordinates of a grid; grids of fewer axes have zeros at the end."""
+"""Coordinates of a member of a grid; grids with fewer axes have zeros at the end."""
 EIGENVECTORS = 8
 WALK_STEPS = 8
 
 
 @lru_cache(maxsize=4096)
 def coordinates(domain: Domain) -> Coordinates:
-    """Where the members of a domain lie.
+    """Return the coordinates of the members of a domain.
 
-    A sequence gives indices, a grid an index per axis, a table its keys, a set nothing, a graph the features below.
+    A sequence gives indices, a grid an index per axis, a table its keys, a set nothing, a graph `graph_features`.
 
     >>> from hsa.signals import Grid
     >>> coordinates(Grid((2, 2))).numbers.tolist()
@@ -43,11 +43,11 @@ def coordinates(domain: Domain) -> Coordinates:
 
 
 def graph_features(graph: Graph) -> np.ndarray:
-    """`[nodes, EIGENVECTORS + WALK_STEPS]` of the graph without its directions.
+    """Return features `[nodes, EIGENVECTORS + WALK_STEPS]` of the undirected graph.
 
     First the eigenvectors of the normalised Laplacian with the smallest positive eigenvalues, scaled by √nodes, the largest
-    entry of each made positive (equal eigenvalues leave a choice, and fewer nodes leave zeros); then the chances that
-    a random walk is back after 1, 2, … steps. Linked nodes have like eigenvector entries; the walk tells hubs from leaves.
+    entry of each made positive (not unique for equal eigenvalues; zeros for missing ones); then the probabilities that a
+    random walk returns after 1, 2, … steps. Linked nodes have similar eigenvector entries; the walk tells hubs from leaves.
     """
     n = graph.num_nodes
     adjacency = np.zeros((n, n))

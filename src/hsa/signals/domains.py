@@ -1,7 +1,7 @@
-"""Domains: the shapes a family of members can have.
+"""Domains: the arrangements of the members of a family.
 
-A domain says which members there are and how they lie to each other: on a line, on a grid, along the edges of a graph,
-in no order at all, or under names. It holds no values. Every domain has at least one member.
+A domain says how many members there are and how they are arranged: on a line, on a grid, along the edges of a graph,
+without order, or under names. It holds no values. Every domain has at least one member.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Domain(ABC):
         return hash((type(self), *self.__dict__.values()))
 
     def step(self, member: int) -> str:
-        """How a path names a member: `page` + `[2]`.
+        """Return the step of a path that names a member: `page` + `[2]`.
 
         >>> Sequence(5).step(2), Grid((2, 3)).step(4), Table(("title", "body")).step(1)
         ('[2]', '[1, 1]', '.body')
@@ -48,13 +48,13 @@ class Domain(ABC):
         return f"[{member}]"
 
     def first(self, count: int) -> Domain:
-        """The domain of the first `count` members; of a graph, with the edges among them. A grid is whole or nothing.
+        """Return the domain of the first `count` members; a graph keeps the edges among them, a grid cannot be divided.
 
         >>> Sequence(5).first(2), Table(("title", "body")).first(1), Graph(3, [(0, 1), (1, 2)]).first(2)
         (Sequence(2), Table('title'), Graph(2 nodes, 1 edge))
 
         Raises:
-            InvalidInput: fewer than one member, more than there are, or a part of a grid.
+            InvalidInput: For fewer than one member, more than there are, or a part of a grid.
         """
         count = _at_least_one("count", count)
         if count > self.size:

@@ -1,4 +1,4 @@
-"""`Path`: where something lies inside the user's object, for error messages."""
+"""`Path`: the location of something inside the user's object, for error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Path:
     """A step below another path; it becomes text only when a message needs it.
 
-    Readers make one per member they visit. Texts would cost time and memory quadratic in the depth; links do not.
+    Readers make one per member they visit. Strings would cost time and memory quadratic in the depth; links do not.
 
     >>> str(Path(Path(Path(None, "page"), "[2]"), ".image"))
     'page[2].image'

@@ -1,8 +1,8 @@
-"""`Signal`: an immutable nested object, values on domains whose values may again be such objects.
+"""`Signal`: an immutable nested object of members on domains.
 
-A signal maps every place of its domain to a `Leaf` (a value with a modality) or to another signal, to any depth and
-with unequal depths. A family of leaves of one modality and one kind is kept as one stack, without an object per leaf,
-however it was given: so every signal has one form, and equal signals are equal field by field.
+A signal maps every position of its domain to a `Leaf` (a value with a modality) or to another signal, to any depth and
+with unequal depths. A family of leaves of one modality and one kind is always stored as one stack, without an object per
+leaf: so every signal has one form, and equal signals are equal field by field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Leaf:
     Memory of arrays is shared, not copied: do not write to it.
 
     Raises:
-        InvalidInput: a value that is no string, number or array of numbers; a modality that is no name.
+        InvalidInput: For a value that is no string, number or array of numbers, or a modality that is no name.
     """
 
     value: Value
@@ -53,7 +53,7 @@ class Leaf:
 
 
 class Signal:
-    """Members on a domain, one for each place of the domain.
+    """Members on a domain, one for each position of the domain.
 
     >>> import numpy as np
     >>> from hsa.signals import Table
@@ -69,12 +69,12 @@ class Signal:
     └─ .likes number · 7
 
     Args:
-        domain: where the members lie.
-        members: a `Leaf` or a `Signal` for each place.
-        where: the name of this object in error messages, such as `page[2].image`.
+        domain: Arrangement of the members.
+        members: A `Leaf` or a `Signal` for each position.
+        where: Name of this object in error messages, such as `page[2].image`.
 
     Raises:
-        InvalidInput: no members; not as many as the domain has places; a member that is neither leaf nor signal.
+        InvalidInput: For another number of members than the domain has, or a member that is neither leaf nor signal.
     """
 
     domain: Domain
@@ -83,7 +83,7 @@ class Signal:
     depth: int  # steps down to the deepest leaf
     modalities: tuple[str, ...]  # in order of appearance
     values: Tensor | tuple[str, ...] | None  # of a family of leaves of one modality and kind, else None
-    _members: tuple[Signal | Leaf, ...]  # empty when `values` says it all
+    _members: tuple[Signal | Leaf, ...]  # empty if `values` holds them
 
     def __init__(self, domain: Domain, members: Iterable[Signal | Leaf], *, where: Where = "signal"):
         _check_domain(domain, where)
@@ -102,11 +102,11 @@ class Signal:
 
     @classmethod
     def of(cls, values: Any, modality: str, domain: Domain | None = None, *, where: Where = "signal") -> Signal:
-        """A family of leaves of one modality: one array or list, one value per place. No object is made per leaf.
+        """Build a family of leaves of one modality from one array or list. No object is made per leaf.
 
         Args:
-            values: an array with one row per place (for a grid: of shape grid + leaf), or a list.
-            domain: a sequence unless given.
+            values: An array with one row per position (for a grid: of shape grid + leaf), or a list.
+            domain: Domain; a sequence by default.
 
         >>> Signal.of([3, 1, 4], "token") == Signal(Sequence(3), [Leaf(i, "token") for i in (3, 1, 4)])
         True
@@ -165,7 +165,7 @@ class Signal:
 
     @property
     def members(self) -> abc.Sequence[Signal | Leaf]:
-        """One per place of the domain; the leaves of a stack are made when asked for.
+        """Members, one per position of the domain; the leaves of a stack are made on access.
 
         >>> Signal.of(range(100_000), "token").members[-1]
         Leaf(99999, 'token')
@@ -173,10 +173,10 @@ class Signal:
         return self._members if self.values is None else _StackedLeaves(self.values, self.modalities[0])
 
     def first(self, leaves: int) -> Signal | None:
-        """The signal cut after its first `leaves` leaves; None when nothing is left.
+        """Return the signal cut after its first `leaves` leaves; None if nothing is left.
 
-        Families that the cut empties vanish. A grid is whole or not there: one that the cut would go through is left
-        out with all that is in it, so there may be fewer leaves than asked for. What lies before the cut is shared.
+        Families that the cut empties are removed. A grid is kept whole or not at all: one that the cut would divide is
+        left out, so there may be fewer leaves than asked for. Everything before the cut is shared.
 
         >>> sentences = [Signal.of(["Two", "cats"], "text"), Signal.of(["They", "sat", "down"], "text")]
         >>> print(Signal(Sequence(2), sentences).first(3).show())
@@ -185,7 +185,7 @@ class Signal:
         └─ [1] Sequence(1) · 1 leaf · text · 'They'
 
         Raises:
-            InvalidInput: a negative number of leaves.
+            InvalidInput: For a negative number of leaves.
         """
         if leaves < 0:
             raise InvalidInput("leaves", given=leaves, expected="0 or more")
@@ -209,7 +209,7 @@ class Signal:
         return cut
 
     def _first_members(self, whole: int, cut: Signal | None) -> Signal | None:
-        """The first members, and what is left of the one after them."""
+        """Return the first members, and the rest of the one after them."""
         count = whole + (cut is not None)
         if not count:
             return None
@@ -224,7 +224,7 @@ class Signal:
         raise _frozen(self, name)
 
     def __eq__(self, other: object) -> bool:
-        """Exact: domains, modalities, and values with their dtypes and shapes. A NaN equals a NaN."""
+        """Compare exactly: domains, modalities, and values with their dtypes and shapes. A NaN equals a NaN."""
         if not isinstance(other, Signal):
             return NotImplemented
         pairs: list[tuple[Any, Any]] = [(self, other)]
@@ -252,11 +252,11 @@ class Signal:
         )
 
     def show(self, max_rows: int = 40, max_members: int = 8) -> str:
-        """The tree as text, a row per family or single leaf.
+        """Return the tree as text, a row per family or single leaf.
 
         Args:
-            max_rows: rows in all; an ellipsis stands for the rest.
-            max_members: members shown of each family; a row says how many more there are.
+            max_rows: Most rows; an ellipsis stands for the rest.
+            max_members: Most members shown of each family; a row says how many more there are.
 
         >>> sentences = [Signal.of(["word"] * n, "text") for n in (2, 3, 5, 7, 11)]
         >>> print(Signal(Sequence(5), sentences).show(max_members=3))
@@ -290,7 +290,7 @@ class Signal:
 
 
 class _StackedLeaves(abc.Sequence):
-    """The leaves of a stack, each made when asked for."""
+    """The leaves of a stack, each made on access."""
 
     def __init__(self, values: Tensor | tuple[str, ...], modality: str):
         self._values = values
@@ -328,7 +328,7 @@ def _check_size(domain: Domain, members: int, where: Where) -> None:
         raise InvalidInput(
             str(where),
             given=_count(members, "member", "members"),
-            expected=f"{domain.size:,}, one per place of {domain!r}",
+            expected=f"{domain.size:,}, one per position of {domain!r}",
         )
 
 

@@ -1,7 +1,7 @@
-"""Leaf values and stacks of them: what may be a value, its kind, and when many values fit into one tensor.
+"""Leaf values and stacks of them: which values are allowed, their kinds, and when many fit into one tensor.
 
-A value is a string or a number or an array of numbers. Arrays are kept as tensors. A scalar of dtype int64, float64 or
-bool is kept as Python's `int`, `float` or `bool`; a scalar of another dtype is a tensor without axes. So a value taken
+A value is a string, a number or an array of numbers. Arrays are stored as tensors. A scalar of dtype int64, float64 or
+bool is stored as Python's `int`, `float` or `bool`; a scalar of another dtype is a tensor without axes. So a value taken
 out of a stack equals the value that was put in, dtype included.
 """
 
@@ -29,7 +29,7 @@ _INTEGERS = "an integer of at most 64 bits"
 
 
 def as_value(value: Any, where: Where) -> Value:
-    """The value in the form described above.
+    """Return the value in the form described above.
 
     >>> as_value(np.int64(3), "leaf"), as_value(torch.tensor(3), "leaf"), as_value(np.float32(0.5), "leaf")
     (3, 3, tensor(0.5000))
@@ -53,7 +53,7 @@ def as_value(value: Any, where: Where) -> Value:
 
 
 def as_tensor(array: Any, where: Where) -> Tensor:
-    """A tensor or a numeric numpy array as a tensor; memory is shared where it can be written to."""
+    """Return a tensor or a numeric numpy array as a tensor; memory that can be written to is shared."""
     if isinstance(array, Tensor):
         return array
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -65,12 +65,12 @@ def as_tensor(array: Any, where: Where) -> Tensor:
 
 
 def unstack_scalar(scalar: Tensor) -> Value:
-    """A tensor without axes as a value."""
+    """Return a tensor without axes as a value."""
     return scalar.item() if scalar.dtype in _PYTHON_DTYPES.values() and not scalar.requires_grad else scalar
 
 
 def kind_of(value: Value) -> Kind:
-    """What two values must share to be stacked.
+    """Return the kind of a value: only values of one kind can be stacked.
 
     >>> kind_of("cat"), kind_of(3), kind_of(torch.zeros(2, 3))
     (<class 'str'>, (torch.int64, ()), (torch.float32, (2, 3)))
@@ -87,7 +87,7 @@ def kind_of_stack(stack: Tensor | tuple[str, ...]) -> Kind:
 
 
 def stack(values: Sequence[Value]) -> Tensor | tuple[str, ...] | None:
-    """Values of one kind as one tensor, or one tuple of strings; None when the kinds differ.
+    """Stack values of one kind into one tensor or one tuple of strings; return None if the kinds differ.
 
     >>> stack([1, 2, 3]), stack(["a", "b"]), stack([1, 2.5])
     (tensor([1, 2, 3]), ('a', 'b'), None)
@@ -105,9 +105,9 @@ def stack(values: Sequence[Value]) -> Tensor | tuple[str, ...] | None:
 
 
 def as_values(values: Any, shape: tuple[int, ...] | None, where: Where) -> Tensor | tuple[str, ...] | list[Value]:
-    """A stack, one value per member; a list where the values are of several kinds.
+    """Return a stack with one value per member; a list if the values are of several kinds.
 
-    `shape` is that of the grid whose axes an array has first; None for a domain with one axis.
+    `shape` is the shape of a grid, the first axes of an array; None for a domain with one axis.
     """
     if isinstance(values, (Tensor, np.ndarray)):
         if values.ndim == 0:
@@ -142,7 +142,7 @@ def as_values(values: Any, shape: tuple[int, ...] | None, where: Where) -> Tenso
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal type, dtype, shape and numbers; a NaN equals a NaN."""
+    """Return whether type, dtype, shape and numbers are equal; a NaN equals a NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
@@ -159,5 +159,5 @@ def same(a: Any, b: Any) -> bool:
 
 def _check_integers(values: list[int], where: Where) -> None:
     if max(values) >= 2**63 or min(values) < -(2**63):
-        place = next(i for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
-        raise InvalidInput(f"{where}[{place}]", given=values[place], expected=_INTEGERS)
+        index = next(i for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
+        raise InvalidInput(f"{where}[{index}]", given=values[index], expected=_INTEGERS)

@@ -1,4 +1,4 @@
-"""Large families as windows of windows."""
+"""Divide large families into windows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hsa.signals.signal import Leaf, Signal
 
 
 def in_windows(signal: Signal | Leaf, most: int) -> Signal | Leaf:
-    """The same leaves in the same order, with no sequence of more than `most` members.
+    """Return the same leaves in the same order, with no sequence of more than `most` members.
 
     A family costs the square of its size, and real texts have "sentences" of thousands of tokens: tables, listings, scans
-    without a full stop. Longer sequences become sequences of windows of equal size, to within one. Other domains stay.
+    without a full stop. Longer sequences become sequences of windows of equal size, up to one. Other domains stay.
 
     >>> print(in_windows(Signal.of(range(7), "token"), 3).show())
     Sequence(3) · 7 leaves · token
@@ -22,10 +22,10 @@ def in_windows(signal: Signal | Leaf, most: int) -> Signal | Leaf:
     └─ [2] Sequence(2) · 2 leaves · token · 5 6
 
     Raises:
-        InvalidInput: fewer than two members.
+        InvalidInput: For `most` below 2.
     """
     if most < 2:
-        raise InvalidInput("most", given=most, expected="2 or more: windows of one member never come to an end")
+        raise InvalidInput("most", given=most, expected="2 or more: windows of one member would never end")
     families: list[Signal] = []  # an explicit stack: chains may be deeper than Python's own
     todo = [signal]
     while todo:

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped."""
+"""Checkpoints: all that a run needs to resume as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hsa.files import write_then_rename
 from hsa.models.saved import check_fits
 
 FORMAT = 2
-"""Version of what is written; a checkpoint of another one cannot go on."""
+"""Version of what is written; other versions cannot be resumed. hsa 0.1 wrote version 1."""
 
 
 def full_weights(model: nn.Module) -> dict[str, Any]:
@@ -88,12 +88,13 @@ def load(path: Path) -> dict[str, Any]:
             expected="a checkpoint of hsa",
             fix="remove it to train this model from the start",
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
         raise InvalidInput(
             str(path),
-            given="a checkpoint of hsa 0.1"
-            if isinstance(content, dict) and content.get("format") == 1
-            else "something else",
+            given={None: "something else", 1: "a checkpoint of hsa 0.1"}.get(
+                version, f"a checkpoint of format {version}"
+            ),
             expected=f"a checkpoint of hsa, format {FORMAT}",
             fix="remove it to train this model from the start",
         )

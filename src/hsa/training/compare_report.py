@@ -18,7 +18,7 @@ from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import SMALLER
 from hsa.training.recipe import Recipe
-from hsa.training.report import fewer_operations
+from hsa.training.report import fewer_operations, options_section
 from hsa.training.significance import margin
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ class Comparison:
         lines += ["", f"## Validation {self.score} by learning rate, seed {self.plan.seeds[0]}", ""]
         lines += markdown_table(["model", *(f"{rate:g}" for rate in self.plan.rates)], self._rate_rows())
         if self.costs:
-            lines += ["", f"## One document of so many leaves: attention operations, forward pass ({self.device})", ""]
+            lines += ["", f"## Cost by document length: attention operations, forward pass ({self.device})", ""]
             lines += markdown_table(*cost_table(self.costs))
-        lines += ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in content["options"].items())]
-        write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+        lines += options_section(content["options"])
+        write_text(folder / "report.md", "\n".join(lines))
         return pictures
 
     def _rate_rows(self) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -46,6 +46,12 @@ class Recipe:
     def group(self, name: str) -> Any:
         """Return a group of options of a plug-in."""
         return self.extra[name] if name in self.extra else EXTRA_OPTIONS.get(name)()
+
+    def options(self, *parts: str) -> dict[str, Any]:
+        """Return the options of some parts by name, then those of plug-ins whose task it is or that were changed."""
+        groups = [getattr(self, part) for part in parts]
+        groups += [g for name, g in self.extra.items() if name == self.read.task or g != type(g)()]
+        return {name: value for group in groups for name, value in asdict(group).items()}
 
 
 def load_recipe(path: Path) -> Recipe:

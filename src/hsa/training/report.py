@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,14 +127,14 @@ def write_report(
     if added is not None:
         more_lines, more_pictures = resolve(added)(folder, recipe, prepared)
         lines, pictures = [*lines, "", *more_lines], [*pictures, *more_pictures]
-    lines += ["", "## Options", "", "```"]
-    options = asdict(recipe.read) | asdict(recipe.model) | asdict(recipe.training)
-    for name, group in recipe.extra.items():
-        if name == recipe.read.task or group != type(group)():
-            options |= asdict(group)
-    lines += [f"{name}: {value}" for name, value in options.items()]
-    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    lines += options_section(recipe.options("read", "model", "training"))
+    write_text(folder / "report.md", "\n".join(lines))
     return pictures
+
+
+def options_section(options: Mapping[str, Any]) -> list[str]:
+    """Return the last section of a report, in Markdown."""
+    return ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in options.items()), "```", ""]
 
 
 def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
@@ -160,7 +159,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) 
     """Draw what the first model attends to in a test example, where that can be shown."""
     model, _ = load_model(folder / first.model)
     explanation = explanation_of(model)
-    if explanation is None or not first.operations or prepared.input_spec.transform is not None:
+    if explanation is None or prepared.input_spec.transform is not None:
         return []
     index = _longest_readable(prepared, explanation.leaves)
     if index is None:
@@ -173,7 +172,7 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) 
 
 
 def _longest_readable(prepared: PreparedData, most: int) -> int | None:
-    """The longest test example that still can be read in a picture of so many leaves."""
+    """Return the longest test example of at most `most` leaves, if there is one."""
     lengths = prepared.test.lengths
     fitting = np.flatnonzero(lengths <= most)
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None

@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from hsa import Entmax, Hierarchy, HsaError, dense_weights, energy, hierarchical_attention, multiscale_attention
 from hsa.attention.hierarchical.operator import HIERARCHICAL
-from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl
+from tests.forests import (
+    SIGHTS,
+    forests,
+    gradients,
+    random_inputs,
+    random_positions,
+    sights,
+    softmax_weights,
+    total_kl,
+)
 
 seeds = st.integers(0, 10**6)
-SIGHTS = [{"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"}]
-sights = st.sampled_from(SIGHTS)
 ON_THE_CPU = [backend for backend in HIERARCHICAL if backend.name != "triton"]  # test_triton_operator.py has that one
 BACKENDS = [backend.name for backend in ON_THE_CPU]
 

@@ -19,7 +19,7 @@ from hsa.attention.kernels.levels import levels
 from hsa.attention.kernels.triton.launch import compiled_for
 from hsa.attention.rounds import rooted
 from hsa.errors import Unsupported
-from tests.forests import forests
+from tests.forests import forests, sights
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 few = settings(max_examples=15)
@@ -70,11 +70,7 @@ def check(tree, dtype=torch.float32, positions=None, spread=1.0, seed=0, options
 
 
 @few
-@given(
-    forests(),
-    st.integers(0, 10**6),
-    st.sampled_from([{"include_self": False}, {}, {"causal": "paper-mask"}]),
-)
+@given(forests(), st.integers(0, 10**6), sights)
 def test_random_forests(forest, seed, options):
     assume(not why_not_tiles(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     check(forest, seed=seed, options=options)

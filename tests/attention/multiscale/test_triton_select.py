@@ -20,6 +20,7 @@ from hsa.attention.multiscale.pyramid import in_order
 from hsa.attention.multiscale.triton import beam as beam_search
 from hsa.attention.multiscale.triton import exact as exact_search
 from hsa.attention.multiscale.triton import ranking
+from hsa.attention.multiscale.triton.search import search_families
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.multiscale.why_not import why_not_triton_search
 from hsa.attention.rounds import rooted
@@ -56,10 +57,8 @@ def search(q, k, forest, *, queries=None, near=0, top_k=1, beam="exact", cluster
     }
     keys = pooled(k, plan, clusters).to(DEVICE)
     tables = on_device(tables)
-    if beam == "exact":
-        rows, scored = exact_search.search_exact(q.to(DEVICE), keys, tables, *groups, **options)
-    else:
-        rows, scored = beam_search.search_beam(q.to(DEVICE), keys, tables, *groups, **options, width=beam)
+    width = None if beam == "exact" else beam
+    rows, scored = search_families(q.to(DEVICE), keys, tables, *groups, **options, width=width)
     rows = rows.cpu()
     nodes = torch.as_tensor(plan.node)[rows.long()].where(rows >= 0, -1)
     lowest = torch.as_tensor(plan.row_of_node)[nodes].where(nodes >= 0, -1)
@@ -193,10 +192,9 @@ def test_half_precision_and_padded_heads(beam, size):
         None,
     )
     options = {"limit": None, "scale": 80**-0.5, "top_k": 2, "most_queries": size}
-    run = exact_search.search_exact if beam == "exact" else beam_search.search_beam
-    options |= {} if beam == "exact" else {"width": beam}
-    half = run(wide[:, 1:], keys.to(DEVICE), *arguments, **options)
-    full = run(wide[:, 1:].float(), keys.float().to(DEVICE), *arguments, **options)
+    options["width"] = None if beam == "exact" else beam
+    half = search_families(wide[:, 1:], keys.to(DEVICE), *arguments, **options)
+    full = search_families(wide[:, 1:].float(), keys.float().to(DEVICE), *arguments, **options)
     assert torch.equal(half[0], full[0])
     assert (half[0] >= 0).all()
     assert torch.equal(half[1], full[1])

@@ -163,7 +163,7 @@ def test_weights_can_be_asked_for():
     for model in models:
         model.set_attn_implementation("eager")
         attentions.append(model(**inputs, output_attentions=True).attentions)
-    assert [len(found) for found in attentions] == [LAYERS, LAYERS]
+    assert [len(result) for result in attentions] == [LAYERS, LAYERS]
     for one, two in zip(*attentions, strict=True):
         rows = kept[:, None, :, None].expand_as(one)
         torch.testing.assert_close(one[rows], two[rows])

@@ -15,15 +15,15 @@ from hsa.nn.decoder import DecoderLayer
 from hsa.nn.head_fusion import Concatenation, head_fusion
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.research.head_fusion import AttentionOverHeads, CollaborativeHeads, TalkingHeads
-from tests.fused_layers import (
+from tests.research.head_fusion.fused_layers import (
     ATTENTIONS,
     CAUSAL,
     CAUSAL_TREES,
-    CHOOSING,
     DIM,
     FUSIONS,
     HEADS,
     LENGTHS,
+    SELECTING,
     SOURCE,
     TREE,
     WIDE,
@@ -35,8 +35,8 @@ from tests.fused_layers import (
     encoder_layer,
     finite,
     fits,
-    places,
     randn,
+    token_positions,
 )
 
 # What they cost
@@ -72,24 +72,24 @@ def test_operations(fusion, added):
         assert entries > 0, name
         assert rest == 0, name
         assert fused.attention == (entry + added) * entries, name
-        assert (fused.pooling, fused.choice) == (plain.pooling, plain.choice), name
+        assert (fused.pooling, fused.selection) == (plain.pooling, plain.selection), name
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_wider_comparisons_cost_more(blocks):
     fusion = head_fusion("collaborative", WIDTH, HEADS, DIM, shared_dim=blocks * DIM)
     layer = HierarchicalEncoderLayer(WIDTH, HEADS, Hierarchical(), fusion=fusion, head_dim=DIM).double()
-    found = counted(lambda: attend(layer, randn(TREE.num_leaves, WIDTH), TREE))
+    result = counted(lambda: attend(layer, randn(TREE.num_leaves, WIDTH), TREE))
     members = sum(n**2 for n in TREE.structure.num_children.tolist())
     wide, narrow = HEADS * blocks * DIM, HEADS * DIM
-    assert found.attention == (2 * wide + 2 * narrow + HEADS) * members
-    assert found.attention == entry_operations(wide, HEADS, value_width=narrow) * members
-    assert found.pooling == 2 * (2 * wide + narrow) * (TREE.num_nodes - TREE.num_trees)  # queries, keys; values
+    assert result.attention == (2 * wide + 2 * narrow + HEADS) * members
+    assert result.attention == entry_operations(wide, HEADS, value_width=narrow) * members
+    assert result.pooling == 2 * (2 * wide + narrow) * (TREE.num_nodes - TREE.num_trees)  # queries, keys; values
     wide_fusion = head_fusion("collaborative", WIDE, HEADS, 2 * DIM, shared_dim=blocks * 2 * DIM)
     decoder = DecoderLayer(WIDE, HEADS, CausalFlat(), fusion=wide_fusion).double()
-    found = counted(lambda: decoder(randn(sum(LENGTHS), WIDE), CAUSAL_TREES["flat"]))
+    result = counted(lambda: decoder(randn(sum(LENGTHS), WIDE), CAUSAL_TREES["flat"]))
     entries = sum(n * (n + 1) // 2 for n in LENGTHS)
-    assert found.attention == (2 * 2 * wide + 2 * 2 * narrow + HEADS) * entries
+    assert result.attention == (2 * 2 * wide + 2 * 2 * narrow + HEADS) * entries
 
 
 # Precision
@@ -103,26 +103,30 @@ def test_half_precision(fusion):
         layer = encoder_layer(attention, fusion)
         wanted = attend(layer, x, TREE)
         with torch.autocast("cpu", torch.bfloat16):
-            found = attend(layer, x, TREE)
-        finite(layer, found.float())
-        if attention not in CHOOSING:  # whose choices differ where scores are near
-            assert (found - wanted).norm() < 0.05 * wanted.norm()
+            result = attend(layer, x, TREE)
+        finite(layer, result.float())
+        if attention not in SELECTING:  # selections differ where scores are near
+            assert (result - wanted).norm() < 0.05 * wanted.norm()
         assert finite(layer, attend(layer.bfloat16(), x.bfloat16(), TREE)).dtype == torch.bfloat16
     x = randn(sum(LENGTHS), WIDE).float()
     for attention in (a for a in CAUSAL if fits(fusion, a)):
-        layer, tree, angles = decoder_layer(attention, fusion), CAUSAL_TREES[attention], angles_of(places(), 2 * DIM)
+        layer, tree, angles = (
+            decoder_layer(attention, fusion),
+            CAUSAL_TREES[attention],
+            angles_of(token_positions(), 2 * DIM),
+        )
         wanted = layer(x, tree, angles)
         with torch.autocast("cpu", torch.bfloat16):
-            found = layer(x, tree, angles)
-        finite(layer, found.float())
-        if attention not in CHOOSING:
-            assert (found - wanted).norm() < 0.05 * wanted.norm()
+            result = layer(x, tree, angles)
+        finite(layer, result.float())
+        if attention not in SELECTING:
+            assert (result - wanted).norm() < 0.05 * wanted.norm()
     for top_k in (None, 0):
         layer, vectors = cross_layer(top_k, fusion), randn(sum(LENGTHS), SOURCE).float()
         wanted = layer(x, Source.of(vectors, CAUSAL_TREES["hierarchical"], LENGTHS))
         with torch.autocast("cpu", torch.bfloat16):
-            found = finite(layer, layer(x, Source.of(vectors, CAUSAL_TREES["hierarchical"], LENGTHS)).float())
-        assert (found - wanted).norm() < 0.05 * wanted.norm()
+            result = finite(layer, layer(x, Source.of(vectors, CAUSAL_TREES["hierarchical"], LENGTHS)).float())
+        assert (result - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_weights_over_heads_are_never_half_precise():
@@ -141,7 +145,7 @@ def test_weights_over_heads_are_never_half_precise():
 def test_fusions_that_an_attention_has_no_use_for(attention):
     for fusion in (f for f in FUSIONS if not fits(f, attention)):
         expected, fix = "one query and one key to compare", "use concatenation or over-heads"
-        if attention in CHOOSING:
+        if attention in SELECTING:
             expected, fix = "heads that attend to the same nodes", "use multiscale attention without top_k"
         kind = {"talking": "TalkingHeads", "collaborative": "CollaborativeHeads"}[fusion]
         with pytest.raises(InvalidInput, match=rf"^fusion: given {kind} for .*, expected {expected}; {fix}"):

@@ -20,7 +20,8 @@ from hsa.nn.rotary import rotate
 from hsa.research.head_fusion import AttentionOverHeads, CollaborativeHeads, TalkingHeads
 from hsa.tree.causal_tree import causal_tree
 from tests.forests import forests, random_positions
-from tests.fused_layers import (
+from tests.model_inputs import exact
+from tests.research.head_fusion.fused_layers import (
     CAUSAL,
     CAUSAL_TREES,
     CROSSES,
@@ -41,10 +42,9 @@ from tests.fused_layers import (
     decoder_layer,
     encoder_layer,
     finite,
-    places,
     randn,
+    token_positions,
 )
-from tests.model_inputs import exact
 
 
 def close(a, b, atol=1e-11):
@@ -68,8 +68,8 @@ def as_concatenation(fused, plain):
             plain.output.weight /= HEADS
 
 
-def choice(fusion, attention):
-    """Trees are found from all that keys have, and shared keys have more: only where all is opened, all is the same."""
+def selecting_all(fusion, attention):
+    """Shared keys are wider and are clustered differently: results are equal only where everything is selected."""
     return {"top_k": 99} if attention == "clustered" and fusion == "collaborative" else {}
 
 
@@ -77,7 +77,7 @@ def choice(fusion, attention):
 @settings(max_examples=3)
 @given(forests(), st.integers(0, 99))
 def test_an_encoder_layer_of_concatenated_heads(fusion, attention, forest, seed):
-    how = choice(fusion, attention)
+    how = selecting_all(fusion, attention)
     plain, fused = encoder_layer(attention, **how), encoder_layer(attention, fusion, full=True, **how)
     as_concatenation(fused, plain)
     forest = Hierarchy.flat(forest.lengths) if attention == "flat" else forest
@@ -89,10 +89,10 @@ def test_an_encoder_layer_of_concatenated_heads(fusion, attention, forest, seed)
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("fusion", "attention"), DECODERS)
 def test_a_decoder_layer_of_concatenated_heads(fusion, attention, rotated):
-    how = choice(fusion, attention)
+    how = selecting_all(fusion, attention)
     plain, fused = decoder_layer(attention, **how), decoder_layer(attention, fusion, full=True, **how)
     as_concatenation(fused, plain)
-    angles = angles_of(places(), 2 * DIM) if rotated else None
+    angles = angles_of(token_positions(), 2 * DIM) if rotated else None
     x, tree = randn(sum(LENGTHS), WIDE), CAUSAL_TREES[attention]
     close(fused(x, tree, angles), plain(x, tree, angles))
 
@@ -238,7 +238,10 @@ def test_rotated_collaborative_logits_depend_on_distances_alone(attention):
     if attention == "clustered":  # whose trees follow from where keys are turned to
         layer.attention.top_k = 99
     with torch.no_grad():
-        here, there, apart = (layer(x, tree, angles_of(p, 2 * DIM)) for p in (places(), places() + 29, 2 * places()))
+        here, there, apart = (
+            layer(x, tree, angles_of(p, 2 * DIM))
+            for p in (token_positions(), token_positions() + 29, 2 * token_positions())
+        )
     assert (here - apart).abs().max() > 1e-3
     close(here, there, 1e-9)
 
@@ -317,10 +320,10 @@ def test_tokens_weigh_heads_by_what_the_layer_was_given(kind):
 @pytest.mark.parametrize(("fusion", "attention"), DECODERS)
 def test_no_output_depends_on_a_later_input(fusion, attention):
     layer, x = exact(decoder_layer(attention, fusion)), randn(sum(LENGTHS), WIDE)
-    angles, look, tree = angles_of(places(), 2 * DIM), randn(WIDE, seed=1), CAUSAL_TREES[attention]
+    angles, look, tree = angles_of(token_positions(), 2 * DIM), randn(WIDE, seed=1), CAUSAL_TREES[attention]
     slopes = torch.autograd.functional.jacobian(lambda x: layer(x, tree, angles) @ look, x).abs().amax(-1)
-    text, place = torch.repeat_interleave(torch.tensor(LENGTHS)), torch.arange(len(x))
-    may_see = (text[:, None] == text) & (place <= place[:, None])
+    text, position = torch.repeat_interleave(torch.tensor(LENGTHS)), torch.arange(len(x))
+    may_see = (text[:, None] == text) & (position <= position[:, None])
     assert (slopes[~may_see] == 0).all()
     assert (slopes[may_see] > 0).all()
 

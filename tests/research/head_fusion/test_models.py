@@ -44,9 +44,9 @@ CASES = [(f, a) for f in FUSIONS for a in ATTENTIONS if (f, a) != ("talking", "c
 
 def config(fusion, attention, /, **changes):
     sizes = {"width": 30, "heads": 3, "layers": 2, "feed_forward": 11, "branching": (3, 2), "fusion": fusion}
-    found = {"chunk": 8, "group": 2, "top_k": 2}
+    result = {"chunk": 8, "group": 2, "top_k": 2}
     shared = {"shared_dim": 20} if fusion == "collaborative" else {}
-    return LanguageModelConfig(TOKENS, **{**sizes, **found, **shared, **ATTENTIONS[attention], **changes})
+    return LanguageModelConfig(TOKENS, **{**sizes, **result, **shared, **ATTENTIONS[attention], **changes})
 
 
 def language_model(fusion, attention, /, **changes):
@@ -76,8 +76,8 @@ def test_token_by_token_is_the_full_pass_at_every_length(fusion, attention, prom
         read = model.read(torch.cat([t[:n] for t, n in zip(written, now, strict=True)]), now, cache)
         close(read, torch.stack([whole[i, n - 1] for i, n in enumerate(now)]))
     while max(now) < LONGEST:
-        found = model.step(torch.stack([written[i, n] for i, n in enumerate(now)]), cache)
-        close(found, torch.stack([whole[i, n] for i, n in enumerate(now)]))
+        result = model.step(torch.stack([written[i, n] for i, n in enumerate(now)]), cache)
+        close(result, torch.stack([whole[i, n] for i, n in enumerate(now)]))
         now = [n + 1 for n in now]
     assert cache.lengths == now
 
@@ -110,8 +110,8 @@ def test_caches_are_reordered_cropped_and_stored(fusion, attention):
     again = model.new_cache(2, rewind=3)
     again.load_state_dict(cache.state_dict())
     for used in (cache, again):
-        found = model.step(more[2].expand(2), used)
-        for logits, before in zip(found, (second, first), strict=True):
+        result = model.step(more[2].expand(2), used)
+        for logits, before in zip(result, (second, first), strict=True):
             whole = torch.cat([before, more[:1], more[2:]])
             close(logits, model(whole, [len(whole)])[-1])
 
@@ -127,7 +127,7 @@ def test_keys_of_a_cache_are_as_wide_as_heads_compare():
 def test_caches_say_which_heads_cannot_talk():
     q, k, v = torch.randn(3, 1, 3, 10).unbind(0)
     refusals = {
-        "clustered": (3, "a ClusteredCache cannot mix heads: each looks at nodes of its own"),
+        "clustered": (3, "a ClusteredCache cannot mix heads: each attends to nodes of its own"),
         "flat": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
         "multiscale": (2, r"mixing.logits: given \(2, 2\).*, expected numbers of shape \(3, 3\), as q has 3 heads"),
     }

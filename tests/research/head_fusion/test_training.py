@@ -49,13 +49,13 @@ def tilted(model):
 
 def first_head(model, forward):
     """Its mean weight, layer by layer, while the model does something."""
-    found, hooks = [], []
+    outcome, hooks = [], []
 
     def watch(fusion):
         weigh = fusion.weigh
 
         def watched(attended, x):
-            found.append(fusion.weights(x)[:, 0].mean().item())
+            outcome.append(fusion.weights(x)[:, 0].mean().item())
             return weigh(attended, x)
 
         fusion.weigh = watched
@@ -68,7 +68,7 @@ def first_head(model, forward):
         forward(model.eval())
     for remove in hooks:
         remove()
-    return found
+    return outcome
 
 
 def classify(penalty, options=ONCE):
@@ -99,8 +99,8 @@ def model_language(penalty, options=HALF, steps=20):
 
     language = LanguageOptions(context=24, steps=steps, evaluate_every=steps)
     given = {"start": start.state_dict(), "device": "cpu"}
-    found = train_language_model(config, text, text[:60], options, language, **given)
-    return weights(start), weights(found.model), found.history[0].loss
+    outcome = train_language_model(config, text, text[:60], options, language, **given)
+    return weights(start), weights(outcome.model), outcome.history[0].loss
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,9 @@ def test_models_are_as_large_as_each_other(fusion, sizes):
     fused = equal_parameters(plain, replace(plain.encoder, fusion=fusion))
     assert fused.encoder.fusion == fusion
     with torch.device("meta"):
-        wanted, found = (count_parameters(Classifier(config)) for config in (plain, fused))
-    assert abs(found - wanted) <= layers * (2 * width + 1) / 2
-    assert abs(found - wanted) < 0.01 * wanted
+        wanted, outcome = (count_parameters(Classifier(config)) for config in (plain, fused))
+    assert abs(outcome - wanted) <= layers * (2 * width + 1) / 2
+    assert abs(outcome - wanted) < 0.01 * wanted
 
 
 # Names and options

@@ -11,7 +11,7 @@ from hsa.research.head_kernels.gram import (
     alignment_matrix,
     centred,
     centred_alignment,
-    effective_kernels,
+    effective_number,
     input_conditional,
     linear_grams,
     redundancy,
@@ -86,9 +86,9 @@ def test_constant_kernels_are_like_no_other():
     table = alignment_matrix(grams)
     assert table[2].abs().max() == table[:, 2].abs().max() == 0
     assert float(redundancy(table)[2]) == 1
-    assert effective_kernels(table) == pytest.approx(effective_kernels(table[:2, :2]))
+    assert effective_number(table) == pytest.approx(effective_number(table[:2, :2]))
     assert most_redundant_first(table)[0] == 2
-    assert effective_kernels(torch.zeros(3, 3)) == 0
+    assert effective_number(torch.zeros(3, 3)) == 0
 
 
 @given(seeds)
@@ -103,14 +103,14 @@ def test_duplicates(seed):
     left = [i for i in range(4) if i != first]  # with its double gone it is redundant no more
     assert others == [left[i] for i in most_redundant_first(table[left][:, left])]
     again = alignment_matrix(torch.cat([grams, grams, grams]))
-    assert effective_kernels(again) == pytest.approx(effective_kernels(alignment_matrix(grams)))
+    assert effective_number(again) == pytest.approx(effective_number(alignment_matrix(grams)))
 
 
 def test_how_many_kernels():
     """Kernels that have nothing in common count fully; k of them in groups of equals count as k."""
     apart = torch.block_diag(*[torch.ones(3, 3)] * 4)
-    assert effective_kernels(apart) == pytest.approx(4)
-    assert effective_kernels(torch.tensor([[1.0, 0.5], [0.5, 1.0]])) == pytest.approx(
+    assert effective_number(apart) == pytest.approx(4)
+    assert effective_number(torch.tensor([[1.0, 0.5], [0.5, 1.0]])) == pytest.approx(
         np.exp(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))
     )
     assert redundancy(torch.ones(1, 1)).tolist() == [0]
@@ -125,10 +125,10 @@ def test_conditional_sums(seed):
     same = input_conditional(grams, weights.expand(13, -1))
     torch.testing.assert_close(same, (weights.square()[:, None, None] * grams).sum(0))
     beta = torch.rand(13, 5, dtype=torch.float64, generator=source).softmax(-1)
-    found = input_conditional(grams, beta)
+    result = input_conditional(grams, beta)
     weighted = torch.cat([b[:, None] * head for b, head in zip(beta.T, rows, strict=True)], 1)
-    torch.testing.assert_close(found, weighted @ weighted.T)  # heads that each token weighs, side by side
-    assert float(torch.linalg.eigvalsh(found).min()) > -1e-10
+    torch.testing.assert_close(result, weighted @ weighted.T)  # heads that each token weighs, side by side
+    assert float(torch.linalg.eigvalsh(result).min()) > -1e-10
 
 
 @given(seeds)
@@ -180,12 +180,12 @@ def test_steps(heads, points):
     assert len(counts) == heads + 1 or points < heads
 
 
-def test_how_many_can_go():
+def test_how_many_can_be_removed():
     curve = Curve("c", [0, 1, 3, 7], [[0.9, 0.9, 0.88, 0.9], [0.9, 0.89, 0.9, 0.9]])
     assert curve.mean == pytest.approx([0.9, 0.895, 0.89, 0.9])
-    assert curve.can_go(0.007) == 1  # what comes after a fall does not count
-    assert curve.can_go(0.004) == 0
-    assert curve.can_go(0.2) == 7
+    assert curve.removable(0.007) == 1  # what comes after a fall does not count
+    assert curve.removable(0.004) == 0
+    assert curve.removable(0.2) == 7
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_how_many_can_go():
         (lambda: centred_alignment(torch.ones(3, 3), torch.ones(2, 2)), r"other: given shape \(2, 2\)"),
         (lambda: input_conditional(torch.ones(5, 3, 3), torch.ones(5, 3)), r"weights: given shape \(5, 3\)"),
         (lambda: similarity_gram(torch.ones(5, 3), torch.ones(5, 2), 1), r"k: given shape \(5, 2\)"),
-        (lambda: effective_kernels(torch.ones(2, 3)), "alignment: given shape"),
+        (lambda: effective_number(torch.ones(2, 3)), "alignment: given shape"),
         (lambda: steps(5, 0), "points: given 0"),
     ],
 )

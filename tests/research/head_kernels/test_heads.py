@@ -106,13 +106,13 @@ def test_similarities_are_those_that_attention_uses(fusion):
 def test_tokens_are_drawn_of_all_examples():
     model, examples = model_of(), data(5)
     heads, answer = EncoderHeads(model.encoder), answer_of(model, examples)
-    found = collect(heads, answer, BATCHES, tokens=10)
-    assert len(found.queries[0]) == int(np.minimum(examples.lengths, 2).sum())
+    result = collect(heads, answer, BATCHES, tokens=10)
+    assert len(result.queries[0]) == int(np.minimum(examples.lengths, 2).sum())
     alone = collect(heads, answer, [np.array([i]) for i in (4, 1, 0, 3, 2)], tokens=10)
-    for one, other in zip(found.keys, alone.keys, strict=True):
+    for one, other in zip(result.keys, alone.keys, strict=True):
         torch.testing.assert_close(one, other)  # the same tokens, whoever shares a batch
     other = collect(heads, answer, BATCHES, tokens=10, seed=1)
-    assert not torch.equal(other.keys[0], found.keys[0])
+    assert not torch.equal(other.keys[0], result.keys[0])
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "flat", "none"])
@@ -136,7 +136,7 @@ def test_curves():
     heads, answer = EncoderHeads(model.encoder), answer_of(model, examples)
     features = collect(heads, answer, BATCHES)
     order = [3, 0, 5, 1, 4, 2]
-    places = np.concatenate(BATCHES)
+    order = np.concatenate(BATCHES)
     done = []
     curves = pruning_curves(
         heads,
@@ -144,7 +144,7 @@ def test_curves():
         answer,
         BATCHES,
         {"one": [order], "draws": [order[::-1], order]},
-        cosine(features.answers[places]),
+        cosine(features.answers[order]),
         points=6,
         watch=done.append,
     )

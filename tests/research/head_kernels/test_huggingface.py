@@ -160,8 +160,8 @@ def test_loading(tmp_path, monkeypatch):
         ("classification", False, "embedding", "BertModel"),
         ("embedding", True, "embedding", "BertModel"),
     ]:
-        model, _, found = load_encoder(str(tmp_path / name), labelled=labelled)
-        assert (found, type(model).__name__) == (task, kind)
+        model, _, result = load_encoder(str(tmp_path / name), labelled=labelled)
+        assert (result, type(model).__name__) == (task, kind)
     with pytest.raises(Unsupported, match="both is a bart, which has a decoder"):
         load_encoder(str(tmp_path / "both"), labelled=True)
     with pytest.raises(HsaError, match="no model that loads"):

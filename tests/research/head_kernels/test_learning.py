@@ -42,9 +42,9 @@ def labelled(seed, n=17, classes=3):
 def test_known_weights_are_found(seed):
     grams = linear_grams(features(seed, heads=4, n=19))
     weights = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
-    found = flat_mkl(grams, 3 * weighted(weights, grams) + 1)
-    torch.testing.assert_close(found.weights, weights, atol=1e-8, rtol=0)
-    assert found.alignment == pytest.approx(1)
+    result = flat_mkl(grams, 3 * weighted(weights, grams) + 1)
+    torch.testing.assert_close(result.weights, weights, atol=1e-8, rtol=0)
+    assert result.alignment == pytest.approx(1)
 
 
 @given(seeds, st.booleans())
@@ -52,24 +52,24 @@ def test_optimality(seed, positive):
     """Karush, Kuhn and Tucker; and nothing else aligns better."""
     grams = linear_grams(features(seed, n=17)) if positive else symmetric(seed, n=17)
     target = target_kernel(labelled(seed))
-    found = flat_mkl(grams, target)
-    assert float(found.weights.min()) >= 0
-    assert float(found.weights.sum()) == pytest.approx(1)
-    assert found.alignment == pytest.approx(centred_alignment(weighted(found.weights, grams), target))
+    result = flat_mkl(grams, target)
+    assert float(result.weights.min()) >= 0
+    assert float(result.weights.sum()) == pytest.approx(1)
+    assert result.alignment == pytest.approx(centred_alignment(weighted(result.weights, grams), target))
     single = max(centred_alignment(gram, target) for gram in grams)
-    assert found.alignment >= single - 1e-9
+    assert result.alignment >= single - 1e-9
     if single > 0:
         flat, wanted = centred(grams).flatten(1), centred(target).flatten()
         unit = flat / flat.norm(dim=1, keepdim=True)
-        v = found.weights * flat.norm(dim=1)
+        v = result.weights * flat.norm(dim=1)
         v = v * (v @ unit @ wanted) / (v @ unit @ unit.T @ v)  # the best multiple
         gradient = unit @ wanted - unit @ unit.T @ v
         assert float(gradient.max()) <= 1e-9 * float(wanted.norm())
         assert float((gradient * v).abs().max()) <= 1e-9 * float(wanted.norm() * v.norm())
-        torch.testing.assert_close(found.slack, gradient / wanted.norm(), atol=1e-9, rtol=0)
+        torch.testing.assert_close(result.slack, gradient / wanted.norm(), atol=1e-9, rtol=0)
     uniform = torch.full((5,), 0.2, dtype=torch.float64)
     for weights in (uniform, *torch.rand(9, 5, dtype=torch.float64, generator=generator(seed))):
-        assert found.alignment >= centred_alignment(weighted(weights, grams), target) - 1e-9
+        assert result.alignment >= centred_alignment(weighted(weights, grams), target) - 1e-9
 
 
 @given(seeds)
@@ -95,10 +95,10 @@ def test_what_looks_best_first_may_have_to_go(seed):
     one, other, wrong = (gram / gram.norm() for gram in linear_grams(features(seed, heads=3, n=17)))
     grams = torch.stack([one, other, one + other + 0.4 * wrong])
     target = one + other - 0.1 * wrong
-    found = flat_mkl(grams, target)
-    assert found.weights[2] == 0
-    assert float(found.weights.min()) >= 0
-    assert found.alignment > centred_alignment(grams[2], target)
+    result = flat_mkl(grams, target)
+    assert result.weights[2] == 0
+    assert float(result.weights.min()) >= 0
+    assert result.alignment > centred_alignment(grams[2], target)
     single = [centred_alignment(gram, target) for gram in grams]
     assert single[2] == max(single)
 
@@ -107,11 +107,11 @@ def test_equal_kernels_and_many():
     """More kernels than they have dimensions, each twice."""
     few = torch.cat([linear_grams(features(3, heads=60, n=9, dim=2))] * 2)
     target = target_kernel(labelled(1, 9))
-    found = flat_mkl(few, target)
-    assert bool(torch.isfinite(found.weights).all())
-    assert float(found.slack.max()) < 1e-9
-    assert found.alignment >= max(centred_alignment(gram, target) for gram in few)
-    assert found.alignment == pytest.approx(flat_mkl(few[:60], target).alignment)
+    result = flat_mkl(few, target)
+    assert bool(torch.isfinite(result.weights).all())
+    assert float(result.slack.max()) < 1e-9
+    assert result.alignment >= max(centred_alignment(gram, target) for gram in few)
+    assert result.alignment == pytest.approx(flat_mkl(few[:60], target).alignment)
 
 
 def test_kernels_that_say_nothing():
@@ -122,9 +122,9 @@ def test_kernels_that_say_nothing():
     one = torch.cat([constant, target[None]])
     assert flat_mkl(one, target).weights.tolist() == [0, 0, 0, 1]
     against = torch.stack([-target, -target + torch.eye(7), torch.ones(7, 7)])
-    found = flat_mkl(against, target)
-    assert found.weights.tolist() == [0, 1, 0]  # the least bad
-    assert found.alignment < 0
+    result = flat_mkl(against, target)
+    assert result.weights.tolist() == [0, 1, 0]  # the least bad
+    assert result.alignment < 0
     with pytest.raises(InvalidInput, match="target: given a kernel that is constant"):
         flat_mkl(against, torch.ones(7, 7))
 
@@ -228,13 +228,13 @@ def test_leaving_one_out(seed, ridge):
     n, dim = 11, 23  # more features than rows: everything can be learned by heart
     rows = torch.randn(n, dim, dtype=torch.float64, generator=generator(seed))
     y = torch.randn(n, 2, dtype=torch.float64, generator=generator(seed + 1))
-    found = leave_one_out(*torch.linalg.eigh(centred(rows @ rows.T)), y, ridge)
+    result = leave_one_out(*torch.linalg.eigh(centred(rows @ rows.T)), y, ridge)
     for i in range(n):
         others = [j for j in range(n) if j != i]
         x, t = rows[others] - rows[others].mean(0), y[others] - y[others].mean(0)
         map_ = torch.linalg.solve(x.T @ x + ridge * torch.eye(dim, dtype=torch.float64), x.T @ t)
         predicted = (rows[i] - rows[others].mean(0)) @ map_ + y[others].mean(0)
-        torch.testing.assert_close(found[i], y[i] - predicted, atol=1e-8, rtol=1e-6)
+        torch.testing.assert_close(result[i], y[i] - predicted, atol=1e-8, rtol=1e-6)
 
 
 def test_the_ridge_is_not_too_small():
@@ -251,11 +251,11 @@ def test_the_ridge_is_not_too_small():
 def test_scaling_knows_only_what_is_known():
     some = torch.randn(11, 3, dtype=torch.float64) * 7 + 5
     known = torch.arange(6)
-    found = scaled(some, known)
-    assert found[:6].mean(0).abs().max() < 1e-12
-    assert float(found[:6].square().sum(1).mean()) == pytest.approx(1)
+    result = scaled(some, known)
+    assert result[:6].mean(0).abs().max() < 1e-12
+    assert float(result[:6].square().sum(1).mean()) == pytest.approx(1)
     changed = torch.cat([some[:6], 100 * some[6:]])
-    assert torch.equal(scaled(changed, known)[:6], found[:6])
+    assert torch.equal(scaled(changed, known)[:6], result[:6])
     assert scaled(torch.full((11, 3), 2.7), known).abs().max() == 0
 
 
@@ -269,26 +269,26 @@ def test_comparing_sums(seed):
     own = torch.zeros(48, 7, dtype=torch.float64)
     own[:, 6] = 1
     done = []
-    found = {s.name: s for s in compare_sums(heads, targets, own=own, splits=2, seed=seed, watch=done.append)}
-    assert list(found) == [UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN]
+    result = {s.name: s for s in compare_sums(heads, targets, own=own, splits=2, seed=seed, watch=done.append)}
+    assert list(result) == [UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN]
     assert done == [1, 1]
     for split in range(2):
         learn, _ = halves(targets, seed + split)
         grams = linear_grams([scaled(head[learn], torch.arange(len(learn))) for head in heads])
         best = flat_mkl(grams, target_kernel(targets.part(learn)))
-        assert found[FLAT].learned[split] == pytest.approx(best.alignment)
-    for name, entry in found.items():
+        assert result[FLAT].learned[split] == pytest.approx(best.alignment)
+    for name, entry in result.items():
         assert [len(v) for v in (entry.learned, entry.held, entry.score)] == [2, 2, 2]
-        assert all(a >= b for a, b in zip(found[FLAT].learned, entry.learned, strict=True)) or name == CONDITIONAL
+        assert all(a >= b for a, b in zip(result[FLAT].learned, entry.learned, strict=True)) or name == CONDITIONAL
     for name in (SINGLE, FLAT, CONDITIONAL):
-        assert all(a > b for a, b in zip(found[name].held, found[UNIFORM].held, strict=True))
-    assert found[SINGLE].held == pytest.approx(found[OWN].held)
-    assert min(found[SINGLE].score) > 0.8
+        assert all(a > b for a, b in zip(result[name].held, result[UNIFORM].held, strict=True))
+    assert result[SINGLE].held == pytest.approx(result[OWN].held)
+    assert min(result[SINGLE].score) > 0.8
 
 
 def test_numbers_as_targets():
     targets = Targets.of_numbers(np.random.default_rng(0).normal(size=40))
     heads = [targets.values + 0.1 * torch.randn(40, 1), torch.randn(40, 3)]
-    found = {s.name: s for s in compare_sums(heads, targets, splits=2)}
-    assert min(found[FLAT].score) > 0.9
-    assert OWN not in found
+    result = {s.name: s for s in compare_sums(heads, targets, splits=2)}
+    assert min(result[FLAT].score) > 0.9
+    assert OWN not in result

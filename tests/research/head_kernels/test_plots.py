@@ -28,14 +28,14 @@ def drawn(monkeypatch):
     """Every figure that is saved."""
     from hsa.research.head_kernels import plots as kernel_plots
 
-    found, save = [], kernel_plots.save_figure
+    result, save = [], kernel_plots.save_figure
 
     def note(figure, path):
-        found.append(figure)
+        result.append(figure)
         save(figure, path)
 
     monkeypatch.setattr(kernel_plots, "save_figure", note)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("counts", [(1,), (2, 3), (12,) * 6, (16,) * 24, (2,) * 60])

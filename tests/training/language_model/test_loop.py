@@ -179,5 +179,5 @@ def test_training_goes_on_from_weights_with_longer_blocks():
     longer = train(short.model.config, options, replace(LANGUAGE, context=48, steps=1, evaluate_every=1), start=weights)
     afresh = train(short.model.config, options, replace(LANGUAGE, context=48, steps=1, evaluate_every=1))
     assert longer.history[0].validation_loss < afresh.history[0].validation_loss - 0.3
-    with pytest.raises(InvalidInput, match=r"start: .* of shape"):
+    with pytest.raises(InvalidInput, match=r"init_from: .* of shape"):
         train(replace(CONFIG, width=16), start=weights)

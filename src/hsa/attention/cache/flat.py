@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Storage
+from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Sizes
 from hsa.attention.checks import repeat_heads
 from hsa.tree.hierarchy import Hierarchy
 
@@ -25,17 +25,8 @@ class FlatCache(Cache):
     True
     """
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        max_length: int | None = None,
-        **storage: Unpack[Storage],
-    ):
-        super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
+    def __init__(self, layers: int, batch: int, kv_heads: int, head_dim: int, **sizes: Unpack[Sizes]):
+        super().__init__(layers, batch, kv_heads, head_dim, **sizes)
         self._lengths = [0] * batch
         self.keys, self.values = self._zeros(0)
 

@@ -63,6 +63,12 @@ class Storage(TypedDict, total=False):
     device: torch.device | str
 
 
+class Sizes(Storage, total=False):
+    """The same, and the length of sequences."""
+
+    max_length: int | None
+
+
 @dataclass(frozen=True)
 class AttendOptions:
     """Options of `Cache.attend` after its checks."""

@@ -19,6 +19,7 @@ from hsa.errors import InvalidInput
 from hsa.nn.attention import Flat, note_flops
 from hsa.nn.bottom_up import Step, attend, fold, steps
 from hsa.nn.embedding import Embedding, Modality
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.layer import HierarchicalEncoderLayer
 from hsa.nn.pooling import segment_softmax, segment_weigh
@@ -48,16 +49,16 @@ class HanConfig:
         position_width, position_dim: see `EncoderConfig`; for attention, a GRU needs none.
     """
 
-    width: int = 128
-    heads: int = 4
+    width: int = EncoderConfig.width
+    heads: int = EncoderConfig.heads
     head_dim: int | None = None
-    layers: int = 1
+    layers: int = EncoderConfig.layers
     levels: int = 2
     feed_forward: int | None = None
-    dropout: float = 0.1
+    dropout: float = EncoderConfig.dropout
     encoder: LevelEncoder = "attention"
-    position_width: int = 64
-    position_dim: int = 16
+    position_width: int = EncoderConfig.position_width
+    position_dim: int = EncoderConfig.position_dim
     architecture: str = field(default="han", init=False)
 
     def __post_init__(self) -> None:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from hsa.baselines.hat.layer import ActivationName, Norm, TransformerLayer
 from hsa.baselines.hat.layouts import layout_pattern
 from hsa.baselines.hat.segments import TextSegments, text_segments
+from hsa.baselines.options import DocumentOptions
 from hsa.errors import InvalidInput
 from hsa.nn.embedding import Embedding, Modality
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.positions import FourierFeatures
 from hsa.nn.sizes import check_sizes
@@ -39,7 +41,7 @@ class HatConfig:
         dropout: on embeddings and residual branches.
         layout: the order of layers inside and across segments, see `layout_pattern`.
         segment: leaves of a segment, at most. Documents may have any number of segments.
-        segment_level: 0: segments are windows of so many leaves; 1: leaf families (sentences), 2: what is above them
+        segment_level: 0: segments are windows of `segment` leaves; 1: leaf families (sentences), 2: what is above them
             (paragraphs), …, those of more leaves cut into windows. See `hsa.baselines.hat.segments`.
         returns: "segments": the vector of every segment; "leaves": of every leaf.
         norm, activation, epsilon: of the layers inside segments, see `TransformerLayer`; "post" is as published.
@@ -47,14 +49,14 @@ class HatConfig:
         warm_start: the pre-trained encoder that training starts from; these sizes are then its own.
     """
 
-    width: int = 128
-    heads: int = 4
+    width: int = EncoderConfig.width
+    heads: int = EncoderConfig.heads
     layers: int = 2
     feed_forward: int | None = None
-    dropout: float = 0.1
-    layout: str = "interleaved"
-    segment: int = 128
-    segment_level: int = 0
+    dropout: float = EncoderConfig.dropout
+    layout: str = DocumentOptions.layout
+    segment: int = DocumentOptions.segment
+    segment_level: int = DocumentOptions.segment_level
     returns: Returns = "segments"
     norm: Norm = "post"
     activation: ActivationName = "gelu"

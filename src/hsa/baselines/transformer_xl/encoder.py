@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsa.baselines.options import DocumentOptions
 from hsa.baselines.transformer_xl.relative_attention import RelativeAttention
 from hsa.baselines.transformer_xl.segments import Segments, plan_segments, plan_step
 from hsa.errors import InvalidInput
 from hsa.nn.attention import flat_tree
 from hsa.nn.decoder import Activation, FeedForward
 from hsa.nn.embedding import Embedding, Modality
+from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.sizes import check_sizes
 from hsa.tree.hierarchy import Hierarchy
@@ -39,13 +41,13 @@ class TransformerXLConfig:
         test_memory: the same after training; as in training by default.
     """
 
-    width: int = 128
-    heads: int = 4
+    width: int = EncoderConfig.width
+    heads: int = EncoderConfig.heads
     layers: int = 2
     feed_forward: int | None = None
-    dropout: float = 0.1
-    segment: int = 128
-    memory: int = 128
+    dropout: float = EncoderConfig.dropout
+    segment: int = DocumentOptions.segment
+    memory: int = DocumentOptions.memory
     test_memory: int | None = None
     architecture: str = field(default="transformer-xl", init=False)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hsa.attention.cache.interface import Memory
+from hsa.baselines.options import DocumentOptions
 from hsa.baselines.transformer_xl.encoder import SegmentMemory, TransformerXLLayers, check_segments
 from hsa.baselines.transformer_xl.segments import Segments
 from hsa.errors import InvalidInput
@@ -43,8 +44,8 @@ class TransformerXLLanguageConfig:
     feed_forward: int | None = None
     activation: Activation = "swiglu"
     dropout: float = 0.0
-    segment: int = 128
-    memory: int = 128
+    segment: int = DocumentOptions.segment
+    memory: int = DocumentOptions.memory
     test_memory: int | None = None
     max_length: int | None = None
     architecture: str = field(default="transformer-xl", init=False)

@@ -34,8 +34,8 @@ class Judge:
     """Examples and a task, on which any version of a model can be run.
 
     Args:
-        task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; with pairs and labels also how
-            well their similarity follows the labels) or "lm" (the perplexity of a causal language model).
+        task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; with pairs and labels also
+            how well their similarity follows the labels) or "lm" (the perplexity of a causal language model).
         longest: tokens per example; texts are cut there. For perplexity all texts are one stream, cut into such pieces.
         warm_up: for perplexity, number of first tokens of each piece whose loss is not counted.
     """

@@ -30,11 +30,7 @@ _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm",
 
 
 def collaborate(
-    model: Any,
-    shared_dim: int | float,
-    *,
-    inputs: Iterable[Mapping[str, Tensor]] | None = None,
-    iterations: int = 100,
+    model: Any, shared_dim: int | float, *, inputs: Iterable[Mapping[str, Tensor]] | None, iterations: int
 ) -> CollaborationReport:
     """Change an encoder in place; see `hsa.research.collaborative.collaborate`."""
     layers = _layers(model)
@@ -207,7 +203,7 @@ def _is_plain(layer: Any) -> bool:
 
 @torch.no_grad()
 def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Return for each layer the mean of x xᵀ over its inputs with a one appended, `[width + 1, width + 1]`, without padding."""
+    """Return for each layer the mean of x xᵀ, `[width + 1, width + 1]`, over its inputs with a one appended, no padding."""
     sums: list[Any] = [0] * len(layers)
     mask: Tensor | None = None
 

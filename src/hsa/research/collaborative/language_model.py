@@ -47,8 +47,8 @@ def _share(layer: Any, shared_dim: int, iterations: int) -> SharedProjections:
     shared = share_projections(q, None, k, None, layer.heads, shared_dim, iterations=iterations)
     fusion.mix_channels.copy_(shared.mixing)
     projections = torch.cat([shared.query_weight, shared.key_weight, v])
-    rows, columns = projections.shape
-    layer.project = nn.Linear(columns, rows, bias=False, device=weight.device, dtype=weight.dtype)
+    outputs, width = projections.shape
+    layer.project = nn.Linear(width, outputs, bias=False, device=weight.device, dtype=weight.dtype)
     layer.project.weight.copy_(projections)
     layer.project.requires_grad_(weight.requires_grad)
     layer.fusion, layer.blocks = (
@@ -62,8 +62,8 @@ def _share(layer: Any, shared_dim: int, iterations: int) -> SharedProjections:
 def _check(model: Any) -> None:
     if not isinstance(model, LanguageModel):
         raise Unsupported(
-            f"{type(model).__name__} cannot share trained projections: its queries and keys are normalised after projection, "
-            "which leaves no bilinear form to share"
+            f"{type(model).__name__} cannot share trained projections: its queries and keys are normalised after "
+            "projection, which leaves no bilinear form to share"
         )
     config = model.config
     if config.positions != "tree":

@@ -1,4 +1,4 @@
-"""Heads as kernels: Gram matrices, how alike they are, and how many different ones there are.
+"""Heads as kernels: Gram matrices, their alignment, and the effective number of distinct ones.
 
 A Gram matrix is `[n, n]`, several are `[kernels, n, n]`; all work is done in float64.
 """
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hsa.errors import InvalidInput
 
-_TINY = 1e-12  # of a kernel's own size: what is smaller is rounding
+_TINY = 1e-12  # relative to the size of a kernel: anything smaller is rounding
 
 
 def centred(gram: Tensor) -> Tensor:
-    """The Gram matrix of the same features less their mean.
+    """Return the Gram matrix of the same features less their mean.
 
         K_c = H K H,   H = I − 1/n
 
@@ -36,13 +36,13 @@ def centred(gram: Tensor) -> Tensor:
 
 
 def centred_alignment(one: Tensor, other: Tensor) -> float:
-    """How alike two kernels are: the cosine of their centred Gram matrices.
+    """Return the alignment of two kernels: the cosine of their centred Gram matrices.
 
         A(K, L) = ⟨K_c, L_c⟩ / (‖K_c‖ ‖L_c‖)                  (Frobenius)
 
     1 for equal kernels whatever their scale and offset; never negative for positive semi-definite ones. This is the centred
     alignment of Cortes, Mohri & Rostamizadeh (2012, arXiv:1203.0550), which is known as linear CKA for linear kernels
-    (Kornblith et al. 2019, arXiv:1905.00414). A kernel that is constant is like no other: 0.
+    (Kornblith et al. 2019, arXiv:1905.00414). The alignment of a constant kernel is 0.
 
     >>> gram = torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 0.0], [0.0, 0.0, 1.0]])
     >>> round(centred_alignment(gram, 3 * gram + 5), 6)
@@ -54,21 +54,21 @@ def centred_alignment(one: Tensor, other: Tensor) -> float:
 
 
 def alignment_matrix(grams: Tensor) -> Tensor:
-    """`[kernels, kernels]` centred alignments of all pairs.
+    """Return the centred alignments of all pairs, `[kernels, kernels]`.
 
-    It is itself a Gram matrix: that of the centred kernels, each of length 1, so its eigenvalues are not negative. Where a
-    kernel is constant, its row and column are 0, also on the diagonal.
+    It is itself a Gram matrix: that of the centred kernels, each of length 1, so its eigenvalues are not negative. The
+    row and column of a constant kernel are 0, also on the diagonal.
 
     Args:
         grams: `[kernels, n, n]`.
     """
     directions = _directions(grams)
-    found = (directions @ directions.T).clamp(-1, 1)
-    return (found + found.T) / 2  # rounding differs from one side to the other, and orders look for ties
+    alignment = (directions @ directions.T).clamp(-1, 1)
+    return (alignment + alignment.T) / 2  # rounding differs from one side to the other, and orders look for ties
 
 
 def _directions(grams: Tensor) -> Tensor:
-    """`[kernels, n²]` the centred kernels, scaled to length 1; 0 where nothing but rounding is left."""
+    """Return the centred kernels scaled to length 1, `[kernels, n²]`; 0 where only rounding is left."""
     if grams.ndim != 3 or not len(grams):
         raise InvalidInput("grams", given=f"shape {tuple(grams.shape)}", expected="[kernels, n, n]")
     flat = centred(grams).flatten(1)
@@ -78,10 +78,10 @@ def _directions(grams: Tensor) -> Tensor:
 
 
 def redundancy(alignment: Tensor) -> Tensor:
-    """`[kernels]` how alike each is to the one most like it among the others; 1 for a constant one, which adds nothing.
+    """Return the highest alignment of each kernel with another, `[kernels]`; 1 for a constant one, which adds nothing.
 
     Args:
-        alignment: what `alignment_matrix` gives.
+        alignment: the result of `alignment_matrix`.
     """
     _check_gram("alignment", alignment)
     if len(alignment) < 2:
@@ -90,14 +90,14 @@ def redundancy(alignment: Tensor) -> Tensor:
     return torch.where(alignment.diagonal() > 0, others.max(1).values, torch.ones(len(alignment), dtype=torch.float64))
 
 
-def effective_kernels(alignment: Tensor) -> float:
-    """How many different kernels there are: 1 when all are alike, their number when none is like another.
+def effective_number(alignment: Tensor) -> float:
+    """Return the effective number of distinct kernels: 1 if all are alike, their number if none is like another.
 
         exp(−Σ p log p),   p: the eigenvalues of the alignments, scaled to sum 1
 
     This is the Vendi score (Friedman & Dieng 2023, arXiv:2210.02410) of the heads under their alignment.
 
-    >>> round(effective_kernels(torch.eye(5)), 6), round(effective_kernels(torch.ones(5, 5)), 6)
+    >>> round(effective_number(torch.eye(5)), 6), round(effective_number(torch.ones(5, 5)), 6)
     (5.0, 1.0)
     """
     _check_gram("alignment", alignment)
@@ -110,7 +110,7 @@ def effective_kernels(alignment: Tensor) -> float:
 
 
 def input_conditional(grams: Tensor, weights: Tensor) -> Tensor:
-    """The kernel of heads whose weights depend on the input, as attention over heads has them.
+    """Return the kernel of heads whose weights depend on the input, as in attention over heads.
 
         K_ij = Σ_m β_im β_jm K^(m)_ij
 
@@ -128,12 +128,12 @@ def input_conditional(grams: Tensor, weights: Tensor) -> Tensor:
 
 
 def linear_grams(features: Sequence[Tensor]) -> Tensor:
-    """`[kernels, n, n]` inner products of the rows of each `[n, channels]`: positive semi-definite."""
+    """Return the inner products of the rows of each `[n, channels]`, `[kernels, n, n]`: positive semi-definite."""
     return torch.stack([rows.double() @ rows.double().T for rows in features])
 
 
 def similarity_gram(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The similarity by which a head compares tokens, made symmetric, and the share of it that this throws away.
+    """Return the similarity by which a head compares tokens, made symmetric, and the share of it that this drops.
 
         S_ij = scale · q_i·k_j        K = (S + Sᵀ)/2        share = ‖(S − Sᵀ)/2‖² / ‖S‖²
 

@@ -1,6 +1,6 @@
-"""What the heads of a model do: their outputs, queries and keys over examples, and the model without some of them.
+"""The heads of a model: their outputs, queries and keys over examples, and the model without some of them.
 
-`Heads` is what is asked of a model; `EncoderHeads` gives it for the encoders of hsa, `hsa.research.head_kernels.huggingface` for others.
+`Heads` is the interface; `EncoderHeads` implements it for encoders of hsa, `TransformerHeads` (huggingface.py) for others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hsa.research.head_kernels.gram import linear_grams, similarity_gram
 from hsa.tree.hierarchy import Hierarchy
 
 Head = tuple[int, int]
-"""Layer, and head in it."""
+"""Number of the layer, and of the head in it."""
 
 
 class See(Protocol):
-    """Told what a layer did in a forward pass. Rows are tokens or leaves, example after example, without padding."""
+    """Called with what a layer did in a forward pass. Rows are tokens or leaves, example after example, without padding."""
 
     def __call__(
         self,
@@ -41,24 +41,24 @@ class See(Protocol):
 
 
 class Heads(Protocol):
-    """The heads of a model, to be watched and to be taken away."""
+    """The heads of a model, which can be watched and removed."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Heads of every layer."""
+        """Number of heads of every layer."""
         ...
 
     def watching(self, see: See) -> AbstractContextManager[None]:
-        """Inside it, every layer of a forward pass is shown."""
+        """Inside the context, call `see` for every layer of a forward pass."""
         ...
 
     def without(self, pruned: Iterable[Head]) -> AbstractContextManager[None]:
-        """Inside it, what these heads give is 0."""
+        """Inside the context, set the outputs of these heads to 0."""
         ...
 
 
 Answer = Callable[[np.ndarray], Tensor]
-"""Runs the model on some examples: `[examples, channels]`."""
+"""Runs the model on examples, given by their indices: `[examples, channels]`."""
 
 
 class EncoderHeads:
@@ -72,12 +72,12 @@ class EncoderHeads:
         if not isinstance(encoder, HierarchicalEncoder):
             raise Unsupported(
                 "published document models (han, hat, transformer-xl) read a document part by part, so their heads have no "
-                "one output per example; hierarchical, multiscale, found and flat encoders have"
+                "one output per example; hierarchical, multiscale, clustered and flat encoders do"
             )
         if encoder.config.kind == "bottom-up":
             raise Unsupported(
                 "a bottom-up encoder uses the same heads on every level of the tree, so they have no one output per "
-                "example; hierarchical, multiscale, found and flat encoders have"
+                "example; hierarchical, multiscale, clustered and flat encoders do"
             )
         self._layers: list[Any] = list(encoder.layers)
 
@@ -139,7 +139,7 @@ class EncoderHeads:
 
 
 def _mixed(q: Tensor, k: Tensor, mixing: HeadMixing | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose products are the logits of heads that talk: those of all heads, mixed."""
+    """Return queries and keys whose products are the mixed logits of talking heads."""
     if mixing is None:
         return q, k
     heads = q.shape[1]
@@ -148,21 +148,22 @@ def _mixed(q: Tensor, k: Tensor, mixing: HeadMixing | None) -> tuple[Tensor, Ten
 
 
 def silenced(out: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """A copy in which these heads, numbered along `dim`, are 0."""
+    """Return a copy in which these heads, numbered along `dim`, are 0."""
     return out.index_fill(dim, torch.tensor(heads, device=out.device), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadFeatures:
-    """What the heads did on all examples, head after head, layer after layer.
+    """Results of the heads on all examples, head after head, layer after layer.
 
     Attributes:
-        heads: which they are.
-        outputs: `[examples, dim]` per head: its mean output.
-        weights: `[examples, heads]` mean weights that the model gives its heads, of sum 1 over all layers, if it does.
-        queries, keys: `[tokens, dim]` per head, of the tokens that were drawn; None: none were.
-        scales: of their products, per head.
-        answers: `[examples, channels]` of the model.
+        heads: layer and number of each.
+        outputs: mean output of each head, `[examples, dim]`.
+        weights: mean weights that the model gives its heads, `[examples, heads]`, of sum 1 over all layers; None if it gives
+            none.
+        queries, keys: those of each head for the tokens that were drawn, `[tokens, dim]`; None if none were.
+        scales: factor of q·k, per head.
+        answers: outputs of the model, `[examples, channels]`.
     """
 
     heads: list[Head]
@@ -174,17 +175,17 @@ class HeadFeatures:
     answers: Tensor
 
     def output_grams(self) -> Tensor:
-        """`[heads, examples, examples]` linear kernels of mean outputs."""
+        """Return the linear kernels of mean outputs, `[heads, examples, examples]`."""
         return linear_grams(self.outputs)
 
     def similarity_grams(self) -> tuple[Tensor, list[float]]:
-        """`[heads, tokens, tokens]` symmetrised similarities, and the asymmetric share of each."""
+        """Return the symmetrised similarities, `[heads, tokens, tokens]`, and the asymmetric share of each."""
         if self.queries is None or self.keys is None:
             raise InvalidInput(
                 "features", given="no queries and keys", expected="those of some tokens", fix="collect them"
             )
-        found = [similarity_gram(*head) for head in zip(self.queries, self.keys, self.scales, strict=True)]
-        return torch.stack([gram for gram, _ in found]), [share for _, share in found]
+        pairs = [similarity_gram(*head) for head in zip(self.queries, self.keys, self.scales, strict=True)]
+        return torch.stack([gram for gram, _ in pairs]), [share for _, share in pairs]
 
 
 @torch.no_grad()
@@ -197,16 +198,16 @@ def collect(
     seed: int = 0,
     watch: Callable[[int], None] | None = None,
 ) -> HeadFeatures:
-    """Run a model over examples and keep what its heads did.
+    """Run a model over examples and collect the results of its heads.
 
     Args:
-        answer: runs the model on the examples of these numbers, in this order.
-        batches: numbers of examples, every one once.
-        tokens: about how many tokens to draw queries and keys of, as many of each example as can be.
-        watch: told how many more examples are done.
+        answer: runs the model on examples, given by their indices.
+        batches: indices of examples, each once.
+        tokens: approximate number of tokens to keep queries and keys of, spread evenly over the examples.
+        watch: called with the number of further examples that are done.
 
     Raises:
-        InvalidInput: tokens of a model that compares none, or whose layers do not see the same ones.
+        InvalidInput: tokens of a model that compares none, or whose layers see different ones.
     """
     count = sum(map(len, batches))
     per_example = -(-tokens // count)
@@ -238,19 +239,19 @@ def collect(
             return
         if q is None or k is None:
             raise InvalidInput(
-                "kernel", given="a model whose layers do not compare a query with a key", expected="one whose do"
+                "compare",
+                given="similarity, for a model whose layers do not compare a query with a key",
+                expected="outputs",
             )
         rows_before.append(list(lengths))
         if rows_before[0] != rows_before[-1]:
-            raise InvalidInput(
-                "kernel", given="a model whose layers pool tokens", expected="the same tokens in all layers"
-            )
-        first, chosen = 0, []
+            raise InvalidInput("compare", given="similarity, for a model whose layers pool tokens", expected="outputs")
+        first, drawn_rows = 0, []
         for example, length in zip(current.tolist(), lengths, strict=True):
             generator = np.random.default_rng((seed, example))
-            chosen.append(first + generator.permutation(length)[:per_example])
+            drawn_rows.append(first + generator.permutation(length)[:per_example])
             first += length
-        rows = torch.from_numpy(np.concatenate(chosen)).to(q.device)
+        rows = torch.from_numpy(np.concatenate(drawn_rows)).to(q.device)
         drawn.setdefault(layer, []).append((q[rows].double().cpu(), k[rows].double().cpu()))
 
     answers = []

@@ -1,8 +1,8 @@
 """The heads of a transformers encoder: what they do in a forward pass, and the model without some of them.
 
-Every layer that asks transformers' attention interface for its attention is shown: BERT, RoBERTa, DistilBERT, ELECTRA,
-ModernBERT, ViT and their kin. For the time of a `with` block the model asks for an attention of ours, which runs the one it
-had, shows queries, keys and outputs, and sets the outputs of pruned heads to 0: what its output projection gets is then 0.
+Works for every layer that takes its attention from transformers' attention interface: BERT, RoBERTa, DistilBERT, ELECTRA,
+ModernBERT, ViT and their kin. Inside a `with` block the model uses an attention function of ours, which runs the one it had,
+passes queries, keys and outputs on, and sets the outputs of pruned heads to 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PURPOSE = "the heads of pre-trained models"
 
 @dataclass
 class _Shown:
-    """What the attention of ours does with the layers of one model."""
+    """State of our attention function for one model."""
 
-    before: str  # the implementation that the model had
+    before: str  # attention implementation of the model
     numbers: dict[int, int]  # layer of every attention module, by its id
     see: Callable[..., None] | None = None
     gone: dict[int, list[int]] = field(default_factory=dict)  # heads of every layer
@@ -40,7 +40,7 @@ _SHOWN: ContextVar[_Shown | None] = ContextVar("hsa_heads", default=None)
 
 
 class TransformerHeads:
-    """The heads of a transformers encoder, as `hsa.research.head_kernels.heads.Heads` wants them.
+    """The heads of a transformers encoder; implements `hsa.research.head_kernels.heads.Heads`.
 
     Args:
         model: a `PreTrainedModel` that takes its attention from transformers' interface, and whose tokens see later ones.
@@ -150,14 +150,14 @@ def _attention(
 def load_encoder(
     name: str, *, labelled: bool, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any, str]:
-    """Return an encoder, its tokenizer and its task: "classification" with its head if labels ask for it, else "embedding".
+    """Load an encoder, its tokenizer and its task: "classification" with its head if labels ask for it, else "embedding".
 
     Args:
         labelled: whether there are labels that a classifier can be tested on.
 
     Raises:
-        InvalidInput: nothing that loads.
-        Unsupported: no encoder.
+        InvalidInput: the model does not load.
+        Unsupported: it is not an encoder.
     """
     library = transformers_library(_PURPOSE)
     with loading(name):

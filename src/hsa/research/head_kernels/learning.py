@@ -1,7 +1,7 @@
-"""Multiple kernel learning: sums of kernels with weights that are learned, global or conditional on the input.
+"""Multiple kernel learning: sums of kernels with learned weights, global or conditional on the input.
 
-Both kinds of weights are those that align the sum best with a target kernel (`target_kernel`); `compare_sums` says what
-that is worth on examples that were not learned from.
+Both kinds of weights maximise the alignment of the sum with a target kernel (`target_kernel`); `compare_sums` tests them on
+held-out examples.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.research.head_kernels.gram import centred, centred_alignment, input_conditional, linear_grams
 
-_GATING = 8  # principal components that weights may depend on
+_GATING = 8  # number of principal components that weights depend on
 _RIDGES = 10.0 ** torch.arange(-4, 3, dtype=torch.float64)  # times the mean eigenvalue
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What is to be told of each example: `[n, 1]` numbers, or `[n, classes]` ones and zeros."""
+    """Targets of the examples: numbers, `[n, 1]`, or one-hot classes, `[n, classes]`."""
 
     values: Tensor
     classes: bool
 
     @staticmethod
     def of_classes(labels: Sequence[object] | np.ndarray) -> Targets:
-        """Raises InvalidInput unless there are two different labels."""
+        """Build them; raise InvalidInput unless there are two different labels."""
         names, numbers = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
         if len(names) < 2:
             given = f"nothing but {str(names[0])!r}" if len(names) else "no labels"
@@ -38,7 +38,7 @@ class Targets:
 
     @staticmethod
     def of_numbers(numbers: Sequence[float] | np.ndarray) -> Targets:
-        """Raises InvalidInput unless there are two different numbers, all finite."""
+        """Build them; raise InvalidInput unless there are two different numbers, all finite."""
         values = torch.from_numpy(np.asarray(numbers, np.float64))
         if not bool(torch.isfinite(values).all()) or len(values.unique()) < 2:
             raise InvalidInput("label", given="numbers that are all equal, or not finite", expected="different numbers")
@@ -52,7 +52,7 @@ class Targets:
 
 
 def target_kernel(targets: Targets) -> Tensor:
-    """`[n, n]` the kernel that knows the answers: 1 for examples of one class, else 0; products of numbers less their mean.
+    """Return the ideal kernel, `[n, n]`: 1 for examples of one class, else 0; products of numbers less their mean.
 
     >>> target_kernel(Targets.of_classes("aba")).tolist()
     [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
@@ -67,8 +67,8 @@ class FlatMKL:
 
     Attributes:
         weights: `[kernels]`, not negative, of sum 1.
-        slack: `[kernels]` how much the objective would gain with the weight: 0 where there is one, else 0 or less.
-        alignment: of the weighted sum with the target.
+        slack: `[kernels]` gradient of the objective: 0 where the weight is positive, else 0 or less.
+        alignment: alignment of the weighted sum with the target.
     """
 
     weights: Tensor
@@ -77,14 +77,14 @@ class FlatMKL:
 
 
 def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
-    """The weights μ ≥ 0, Σ μ = 1, with which Σ_m μ_m K^(m) aligns best with a target kernel.
+    """Return the weights μ ≥ 0, Σ μ = 1, with which Σ_m μ_m K^(m) aligns best with a target kernel.
 
         maximise A(Σ_m μ_m K^(m), T)   ⟺   minimise vᵀ M v − 2 aᵀ v,  v ≥ 0,   μ = v / Σ v
         M_kl = ⟨K_c^(k), K_c^(l)⟩,  a_k = ⟨K_c^(k), T_c⟩
 
     ("alignf" of Cortes, Mohri & Rostamizadeh 2012, proposition 9.) The quadratic programme is solved exactly, by the active
-    set method of Lawson & Hanson (1974). Of several equal kernels one may get all the weight. Where no kernel aligns
-    positively the best is a single one; where all are constant, weights are equal.
+    set method of Lawson & Hanson (1974). Of several equal kernels one may get all the weight. If no kernel aligns
+    positively, the best is a single one; if all are constant, weights are equal.
 
     Args:
         grams: `[kernels, n, n]`.
@@ -103,21 +103,21 @@ def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
     if not bool(alive.any()):
         equal = torch.full((len(grams),), 1 / len(grams), dtype=torch.float64)
         return FlatMKL(equal, torch.zeros_like(equal), 0.0)
-    # Kernels of length 1: the same solution, and what is small then is small for all of them.
+    # Scale kernels to length 1: the same solution, and one tolerance fits all of them.
     unit = torch.where(alive[:, None], flat / sizes.where(alive, torch.ones_like(sizes))[:, None], 0.0)
     products, towards = unit @ unit.T, unit @ (wanted / length)
-    found = _non_negative(products, towards)
-    if float(found.sum()) == 0:
+    solution = _non_negative(products, towards)
+    if float(solution.sum()) == 0:
         # A linear function below 0 over a norm has its maximum over a simplex at a corner.
-        found[int(towards.where(alive, torch.full_like(towards, -2.0)).argmax())] = 1.0
-    slack = towards - products @ found
-    weights = torch.where(alive, found / sizes.where(alive, torch.ones_like(sizes)), 0.0)
+        solution[int(towards.where(alive, torch.full_like(towards, -2.0)).argmax())] = 1.0
+    slack = towards - products @ solution
+    weights = torch.where(alive, solution / sizes.where(alive, torch.ones_like(sizes)), 0.0)
     weights = weights / weights.sum()
     return FlatMKL(weights, slack, centred_alignment((weights[:, None, None] * grams).sum(0), target))
 
 
 def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
-    """v ≥ 0 that minimises vᵀ products v − 2 towardsᵀ v; `products` has ones on its diagonal, zeros for what is left out."""
+    """Return v ≥ 0 that minimises vᵀ products v − 2 towardsᵀ v; `products` has a diagonal of ones, or zeros if left out."""
     tolerance = 1e-12
     v = torch.zeros_like(towards)
     free = torch.zeros(len(v), dtype=torch.bool)
@@ -128,19 +128,18 @@ def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
             return v
         free[best] = True
         while True:
-            chosen = free.nonzero()[:, 0]
-            solved = torch.linalg.lstsq(products[chosen][:, chosen], towards[chosen, None], driver="gelsd").solution[
-                :, 0
-            ]
+            active = free.nonzero()[:, 0]
+            normal = products[active][:, active]
+            solved = torch.linalg.lstsq(normal, towards[active, None], driver="gelsd").solution[:, 0]
             if bool((solved > 0).all()):
                 v = torch.zeros_like(v)
-                v[chosen] = solved
+                v[active] = solved
                 break
-            # As far towards the solution as all stay at 0 or above; who arrives there is fixed.
-            here, down = v[chosen], solved <= 0
+            # Go as far towards the solution as all stay at 0 or above; fix those that reach 0.
+            here, down = v[active], solved <= 0
             step = (here[down] / (here[down] - solved[down]).clamp(min=1e-300)).min()
-            v[chosen] = (here + step * (solved - here)).clamp(min=0)
-            free[chosen[(v[chosen] <= tolerance) & down]] = False
+            v[active] = (here + step * (solved - here)).clamp(min=0)
+            free[active[(v[active] <= tolerance) & down]] = False
             v[~free] = 0
             if not bool(free.any()):
                 break
@@ -154,7 +153,7 @@ class Gating:
     Attributes:
         linear: W, `[kernels, channels]`.
         bias: b, `[kernels]`.
-        steps: how many steps of the search were taken.
+        steps: number of steps taken.
     """
 
     linear: Tensor
@@ -162,30 +161,29 @@ class Gating:
     steps: int
 
     def weights(self, z: Tensor) -> Tensor:
-        """`[n, kernels]` of examples with features `[n, channels]`."""
+        """Return the weights `[n, kernels]` of examples with features `[n, channels]`."""
         return (z @ self.linear.T + self.bias).softmax(-1)
 
 
 def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps: int = 100, seed: int = 0) -> Gating:
-    """Localised multiple kernel learning: weights β that depend on the input, fitted to a target kernel.
+    """Fit weights β that depend on the input to a target kernel (localised multiple kernel learning).
 
         maximise A(Σ_m β_im β_jm K^(m)_ij, T),   β_i = softmax(W z_i + b)
 
-    The gating is that of Gönen & Alpaydın (2008, "Localized multiple kernel learning", ICML), found here by gradients of the
-    alignment on two thirds of the examples; the step that is best on the last third is kept. It begins at global weights, so
-    that with no step it is as good as those.
+    The gating is that of Gönen & Alpaydın (2008, "Localized multiple kernel learning", ICML), fitted by gradients of the
+    alignment on two thirds of the examples; the step that is best on the last third is kept. It starts at global weights.
 
     Args:
         grams: `[kernels, n, n]`.
         target: `[n, n]`.
-        z: `[n, channels]` what weights may depend on.
+        z: `[n, channels]` features that weights depend on.
         start: `[kernels]` global weights, of sum 1.
     """
     n = len(z)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
     fit, held = order[: n - n // 3], order[n - n // 3 :]
     if len(held) < 3:
-        raise InvalidInput("z", given=f"{n} examples", expected="at least 9, of which a third is held out")
+        raise InvalidInput("z", given=f"{n} examples", expected="at least 9: a third is held out")
     parts = [
         (grams[:, rows][:, :, rows].double(), target[rows][:, rows].double(), z[rows].double()) for rows in (fit, held)
     ]
@@ -204,9 +202,9 @@ def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps
     best, kept = -np.inf, Gating(linear.detach().clone(), bias.detach().clone(), 0)
     for step in range(steps + 1):
         with torch.no_grad():
-            found = float(alignment(parts[1]))
-        if found > best + 1e-9:
-            best, kept = found, Gating(linear.detach().clone(), bias.detach().clone(), step)
+            reached = float(alignment(parts[1]))
+        if reached > best + 1e-9:
+            best, kept = reached, Gating(linear.detach().clone(), bias.detach().clone(), step)
         if step == steps or step > kept.steps + 20:
             break
         optimiser.zero_grad()
@@ -217,12 +215,12 @@ def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps
 
 @dataclass(frozen=True)
 class Sum:
-    """How good a sum of kernels is, on the examples its weights were learned from and on others, a number per split."""
+    """Quality of a sum of kernels, on the examples its weights were learned from and on others; a number per split."""
 
     name: str
     learned: list[float]  # alignment
     held: list[float]  # alignment
-    score: list[float]  # of ridge regression with this kernel on the others: accuracy, or R²
+    score: list[float]  # accuracy, or R², of ridge regression with this kernel on the others
 
 
 UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN = (
@@ -243,22 +241,22 @@ def compare_sums(
     seed: int = 0,
     watch: Callable[[int], None] | None = None,
 ) -> list[Sum]:
-    """Sums of the linear kernels of heads, by how their weights are found; learned on one half, tested on the other.
+    """Compare weightings of the linear kernels of heads: learn weights on one half of the examples, test on the other.
 
-    Features of every head are shifted and scaled so that on the first half their mean is 0 and their mean square 1. What
-    conditional weights depend on are the first principal components of all of them.
+    Features of every head are shifted and scaled so that on the first half their mean is 0 and their mean square 1.
+    Conditional weights depend on the first principal components of all features.
 
     Args:
         features: `[n, channels]` per head.
         targets: of the n examples.
-        own: `[n, heads]` weights that the model itself gives its heads on each example, if it does.
-        splits: random halves, all with all classes.
-        watch: told after each split.
+        own: `[n, heads]` weights that the model itself gives its heads on each example, or None.
+        splits: number of random halves, all with all classes.
+        watch: called after each split.
 
     Raises:
         InvalidInput: too few examples, or too few of a class, to divide.
     """
-    found: dict[str, Sum] = {}
+    sums: dict[str, Sum] = {}
     for split in range(splits):
         learn, hold = halves(targets, seed + split)
         rows = [scaled(head, learn) for head in features]
@@ -278,17 +276,17 @@ def compare_sums(
             ways[OWN] = own.double()
         for name, beta in ways.items():
             gram = input_conditional(grams, beta)
-            entry = found.setdefault(name, Sum(name, [], [], []))
+            entry = sums.setdefault(name, Sum(name, [], [], []))
             entry.learned.append(centred_alignment(gram[learn][:, learn], known[1]))
             entry.held.append(centred_alignment(gram[hold][:, hold], wanted[hold][:, hold]))
             entry.score.append(ridge_score(gram, targets, learn, hold))
         if watch is not None:
             watch(1)
-    return list(found.values())
+    return list(sums.values())
 
 
 def halves(targets: Targets, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of two random halves, of every class as many in each as can be.
+    """Return the rows of two random halves, with every class spread evenly.
 
     Raises:
         InvalidInput: fewer than 18 examples, or no two classes with two of them.
@@ -311,7 +309,7 @@ def halves(targets: Targets, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def can_halve(targets: Targets) -> bool:
-    """Whether both halves have enough examples, of two classes."""
+    """Return whether both halves have enough examples, of two classes."""
     sizes = torch.bincount(_groups(targets))
     return len(targets) >= 18 and (not targets.classes or int((sizes >= 2).sum()) >= 2)
 
@@ -321,17 +319,15 @@ def _groups(targets: Targets) -> Tensor:
 
 
 def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> float:
-    """Kernel ridge regression on some rows, tested on others: accuracy of classes, R² of numbers.
+    """Fit kernel ridge regression to some rows and test it on others: accuracy of classes, R² of numbers.
 
-    The ridge is the one with the least leave-one-out error on the first.
+    The ridge is the one with the least leave-one-out error on the first rows.
 
     Args:
         gram: `[n, n]` of all rows, positive semi-definite.
     """
     inside, across = gram[learn][:, learn], gram[hold][:, learn]
-    across = (
-        across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()
-    )  # by what is known of the first alone
+    across = across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()  # centred by the first rows alone
     y = targets.values[learn]
     mean = y.mean(0)
     values, vectors = torch.linalg.eigh(centred(inside))
@@ -349,7 +345,7 @@ def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> 
 
 
 def leave_one_out(values: Tensor, vectors: Tensor, y: Tensor, ridge: float) -> Tensor:
-    """`[n, outputs]` by how much ridge regression with an intercept misses each row when it has learned from all others.
+    """Return the error of ridge regression with an intercept on each row, fitted to all others: `[n, outputs]`.
 
         (y_i − f(x_i)) / (1 − H_ii),   H = 1/n + K_c (K_c + λI)⁻¹
 
@@ -359,14 +355,14 @@ def leave_one_out(values: Tensor, vectors: Tensor, y: Tensor, ridge: float) -> T
     """
     left = ridge / (values + ridge)
     residual = vectors @ (left[:, None] * (vectors.T @ (y - y.mean(0))))
-    # The intercept takes the constant direction, which has the eigenvalue 0: nothing of it is left.
+    # The intercept fits the constant direction, which has the eigenvalue 0, exactly.
     return residual / (vectors.square() @ left - 1 / len(y)).clamp(min=1e-12)[:, None]
 
 
 def scaled(features: Tensor, known: Tensor) -> Tensor:
-    """Of mean 0 and mean square 1 on the rows that are known, so that weights of heads can be compared.
+    """Scale features to mean 0 and mean square 1 on the known rows, so that weights of heads can be compared.
 
-    A head that always says the same is left at 0.
+    Constant features become 0.
     """
     features = features.double()
     shifted = features - features[known].mean(0)
@@ -375,7 +371,7 @@ def scaled(features: Tensor, known: Tensor) -> Tensor:
 
 
 def _components(features: Tensor, known: Tensor) -> Tensor:
-    """`[n, components]` along which what is known differs most, of mean square 1."""
+    """Return the first principal components of the known rows, for all rows, `[n, components]`, of mean square 1."""
     _, sizes, directions = torch.linalg.svd(features[known], full_matrices=False)
     count = min(_GATING, int((sizes > 1e-9 * sizes[0]).sum())) if len(sizes) else 0
     z = features @ directions[:count].T

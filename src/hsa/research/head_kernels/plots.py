@@ -1,4 +1,4 @@
-"""Pictures of heads as kernels: how alike they are, what weights they get, what is left without them."""
+"""Pictures of heads: alignment of all pairs, learned weights, the score of the model without some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsa.analysis.plots import COLORS, pyplot, save_figure
 def plot_alignment(
     path: Path, alignment: Sequence[Sequence[float]], heads: Sequence[tuple[int, int]], title: str
 ) -> None:
-    """The alignments of all pairs of heads; lines between layers.
+    """Plot the alignments of all pairs of heads, with lines between layers.
 
     Args:
         alignment: `[heads, heads]`, from −1 to 1.
@@ -24,15 +24,15 @@ def plot_alignment(
     size = min(9.0, max(3.6, 2.2 + 0.07 * len(heads)))
     figure, axes = pyplot().subplots(figsize=(size + 1.0, size), layout="constrained")
     lowest = float(table.min())
-    # Kernels of outputs are never unlike; only those that can be get colours for it.
+    # Alignments of outputs are never negative; a diverging colour map is for those that can be.
     look: dict[str, Any] = {"cmap": "magma_r", "vmin": 0, "vmax": 1}
     if lowest < -0.02:
         look = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
     image = axes.imshow(table, interpolation="nearest", **look)
     borders, names, middles = _layers(heads)
-    for place in borders:
-        axes.axhline(place - 0.5, color="#1f6f8b", lw=0.8)
-        axes.axvline(place - 0.5, color="#1f6f8b", lw=0.8)
+    for border in borders:
+        axes.axhline(border - 0.5, color="#1f6f8b", lw=0.8)
+        axes.axvline(border - 0.5, color="#1f6f8b", lw=0.8)
     _name_layers(axes.xaxis, names, middles)
     _name_layers(axes.yaxis, names, middles)
     axes.set(xlabel="heads, layer by layer", ylabel="heads, layer by layer")
@@ -42,7 +42,7 @@ def plot_alignment(
 
 
 def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int, int]], title: str) -> None:
-    """A bar per head, a colour per layer in turns; the dashed line is what equal weights would be."""
+    """Plot a bar per head, in alternating colours for layers; the dashed line marks equal weights."""
     width = min(14.0, max(5.0, 2.0 + 0.11 * len(heads)))
     figure, axes = pyplot().subplots(figsize=(width, 3.2), layout="constrained")
     colors = [COLORS[0] if layer % 2 == 0 else COLORS[3] for layer, _ in heads]
@@ -50,8 +50,8 @@ def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int
     axes.axhline(1 / len(heads), color="#333333", lw=1, ls="--")
     axes.text(len(heads), 1 / len(heads), "equal", ha="left", va="center", fontsize=8)
     borders, names, middles = _layers(heads)
-    for place in borders:
-        axes.axvline(place - 0.5, color="#cccccc", lw=0.8, zorder=0)
+    for border in borders:
+        axes.axvline(border - 0.5, color="#cccccc", lw=0.8, zorder=0)
     _name_layers(axes.xaxis, names, middles)
     axes.set(xlabel="heads, layer by layer", ylabel="weight", xlim=(-0.7, len(heads) - 0.3))
     axes.set_title(title, parse_math=False)
@@ -60,7 +60,7 @@ def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int
 
 
 def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> None:
-    """The score by how many heads are gone, a line per order; orders with several draws as a band.
+    """Plot the score against the number of removed heads, a line per order; orders with several draws as a band.
 
     Args:
         curves: `name`, `removed`, `scores` (a list per draw) and `mean` of each.
@@ -76,7 +76,7 @@ def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> N
             axes.fill_between(curve.removed, low, high, color=color, alpha=0.25, lw=0)
         label = f"{curve.name} ({len(curve.scores)} draws)" if several else curve.name
         axes.plot(curve.removed, curve.mean, color=color, marker="o", ms=4, ls="--" if several else "-", label=label)
-    axes.set(xlabel="heads gone", ylabel=score)
+    axes.set(xlabel="heads removed", ylabel=score)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title, parse_math=False)
     for text in axes.legend(frameon=False, fontsize=8).get_texts():
@@ -86,7 +86,7 @@ def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> N
 
 
 def _layers(heads: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[float]]:
-    """Where layers begin (but for the first), their numbers, and where their middles are."""
+    """Return where layers begin (without the first), their numbers, and their middles."""
     layers = np.array([layer for layer, _ in heads])
     begins = np.flatnonzero(np.diff(layers, prepend=-1))
     ends = np.append(begins[1:], len(layers))

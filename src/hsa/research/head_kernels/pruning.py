@@ -1,4 +1,4 @@
-"""Which heads a model can do without: orders in which to take them away, and what is left of its answers."""
+"""Remove heads from a model: orders in which to remove them, and the score that is left."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.research.head_kernels.heads import Answer, Head, Heads
 
+BY_REDUNDANCY, BY_WEIGHT, BY_CHANCE = "redundancy", "MKL weight", "random"
+"""Names of the orders in which heads are removed."""
 Score = Callable[[Tensor], float]
-"""How good answers `[examples, channels]` are."""
+"""Scores answers `[examples, channels]`."""
 
 
 def most_redundant_first(alignment: Tensor) -> list[int]:
-    """Kernels by redundancy, which is looked at anew after each that is taken away.
+    """Order kernels by redundancy, computed anew after each removal.
 
-    Of the two that are most alike, the one goes that is more like all others that are left; constant ones go before all.
+    Of the two most alike, the one goes that is more like all others that are left; constant ones go first.
 
     Args:
         alignment: `[kernels, kernels]`.
@@ -38,7 +40,7 @@ def most_redundant_first(alignment: Tensor) -> list[int]:
 
 
 def lowest_weight_first(weights: Tensor, slack: Tensor) -> list[int]:
-    """Kernels by their weight; where that is equal, as 0 often is, first those that the objective would lose most by."""
+    """Order kernels by their weight; among equal ones, often 0, those with the lowest slack first."""
     return np.lexsort((slack.numpy(), weights.numpy())).tolist()
 
 
@@ -47,7 +49,7 @@ def at_random(count: int, seed: int) -> list[int]:
 
 
 def steps(heads: int, points: int) -> list[int]:
-    """How many heads are gone at each point of a curve, from none to all; in small steps first, where little is lost.
+    """Return the number of removed heads at each point of a curve, from none to all, in small steps first.
 
     >>> steps(72, 9), steps(3, 8)
     ([0, 1, 4, 8, 14, 22, 32, 44, 57, 72], [0, 1, 2, 3])
@@ -61,18 +63,18 @@ def steps(heads: int, points: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is left of a model's score, for each number of heads that are gone."""
+    """Score of a model for each number of removed heads."""
 
     name: str
     removed: list[int]
-    scores: list[list[float]]  # a list per draw; one but for random orders
+    scores: list[list[float]]  # a list per draw; several for random orders
 
     @property
     def mean(self) -> list[float]:
         return np.mean(self.scores, 0).tolist()
 
-    def can_go(self, loss: float) -> int:
-        """How many heads can go before the mean score falls by `loss` or more."""
+    def removable(self, loss: float) -> int:
+        """Return the number of heads that can be removed before the mean score falls by `loss` or more."""
         mean = self.mean
         kept = 0
         for count, score in zip(self.removed, mean, strict=True):
@@ -94,17 +96,17 @@ def pruning_curves(
     points: int,
     watch: Callable[[int], None] | None = None,
 ) -> list[Curve]:
-    """Take heads away one after another, run the model, and score what it says.
+    """Remove heads one after another, run the model, and score its answers.
 
     Args:
-        everywhere: the heads that the numbers in the orders mean.
+        everywhere: all heads, which orders index.
         answer, batches: as for `collect`; `score` gets the answers in the order of the batches.
-        orders: by name; several for the draws of a random one.
-        points: of each curve, so that large models lose several heads per step.
-        watch: told how many more points are done.
+        orders: orders of removal by name; several for the draws of a random one.
+        points: number of points of each curve, so that large models lose several heads per point.
+        watch: called with the number of further points that are done.
     """
     counts = steps(len(everywhere), points)
-    known: dict[frozenset[int], float] = {}  # all orders begin and end alike
+    known: dict[frozenset[int], float] = {}  # all orders begin and end with the same sets
 
     def scored(gone: Sequence[int]) -> float:
         key = frozenset(gone)
@@ -122,7 +124,7 @@ def pruning_curves(
 
 
 def accuracy(labels: np.ndarray) -> Score:
-    """The share of examples whose largest answer is that of their class."""
+    """Score by the share of examples whose largest answer is that of their class."""
     true = torch.from_numpy(labels)
     return lambda answers: float((answers.argmax(1) == true).double().mean())
 
@@ -134,5 +136,5 @@ def r_squared(numbers: np.ndarray) -> Score:
 
 
 def cosine(full: Tensor) -> Score:
-    """The mean cosine with the answers of the whole model."""
+    """Score by the mean cosine with the answers of the whole model."""
     return lambda answers: float(torch.nn.functional.cosine_similarity(answers.double(), full.double(), dim=1).mean())

@@ -1,4 +1,4 @@
-"""The report of heads as kernels: tables, JSON, pictures, and what they say in words."""
+"""The report of `hsa heads`: tables, JSON, pictures, and a summary in words."""
 
 from __future__ import annotations
 
@@ -11,52 +11,56 @@ from hsa.files import write_json, write_text
 from hsa.research.head_kernels.heads import Head
 from hsa.research.head_kernels.learning import CONDITIONAL, FLAT, OWN, UNIFORM, Sum
 from hsa.research.head_kernels.plots import plot_alignment, plot_pruning, plot_weights
-from hsa.research.head_kernels.pruning import Curve
+from hsa.research.head_kernels.pruning import BY_CHANCE, BY_REDUNDANCY, BY_WEIGHT, Curve
 
+RESULTS = "heads.json"
 POINT = 0.01
-"""The loss of a score that counts as small."""
+"""Loss of a score that counts as small."""
+
+
+_IN_ORDER = {BY_REDUNDANCY: "by redundancy", BY_WEIGHT: "by MKL weight", BY_CHANCE: "in random order"}
 
 
 @dataclass(frozen=True)
-class LayerKernels:
+class LayerHeads:
     """The heads of one layer."""
 
     layer: int
     heads: int
-    effective: float  # different kernels
-    redundancy: float  # mean over its heads of the alignment with the head of the model most like it
-    asymmetric: float | None  # mean share of similarity that symmetrising drops
+    effective: float  # effective number of distinct heads
+    redundancy: float  # mean over its heads of the highest alignment with another head of the model
+    asymmetric: float | None  # mean share of the similarity that symmetrising drops
     weight: float | None  # sum of its heads' weights
 
 
 @dataclass(frozen=True)
-class KernelReport:
+class HeadReport:
     """Everything that was measured. Lists over heads are in the order of `heads`."""
 
     model: str
     data: str
     examples: int
     mean_length: float
-    kernel: str  # "outputs" or "similarity"
+    compare: str  # "outputs" or "similarity"
     rows: int  # of a Gram matrix: examples or tokens
     heads: list[Head]
     alignment: list[list[float]]
     redundancy: list[float]
     effective: float
-    layers: list[LayerKernels]
+    layers: list[LayerHeads]
     weights: list[float] | None
     sums: list[Sum]
-    sum_score: str  # what ridge regression with a sum is measured by
-    score: str  # what a pruned model is measured by
+    sum_score: str  # measure of ridge regression with a sum of kernels
+    score: str  # measure of a pruned model
     pruned_on: int
     curves: list[Curve]
     seed: int
 
     @property
     def summary(self) -> str:
-        of = "mean outputs of examples" if self.kernel == "outputs" else "similarities of tokens"
+        by = "mean outputs of examples" if self.compare == "outputs" else "similarities of tokens"
         return (
-            f"{len(self.heads)} heads in {len(self.layers)} layer{'s' * (len(self.layers) > 1)} as kernels of {of}; "
+            f"{len(self.heads)} heads in {len(self.layers)} layer{'s' * (len(self.layers) > 1)}, compared by {by}; "
             f"{self.examples:,} examples of {self.mean_length:.0f} tokens on average"
         )
 
@@ -76,16 +80,16 @@ class KernelReport:
     def layer_header(self) -> list[str]:
         first = self.layers[0]
         more = ["asymmetric"] * (first.asymmetric is not None) + ["MKL weight"] * (first.weight is not None)
-        return ["layer", "heads", "worth", "redundancy", *more]
+        return ["layer", "heads", "distinct", "redundancy", *more]
 
     def sum_header(self) -> list[str]:
-        return ["sum of kernels", "alignment", "held out", f"{self.sum_score} held out"]
+        return ["weights of heads", "alignment", "held out", f"{self.sum_score} held out"]
 
     def sum_rows(self) -> list[list[str]]:
         return [[s.name, *(_spread(v) for v in (s.learned, s.held, s.score))] for s in self.sums]
 
     def curve_header(self) -> list[str]:
-        return ["heads gone", *(curve.name for curve in self.curves)]
+        return ["heads removed", *(curve.name for curve in self.curves)]
 
     def curve_rows(self) -> list[list[str]]:
         if not self.curves:
@@ -96,16 +100,15 @@ class KernelReport:
         ]
 
     def words(self) -> list[str]:
-        """What it all says, in two or three sentences."""
-        alike = _mean(self.redundancy)
-        found = [
-            f"The {len(self.heads)} heads are worth {self.effective:.1f} different kernels; on average, a head is "
-            f"{alike:.2f} like the one most like it."
+        """Sum the report up in two or three sentences."""
+        lines = [
+            f"Effective number of distinct heads: {self.effective:.1f} of {len(self.heads)}. The highest alignment of a "
+            f"head with another is {_mean(self.redundancy):.2f} on average."
         ]
         if self.curves:
-            parts = [f"{curve.can_go(POINT) or 'none'} by {curve.name}" for curve in self.curves]
+            parts = [f"{curve.removable(POINT) or 'none'} {_IN_ORDER[curve.name]}" for curve in self.curves]
             loss = f"{POINT} of {self.score}" if self.score == "cosine" else f"a point of {self.score}"
-            found.append(f"Without retraining, heads that can go before {loss} is lost: {_and(parts)}.")
+            lines.append(f"Heads that can be removed without retraining before {loss} is lost: {_and(parts)}.")
         base = next((s for s in self.sums if s.name == UNIFORM), None)
         if base is not None:
             others = [s for s in self.sums if s.name in (FLAT, CONDITIONAL, OWN)]
@@ -114,53 +117,53 @@ class KernelReport:
                 f"{_verdict(s.score, base.score)} ({_mean(s.score):.3f})"
                 for s in others
             ]
-            told = f"({_mean(base.held):.3f} and {_mean(base.score):.3f})"
-            found.append(f"On held-out examples, compared with equal weights {told}: {'; '.join(parts)}.")
-        return found
+            equal = f"({_mean(base.held):.3f} and {_mean(base.score):.3f})"
+            lines.append(f"On held-out examples, compared with equal weights {equal}: {'; '.join(parts)}.")
+        return lines
 
     def remarks(self) -> list[str]:
-        """What a reader should not miss."""
-        found = []
+        """List limits of the results."""
+        lines = []
         if self.curves and self.score == "accuracy":
             share = self.curves[0].mean[0]
             error = (share * (1 - share) / self.pruned_on) ** 0.5
             if error > POINT / 2:
-                found.append(
-                    f"Accuracies without heads are of {self.pruned_on} examples, with a standard error of "
+                lines.append(
+                    f"Accuracies without heads are on {self.pruned_on} examples, with a standard error of "
                     f"{100 * error:.1f} points; a larger --prune-on makes it smaller."
                 )
         if self.weights is not None and not self.sums:
-            found.append("Weights were not tested: that takes at least 18 examples, and 2 of each of two classes.")
+            lines.append("Weights were not tested: that takes at least 18 examples, and 2 of each of two classes.")
         if self.weights is None:
-            found.append("There are no labels, so no weights were learned; pass --label COLUMN.")
-        return found
+            lines.append("There are no labels, so no weights were learned; pass --label COLUMN.")
+        return lines
 
 
-def write_report(folder: Path, report: KernelReport) -> list[Path]:
-    """`report.md`, `kernels.json` and pictures; returns the pictures."""
+def write_report(folder: Path, report: HeadReport) -> list[Path]:
+    """Write `report.md`, `heads.json` and pictures; return the paths of the pictures."""
     pictures = [folder / "alignment.png"]
-    plot_alignment(pictures[0], report.alignment, report.heads, f"{report.model}: how alike heads are")
+    plot_alignment(pictures[0], report.alignment, report.heads, f"{report.model}: alignment of heads")
     if report.weights is not None:
         pictures.append(folder / "weights.png")
-        plot_weights(pictures[-1], report.weights, report.heads, f"{report.model}: flat MKL")
+        plot_weights(pictures[-1], report.weights, report.heads, f"{report.model}: weights by flat MKL")
     if report.curves:
         pictures.append(folder / "pruning.png")
         plot_pruning(pictures[-1], report.curves, report.score, f"{report.model} without heads")
-    write_json(folder / "kernels.json", _as_json(report))
+    write_json(folder / RESULTS, _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
     return pictures
 
 
-def _as_json(report: KernelReport) -> dict[str, Any]:
+def _as_json(report: HeadReport) -> dict[str, Any]:
     return {
         **asdict(report),
         "alignment": [[round(value, 6) for value in row] for row in report.alignment],
-        "can_go": {curve.name: curve.can_go(POINT) for curve in report.curves},
+        "removable": {curve.name: curve.removable(POINT) for curve in report.curves},
         "words": report.words(),
     }
 
 
-def _markdown(report: KernelReport) -> list[str]:
+def _markdown(report: HeadReport) -> list[str]:
     lines = [f"# {report.model} on {report.data}", "", f"{report.summary}.", "", *report.words(), ""]
     lines += [*markdown_table(report.layer_header(), report.layer_rows()), ""]
     for header, rows in ((report.sum_header(), report.sum_rows()), (report.curve_header(), report.curve_rows())):
@@ -170,13 +173,13 @@ def _markdown(report: KernelReport) -> list[str]:
 
 
 def _spread(values: list[float]) -> str:
-    """The mean, and how far splits are from it."""
+    """Format the mean and the standard deviation over splits."""
     mean = _mean(values)
     return f"{mean:.3f} ± {(sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5:.3f}"
 
 
 def _verdict(values: list[float], base: list[float]) -> str:
-    """Better or worse only where that is so in every split."""
+    """Call it better or worse only if that is so in every split."""
     if all(a > b for a, b in zip(values, base, strict=True)):
         return "better"
     return "worse" if all(a < b for a, b in zip(values, base, strict=True)) else "about as well"

@@ -1,4 +1,4 @@
-"""The heads of a model as kernels: how many different ones, what weights labels give them, which can go."""
+"""The study behind `hsa heads`: alignment of heads, weights learned from labels, the model without some of them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.huggingface.fidelity.options import HeadViewOptions, PruningOptions
-from hsa.research.head_kernels.gram import alignment_matrix, effective_kernels, linear_grams, redundancy
+from hsa.research.head_kernels.gram import alignment_matrix, effective_number, linear_grams, redundancy
 from hsa.research.head_kernels.heads import collect
 from hsa.research.head_kernels.learning import Targets, can_halve, compare_sums, flat_mkl, scaled, target_kernel
+from hsa.research.head_kernels.options import ComparisonOptions, PruningOptions
 from hsa.research.head_kernels.pruning import (
+    BY_CHANCE,
+    BY_REDUNDANCY,
+    BY_WEIGHT,
     at_random,
     lowest_weight_first,
     most_redundant_first,
     pruning_curves,
     steps,
 )
-from hsa.research.head_kernels.report import KernelReport, LayerKernels
+from hsa.research.head_kernels.report import HeadReport, LayerHeads
 from hsa.research.head_kernels.subjects import Subject
 
 Counter = Callable[[str, int], Callable[[int], None]]
-"""Told what begins and how much of it there is; gives what is told how much more is done."""
-_MOST_BYTES = 4 * 2**30  # of Gram matrices
+"""Called with the name and size of a task; returns a function to call with the amount of further progress."""
+_MOST_BYTES = 4 * 2**30  # size of all Gram matrices
 
 
-def heads_as_kernels(
-    subject: Subject, view: HeadViewOptions, pruning: PruningOptions, counter: Counter
-) -> KernelReport:
-    """How alike heads are, what weights labels give them, what is left without them. `counter` is told of progress."""
-    kernel, tokens, halves, seed = view.kernel, view.tokens, view.halves, view.seed
+def study_heads(
+    subject: Subject, comparison: ComparisonOptions, pruning: PruningOptions, counter: Counter
+) -> HeadReport:
+    """Compare the heads of a model, learn weights for them, and remove them. `counter` reports progress."""
+    tokens, halves, seed = comparison.tokens, comparison.halves, comparison.seed
+    by_similarity = comparison.compare == "similarity"
     count, targets = len(subject.lengths), subject.targets
     total = sum(subject.heads.counts)
-    if total * max(count, tokens * (kernel == "similarity")) ** 2 * 8 > _MOST_BYTES:
+    if total * max(count, tokens * by_similarity) ** 2 * 8 > _MOST_BYTES:
         most = int((_MOST_BYTES / 8 / total) ** 0.5)
         raise InvalidInput(
             "limit", given=f"{count} examples, {tokens} tokens, {total} heads", expected=f"at most {most:,}"
         )
     everything = subject.batches(np.arange(count))
-    drawn = tokens if kernel == "similarity" else 0
+    drawn = tokens if by_similarity else 0
     seen = counter("heads of all examples", count)
     features = collect(subject.heads, subject.answer, everything, tokens=drawn, seed=seed, watch=seen)
     shares: list[float] | None = None
-    if kernel == "similarity":
+    if by_similarity:
         grams, shares = features.similarity_grams()
     else:
         grams = features.output_grams()
@@ -56,7 +60,7 @@ def heads_as_kernels(
     tried = np.sort(order[: min(pruning.prune_on, count // 2)])
     weights, sums, flat = None, [], None
     if targets is not None:
-        rest = torch.from_numpy(np.setdiff1d(np.arange(count), tried))  # weights do not know what they are tried on
+        rest = torch.from_numpy(np.setdiff1d(np.arange(count), tried))  # weights are tried on other examples
         _check_classes(targets, rest)
         outputs = linear_grams([scaled(head[rest], torch.arange(len(rest))) for head in features.outputs])
         flat = flat_mkl(outputs, target_kernel(targets.part(rest)))
@@ -71,26 +75,26 @@ def heads_as_kernels(
     for layer, heads in enumerate(subject.heads.counts):
         inside = (layer_of == layer).nonzero()[:, 0]
         layers.append(
-            LayerKernels(
+            LayerHeads(
                 layer,
                 heads,
-                effective_kernels(alignment[inside][:, inside]),
+                effective_number(alignment[inside][:, inside]),
                 float(redundant[inside].mean()),
                 None if shares is None else float(np.mean([shares[i] for i in inside.tolist()])),
                 None if weights is None else float(weights[inside].sum()),
             )
         )
-    return KernelReport(
+    return HeadReport(
         model=subject.model,
         data=subject.data,
         examples=count,
         mean_length=float(subject.lengths.mean()),
-        kernel=kernel,
+        compare=comparison.compare,
         rows=grams.shape[-1],
         heads=features.heads,
         alignment=alignment.tolist(),
         redundancy=redundant.tolist(),
-        effective=effective_kernels(alignment),
+        effective=effective_number(alignment),
         layers=layers,
         weights=None if weights is None else weights.tolist(),
         sums=sums,
@@ -112,14 +116,14 @@ def _prune(
     pruning: PruningOptions,
     counter: Counter,
 ) -> tuple[str, list[Any]]:
-    """What pruned models are measured by, and a curve per order."""
+    """Return the measure of pruned models, and a curve per order."""
     if not len(tried):
         return "", []
     total = len(features.heads)
-    orders = {"redundancy": [most_redundant_first(alignment)]}
+    orders = {BY_REDUNDANCY: [most_redundant_first(alignment)]}
     if flat is not None:
-        orders["MKL weight"] = [lowest_weight_first(flat.weights, flat.slack)]
-    orders["chance"] = [at_random(total, seed + draw) for draw in range(pruning.draws)]
+        orders[BY_WEIGHT] = [lowest_weight_first(flat.weights, flat.slack)]
+    orders[BY_CHANCE] = [at_random(total, seed + draw) for draw in range(pruning.draws)]
     batches = subject.batches(tried)
     name, score = subject.score(np.concatenate(batches), features.answers)
     points = len(steps(total, pruning.points)) * sum(map(len, orders.values()))

@@ -1,4 +1,4 @@
-"""Models whose heads are looked at, with examples to look at them with: ours, and encoders of transformers."""
+"""Models whose heads are studied, with examples to run them on: those of hsa, and encoders of transformers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.errors import InvalidInput, inside
-from hsa.files import read_json
 from hsa.huggingface.encoders import batch_by_length
 from hsa.huggingface.fidelity.examples import load_examples, number_labels, tokenize
-from hsa.huggingface.fidelity.options import HeadDataOptions
 from hsa.huggingface.loading import most_tokens
-from hsa.models.saved import CONFIG
+from hsa.models.saved import CONFIG, kind_of
 from hsa.research.head_kernels.heads import Answer, EncoderHeads, Heads
 from hsa.research.head_kernels.huggingface import TransformerHeads, load_encoder
 from hsa.research.head_kernels.learning import Targets
+from hsa.research.head_kernels.options import HeadDataOptions
 from hsa.research.head_kernels.pruning import Score, accuracy, cosine, r_squared
 from hsa.training.data.data_set import batches_by_tokens
 from hsa.training.inference import Saved
@@ -29,26 +28,25 @@ from hsa.training.inference import Saved
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model and examples to look at it with."""
+    """A model and examples to run it on."""
 
     model: str
     data: str
     heads: Heads
     answer: Answer
     lengths: np.ndarray  # tokens of every example
-    batches: Callable[[np.ndarray], list[np.ndarray]]  # of the examples of these numbers
+    batches: Callable[[np.ndarray], list[np.ndarray]]  # of examples, given by their indices
     targets: Targets | None
     score: Callable[[np.ndarray, Tensor], tuple[str, Score]]  # of these examples, given the answers of the whole model
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether `hsa train` wrote it."""
+    """Return whether `hsa train` wrote a folder: a model, or a run with a folder per model."""
     if not folder.is_dir():
         return False
-    if not (folder / CONFIG).exists():  # a run of hsa train has a folder per model
-        return any(is_ours(path) for path in sorted(folder.iterdir()) if path.is_dir())
-    about = read_json(folder / CONFIG, "the configuration of a model")
-    return isinstance(about, dict) and isinstance(about.get("model"), str)
+    if (folder / CONFIG).exists():
+        return kind_of(folder) is not None
+    return any(is_ours(path) for path in folder.iterdir() if path.is_dir())
 
 
 def our_model(
@@ -61,13 +59,13 @@ def our_model(
     on_bad: Callable[[InvalidInput], None],
     say: Callable[[str], None],
 ) -> Subject:
-    """A model that `hsa train` saved, on data that are read as it was trained to. `on_bad`: what to do with a bad row."""
+    """Load a model that `hsa train` saved, with data read as in its training. `on_bad` is called for a bad row."""
     say(f"loading {folder}")
     saved = Saved.load(folder, device)
     config = saved.model.config
     if config.task == "tokens":
         raise InvalidInput(
-            str(folder), given="a model of a class per leaf", expected="one of a class or number per example"
+            str(folder), given="a model with a class per leaf", expected="one with a class or number per example"
         )
     heads = EncoderHeads(saved.model.encoder)
     say(f"reading {data}")
@@ -99,11 +97,11 @@ def our_model(
 def pretrained_encoder(
     name: str, data: Path, read: HeadDataOptions, *, seed: int, device: str, say: Callable[[str], None]
 ) -> Subject:
-    """An encoder or classifier of transformers: a folder or a hub name."""
-    found = load_examples(data, text=read.text, label=read.label, split=read.split)
-    if read.label is not None and found.labels is None:
-        raise InvalidInput(f"{found.name}: {read.label}", given="a column without labels", expected="some")
-    examples = found.sample(read.limit, seed)
+    """Load an encoder or classifier of transformers: a folder or a hub name."""
+    loaded = load_examples(data, text=read.text, label=read.label, split=read.split)
+    if read.label is not None and loaded.labels is None:
+        raise InvalidInput(f"{loaded.name}: {read.label}", given="a column without labels", expected="some")
+    examples = loaded.sample(read.limit, seed)
     _check_count(str(data), len(examples))
     targets = None if examples.labels is None else _targets(examples.name, examples.labels)
     say(f"loading {name}")
@@ -136,11 +134,11 @@ def pretrained_encoder(
 
 def _check_count(where: str, count: int) -> None:
     if count < 3:
-        raise InvalidInput(where, given=f"{count} examples", expected="at least 3, to tell kernels apart")
+        raise InvalidInput(where, given=f"{count} examples", expected="at least 3, to tell heads apart")
 
 
 def _targets(name: str, labels: list[Any]) -> Targets:
-    """Classes; but numbers where labels have fractions, or there are more than 20 different ones."""
+    """Build targets: numbers if labels have fractions or are of more than 20 kinds, else classes."""
     try:
         numbers = [float(label) for label in labels]  # tables of text have numbers as text
     except (TypeError, ValueError):

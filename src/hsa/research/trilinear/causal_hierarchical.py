@@ -84,9 +84,9 @@ def _build(forest: Hierarchy) -> _Plan:
     padded = padded_sizes(s.num_children[parents], worth)
     levels, real, leaf, begin = [], [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for size in np.unique(padded):
-        chosen = parents[padded == size]
-        count = -(-s.leaf_count[chosen] // size)
-        parent = np.repeat(chosen, count)[:, None]
+        alike = parents[padded == size]
+        count = -(-s.leaf_count[alike] // size)
+        parent = np.repeat(alike, count)[:, None]
         slots = np.arange(size)
         leaves = s.first_leaf[parent] + ranges(np.zeros_like(count), count)[:, None] * size + slots
         inside = leaves < s.end_leaf[parent]

@@ -1,4 +1,4 @@
-"""A file → the reader for its kind, by the suffix of its name."""
+"""Read a file with the reader for its suffix."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def read_file(
     image_reader: Callable[..., Signal | Leaf] = read_image,
     on_bad: Literal["raise", "skip"] = "raise",
 ) -> Signal | Leaf:
-    """The signal of a file, read by the reader for its suffix (see `SUFFIXES`).
+    """Read a file with the reader for its suffix (see `SUFFIXES`).
 
-    The pictures of a web page are looked for in the folder of the page. For a whole site see `read_site`, for the rows
-    of a table `load_rows`.
+    Pictures of a web page are searched in the folder of the page. For a whole site see `read_site`, for the rows of a
+    table `load_rows`.
 
     Args:
-        tokenizer, language: as in `read_text`.
-        image_reader: makes the signal of a picture, such as `functools.partial(read_image, patch=8)`.
-        on_bad: what to do about a bad picture in a web page, as in `read_html`.
+        tokenizer, language: As in `read_text`.
+        image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
+        on_bad: Whether a bad picture in a web page raises or is skipped, as in `read_html`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def read_file(
     Signal(Sequence(1), 10 leaves, 4 families, depth 3, text)
 
     Raises:
-        InvalidInput: naming the file: a suffix it does not know, and what the readers raise.
+        InvalidInput: For an unknown suffix, and as the readers raise it; it names the file.
     """
     path = Path(path)
     kind = _kind(path)
@@ -81,7 +81,7 @@ def read_file(
 
 
 def text_of(path: str | PathLike[str]) -> str | None:
-    """The text of a file, to train a tokenizer on: of a web page what is shown, of other files all; None for a picture.
+    """Return the text of a file, to train a tokenizer on: of a web page the visible text; None for a picture.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def text_of(path: str | PathLike[str]) -> str | None:
     'Rivers'
 
     Raises:
-        InvalidInput: naming the file: a suffix that is not known, a file that cannot be read.
+        InvalidInput: For an unknown suffix or a file that cannot be read; it names the file.
     """
     path = Path(path)
     kind = _kind(path)

@@ -1,4 +1,4 @@
-"""A web page → a set of blocks; a folder of pages → a graph along their links."""
+"""Read a web page as a set of blocks, or a folder of pages as a graph along their links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.signals.domains import Graph
 from hsa.signals.readers.image import read_image
-from hsa.signals.readers.outline import Unordered, grow
+from hsa.signals.readers.outline import Unordered, build_signal
 from hsa.signals.readers.text import check_text, decode_text, lines, load_bytes, sentences
 from hsa.signals.readers.tokens import encodable, load_tokenizer
 from hsa.signals.signal import Leaf, Signal
@@ -50,21 +50,21 @@ def read_html(
     left_out: list[str] | None = None,
     where: str = "html",
 ) -> Signal:
-    """A web page as a `Set` of blocks: paragraphs, headings, list items, table cells, pictures and the like.
+    """Read a web page as a `Set` of blocks: paragraphs, headings, list items, table cells, pictures and the like.
 
-    A block is what stands together between the tags that begin a new line; preformatted text is lines → tokens, other
-    text sentences → tokens. Broken HTML is read as browsers read it. Scripts, style sheets, templates and frames are
-    left out; CSS is not applied, so what it hides is read.
+    A block is the content between tags that begin a new line; preformatted text becomes lines → tokens, other text
+    sentences → tokens. Broken HTML is read as browsers read it. Scripts, style sheets, templates and frames are left out;
+    CSS is not applied, so that hidden text is read.
 
     Args:
-        tokenizer, language: as in `read_text`.
-        folder: where pictures are looked for; nothing outside it is selection. Without it pictures are left out. Pictures
-            on other sites and in `data:` addresses are always left out.
-        page: the path of this page in the folder, which addresses of pictures are relative to.
-        image_reader: makes the signal of a picture, such as `functools.partial(read_image, patch=8)`.
-        on_bad: what to do about a picture that is not in the folder or cannot be read: raise, or leave it out.
-        left_out: the names of pictures left out so are added to this list.
-        where: the name of the page in error messages.
+        tokenizer, language: As in `read_text`.
+        folder: Folder of the pictures; nothing outside it is opened. Without it pictures are left out. Pictures on other
+            sites and in `data:` addresses are always left out.
+        page: Path of this page in the folder, which addresses of pictures are relative to.
+        image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
+        on_bad: Whether a picture that is not in the folder or cannot be read raises or is left out.
+        left_out: List to which the names of such pictures are added.
+        where: Name of the page in error messages.
 
     >>> print(read_html("<title>Rivers</title><h1>The Rhine</h1><p>It is <b>long</b>.<p>And wide.").show())
     Set(4) · 10 leaves · text
@@ -75,8 +75,8 @@ def read_html(
     ...
 
     Raises:
-        InvalidInput: no text and no picture in the page; a bad picture; an object that is no tokenizer.
-        MissingExtra: `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
+        InvalidInput: For a page without text and pictures, a bad picture, or an object that is no tokenizer.
+        MissingExtra: If `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
     """
     pictures = _Pictures(None if folder is None else Path(folder), image_reader, on_bad, left_out)
     return _page(_pieces(check_text(text, where)), tokenizer, language, pictures, page, where)
@@ -91,15 +91,15 @@ def read_site(
     on_bad: Literal["raise", "skip"] = "raise",
     left_out: list[str] | None = None,
 ) -> Signal:
-    """A folder of web pages as a `Graph`: its members are the pages, in the order of their paths, its edges the links.
+    """Read a folder of web pages as a `Graph`: its members are the pages, in the order of their paths, its edges the links.
 
     Pages are the files named .html and .htm, in the folder and those below. A link to a folder leads to its index
     page, and one without a suffix to the page of that name, as on web servers. Nothing outside the folder is opened,
     also where symbolic links lead there.
 
     Args:
-        tokenizer, language: as in `read_text`.
-        image_reader, on_bad, left_out: as in `read_html`.
+        tokenizer, language: As in `read_text`.
+        image_reader, on_bad, left_out: As in `read_html`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -109,10 +109,10 @@ def read_site(
     Signal(Graph(2 nodes, 2 edges), 9 leaves, 8 families, depth 4, text)
 
     Raises:
-        InvalidInput: no pages in the folder; naming the file: a page without text and pictures, a bad picture.
+        InvalidInput: For a folder without pages, a page without text and pictures, or a bad picture; it names the file.
     """
     root = Path(folder)
-    pages = {name: place for place, name in enumerate(_pages(root))}
+    pages = {name: number for number, name in enumerate(_pages(root))}
     if not pages:
         given = "no .html files" if root.is_dir() else "no such folder"
         raise InvalidInput(str(folder), given=given, expected="a folder of web pages")
@@ -120,16 +120,16 @@ def read_site(
     pictures = _Pictures(root, image_reader, on_bad, left_out)
     members = []
     edges: dict[tuple[int, int], None] = {}  # in order, each once
-    for name, place in pages.items():
+    for name, number in pages.items():
         pieces = list(_pieces(load_html(root / name)))
         members.append(_page(pieces, tokenizer, language, pictures, name, str(root / name)))
         targets = [_target(reference, name, pages) for kind, reference in pieces if kind == "link"]
-        edges.update({(place, target): None for target in targets if target is not None and target != place})
+        edges.update({(number, target): None for target in targets if target is not None and target != number})
     return Signal(Graph(len(pages), list(edges)), members)
 
 
 def text_blocks(text: str, language: str) -> list[list[str]]:
-    """The sentences, or lines, of each block of text in a page or a part of one.
+    """Return the sentences or lines of each block of text in a page or a part of one.
 
     >>> text_blocks("<p>It rained. It snowed.<pre>a = 1", "en")
     [['It rained.', 'It snowed.'], ['a = 1']]
@@ -138,7 +138,7 @@ def text_blocks(text: str, language: str) -> list[list[str]]:
 
 
 def visible_text(text: str) -> str:
-    """The text of a page, with a blank line between blocks.
+    """Return the text of a page, with a blank line between blocks.
 
     >>> print(visible_text("<title>Rivers</title><script>let x</script><p>They <b>flow</b>."))
     Rivers
@@ -149,10 +149,10 @@ def visible_text(text: str) -> str:
 
 
 def load_html(path: str | PathLike[str]) -> str:
-    """The text of a page in the encoding that it names; without a name UTF-8 if it is that, else Windows-1252.
+    """Load the text of a page in the encoding that it names; else as UTF-8 if it is valid, or as Windows-1252.
 
     Raises:
-        InvalidInput: naming the file, when it cannot be read or is binary.
+        InvalidInput: For a file that cannot be read or is binary.
     """
     data = load_bytes(path)
     for mark, encoding in _BYTE_ORDER_MARKS.items():
@@ -172,7 +172,7 @@ def load_html(path: str | PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class _Pictures:
-    """How the pictures of a page are read."""
+    """Options for reading the pictures of a page."""
 
     folder: Path | None
     reader: Callable[..., Signal | Leaf]
@@ -214,7 +214,7 @@ def _page(
         block = pictures.read(content, page, where) if picture else _text_block(kind, content, language)
         if block is not None:
             blocks.append(block)
-    return grow(blocks, tokenizer, where=where, expected="at least one word or picture in the page")
+    return build_signal(blocks, tokenizer, where=where, expected="at least one word or picture in the page")
 
 
 def _text_block(kind: str, content: str, language: str) -> list[str] | None:
@@ -224,24 +224,24 @@ def _text_block(kind: str, content: str, language: str) -> list[str] | None:
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    """Text is gathered until a tag that begins or ends a block, so that tags may be nested in any way."""
+    """Yield the pieces of a page. Text is collected up to a tag that begins or ends a block, however tags are nested."""
     try:
         from selectolax.lexbor import LexborHTMLParser
     except ImportError:
         raise MissingExtra("selectolax", "readers", "reading HTML") from None
 
-    gathered: list[str] = []
+    collected: list[str] = []
     preformatted = 0  # how many <pre> are open
     parser = LexborHTMLParser(encodable(text), scripting=True)  # else the content of <noscript> may end up outside it
     for node, opens in _tags(parser.root):
         tag = node.tag
         if tag == "-text":
             if opens:
-                gathered.append(node.text_content or "")
+                collected.append(node.text_content or "")
         elif tag == "br":
-            gathered.append("\n" if opens else "")
+            collected.append("\n" if opens else "")
         elif tag in _BLOCKS or tag == "img":
-            yield from _flush(gathered, preformatted > 0)
+            yield from _flush(collected, preformatted > 0)
             if tag == "pre":
                 preformatted += 1 if opens else -1
         if opens and tag in ("a", "img"):
@@ -250,9 +250,9 @@ def _pieces(text: str) -> Iterator[_Piece]:
                 yield ("link" if tag == "a" else "picture"), reference
 
 
-def _flush(gathered: list[str], preformatted: bool) -> Iterator[_Piece]:
-    text = "".join(gathered)
-    gathered.clear()
+def _flush(collected: list[str], preformatted: bool) -> Iterator[_Piece]:
+    text = "".join(collected)
+    collected.clear()
     if preformatted and text.strip():
         yield "lines", text
     elif words := text.split():
@@ -260,7 +260,7 @@ def _flush(gathered: list[str], preformatted: bool) -> Iterator[_Piece]:
 
 
 def _tags(root: LexborNode | None) -> Iterator[tuple[LexborNode, bool]]:
-    """Every node as it opens and as it closes; a loop, because pages may be nested deeper than Python's own stack."""
+    """Yield every node as it opens and as it closes, in a loop: pages may be nested deeper than Python's stack."""
     node = root
     while node is not None:
         yield node, True
@@ -278,22 +278,22 @@ def _tags(root: LexborNode | None) -> Iterator[tuple[LexborNode, bool]]:
 
 
 def _pages(root: Path) -> list[str]:
-    found = []
+    pages = []
     for folder, _, files in os.walk(root):
         for file in files:
             path = Path(folder, file)
             if path.suffix.lower() in (".html", ".htm") and _is_inside(path, root):
-                found.append(path.relative_to(root).as_posix())
-    return sorted(found)
+                pages.append(path.relative_to(root).as_posix())
+    return sorted(pages)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether it is a file in the folder, also after symbolic links are followed."""
+    """Return whether it is a file in the folder, after following symbolic links."""
     return os.path.isfile(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _address(reference: str, page: str) -> str | None:
-    """The path in the folder that a page refers to; None when it is elsewhere.
+    """Return the path in the folder that a page refers to; None if it is elsewhere.
 
     >>> _address("../b.html#top", "blog/a.html"), _address("/b.html?x", "blog/a.html"), _address("../../b", "blog/a")
     ('b.html', 'b.html', 'b')

@@ -1,4 +1,4 @@
-"""A picture → a grid of patches, or a grid of blocks of patches."""
+"""Read a picture as a grid of patches, or as a grid of blocks of patches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _EXPECTED = "a picture that Pillow reads"
 def read_image(
     picture: Any, *, patch: int = 16, largest: int = 224, block: int | None = None, where: str | None = None
 ) -> Signal:
-    """A picture as a `Grid` of square patches: leaves of modality "patch", uint8 of shape [patch, patch, 3] in RGB.
+    """Read a picture as a `Grid` of square patches: leaves of modality "patch", uint8 `[patch, patch, 3]` in RGB.
 
     Args:
-        picture: the path of a file, its bytes, a Pillow image, or uint8 pixels of shape [height, width] or
-            [height, width, channels]. Of an animation the first frame is read. It is turned as its EXIF data says, and
-            shown on white where it is transparent.
-        patch: side of a patch in pixels.
-        largest: the longer side in pixels is at most this. Pictures are made smaller where they must be and keep their
-            aspect ratio, up to the rounding of both sides to whole patches.
-        block: makes a `Grid` of blocks, each a `Grid` of at most block × block patches.
-        where: the name of the picture in error messages; the path unless given.
+        picture: Path of a file, its bytes, a Pillow image, or uint8 pixels of shape [height, width] or
+            [height, width, channels]. Only the first frame of an animation is read. The picture is rotated according to
+            its EXIF data; transparent pixels are shown on white.
+        patch: Side of a patch in pixels.
+        largest: Most pixels of the longer side. Larger pictures are scaled down; they keep their aspect ratio, up to the
+            rounding of both sides to whole patches.
+        block: Side of a block in patches: gives a `Grid` of blocks, each a `Grid` of patches.
+        where: Name of the picture in error messages; its path by default.
 
     >>> read_image(np.zeros((480, 640), np.uint8))
     Signal(Grid((10, 14)), 140 leaves, 1 family, depth 1, patch)
@@ -43,8 +43,8 @@ def read_image(
     Grid((3, 4))
 
     Raises:
-        InvalidInput: naming the picture: no such file, no picture, damaged, or too many pixels to be one.
-        MissingExtra: `pillow` is not installed.
+        InvalidInput: For a missing or damaged file, something that is no picture, or too many pixels.
+        MissingExtra: If `pillow` is not installed.
     """
     for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block, 1)):
         if value is not None and value < least:
@@ -63,7 +63,7 @@ def _grid(patches: Tensor) -> Signal:
 
 
 def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.uint8]:
-    """The picture at the size it is read in, [height, width, 3]."""
+    """Return the scaled pixels `[height, width, 3]`."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -114,7 +114,7 @@ def _check_pixels(image: Image, where: str) -> None:
 
 
 def _whole_patches(size: tuple[int, int], patch: int, largest: int) -> tuple[int, int]:
-    """A size of at most `largest`, rounded to patches.
+    """Return a size of at most `largest`, rounded to patches.
 
     >>> _whole_patches((640, 480), 16, 224), _whole_patches((1, 1000), 16, 224), _whole_patches((30, 20), 16, 224)
     ((224, 160), (16, 224), (32, 16))

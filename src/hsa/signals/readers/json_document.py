@@ -1,4 +1,4 @@
-"""A JSON document → the same nesting, with its strings split into sentences and tokens."""
+"""Read a JSON document: the same nesting, with strings split into sentences and tokens."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from typing import Any
 
 from hsa.errors import InvalidInput
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import check_text, sentences
 from hsa.signals.signal import Leaf, Signal
 
 
 def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "json") -> Signal:
-    """A JSON document as a signal: lists are `Sequence`s, objects `Table`s, strings sentences → tokens.
+    """Read a JSON document: lists become `Sequence`s, objects `Table`s, strings sentences → tokens.
 
     Numbers, true and false are leaves of modality "number", as floats. Null and empty lists, objects and strings are
     left out. `from_nested` keeps each string whole instead.
 
     Args:
-        tokenizer, language: as in `read_text`.
-        where: the name of the document in error messages.
+        tokenizer, language: As in `read_text`.
+        where: Name of the document in error messages.
 
     >>> print(read_json('{"name": "Ada Lovelace", "years": [1815, 1852], "tags": []}').show())
     Table('name', 'years') · 4 leaves · text, number
@@ -29,28 +29,28 @@ def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: 
     └─ .years Sequence(2) · 2 leaves · number · 1815.0 1852.0
 
     Raises:
-        InvalidInput: no JSON, with line and column; a number that is not finite; nothing but empty lists and objects.
+        InvalidInput: For invalid JSON, with line and column; a number that is not finite; a document without values.
     """
     document = parse_json(check_text(text, where), where)
     try:
         outline = _outline(document, language, where)
         whole = [outline] if isinstance(outline, Leaf) else outline  # a number alone is no signal
-        return grow(whole, tokenizer, where=where, given="no values", expected="at least one")
+        return build_signal(whole, tokenizer, where=where, given="no values", expected="at least one")
     except RecursionError:
         raise _too_deep(where) from None
 
 
 def parse_json(text: str, where: str, line: int = 1) -> Any:
-    """The Python object of a JSON text, which begins in this line of its file.
+    """Parse a JSON text that begins in this line of its file.
 
     Raises:
-        InvalidInput: no JSON, with line and column.
+        InvalidInput: For invalid JSON, with line and column.
     """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place = f"{where}: line {line + error.lineno - 1}, column {error.colno}"
-        raise InvalidInput(place, given=f"no JSON ({error.msg})", expected="JSON") from None
+        location = f"{where}: line {line + error.lineno - 1}, column {error.colno}"
+        raise InvalidInput(location, given=f"no JSON ({error.msg})", expected="JSON") from None
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError:  # an integer of thousands of digits
@@ -70,10 +70,10 @@ def _outline(value: Any, language: str, where: str) -> Any:
 
 
 def finite(value: Any, where: str) -> float:
-    """The number as a float.
+    """Return a number as a float.
 
     Raises:
-        InvalidInput: no number, or one that is infinite or too large for a float.
+        InvalidInput: For something else, or a number that is infinite or too large for a float.
     """
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""Markdown → sections by heading level → blocks → sentences or lines → tokens."""
+"""Read Markdown: sections by heading level → blocks → sentences or lines → tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hsa.errors import MissingExtra
 from hsa.signals.readers.html import text_blocks
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import check_text, lines, normalize_newlines, sentences
 from hsa.signals.signal import Signal
 
@@ -21,7 +21,7 @@ _DEEPEST = 100  # levels of quotes and lists; the parser leaves out what is deep
 
 
 def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "markdown") -> Signal:
-    """A Markdown text as a signal: a `Sequence` of blocks and sections, whose sections nest as their headings do.
+    """Read a Markdown text: a `Sequence` of blocks and sections, which nest as their headings do.
 
     | Markdown               | becomes                                                                            |
     |------------------------|------------------------------------------------------------------------------------|
@@ -36,8 +36,8 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
     A heading with nothing under it is a `Table("heading")`. Front matter, rules and comments are left out.
 
     Args:
-        tokenizer, language: as in `read_text`.
-        where: the name of the text in error messages.
+        tokenizer, language: As in `read_text`.
+        where: Name of the text in error messages.
 
     >>> print(read_markdown("# Rivers\\n\\nThey flow.\\n\\n## The Rhine\\n\\n- long\\n- wide").show())
     Sequence(1) · 8 leaves · text
@@ -55,8 +55,8 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
     ...
 
     Raises:
-        InvalidInput: nothing to read in the text; an object that is no tokenizer.
-        MissingExtra: `markdown-it-py`, `selectolax`, `sentencex` or `tokenizers` is not installed.
+        InvalidInput: For a text without words or an object that is no tokenizer.
+        MissingExtra: If `markdown-it-py`, `selectolax`, `sentencex` or `tokenizers` is not installed.
     """
     try:
         from markdown_it import MarkdownIt
@@ -66,11 +66,11 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
 
     body = _FRONT_MATTER.sub("", normalize_newlines(check_text(text, where)))
     parser = MarkdownIt("commonmark", {"maxNesting": _DEEPEST}).enable(["table", "strikethrough"])
-    return grow(_blocks(SyntaxTreeNode(parser.parse(body)).children, language), tokenizer, where=where)
+    return build_signal(_blocks(SyntaxTreeNode(parser.parse(body)).children, language), tokenizer, where=where)
 
 
 def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
-    """The outline of blocks, with the blocks under each heading in its section."""
+    """Return the outline of blocks, with the blocks under each heading in its section."""
     outline: list[Any] = []
     open_sections = [(0, outline)]  # level of the heading, body
     for node in nodes:
@@ -87,7 +87,7 @@ def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
 
 
 def _block(node: SyntaxTreeNode, language: str) -> list[Any]:
-    """The outline of one block that is no heading: one entry, or for HTML as many as it has blocks."""
+    """Return the outline of one block that is no heading: one entry, or an entry per block of HTML."""
     if node.type in ("fence", "code_block"):
         return [lines(node.content)]
     if node.type == "html_block":

@@ -1,4 +1,4 @@
-"""Lists, dictionaries, sets and arrays as they are → a signal of the same nesting."""
+"""Read nested lists, dictionaries, sets and arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALARS = (str, bool, int, float, np.generic)
 def from_nested(
     nested: Any, modality: str | None = None, *, drop_empty: bool = False, where: str = "nested"
 ) -> Signal | Leaf:
-    """A nested Python object as a signal.
+    """Read a nested Python object.
 
     | given                          | becomes                                                                  |
     |--------------------------------|--------------------------------------------------------------------------|
@@ -31,9 +31,9 @@ def from_nested(
     | `Signal`, `Leaf`               | itself                                                                   |
 
     Args:
-        modality: of all leaves; else "text" for strings, "number" for numbers, "array" for rows with axes.
-        drop_empty: leave out None and empty containers, and containers in which nothing else is; else they raise.
-        where: the name of the object in error messages.
+        modality: Modality of all leaves; by default "text" for strings, "number" for numbers, "array" for rows with axes.
+        drop_empty: Whether None and empty containers (and containers of nothing else) are left out; else they raise.
+        where: Name of the object in error messages.
 
     >>> print(from_nested({"name": "Ada", "years": [1815, 1852], "tags": {"b", "a"}}).show())
     Table('name', 'years', 'tags') · 5 leaves · text, number
@@ -42,7 +42,7 @@ def from_nested(
     └─ .tags Set(2) · 2 leaves · text · 'a' 'b'
 
     Raises:
-        InvalidInput: naming the path: an empty container, one that contains itself, a type with no meaning here.
+        InvalidInput: For an empty container, one that contains itself, or an unknown type; it names the path.
     """
     root = _Container([nested], None, Path(None, where))
     inside = [root]  # an explicit stack: nestings may be deeper than Python's own
@@ -78,7 +78,7 @@ def from_nested(
 
 
 class _Container:
-    """A list, dictionary or set, and what has been read of it."""
+    """A list, dictionary or set, and the members read so far."""
 
     def __init__(self, given: Any, key: str | int | None, path: Path):
         self.given = given
@@ -122,7 +122,7 @@ def _name(given: Any) -> str:
 
 
 def _leaf_or_simple(given: Any, modality: str | None, path: Path) -> Signal | Leaf | None:
-    """The object as a leaf or as one stack of leaves; None when it must be selection."""
+    """Return the object as a leaf or as one stack of leaves; None for a container to read member by member."""
     if isinstance(given, (Signal, Leaf)):
         return given
     if isinstance(given, _SCALARS):

@@ -1,4 +1,4 @@
-"""`grow`: a nested outline of texts → a signal. Readers make outlines; all texts of one are tokenized together.
+"""Build a signal from a nested outline of texts. Readers make outlines; all texts of an outline are tokenized together.
 
 An outline is one of
 
@@ -7,7 +7,7 @@ An outline is one of
 - a dictionary of outlines: a `Table`;
 - a `Signal` or a `Leaf`: itself.
 
-Outlines are a few levels deep, so they are walked by plain recursion.
+Outlines are a few levels deep, so plain recursion is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Unordered(list):
     """Members whose order means nothing."""
 
 
-def grow(
+def build_signal(
     outline: Any,
     tokenizer: Any,
     *,
@@ -33,12 +33,12 @@ def grow(
     given: str = "a text without tokens",
     expected: str = "at least one word",
 ) -> Signal:
-    """The signal of an outline, without texts that have no tokens and without families in which nothing is left.
+    """Return the signal of an outline, without texts that have no tokens and without families that are empty then.
 
     Args:
-        where, given, expected: what the error says when nothing is left.
+        where, given, expected: Parts of the error message when nothing is left.
 
-    >>> print(grow({"title": ["Two cats"], "body": [["They sat."], [""]]}, None, where="page").show())
+    >>> print(build_signal({"title": ["Two cats"], "body": [["They sat."], [""]]}, None, where="page").show())
     Table('title', 'body') · 5 leaves · text
     ├─ .title Sequence(1) · 2 leaves · text
     │  └─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
@@ -47,11 +47,11 @@ def grow(
           └─ [0] Sequence(3) · 3 leaves · text · 'They' 'sat' '.'
 
     Raises:
-        InvalidInput: nothing is left; an object that is no tokenizer.
+        InvalidInput: If nothing is left, or for an object that is no tokenizer.
     """
     texts = list(_texts(outline))
     families = token_families(texts, tokenizer) if texts else []
-    signal: Any = _grow(outline, iter(families))
+    signal: Any = _build(outline, iter(families))
     if signal is None:
         raise InvalidInput(where, given=given, expected=expected)
     return signal
@@ -69,18 +69,18 @@ def _texts(outline: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _grow(outline: Any, families: Iterator[Signal | None]) -> Signal | Leaf | None:
+def _build(outline: Any, families: Iterator[Signal | None]) -> Signal | Leaf | None:
     if isinstance(outline, str):
         return next(families)
     if isinstance(outline, (Signal, Leaf)):
         return outline
-    causal_tree = [_grow(part, families) for part in _parts(outline)]
-    members = [member for member in causal_tree if member is not None]
+    built = [_build(part, families) for part in _parts(outline)]
+    members = [member for member in built if member is not None]
     if not members:
         return None
     domain: Domain
     if isinstance(outline, dict):
-        domain = Table([key for key, member in zip(outline, causal_tree, strict=True) if member is not None])
+        domain = Table([key for key, member in zip(outline, built, strict=True) if member is not None])
     else:
         domain = (Set if isinstance(outline, Unordered) else Sequence)(len(members))
     return Signal(domain, members)

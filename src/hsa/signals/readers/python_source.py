@@ -1,4 +1,4 @@
-"""Python source → classes → functions → statements → tokens."""
+"""Read Python source: classes → functions → statements → tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from hsa.errors import InvalidInput
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import check_text, decode_text, load_bytes, normalize_newlines
 from hsa.signals.signal import Signal
 
@@ -21,16 +21,16 @@ _LAYOUT = frozenset(
 
 
 def read_python(source: str, tokenizer: Any = None, *, where: str = "python") -> Signal:
-    """A module as a signal: a `Sequence` of statements, in which classes, functions and other blocks nest.
+    """Read a module as a `Sequence` of statements, in which classes, functions and other blocks nest.
 
     A statement on its own is a family of tokens. A class, a function, a loop and the like is a `Sequence`: first its
     header (for a function the decorators and the `def` line), then its statements, then a `Sequence` of the same form
     for each further branch (`elif`, `else`, `except`, `finally`, `case`).
 
     Args:
-        tokenizer: as in `read_text`; it is given the source of each statement or header. Without one the leaves are the
-            names, operators, numbers and strings of the language. Comments between statements are left out.
-        where: the name of the module in error messages.
+        tokenizer: As in `read_text`, for the source of each statement or header. Without one the leaves are the names,
+            operators, numbers and strings of the language. Comments between statements are left out.
+        where: Name of the module in error messages.
 
     >>> print(read_python("def double(x):\\n    return 2 * x\\n").show())
     Sequence(1) · 10 leaves · text
@@ -39,23 +39,23 @@ def read_python(source: str, tokenizer: Any = None, *, where: str = "python") ->
        └─ [1] Sequence(4) · 4 leaves · text · 'return' '2' '*' 'x'
 
     Raises:
-        InvalidInput: no Python (naming the line); no statements; nested too deeply for Python's own parser.
+        InvalidInput: For invalid Python (with the line), no statements, or nesting too deep for Python's parser.
     """
     source = normalize_newlines(check_text(source, where))
     module = _parse(source, where)
     units = _Units(source, whole=tokenizer is not None, where=where)
     outline = [_statement(statement, units) for statement in module.body]
-    return grow(outline, tokenizer, where=where, given="no statements", expected="at least one")
+    return build_signal(outline, tokenizer, where=where, given="no statements", expected="at least one")
 
 
 def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Literal["class", "function"], str]]:
-    """The name, kind and source of every class and function at the top level of a module, decorators included.
+    """Yield the name, kind and source of every class and function at the top level of a module, decorators included.
 
     >>> list(definitions("import os\\n\\n@cache\\ndef f(): ...\\n\\nclass A:\\n    def g(self): ...\\n"))
     [('f', 'function', '@cache\\ndef f(): ...'), ('A', 'class', 'class A:\\n    def g(self): ...')]
 
     Raises:
-        InvalidInput: no Python, naming the line.
+        InvalidInput: For invalid Python, with the line.
     """
     source = normalize_newlines(check_text(source, where))
     lines = source.split("\n")
@@ -70,7 +70,7 @@ def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Li
 
 
 def load_python(path: str | PathLike[str]) -> str:
-    """The source in a file, in the encoding that its first lines name, else UTF-8.
+    """Load the source in a file, in the encoding that its first lines name, else in UTF-8.
 
     Raises:
         InvalidInput: naming the file, when it cannot be read or is not in its encoding.
@@ -97,7 +97,7 @@ def _parse(source: str, where: str) -> ast.Module:
 
 
 class _Units:
-    """The tokens of a module, taken one statement or header after another."""
+    """The tokens of a module, read one statement or header after another."""
 
     def __init__(self, source: str, *, whole: bool, where: str):
         self._lines = source.split("\n")
@@ -110,7 +110,7 @@ class _Units:
         self._next = 0
 
     def take(self, until: ast.stmt | None = None, lines: int = 1) -> str | Signal:
-        """What comes up to a semicolon, up to a statement in the same line, or up to the end of so many lines."""
+        """Return the tokens up to a semicolon, to a statement in the same line, or to the end of these lines."""
         stop = None if until is None else (until.lineno, self._column(until))
         taken: list[tokenize.TokenInfo] = []
         while lines and (token := self._tokens[self._next]).start != stop:
@@ -131,13 +131,13 @@ class _Units:
         return "\n".join([self._lines[top - 1][left:], *self._lines[top : bottom - 1], self._lines[bottom - 1][:right]])
 
     def _column(self, node: ast.stmt) -> int:
-        """`ast` counts bytes, `tokenize` characters."""
+        """Convert a column: `ast` counts bytes, `tokenize` characters."""
         line = self._lines[node.lineno - 1]
         return node.col_offset if line.isascii() else len(line.encode()[: node.col_offset].decode())
 
 
 def _statement(node: ast.stmt, units: _Units) -> Any:
-    """The outline of a statement. Only blocks recurse, which Python lets nest a hundred deep."""
+    """Return the outline of a statement. Only blocks recurse, which Python nests at most a hundred deep."""
     if isinstance(node, ast.Match):
         return [units.take(), *(_branch(case.body, units) for case in node.cases)]
     bodies = list(_bodies(node))
@@ -153,7 +153,7 @@ def _branch(body: list[ast.stmt], units: _Units, decorators: int = 0) -> list[An
 
 
 def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The statements under each header of a statement, in the order of the source; none for a simple one."""
+    """Return the statements under each header of a statement, in source order; none for a simple one."""
     while isinstance(node, ast.If) and _is_elif(node):  # a loop, because each `elif` is nested in the one before
         yield node.body
         node = node.orelse[0]
@@ -163,5 +163,5 @@ def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _is_elif(node: ast.If) -> bool:
-    """Whether the next branch is an `elif`: it stands under the `if`, and an `if` inside an `else` further right."""
+    """Return whether the next branch is an `elif`: it begins in the column of the `if`; an `if` inside `else` does not."""
     return len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) and node.orelse[0].col_offset == node.col_offset

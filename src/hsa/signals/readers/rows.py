@@ -1,4 +1,4 @@
-"""Tables in files → rows; a row → a signal of some of its columns."""
+"""Read the rows of tables in files, and columns of a row as a signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from hsa.errors import InvalidInput, MissingExtra
 from hsa.signals.readers.image import read_image
 from hsa.signals.readers.json_document import finite, parse_json
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
 from hsa.signals.signal import Leaf, Signal
 
@@ -26,15 +26,15 @@ _NAME_COLUMNS = "name the columns in the first line, each once"
 
 
 class Rows:
-    """The rows of a file, by place from 0, and their columns, by name. Values of text files are as they stand there.
+    """The rows of a file, by index from 0, and their columns, by name. Values of text files stay strings.
 
     Args:
-        file: the name of the file, for messages.
-        columns: the values of each column, all of one length.
-        lines: where each row begins in the file, counted from 1, if that is known.
+        file: Name of the file, for messages.
+        columns: Values of each column, all of one length.
+        lines: Line in which each row begins, counted from 1, if known.
 
     Raises:
-        InvalidInput: no rows.
+        InvalidInput: For no rows.
 
     >>> rows = Rows("cats.csv", {"name": ["Tom", "Kit"], "age": ["3", "5"]}, lines=[2, 3])
     >>> rows.columns, len(rows), rows.row(1), rows.column("age"), rows.where(1)
@@ -54,26 +54,26 @@ class Rows:
         return self._length
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column; None where a row has none.
+        """Return all values of a column; None where a row has none.
 
         Raises:
-            InvalidInput: no column of this name, listing those there are.
+            InvalidInput: For an unknown column; it lists the columns.
         """
         _check_column(name, self.columns, self.file)
         return list(self._columns[name])
 
-    def row(self, place: int) -> dict[str, Any]:
-        """The values of a row by column."""
-        return {name: values[place] for name, values in self._columns.items()}
+    def row(self, index: int) -> dict[str, Any]:
+        """Return the values of a row by column."""
+        return {name: values[index] for name, values in self._columns.items()}
 
-    def where(self, place: int) -> str:
-        """The name of a row in messages, counted from 1 as people do."""
-        line = "" if self._lines is None else f" (line {self._lines[place]})"
-        return f"{self.file}: row {place + 1}{line}"
+    def where(self, index: int) -> str:
+        """Return the name of a row in messages, counted from 1."""
+        line = "" if self._lines is None else f" (line {self._lines[index]})"
+        return f"{self.file}: row {index + 1}{line}"
 
 
 def load_rows(path: str | PathLike[str]) -> Rows:
-    """The rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; the text formats may be compressed as .gz.
+    """Load the rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; text formats may be compressed (.gz).
 
     CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. Columns that
     a row does not have are None there.
@@ -87,9 +87,9 @@ def load_rows(path: str | PathLike[str]) -> Rows:
     ({'name': 'Kit', 'likes': 'milk'}, '/cats.csv: row 2 (line 4)')
 
     Raises:
-        InvalidInput: naming file and line: a format it does not know, damage, another encoding than UTF-8, no rows, no
-            names or the same name twice in the first line, more fields than names, JSON that is none.
-        MissingExtra: `pyarrow` is not installed, for .parquet.
+        InvalidInput: For an unknown format, damage, another encoding than UTF-8, no rows, missing or repeated names in the
+            first line, more fields than names, or invalid JSON; it names file and line.
+        MissingExtra: If `pyarrow` is not installed, for .parquet.
     """
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compressed = suffixes[-1:] == [".gz"]
@@ -116,17 +116,17 @@ def read_row(
     image_reader: Callable[..., Signal | Leaf] = read_image,
     where: str = "row",
 ) -> Signal:
-    """Some columns of a row as a `Table`: texts as `read_text` reads them, numbers as floats, pictures as patches.
+    """Read columns of a row as a `Table`: texts as in `read_text`, numbers as floats, pictures as patches.
 
     Missing values (None, NaN, empty) are left out. A single column of text, and no other, is the text's own signal.
 
     Args:
-        text, number, image: names of columns; this is also their order in the table.
-        tokenizer, language: as in `read_text`.
-        folder: what the paths of pictures are relative to. A picture may also be its bytes, or a dictionary with
+        text, number, image: Names of columns; this is also their order in the table.
+        tokenizer, language: As in `read_text`.
+        folder: Folder that the paths of pictures are relative to. A picture may also be its bytes, or a dictionary with
             "bytes" and "path", as in the data sets of Hugging Face.
-        image_reader: makes the signal of a picture, given it and `where`, as `functools.partial(read_image, patch=8)`.
-        where: the name of the row in error messages, such as `rows.where(i)`.
+        image_reader: Function that reads a picture, given it and `where`, such as `functools.partial(read_image, patch=8)`.
+        where: Name of the row in error messages, such as `rows.where(i)`.
 
     >>> row = {"title": "Two cats", "price": "3.50", "stars": None}
     >>> print(read_row(row, text=["title"], number=["price", "stars"]).show())
@@ -137,17 +137,17 @@ def read_row(
     └─ .price number · 3.5
 
     Raises:
-        InvalidInput: naming row and column: a column that is not there, a value of the wrong kind, a picture that cannot
-            be read; no column has a value.
+        InvalidInput: For an unknown column, a value of the wrong kind, a picture that cannot be read, or no values at all;
+            it names row and column.
     """
 
-    def read_picture(value: Any, place: str) -> Signal | Leaf:
+    def read_picture(value: Any, cell: str) -> Signal | Leaf:
         picture = _picture(value, folder)
-        return image_reader(picture, where=f"{place} ({picture})" if isinstance(picture, Path) else place)
+        return image_reader(picture, where=f"{cell} ({picture})" if isinstance(picture, Path) else cell)
 
     kinds: tuple[tuple[str, Iterable[str], Callable[[Any, str], Any]], ...] = (
-        ("text", text, lambda value, place: paragraphs(_as_text(value, place), language, where=place)),
-        ("number", number, lambda value, place: Leaf(finite(value, place), "number")),
+        ("text", text, lambda value, cell: paragraphs(_as_text(value, cell), language, where=cell)),
+        ("number", number, lambda value, cell: Leaf(finite(value, cell), "number")),
         ("image", image, read_picture),
     )
     outline: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def read_row(
     if not outline:
         raise InvalidInput("columns", given="none", expected="at least one of text, number or image")
     only_text = kind_of == ["text"]
-    return grow(
+    return build_signal(
         next(iter(outline.values())) if only_text else outline,
         tokenizer,
         where=where,
@@ -215,7 +215,7 @@ def _separated_rows(delimiter: str) -> Callable[[str, str], Rows]:
 
 
 def _records(text: str, delimiter: str, file: str) -> Iterator[tuple[int, list[str]]]:
-    """The records that are not blank, with the lines they begin in."""
+    """Yield the records that are not blank, with the lines they begin in."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     limit = csv.field_size_limit(_LONGEST_FIELD)
     line = 1
@@ -236,19 +236,19 @@ def _records(text: str, delimiter: str, file: str) -> Iterator[tuple[int, list[s
 
 
 def _column_names(header: list[str], file: str) -> list[str]:
-    """The header, with names for columns without one, such as the row numbers that pandas writes."""
+    """Return the header, with names for columns without one, such as the row numbers that pandas writes."""
     where = f"{file}: line 1"
     decimal = next((name for name in header if _is_decimal(name)), None)
     if decimal is not None or not any(name.strip() for name in header):
         given = "no names of columns" if decimal is None else f"the name {decimal!r}, a number"
         raise InvalidInput(where, given=given, expected="the names of the columns", fix=_NAME_COLUMNS)
-    names = [name.strip() or f"column {place}" for place, name in enumerate(header, 1)]
+    names = [name.strip() or f"column {number}" for number, name in enumerate(header, 1)]
     _check_distinct(names, where, _NAME_COLUMNS)
     return names
 
 
 def _is_decimal(name: str) -> bool:
-    """A number that is no integer: integers are names in many tables, such as years."""
+    """Return whether a name is a fraction; integers are names in many tables, such as years."""
     try:
         return not float(name).is_integer() and math.isfinite(float(name))
     except ValueError:
@@ -268,11 +268,11 @@ def _json_lines_rows(text: str, file: str) -> Rows:
 
 
 def _object_rows(objects: list[Any], file: str, lines: list[int] | None) -> Rows:
-    for place, value in enumerate(objects):
+    for index, value in enumerate(objects):
         if not isinstance(value, dict):
-            line = "" if lines is None else f" (line {lines[place]})"
+            line = "" if lines is None else f" (line {lines[index]})"
             given = f"a JSON {type(value).__name__}"
-            raise InvalidInput(f"{file}: row {place + 1}{line}", given=given, expected="an object")
+            raise InvalidInput(f"{file}: row {index + 1}{line}", given=given, expected="an object")
     names = dict.fromkeys(name for value in objects for name in value)
     return Rows(file, {name: [value.get(name) for value in objects] for name in names}, lines)
 
@@ -294,7 +294,7 @@ def _parquet_rows(path: str | PathLike[str]) -> Rows:
 
 
 class _ArrowColumn(Sequence):
-    """A column as Arrow keeps it; values become Python objects when asked for."""
+    """A column of Arrow; values become Python objects on access."""
 
     def __init__(self, values: Any):
         self._values = values
@@ -302,8 +302,8 @@ class _ArrowColumn(Sequence):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._values[place].as_py()
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index].as_py()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values.to_pylist())

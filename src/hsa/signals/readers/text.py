@@ -1,4 +1,4 @@
-"""Plain text → paragraphs → sentences → tokens."""
+"""Read plain text: paragraphs → sentences → tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hsa.errors import InvalidInput, MissingExtra
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.tokens import encodable, train_tokenizer
 from hsa.signals.signal import Signal
 
 __all__ = ["LANGUAGES", "decode_text", "load_text", "read_text", "read_text_file", "train_tokenizer"]
 
-# The languages for which sentencex has rules of its own; for others it takes those of a related one or of English, and
-# does not say so. The package has no such list.
+# Languages for which sentencex has its own rules; for others it silently uses those of a related language or of English.
+# The package has no such list.
 _CODES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 LANGUAGES = frozenset(_CODES.split())
 
@@ -24,15 +24,15 @@ _LINE_END = re.compile(r"\s*\n\s*")
 
 
 def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "text") -> Signal:
-    """A text as a signal of depth 3: paragraphs at blank lines, sentences by `sentencex`, tokens.
+    """Read a text as a signal of depth 3: paragraphs at blank lines, sentences by `sentencex`, tokens.
 
     Args:
-        tokenizer: makes token ids of a sentence, without special tokens: a `tokenizers.Tokenizer`, the path of a
+        tokenizer: Tokenizer of sentences, used without special tokens: a `tokenizers.Tokenizer`, the path of a
             tokenizer.json, or an object with Hugging Face's `encode(text, add_special_tokens=False)`. Without one the
             leaves are words and punctuation marks, as strings.
-        language: a code such as "en" or "de", for the sentence splitter. Those it has no rules for (see `LANGUAGES`)
-            are split as a related language, or as English.
-        where: the name of the text in error messages.
+        language: Code such as "en" or "de", for the sentence splitter. Languages without rules (see `LANGUAGES`) are
+            split as a related language, or as English.
+        where: Name of the text in error messages.
 
     Sentences are tokenized one by one, stripped of the space around them.
 
@@ -45,33 +45,33 @@ def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: 
        └─ [0] Sequence(5) · 5 leaves · text · 'The' 'cat' 'did' 'not' '.'
 
     Raises:
-        InvalidInput: nothing to read in the text; an object that is no tokenizer.
-        MissingExtra: `sentencex` or `tokenizers` is not installed.
+        InvalidInput: For a text without words or an object that is no tokenizer.
+        MissingExtra: If `sentencex` or `tokenizers` is not installed.
     """
-    return grow(paragraphs(text, language, where=where), tokenizer, where=where)
+    return build_signal(paragraphs(text, language, where=where), tokenizer, where=where)
 
 
 def read_text_file(
     path: str | PathLike[str], tokenizer: Any = None, language: str = "en", *, encoding: str = "utf-8"
 ) -> Signal:
-    """`read_text` of a file.
+    """Read a text file as `read_text` does.
 
     Raises:
-        InvalidInput: naming the file, when it is not there, is not text in this encoding, or holds no words.
+        InvalidInput: For a file that is missing, is not text in this encoding, or has no words; it names the file.
     """
     return read_text(load_text(path, encoding=encoding), tokenizer, language, where=str(path))
 
 
 def load_text(path: str | PathLike[str], *, encoding: str = "utf-8") -> str:
-    """The text of a file; a byte order mark at its start is left out. Raises as `read_text_file` does."""
+    """Load the text of a file, without a byte order mark. Raises as `read_text_file` does."""
     return decode_text(load_bytes(path), encoding=encoding, where=str(path))
 
 
 def load_bytes(path: str | PathLike[str], *, expected: str = "a readable text file", where: str | None = None) -> bytes:
-    """The bytes of a file.
+    """Load the bytes of a file.
 
     Raises:
-        InvalidInput: naming the file, when it cannot be read.
+        InvalidInput: For a file that cannot be read; it names the file.
     """
     try:
         return Path(path).read_bytes()
@@ -82,10 +82,10 @@ def load_bytes(path: str | PathLike[str], *, expected: str = "a readable text fi
 
 
 def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") -> str:
-    """Bytes as text; a byte order mark at their start is left out.
+    """Decode bytes, without a byte order mark.
 
     Raises:
-        InvalidInput: naming the text, when it is binary or is not in this encoding.
+        InvalidInput: For binary data or another encoding.
     """
     if b"\0" in data and "\0" in data.decode(encoding, errors="replace"):
         raise InvalidInput(
@@ -106,21 +106,21 @@ def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") ->
 
 
 def paragraphs(text: str, language: str, *, where: str) -> list[list[str]]:
-    """The sentences of each paragraph. Lines may be wrapped anywhere in a paragraph.
+    """Return the sentences of each paragraph. Lines may be wrapped anywhere in a paragraph.
 
     >>> paragraphs("It rained.  It\\nsnowed.\\n\\nThen what?", "en", where="text")
     [['It rained.', 'It snowed.'], ['Then what?']]
 
     Raises:
-        InvalidInput: no string.
-        MissingExtra: `sentencex` is not installed.
+        InvalidInput: For something other than a string.
+        MissingExtra: If `sentencex` is not installed.
     """
     parts = _BLANK_LINES.split(normalize_newlines(check_text(text, where)))
     return [sentences(stripped, language) for part in parts if (stripped := part.strip())]
 
 
 def sentences(paragraph: str, language: str) -> list[str]:
-    """The sentences of one paragraph, each on one line, so that wrapping the lines elsewhere changes no token.
+    """Return the sentences of one paragraph, each on one line, so that line wrapping does not change the tokens.
 
     >>> sentences("It rained\\n all day. Dr. Ito stayed in.", "en")
     ['It rained all day.', 'Dr. Ito stayed in.']
@@ -134,7 +134,7 @@ def sentences(paragraph: str, language: str) -> list[str]:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text whose lines mean something, such as code; they keep their indent.
+    """Return the lines of a text in which lines matter, such as code; they keep their indentation.
 
     >>> lines("if cat:\\n    feed(cat)  \\n")
     ['if cat:', '    feed(cat)', '']
@@ -143,7 +143,7 @@ def lines(text: str) -> list[str]:
 
 
 def normalize_newlines(text: str) -> str:
-    """The text with one character at the end of each line, whatever system it was written on."""
+    """Return the text with a single newline character at the end of each line."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -1,4 +1,4 @@
-"""Sentences, lines or statements → families of tokens: words, or the ids of a tokenizer."""
+"""Split sentences, lines or statements into families of tokens: words, or the ids of a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _Split = Callable[[list[str]], list[list[Any]]]
 
 
 def token_families(texts: list[str], tokenizer: Any) -> list[Signal | None]:
-    """A family of tokens per text, None for one without tokens. All texts go to the tokenizer in one call.
+    """Return a family of tokens per text, None for a text without tokens. The tokenizer is called once.
 
     >>> token_families(["It rained.", " "], None)
     [Signal(Sequence(3), 3 leaves, 1 family, depth 1, text), None]
 
     Raises:
-        InvalidInput: an object that is no tokenizer.
-        MissingExtra: `tokenizers` is not installed.
+        InvalidInput: For an object that is no tokenizer.
+        MissingExtra: If `tokenizers` is not installed.
     """
     tokens = _splitting(tokenizer)([encodable(text) for text in texts])
     if all(isinstance(of_text[0], str) for of_text in tokens if of_text):
         return [Signal.of(of_text, "text") if of_text else None for of_text in tokens]
-    # One conversion and many views: a tensor made per text costs more than all the rest.
+    # One conversion and many views: a tensor per text would cost more than everything else.
     ids = torch.from_numpy(np.fromiter((i for of_text in tokens for i in of_text), np.int64))
     bounds = pairwise(accumulate((len(of_text) for of_text in tokens), initial=0))
     return [Signal.of(ids[begin:end], "text") if begin < end else None for begin, end in bounds]
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Return the text with a question mark for each half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def load_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of a file, when given the path of a tokenizer.json; else what was given.
+    """Load a tokenizer, given the path of a tokenizer.json; return anything else as it is.
 
     Raises:
-        InvalidInput: naming the file, when it is not there or holds no tokenizer.
-        MissingExtra: `tokenizers` is not installed.
+        InvalidInput: For a file that is missing or holds no tokenizer; it names the file.
+        MissingExtra: If `tokenizers` is not installed.
     """
     if not isinstance(tokenizer, (str, PathLike)):
         return tokenizer
@@ -66,10 +66,12 @@ def load_tokenizer(tokenizer: Any) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: Iterable[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer made from these texts: every text can be encoded, and decoding gives it back.
+    """Train a byte-level BPE tokenizer: every text can be encoded, and decoding restores it.
 
     Args:
-        vocab_size: at most so many tokens, 256 of them the bytes.
+        texts: Texts to train on.
+        vocab_size: Most tokens, 256 of them the bytes.
+        special_tokens: Tokens that are never split.
 
     >>> tokenizer = train_tokenizer(["the cat and the hat"], 260)
     >>> tokenizer.decode(tokenizer.encode("the cät").ids)
@@ -123,7 +125,7 @@ def _splitting(tokenizer: Any) -> _Split:
 
 
 def _whole(tokenizer: Any) -> Any:
-    """The tokenizer without padding and truncation, which a tokenizer.json may ask for; the given one stays."""
+    """Return the tokenizer without the padding and truncation of its tokenizer.json; the given one is not changed."""
     if tokenizer.padding is None and tokenizer.truncation is None:
         return tokenizer
     copy = type(tokenizer).from_str(tokenizer.to_str())

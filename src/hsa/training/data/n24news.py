@@ -21,7 +21,7 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.signals import Leaf, Signal
 from hsa.signals.readers import Rows, load_rows, read_image
-from hsa.signals.readers.outline import grow
+from hsa.signals.readers.outline import build_signal
 from hsa.training.data.data_set import Example
 
 SPLITS = ("train", "dev", "test")
@@ -121,7 +121,7 @@ def read_n24news(
         for index in range(len(rows)):
             row = rows.row(index)
             where = rows.where(index) + (f" (article {row['article_id']})" if row.get("article_id") else "")
-            signal = grow(outline(row, where), tokenizer, where=where)
+            signal = build_signal(outline(row, where), tokenizer, where=where)
             yield Example(signal, _text(row, "section", where), where)
 
     return examples()

@@ -224,7 +224,7 @@ def prepare(
                 part.save(folder / f"{name}.safetensors")
     _check(sets, options)
     if given is not None and "text" not in sets["train"].batch.values:
-        raise InvalidInput("warm_start", given="data without text", expected="texts", fix="leave out --warm-start")
+        raise InvalidInput("tokenizer", given="one of a pre-trained model, for data without text", expected="texts")
     kinds, keys = _domains(sets.values())
     return PreparedData(
         train=sets["train"],
@@ -253,10 +253,10 @@ def _check_only_tokenizer(options: DataOptions) -> None:
     for name in ("encoder", "word_vectors"):
         if getattr(options, name) is not None:
             raise InvalidInput(
-                "warm_start",
-                given=f"{name} too",
-                expected="one of them: both say what tokens and their vectors are",
-                fix=f"leave out --warm-start or --{name.replace('_', '-')}",
+                name,
+                given=f"{getattr(options, name)}, with a model that has a tokenizer of its own",
+                expected="one of them: both say what tokens are",
+                fix=f"leave out --{name.replace('_', '-')}, or the pre-trained encoder of the model",
             )
 
 

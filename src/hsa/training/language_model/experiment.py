@@ -157,12 +157,12 @@ def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
     folder = run / name if (run / name).is_dir() else run
     if not (folder / CONFIG).is_file():
         raise InvalidInput(
-            "start", given=f"{run}, which has no model {name!r}", expected="a run with one, or its folder"
+            "init_from", given=f"{run}, which has no model {name!r}", expected="a run with one, or its folder"
         )
     model = load_language_model(folder)
     if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
         raise InvalidInput(
-            "start",
+            "init_from",
             given=f"{folder}, which was trained with another tokenizer",
             expected="a run on the same text, with the same vocabulary",
         )

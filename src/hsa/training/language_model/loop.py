@@ -139,7 +139,7 @@ def train_language_model(
     options, language = options or TrainingOptions(), language or LanguageOptions()
     run = _Run(config, train, validation, options, language, folder, watcher, _device(device))
     if start is not None:
-        check_fits("start", dict(start), run.model.state_dict())
+        check_fits("init_from", dict(start), run.model.state_dict())
         run.model.load_state_dict(start)
     return run.run(resume)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from hsa.training.failures import NoResult, lines_of, rows_without_results
 from hsa.training.language_model.data import LmData
 from hsa.training.language_model.experiment import LmResult
 from hsa.training.recipe import Recipe
-from hsa.training.report import fewer_operations
+from hsa.training.report import fewer_operations, options_section
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,11 +74,6 @@ def write_lm_report(
     lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results, failed)), "", f"{_CAPTION}."]
     lines += ["", *(f"- {line}" for line in [*lm_lines(results), *lines_of(failed)]), ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
-    lines += ["", "## Options", "", "```"]
-    for part in (recipe.model, recipe.language, recipe.training):
-        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
-    for group in recipe.extra.values():
-        if group != type(group)():
-            lines += [f"{name}: {value}" for name, value in asdict(group).items()]
-    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    lines += options_section(recipe.options("model", "language", "training"))
+    write_text(folder / "report.md", "\n".join(lines))
     return pictures

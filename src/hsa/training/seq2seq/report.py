@@ -17,6 +17,7 @@ from hsa.training.experiment import RESULT
 from hsa.training.failures import NoResult, OnFailure, catch_oom, lines_of, results_of, rows_without_results
 from hsa.training.loop import Watcher
 from hsa.training.recipe import Recipe
+from hsa.training.report import options_section
 from hsa.training.seq2seq.data import PreparedPairs
 from hsa.training.seq2seq.loop import Seq2SeqResult, seq2seq_config, seq2seq_result, train_seq2seq
 
@@ -115,7 +116,5 @@ def write_seq2seq_report(
     ]
     for result in results:
         lines += ["", f"## Answers of {result.model}", "", "```", *example_lines(result), "```"]
-    lines += ["", "## Options", "", "```"]
-    for part in (recipe.model, recipe.language, recipe.seq2seq, recipe.training):
-        lines += [f"{name}: {value}" for name, value in asdict(part).items()]
-    write_text(folder / "report.md", "\n".join([*lines, "```", ""]))
+    lines += options_section(recipe.options("model", "language", "seq2seq", "training"))
+    write_text(folder / "report.md", "\n".join(lines))

@@ -12,14 +12,11 @@ from hsa import Entmax, HeadMixing, Hierarchy, HsaError, dense_weights, energy, 
 from hsa.attention.entmax import entmax
 from hsa.attention.hierarchical.entmax.inside import keys_inside
 from hsa.attention.hierarchical.entmax.zeros import zeros
-from tests.forests import forests, gradients, random_inputs, random_positions
+from tests.forests import forests, gradients, random_inputs, random_positions, sights
 
 few = settings(max_examples=30)
 HEADS = 6  # as random_inputs has
 seeds = st.integers(0, 10**6)
-sights = st.sampled_from(
-    [{"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"}]
-)
 numbers = st.sampled_from([1.1, 1.5, 1.8, 2.0])
 counted = st.sampled_from(["weighted", "logits"])
 

@@ -20,12 +20,11 @@ from hsa.attention.hierarchical.why_not import why_not_tiles
 from hsa.attention.kernels.triton.launch import compiled_for
 from hsa.attention.rounds import rooted
 from hsa.errors import Unsupported
-from tests.forests import forests
+from tests.forests import forests, sights
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 HALVES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 TOLERANCE = HIERARCHICAL[0].tolerance
-SIGHTS = [{"include_self": False}, {"include_self": True}, {"causal": "paper-mask"}]
 BOTH = [Entmax(1.5), Entmax(2.0)]
 BY_LEVEL = torch.tensor([[1.1], [1.5], [1.3]])
 LEARNED = [Entmax(BY_LEVEL, least=1.1), Entmax(BY_LEVEL, "logits", least=1.1)]
@@ -73,7 +72,7 @@ def check(tree, normalizer, dtype=torch.float32, positions=None, spread=1.0, see
 
 
 @settings(max_examples=10)
-@given(forests(), st.integers(0, 10**6), st.sampled_from(SIGHTS), st.sampled_from(EVERY))
+@given(forests(), st.integers(0, 10**6), sights, st.sampled_from(EVERY))
 def test_random_forests(forest, seed, options, normalizer):
     assume(not why_not_tiles(rooted(forest)[0], torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     positions = None if seed % 3 else (1 + seed % 2, 3)
@@ -119,18 +118,17 @@ def test_alpha_close_to_1(alpha):
     check(Hierarchy.from_nested([[3, 30, 7], [5]]), Entmax(torch.tensor([[alpha]]), least=alpha), include_self=False)
 
 
-@pytest.mark.parametrize("power", [1, 0])
-def test_what_gets_no_weight_is_not_read(power):
-    """By entmax; softmax gives everything a weight, and reads everything."""
+@pytest.mark.parametrize("skips", [True, False])
+def test_what_gets_no_weight_is_not_read(skips):
     y = torch.tensor([torch.nan, torch.nan, 1.0, 3.0], device=DEVICE)[:, None, None].expand(4, 1, 5).contiguous()
     out, above = torch.empty_like(y), torch.full((2, 1, 5), 7.0, device=DEVICE)
     parent = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=DEVICE)
     weight = torch.tensor([[0.0], [0.5]], device=DEVICE)
     arguments = (y, weight, weight, weight, out, above, parent, 0, 4, 2, 1)
-    constants = {"LEAVES": True, "ROWS": 32, "DV": 5, "BLOCK_DV": 16, "POWER": power, "OVERLAP": False}
+    constants = {"LEAVES": True, "ROWS": 32, "SKIP": skips, "DV": 5, "BLOCK_DV": 16, "POWER": 1, "OVERLAP": False}
     kernels._down(compiled_for(y, out), 1, arguments, constants)
     assert out[2:, 0, 0].tolist() == [7.5, 8.5]
-    assert (out[:2] == 7).all() if power else out[:2].isnan().all()
+    assert (out[:2] == 7).all() if skips else out[:2].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

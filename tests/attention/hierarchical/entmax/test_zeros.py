@@ -11,7 +11,7 @@ from hsa.attention.hierarchical.entmax.zeros import zeros
 from hsa.attention.rounds import rooted
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Structure
-from tests.forests import forests, random_inputs, random_positions
+from tests.forests import forests, random_inputs, random_positions, sights
 
 HEADS = 3
 ALPHAS = (2.0, 1.5, torch.tensor([[1.9, 1.4, 2.0], [1.6, 2.0, 1.2]], dtype=torch.float64))
@@ -75,7 +75,7 @@ def test_a_large_family():
 @given(
     forests(),
     st.integers(0, 99),
-    st.sampled_from([{"include_self": False}, {}, {"causal": "paper-mask"}]),
+    sights,
     st.sampled_from(ALPHAS),
     st.sampled_from(["weighted", "logits"]),
     st.booleans(),

@@ -1,7 +1,7 @@
-"""Tiles of families, as kernels see them: which rows they are, reading and writing them, sums over families.
+"""Tiles of families in kernels: their rows, reading and writing them, and sums over families.
 
-A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones; where all runs are full
-and in order (`FULL`) their rows are known without looking. Products are those of small matrices, one per run.
+A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones; if all runs are full
+and in order (`FULL`), their rows need no lookup. Products are those of small matrices, one per run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
-"""Families in a run, at most."""
+"""Most families in a run."""
 
 
 @triton.jit
 def wait_for_the_launch_before(OVERLAP: tl.constexpr):
-    """Launches may begin while the one before ends (`launch_pdl`); nothing is read or written before it has."""
+    """Let the next launch begin, and wait until the one before has ended (`launch_pdl`) before any read or write."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -23,7 +23,7 @@ def wait_for_the_launch_before(OVERLAP: tl.constexpr):
 
 @triton.jit
 def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """[GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
+    """Return [GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
     if GROUPS == 1:
         left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
         return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
@@ -32,7 +32,7 @@ def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ x + b @ y + c @ z, added where the products are."""
+    """Return a @ x + b @ y + c @ z, added in the accumulator of the products."""
     if GROUPS == 1:
         total = tl.dot(tl.reshape(a, a.shape[1:]), tl.reshape(x, x.shape[1:]), input_precision=PRECISION)
         total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
@@ -53,7 +53,7 @@ def find_rows(
     group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr
 ):  # fmt: skip
-    """Rows [GROUPS, SIZE] of the runs from `group` on, which of them exist, their parents, every run's first parent."""
+    """Return the rows [GROUPS, SIZE] of the runs from `group` on, which exist, their parents, each run's first parent."""
     group = group + tl.arange(0, GROUPS)
     exists = group < last_group
     member = tl.arange(0, SIZE)[None, :]
@@ -76,7 +76,7 @@ def find_rows(
 
 @triton.jit
 def read_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros where there is nothing."""
+    """Return rows [GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros for missing rows and columns."""
     column = tl.arange(0, BLOCK)[None, None, :]
     mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
     offset = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
@@ -93,17 +93,17 @@ def put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.c
 
 @triton.jit
 def family_logits(
-    q, k, pos, parent, valid, log_count, scale, unit, P: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, positions, parent, valid, log_count, scale, unit, P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     COUNTED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """[GROUPS, SIZE, SIZE] logits of every member with its siblings (a leaf: with itself, if it sees itself), times `unit`.
+    """Return logits [GROUPS, SIZE, SIZE] of every member with its siblings (a leaf with itself too), times `unit`.
 
-    −∞ where a member does not see another. `COUNTED`: plus `log_count`, which is in that unit already.
+    −∞ where a member does not see another. `COUNTED`: adds `log_count`, which is in that unit already.
     """
     logits = product(q, turned(k), GROUPS, PRECISION) * (scale * unit)
     if P > 0:
-        logits += product(pos, turned(pos), GROUPS, PRECISION) * unit
+        logits += product(positions, turned(positions), GROUPS, PRECISION) * unit
     if COUNTED:
         logits += log_count[:, None, :]
     member = tl.arange(0, SIZE)
@@ -121,7 +121,7 @@ def family_logits(
 
 @triton.jit
 def find_families(parent, first, exists, valid, SINGLE: tl.constexpr):
-    """The families of a tile, [GROUPS, SLOTS]: their parents, which of them exist; and the slot of every row, or −1."""
+    """Return the parents [GROUPS, SLOTS] of a tile's families, which exist, and the slot of every row (−1: none)."""
     slots = tl.arange(0, SLOTS)[None, :]
     above = first[:, None] + slots
     if SINGLE:
@@ -131,13 +131,13 @@ def find_families(parent, first, exists, valid, SINGLE: tl.constexpr):
 
 @triton.jit
 def membership(slot):
-    """[GROUPS, SLOTS, SIZE] which rows are in which family."""
+    """Return which rows are in which family, [GROUPS, SLOTS, SIZE]."""
     return slot[:, None, :] == tl.arange(0, SLOTS)[None, :, None]
 
 
 @triton.jit
 def put_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
-    """Store the sum of a number per row, times `share`, for every family; other rows do not count, whatever they hold."""
+    """Store for every family the sum of a number per row, times `share`; rows outside families are ignored."""
     if SINGLE:
         total = tl.sum(tl.where(slot >= 0, x, 0.0), 1)[:, None]
     else:
@@ -160,7 +160,7 @@ def pool_all(
     pointer, plane, q, k, v, weights, share, first, exists, slot, head, heads, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """q, k and v of runs of one family each, pooled as three rows of one product; `plane` numbers lie between them."""
+    """Pool q, k and v of runs of one family each as three rows of one product, stored `plane` numbers apart."""
     row = tl.arange(0, SLOTS)[None, :, None]
     weights = tl.where(slot >= 0, weights, 0.0)[:, None, :]
     total = three_products(

@@ -1,24 +1,24 @@
 """Kernels of hierarchical attention, forward and backward; a program works on one tile of families and one head.
 
-    up      attention inside families: the siblings' average y, the masses, and what parents pool
+    up      attention inside families: the siblings' average y, the masses, and the pooled rows of the parents
     down    out(C) = out(P) + weight(P)·side(C)·y(C),  weight(C) = weight(P)·down(C)
     d_down  the gradient of `down`, from the leaves up
     d_up    the gradient of `up`, from the roots down; weights are computed again
 
 A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones. Attention inside a run
 is one small product [SIZE, SIZE] whose entries between families are masked; families of 16 in runs of 16 waste nothing, and
-where all runs are full and in order (`FULL`) their rows are known without looking. Rows of the leaf level (`LEAVES`) come
-from the user's tensors; rows above, numbered from 0 after the leaves, from buffers that `up` fills.
+if all runs are full and in order (`FULL`), their rows need no lookup. Rows of the leaf level (`LEAVES`) come from the user's
+tensors; rows above, numbered from 0 after the leaves, from buffers that `up` fills.
 
-The levels near the roots, where a tree has few rows, are worked through by one program per tree (`top`): launches would take
-longer. `down` and `d_up` pass over the leaves from last to first, to find in the cache what the sweep before wrote last.
+The levels near the roots, where a tree has few rows, are processed by one program per tree (`top`): launches would take
+longer. `down` and `d_up` pass over the leaves from last to first, to hit what the sweep before left in the cache.
 
 Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
 has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
 
-`POWER` other than 0 is entmax in place of softmax (`entmax/triton/family.py`): a family's rows then have what is inside a
-member as one more entry, y is the siblings' part of the row as it is, `outer` the share of that entry, and `inner` the value
-of the family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
+`POWER` other than 0 selects entmax instead of softmax (`entmax/`): rows of a family then have one more entry for the
+inside of a member, y is the siblings' unscaled part of the row, `outer` the share of that entry, and `inner` the value of
+the family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
 gradient.
 """
 
@@ -51,7 +51,7 @@ from hsa.attention.hierarchical.triton.family_tiles import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Numbers and tables that differ from batch to batch: to compile for their values would be to compile again and again.
+# Numbers and tables that differ from batch to batch: kernels must not be compiled again for each value.
 VARYING = ["num_groups", "num_bundles", "levels", "begin", "end", "root"]
 UNALIGNED = [
     *("parent_ptr", "count_ptr", "up_count_ptr", "inside_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
@@ -62,15 +62,15 @@ kernel = triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UN
 
 @triton.jit
 def _weights(
-    q, k, pos, parent, valid, count, scale, P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    q, k, positions, parent, valid, count, scale, P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Softmax weights of every member over its siblings, and the log2 of their mass (−∞ without siblings)."""
+    """Return the softmax weights of every member over its siblings, and the log2 of their mass (−∞ without siblings)."""
     log_count = count
     if not LEAVES:
         log_count = tl.log2(count)
     logits = family_logits(
-        q, k, pos, parent, valid, log_count, scale, LOG2E, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
+        q, k, positions, parent, valid, log_count, scale, LOG2E, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
         not LEAVES, GROUPS, SIZE
     )  # fmt: skip
     top = tl.max(logits, 2)
@@ -84,7 +84,7 @@ def _weights(
 
 @triton.jit
 def _shares(inner, outer):
-    """How a member's row divides between its siblings and its own children; both 0 where it has neither."""
+    """Return the shares of siblings and of own children in a member's row; both 0 if it has neither."""
     no_inner, no_outer = inner == float("-inf"), outer == float("-inf")
     neither = no_inner | no_outer
     gap = tl.where(neither, 0.0, outer) - tl.where(neither, 0.0, inner)
@@ -98,7 +98,7 @@ def _shares(inner, outer):
 
 @triton.jit
 def _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER: tl.constexpr):
-    """The same, of what `up` has stored; of entmax that is the share of the children itself, y has the siblings' in it."""
+    """Return the shares from the values that `up` stored; with entmax these are the children's, and y has the siblings'."""
     outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
     if POWER != 0:
         return tl.full(outer.shape, 1.0, tl.float32), outer
@@ -107,7 +107,7 @@ def _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER: tl.constexpr):
 
 @triton.jit
 def _mass(inner, outer):
-    """log2(2^inner + 2^outer)"""
+    """Return log2(2^inner + 2^outer)."""
     high, low = tl.maximum(inner, outer), tl.minimum(inner, outer)
     empty = low == float("-inf")
     gap = tl.where(empty, 0.0, high) - tl.where(empty, 0.0, low)
@@ -116,7 +116,7 @@ def _mass(inner, outer):
 
 @triton.jit
 def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
-    """Logit and weight of what is inside every row: one more entry of its entmax. Nothing is inside a leaf."""
+    """Return logit and weight of the inside of every row, one more entry of its entmax; a leaf has none."""
     inside = tl.zeros(rows.shape, tl.float32)
     if LEAVES:
         return inside, inside
@@ -124,42 +124,59 @@ def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
 
 
 @triton.jit
-def _up_tile(
-    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row,
-    pos_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
-    begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
-    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
+def _read_tile(
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row,
+    position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
+    FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
+    """Return the rows of a tile as `find_rows` does, then q, k, v, positions (if P > 0), leaf counts and entries by head."""
     rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
     q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
     k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
     v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
-    pos = q
+    positions = q
     if P > 0:
-        pos = read_rows(pos_ptr, rows, valid, head, pos_row, pos_head, P, BLOCK_P)
+        positions = read_rows(position_ptr, rows, valid, head, position_row, position_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
     entry = rows.to(tl.int64) * heads + head
+    return rows, valid, parent, first, exists, q, k, v, positions, count, entry
+
+
+@triton.jit
+def _up_tile(
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row,
+    position_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
+    begin_ptr, end_ptr, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
+    CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _read_tile(
+        group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
+        position_row, position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P,
+        LEAVES, SINGLE, FULL, GROUPS, SIZE
+    )  # fmt: skip
     if POWER == 0:
         weights, outer = _weights(
-            q, k, pos, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
-        )
+            q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
+            SIZE
+        )  # fmt: skip
     else:
         r = POWER
         if POWER == ANY:
             r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
         weights, _, mass, _, _ = sparse_weights(
-            q, k, pos, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
         if not LEAVES:
-            outer, weights = split_diagonal(weights, SIZE)  # the share of the children is stored as outer
+            outer, weights = split_diagonal(weights, SIZE)  # the children's share is stored as outer
     y = product(weights.to(v.dtype), v, GROUPS, PRECISION)
     put_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if POWER == 0:
@@ -169,7 +186,7 @@ def _up_tile(
     if not LEAVES:
         tl.store(outer_ptr + entry, outer, mask=valid)
 
-    # What the parents get: means over the leaves below them.
+    # Rows of the parents: means over the leaves below them.
     above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
     share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
     put_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
@@ -192,7 +209,8 @@ def _up_tile(
 @triton.jit
 def _down_tile(
     begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr,
+    ROWS: tl.constexpr
 ):  # fmt: skip
     rows = begin + tl.arange(0, ROWS)
     valid = rows < end
@@ -204,7 +222,7 @@ def _down_tile(
     below_root = parent >= root  # a root has out 0 and weight 1
     weight = tl.load(weight_ptr + above, mask=valid & ~below_root, other=1.0)
     read = mask
-    if POWER != 0:  # entmax: where nothing comes from above, y is not read
+    if SKIP:  # rows that get no weight from above are not read
         read = mask & (weight != 0.0)[:, None]
     y = tl.load(y_ptr + entry[:, None] * DV + column, mask=read, other=0.0).to(tl.float32)
     out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
@@ -229,7 +247,7 @@ def _d_down_tile(
     )
     d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
     y = read_rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
-    if LEAVES:  # as the diagonal of a product: cheaper than to sum across threads
+    if LEAVES:  # as the diagonal of a product: cheaper than a sum across threads
         member = tl.arange(0, SIZE)
         pairs = product(d_out, turned(y), GROUPS, PRECISION)
         d_weight = tl.sum(tl.where((member[:, None] == member[None, :])[None], pairs, 0.0), 2)
@@ -246,46 +264,39 @@ def _d_down_tile(
 
 @triton.jit
 def _d_up_tile(
-    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row,
-    pos_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
-    d_v_ptr, d_pos_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
+    group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row,
+    position_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr,
+    d_v_ptr, d_position_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists = find_rows(
-        group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
-    )
-    q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
-    k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
-    v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _read_tile(
+        group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
+        position_row, position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P,
+        LEAVES, SINGLE, FULL, GROUPS, SIZE
+    )  # fmt: skip
     d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
-    pos = q
-    if P > 0:
-        pos = read_rows(pos_ptr, rows, valid, head, pos_row, pos_head, P, BLOCK_P)
-    count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
-    if not LEAVES:
-        count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
-    entry = rows.to(tl.int64) * heads + head
     if POWER == 0:
         weights, outer = _weights(
-            q, k, pos, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS, SIZE
-        )
+            q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
+            SIZE
+        )  # fmt: skip
     else:
         r = POWER
         if POWER == ANY:
             r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
         weights, slope, _, x, alike = sparse_weights(
-            q, k, pos, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
+            q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
     if SINGLE:  # one parent per run
         of, known = first[:, None], exists[:, None]
     else:
         of, known = parent, valid
-    from_above = known & (of < root)  # nothing comes down to a root: weight 1, gradients 0
+    from_above = known & (of < root)  # a root has weight 1 and gradients 0
     above = of.to(tl.int64) * heads + head
     weight = tl.load(weight_ptr + above, mask=from_above, other=1.0)
     d_mass = tl.load(d_inner_ptr + above, mask=from_above, other=0.0)
@@ -294,7 +305,7 @@ def _d_up_tile(
         of_parent = count * of_parent
     d_mass = d_mass * of_parent
 
-    # y enters through w·side·y, the masses through the shares and through what the parent holds.
+    # y enters through w·side·y, the masses through the shares and through the parent's mass.
     d_power = 0.0
     d_weights = product(d_out, turned(v), GROUPS, PRECISION)
     if POWER == 0:
@@ -328,8 +339,8 @@ def _d_up_tile(
     put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if P > 0:
         both = (d_logits + turned(d_logits)).to(q.dtype)
-        d_pos = product(both, pos, GROUPS, PRECISION)
-        put_rows(d_pos_ptr, d_pos, rows, valid, head, heads * P, P, P, BLOCK_P)
+        d_positions = product(both, positions, GROUPS, PRECISION)
+        put_rows(d_position_ptr, d_positions, rows, valid, head, heads * P, P, P, BLOCK_P)
     d_logits = (d_logits * scale).to(q.dtype)
     d_q = product(d_logits, k, GROUPS, PRECISION)
     d_q += of_parent[:, :, None] * read_rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
@@ -340,9 +351,16 @@ def _d_up_tile(
     return d_power
 
 
+@triton.jit
+def _bundle_groups(bundle_ptr, level, num_bundles, bundle):
+    """Return the first group of a bundle of trees at a level, and the one after its last."""
+    first = bundle_ptr + level * (num_bundles + 1) + bundle
+    return tl.load(first), tl.load(first + 1)
+
+
 @kernel
 def up(
-    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row, pos_head, y_ptr,
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row, position_head, y_ptr,
     outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr,
     num_groups, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr,
@@ -352,8 +370,8 @@ def up(
     wait_for_the_launch_before(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _up_tile(
-        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr,
-        pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
+        position_row, position_head, y_ptr, outer_ptr, inner_ptr, up_q_ptr, plane, parent_ptr, count_ptr, up_count_ptr,
         inside_ptr, power_ptr, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
@@ -362,37 +380,37 @@ def up(
 @kernel
 def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr
 ):  # fmt: skip
     wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
         begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
-        heads, DV, BLOCK_DV, LEAVES, POWER, ROWS
+        heads, DV, BLOCK_DV, LEAVES, POWER, SKIP, ROWS
     )  # fmt: skip
 
 
 @kernel
 def top(
-    q_ptr, k_ptr, v_ptr, pos_ptr, pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
+    q_ptr, k_ptr, v_ptr, position_ptr, position_row, position_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, plane,
     parent_ptr, count_ptr, inside_ptr, power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale,
     D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    SKIP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Both sweeps over the last levels of whole trees."""
+    """Run both sweeps over the last levels of whole trees."""
     wait_for_the_launch_before(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:
-        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
-        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        group, last_group = _bundle_groups(bundle_ptr, level, num_bundles, bundle)
         while group < last_group:
             _up_tile(
-                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, pos_ptr,
-                pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, position_ptr,
+                position_row, position_head, y_ptr, outer_ptr, inner_ptr, q_ptr, plane, parent_ptr, count_ptr, count_ptr,
                 inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV,
                 BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip
@@ -401,12 +419,12 @@ def top(
         level += 1
     while level > 0:
         level -= 1
-        row = tl.load(begin_ptr + tl.load(bundle_ptr + level * (num_bundles + 1) + bundle))
-        end = tl.load(end_ptr + tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1) - 1)
+        group, last_group = _bundle_groups(bundle_ptr, level, num_bundles, bundle)
+        row, end = tl.load(begin_ptr + group), tl.load(end_ptr + last_group - 1)
         while row < end:
             _down_tile(
                 row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
-                BLOCK_DV, False, POWER, ROWS
+                BLOCK_DV, False, POWER, SKIP, ROWS
             )  # fmt: skip
             row += ROWS
         tl.debug_barrier()
@@ -430,8 +448,8 @@ def d_down(
 
 @kernel
 def d_up(
-    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr, pos_row, pos_head, d_out_ptr,
-    d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr,
+    q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row, position_head, d_out_ptr,
+    d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_position_ptr,
     d_power_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr, inside_ptr, power_ptr,
     begin_ptr, end_ptr, num_groups, root, heads, scale, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
@@ -442,9 +460,9 @@ def d_up(
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     d_power = _d_up_tile(
-        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, pos_ptr,
-        pos_row, pos_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
-        d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
+        tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
+        position_row, position_head, d_out_ptr, d_out_row, d_out_head, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+        d_q_ptr, d_k_ptr, d_v_ptr, d_position_ptr, up_d_q_ptr, up_d_k_ptr, up_d_v_ptr, parent_ptr, count_ptr, up_count_ptr,
         inside_ptr, power_ptr, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P, PRECISION,
         INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, FULL, GROUPS, SIZE, POWER, WEIGHTED
     )  # fmt: skip
@@ -454,20 +472,19 @@ def d_up(
 
 @kernel
 def d_top(
-    q_ptr, k_ptr, v_ptr, pos_ptr, pos_row, pos_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
-    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, d_power_ptr, parent_ptr, count_ptr, inside_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, position_row, position_head, y_ptr, outer_ptr, inner_ptr, weight_ptr, d_out_ptr,
+    d_weight_ptr, d_inner_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_position_ptr, d_power_ptr, parent_ptr, count_ptr, inside_ptr,
     power_ptr, begin_ptr, end_ptr, bundle_ptr, num_bundles, levels, root, heads, scale, D: tl.constexpr,
     DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, SINGLE: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """The gradients of `top`."""
+    """Run the gradient of `top`."""
     wait_for_the_launch_before(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:
-        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
-        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        group, last_group = _bundle_groups(bundle_ptr, level, num_bundles, bundle)
         while group < last_group:
             _d_down_tile(
                 group, last_group, head, d_out_ptr, heads * DV, DV, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
@@ -479,14 +496,13 @@ def d_top(
         level += 1
     while level > 0:
         level -= 1
-        group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle)
-        last_group = tl.load(bundle_ptr + level * (num_bundles + 1) + bundle + 1)
+        group, last_group = _bundle_groups(bundle_ptr, level, num_bundles, bundle)
         d_power = tl.full((), 0.0, tl.float32)
         while group < last_group:
             d_power += _d_up_tile(
-                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, pos_ptr,
-                pos_row, pos_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
-                d_q_ptr, d_k_ptr, d_v_ptr, d_pos_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
+                group, last_group, head, q_ptr, k_ptr, v_ptr, heads * D, D, heads * D, D, heads * DV, DV, position_ptr,
+                position_row, position_head, d_out_ptr, heads * DV, DV, inner_ptr, weight_ptr, d_weight_ptr, d_inner_ptr,
+                d_q_ptr, d_k_ptr, d_v_ptr, d_position_ptr, d_q_ptr, d_k_ptr, d_v_ptr, parent_ptr, count_ptr, count_ptr,
                 inside_ptr, power_ptr + level * heads, begin_ptr, end_ptr, root, heads, scale, D, DV, P, BLOCK_D,
                 BLOCK_DV, BLOCK_P, PRECISION, INCLUDE_SELF, CAUSAL, False, SINGLE, False, GROUPS, SIZE, POWER, WEIGHTED
             )  # fmt: skip

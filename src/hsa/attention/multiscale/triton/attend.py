@@ -1,7 +1,7 @@
 """Multiscale attention over lists of rows: a flash-style pass per block of queries, 32 entries at a time, and its gradient.
 
-The gradient makes the lists once more. Gradients of keys and values add up by atomic additions in float32, in no fixed
-order: two runs may differ in the last bits. Everything else is reproducible.
+The gradient builds the lists again. Gradients of keys and values are summed by atomic additions in float32, in no fixed
+order, so that two runs may differ in the last bits. Everything else is reproducible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attend_lists(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    open_rows: Tensor,
+    selected_rows: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
     plan: Levels,
@@ -47,41 +47,27 @@ def attend_lists(
     scale: float,
     most_queries: int,
 ) -> Tensor:
-    """`[queries, heads, value_dim]`, see `hsa.multiscale_attention`. Rows that see nothing are 0.
+    """Return `[queries, heads, value_dim]`, see `hsa.multiscale_attention`. Queries that see nothing get 0.
 
     Args:
         q: `[queries, heads, dim]`.
-        keys, values: pyramids `[kv_heads, rows, dim]`.
-        open_rows: `[groups, heads or 1, width]` int32, −1: none.
+        keys, values: Pyramids `[kv_heads, rows, dim]`.
+        selected_rows: `[groups, heads or 1, width]` int32 rows of the selected families, −1: none.
         group_offsets: `[groups + 1]` int64, the rows of q of every group; together all rows.
         group_tree: `[groups]` int64, the tree whose keys the group reads.
-        limit: `[queries]` int64: seen are entries whose leaves all come before this one; None: all.
-        leaves: `[queries]` int64, the leaf that each query is; needed without `include_self`.
-        order: `[kv_heads, leaves]` int64, the leaf whose key sits at each leaf slot; needed with `limit` if keys were moved.
+        limit: `[queries]` int64; a query sees entries whose leaves all come before this one; None: all.
+        leaves: `[queries]` int64, the leaf of each query; needed without `include_self`.
+        order: `[kv_heads, leaves]` int64, the leaf whose key is at each leaf slot; needed with `limit` if keys were moved.
         include_self: False hides each leaf from itself.
         pooled_bias: `[1 or heads]`, added to the logits of rows that do not stand for a leaf.
-        most_queries: of a group.
+        most_queries: Queries of the largest group.
     """
     rows = rows_of(plan)
     out, _ = operator(
-        q,
-        keys,
-        values,
-        open_rows,
-        group_offsets,
-        group_tree,
-        rows.table,
-        rows.roots,
-        rows.level_ends,
-        limit,
-        None if include_self else leaves,
-        order if limit is not None or not include_self else None,
-        pooled_bias,
-        scale,
-        most_queries,
-        rows.most_entries(open_rows.shape[2]),
-        rows.widest,
-    )
+        q, keys, values, selected_rows, group_offsets, group_tree, rows.table, rows.roots, rows.level_ends,
+        limit, None if include_self else leaves, order if limit is not None or not include_self else None, pooled_bias,
+        scale, most_queries, rows.most_entries(selected_rows.shape[2]), rows.widest,
+    )  # fmt: skip
     return out
 
 
@@ -89,7 +75,7 @@ def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    open_rows: Tensor,
+    selected_rows: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
     table: Tensor,
@@ -104,7 +90,7 @@ def _attend(
     most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The output, and log2 of the summed exponentials [heads, queries]: +∞ where nothing is seen."""
+    """Return the output, and log2 of the summed exponentials `[heads, queries]`: +∞ where nothing is seen."""
     q = last_stride_1(q)
     keys, values = keys.contiguous(), values.contiguous()
     order = None if order is None else order.contiguous()
@@ -113,32 +99,17 @@ def _attend(
         return out, mass
     tiles = _tiles(q, values, most_queries)
     for lists in make_lists(
-        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+        q, keys, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
     ):
         _forward_kernel[(lists.groups, q.shape[1], triton.cdiv(most_queries, tiles["BLOCK_Q"]))](
-            q,
-            keys,
-            values,
-            out,
-            mass,
-            lists.entries,
-            lists.counts,
-            group_offsets,
-            table,
-            limit,
-            leaves,
-            order,
-            pooled_bias,
-            *_numbers(q, keys, pooled_bias, order, lists),
-            scale,
-            **tiles,
-            num_stages=2,
-        )
+            q, keys, values, out, mass, lists.entries, lists.counts, group_offsets, table, limit, leaves, order, pooled_bias,
+            *_numbers(q, keys, pooled_bias, order, lists), scale, **tiles, num_stages=2,
+        )  # fmt: skip
     return out, mass
 
 
 def _empty(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """The output [queries, heads, value_dim], and a number per head and query."""
+    """Return an empty output `[queries, heads, value_dim]`, and a number per head and query."""
     out = q.new_empty(len(q), q.shape[1], values.shape[2])
     return out, q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
@@ -150,7 +121,7 @@ def _attend_backward(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    open_rows: Tensor,
+    selected_rows: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
     table: Tensor,
@@ -165,7 +136,7 @@ def _attend_backward(
     most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, keys, values and pooled_bias (empty without one)."""
+    """Return the gradients of q, keys, values and pooled_bias (empty without one)."""
     q = last_stride_1(q)
     keys, values, d_out = keys.contiguous(), values.contiguous(), d_out.contiguous()
     order = None if order is None else order.contiguous()
@@ -175,32 +146,13 @@ def _attend_backward(
     blocks = triton.cdiv(max(most_queries, 1), tiles["BLOCK_Q"])
     d_bias = None if pooled_bias is None else mass.new_zeros(len(group_tree), q.shape[1], blocks)
     for lists in make_lists(
-        q, keys, open_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
+        q, keys, selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, most_entries, widest
     ):
         _backward_kernel[(lists.groups, q.shape[1], blocks)](
-            q,
-            keys,
-            values,
-            out,
-            mass,
-            d_out,
-            d_q,
-            d_keys,
-            d_values,
-            d_bias,
-            lists.entries,
-            lists.counts,
-            group_offsets,
-            table,
-            limit,
-            leaves,
-            order,
-            pooled_bias,
-            *_numbers(q, keys, pooled_bias, order, lists),
-            scale,
-            **tiles,
-            num_stages=1,
-        )
+            q, keys, values, out, mass, d_out, d_q, d_keys, d_values, d_bias,
+            lists.entries, lists.counts, group_offsets, table, limit, leaves, order, pooled_bias,
+            *_numbers(q, keys, pooled_bias, order, lists), scale, **tiles, num_stages=1,
+        )  # fmt: skip
     d_keys, d_values = d_keys.to(q.dtype), d_values.to(q.dtype)
     if d_bias is None or pooled_bias is None:
         return d_q, d_keys, d_values, mass.new_empty(0)
@@ -233,7 +185,7 @@ gradients = Operator("attend_lists_backward", _attend_backward, _empty_gradients
 
 
 def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
-    """Sizes of the pieces that a program of attention works on."""
+    """Return the tile sizes of a program."""
     dim, value_dim = (padded(x.shape[2]) for x in (q, values))
     larger = max(dim, value_dim)
     if most_queries == 1:
@@ -257,7 +209,7 @@ def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
 def _numbers(
     q: Tensor, keys: Tensor, pooled_bias: Tensor | None, order: Tensor | None, lists: Lists
 ) -> tuple[int, ...]:
-    """Sizes and strides, as kernels take them."""
+    """Return sizes and strides in the order of the kernels' arguments."""
     return (
         q.stride(0),
         q.stride(1),
@@ -276,7 +228,7 @@ def _numbers(
 
 @triton.jit
 def _product(a, b):
-    """[m, d] · [n, d] → [m, n] in float32; a single row without tensor cores."""
+    """Return [m, d] · [n, d] → [m, n] in float32; a single row without tensor cores."""
     if a.shape[0] == 1:
         product = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
     else:
@@ -286,7 +238,7 @@ def _product(a, b):
 
 @triton.jit
 def _average(weight, x):
-    """[m, n] · [n, d] → [m, d] in float32."""
+    """Return [m, n] · [n, d] → [m, d] in float32."""
     if weight.shape[0] == 1:
         product = tl.sum(tl.trans(weight) * x.to(tl.float32), 0)[None, :]
     else:
@@ -296,7 +248,7 @@ def _average(weight, x):
 
 @triton.jit
 def _spread(weight, x):
-    """[m, n]ᵀ · [m, d] → [n, d] in float32."""
+    """Return [m, n]ᵀ · [m, d] → [n, d] in float32."""
     if weight.shape[0] == 1:
         product = tl.trans(weight) * x.to(tl.float32)
     else:
@@ -306,7 +258,7 @@ def _spread(weight, x):
 
 @triton.jit
 def _read(x, row, exists, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, BLOCK] of a matrix with DIM columns."""
+    """Return rows [rows, BLOCK] of a matrix with DIM columns."""
     d = tl.arange(0, BLOCK)
     return tl.load(x + row.to(tl.int64)[:, None] * DIM + d, mask=exists[:, None] & (d < DIM), other=0.0)
 
@@ -319,7 +271,7 @@ def _add(x, row, exists, value, DIM: tl.constexpr):
 
 @triton.jit
 def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
-    """[queries, entries] to base 2, −∞ where an entry is not seen; and which entries are pooled."""
+    """Return logits [queries, entries] to base 2, −∞ where an entry is not seen; and which entries are pooled."""
     stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
     extra = column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True) + tl.where(stands_for_leaf, 0.0, bias)
     seen = inside[:, None] & exists[None, :]
@@ -338,69 +290,58 @@ def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
     return logit, stands_for_leaf == 0
 
 
-@kernel
-def _forward_kernel(
-    q_ptr,
-    keys,
-    values,
-    out_ptr,
-    mass_ptr,
-    entries,
-    counts,
-    group_offsets,
-    table,
-    limit_ptr,
-    leaves_ptr,
-    order,
-    pooled_bias,
-    q_stride,
-    q_head_stride,
-    num_queries,
-    heads,
-    heads_per_key,
-    num_rows,
-    num_leaves,
-    most_entries,
-    list_heads,
-    list_head_stride,
-    first_group,
-    bias_stride,
-    scale,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """One program: a block of queries of one group, one head."""
+@triton.jit
+def _locate(group_offsets, first_group, heads_per_key, BLOCK_Q: tl.constexpr):
+    """Return group, head, key/value head and queries of a program, and which of the queries exist."""
     group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    inside = query < tl.load(group_offsets + group + 1)
-    if tl.max(inside.to(tl.int32), 0) == 0:
-        return
-    kv_head = head // heads_per_key
-    keys += kv_head * num_rows * DIM
-    values += kv_head * num_rows * VALUE_DIM
-    item = (group - first_group) * list_heads + head * list_head_stride
-    entries += item * most_entries
+    return group, head, head // heads_per_key, query, query < tl.load(group_offsets + group + 1)
+
+
+@triton.jit
+def _block_inputs(
+    group, head, query, inside, q_ptr, entries, counts, pooled_bias, q_stride, q_head_stride, most_entries, list_heads,
+    list_head_stride, bias_stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the list of a group and head, its length, the bias of pooled rows, and the queries."""
+    item = group * list_heads + head * list_head_stride
     count = tl.load(counts + item)
-    limit = None
-    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
-        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
-    own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
-    order = None if order is None else order + kv_head * num_leaves
     bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
     d = tl.arange(0, BLOCK_D)
     source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
     q = tl.load(source, mask=inside[:, None] & (d < DIM), other=0.0)
+    return entries + item * most_entries, count, bias, q
+
+
+@kernel
+def _forward_kernel(
+    q_ptr, keys, values, out_ptr, mass_ptr, entries, counts, group_offsets, table, limit_ptr, leaves_ptr, order, pooled_bias,
+    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, num_leaves, most_entries, list_heads,
+    list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of queries of one group, one head."""
+    group, head, kv_head, query, inside = _locate(group_offsets, first_group, heads_per_key, BLOCK_Q)
+    if tl.max(inside.to(tl.int32), 0) == 0:
+        return
+    limit = None
+    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query holds only what it sees
+        limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
+    own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
+    order = None if order is None else order + kv_head * num_leaves
+    entries, count, bias, q = _block_inputs(
+        group - first_group, head, query, inside, q_ptr, entries, counts, pooled_bias, q_stride, q_head_stride,
+        most_entries, list_heads, list_head_stride, bias_stride, DIM, BLOCK_D
+    )  # fmt: skip
+    keys += kv_head * num_rows * DIM
+    values += kv_head * num_rows * VALUE_DIM
     best = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     mass = tl.zeros([BLOCK_Q], tl.float32)
     out = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     for begin in range(0, count, ENTRIES):
-        place = begin + tl.arange(0, ENTRIES)
-        exists = place < count
-        row = tl.load(entries + place, mask=exists, other=0)
+        entry = begin + tl.arange(0, ENTRIES)
+        exists = entry < count
+        row = tl.load(entries + entry, mask=exists, other=0)
         k = _read(keys, row, exists, DIM, BLOCK_D)
         v = _read(values, row, exists, VALUE_DIM, BLOCK_V)
         logit, _ = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
@@ -423,78 +364,42 @@ def _forward_kernel(
 
 @kernel
 def _backward_kernel(
-    q_ptr,
-    keys,
-    values,
-    out_ptr,
-    mass_ptr,
-    d_out_ptr,
-    d_q_ptr,
-    d_keys,
-    d_values,
-    d_bias_ptr,
-    entries,
-    counts,
-    group_offsets,
-    table,
-    limit_ptr,
-    leaves_ptr,
-    order,
-    pooled_bias,
-    q_stride,
-    q_head_stride,
-    num_queries,
-    heads,
-    heads_per_key,
-    num_rows,
-    num_leaves,
-    most_entries,
-    list_heads,
-    list_head_stride,
-    first_group,
-    bias_stride,
-    scale,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    q_ptr, keys, values, out_ptr, mass_ptr, d_out_ptr, d_q_ptr, d_keys, d_values, d_bias_ptr, entries, counts,
+    group_offsets, table, limit_ptr, leaves_ptr, order, pooled_bias,
+    q_stride, q_head_stride, num_queries, heads, heads_per_key, num_rows, num_leaves, most_entries, list_heads,
+    list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     """One program: a block of queries of one group, one head, over the same entries as in the forward pass."""
-    group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    inside = query < tl.load(group_offsets + group + 1)
+    group, head, kv_head, query, inside = _locate(group_offsets, first_group, heads_per_key, BLOCK_Q)
     if tl.max(inside.to(tl.int32), 0) == 0:
         return
-    kv_head = head // heads_per_key
-    keys += kv_head * num_rows * DIM
-    values += kv_head * num_rows * VALUE_DIM
-    item = (group - first_group) * list_heads + head * list_head_stride
-    entries += item * most_entries
-    count = tl.load(counts + item)
     limit = None
-    if limit_ptr is not None and BLOCK_Q > 1:  # a single query's list holds only what it sees
+    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query holds only what it sees
         limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
     order = None if order is None else order + kv_head * num_leaves
-    bias = 0.0 if pooled_bias is None else tl.load(pooled_bias + head * bias_stride).to(tl.float32) * LOG2E
-    d = tl.arange(0, BLOCK_D)
-    source = q_ptr + query[:, None] * q_stride + head * q_head_stride + d
-    q = tl.load(source, mask=inside[:, None] & (d < DIM), other=0.0)
+    entries, count, bias, q = _block_inputs(
+        group - first_group, head, query, inside, q_ptr, entries, counts, pooled_bias, q_stride, q_head_stride,
+        most_entries, list_heads, list_head_stride, bias_stride, DIM, BLOCK_D
+    )  # fmt: skip
+    keys += kv_head * num_rows * DIM
+    values += kv_head * num_rows * VALUE_DIM
     d_keys += kv_head * num_rows * DIM
     d_values += kv_head * num_rows * VALUE_DIM
     out_row = query * heads + head
     d_out = _read(d_out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
     out = _read(out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
-    shared = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)  # what every logit of a query loses
+    shared = tl.sum(
+        d_out.to(tl.float32) * out.to(tl.float32), 1
+    )  # subtracted from the gradient of every weight of a query
     mass = tl.load(mass_ptr + head * num_queries + query, mask=inside, other=float("inf"))
     d_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     d_bias = tl.zeros([BLOCK_Q], tl.float32)
     for begin in range(0, count, ENTRIES):
-        place = begin + tl.arange(0, ENTRIES)
-        exists = place < count
-        row = tl.load(entries + place, mask=exists, other=0)
+        entry = begin + tl.arange(0, ENTRIES)
+        exists = entry < count
+        row = tl.load(entries + entry, mask=exists, other=0)
         k = _read(keys, row, exists, DIM, BLOCK_D)
         logit, pooled = _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale)
         weight = tl.exp2(logit - mass[:, None])

@@ -1,7 +1,7 @@
-"""The beam search for the leaf families worth opening: `_Search.beam` in multiscale/choice.py, as a kernel.
+"""The beam search for the best leaf families: that of `hsa.attention.multiscale.select`, as a kernel.
 
-One program per group of queries and head descends from the pooled nodes of the group's list to leaf families; rows, scores
-and ranks stay in registers.
+One program per group of queries and head descends from the first candidates to leaf families; rows, scores and ranks stay
+in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hsa.attention.multiscale.triton.ranking import (
     SearchTables,
     _add_mass,
     _field,
-    _is_open,
+    _is_near,
     _load_queries,
     _log_count,
     _log_mass,
@@ -34,72 +34,22 @@ from hsa.attention.multiscale.triton.ranking import (
     _number,
     _ordered_bits,
     _rank,
-    empty_choice,
+    empty_results,
     queries_at_once,
 )
 
 CANDIDATES = 512
-"""Candidates that a beam scores at once, unless the next two allow less; with more it takes several turns."""
+"""Most candidates that a beam scores at once, unless the next two allow fewer; more take several turns."""
 KEY_BYTES = 2**16
-"""Of the keys of candidates that a beam scores at once, for several queries."""
+"""Most bytes of the keys of candidates that a beam scores at once, for several queries."""
 LOGITS = 2**13
-"""Pairs of query and candidate that a beam scores at once."""
+"""Most pairs of query and candidate that a beam scores at once."""
 
 
-def _parents(tables: SearchTables, width: int, near: bool) -> int:
-    """Nodes that are descended from at once: those kept, or the root and the paths to both ends of the open range."""
+def num_parents(tables: SearchTables, width: int, near: bool) -> int:
+    """Return how many nodes are descended from at once: those kept, or the root and both paths to the near range."""
     at_start = 1 + 2 * tables.paths.shape[1] if near else 1
     return triton.next_power_of_2(max(width, at_start, 2))
-
-
-def search_beam(
-    q: Tensor,
-    keys: Tensor,
-    tables: SearchTables,
-    group_offsets: Tensor,
-    group_tree: Tensor,
-    open_low: Tensor | None,
-    open_high: Tensor | None,
-    *,
-    limit: Tensor | None,
-    scale: float,
-    top_k: int,
-    width: int,
-    most_queries: int,
-) -> tuple[Tensor, Tensor]:
-    """Top down: rows of the best leaf families, best first, −1 after them; and how many products each search took.
-
-    Args:
-        q: [queries, heads, dim].
-        keys: [kv_heads, rows, dim], the pyramid of the keys.
-        group_offsets, group_tree: [groups + 1], [groups], as in `Queries`.
-        open_low, open_high: [groups] the range of family numbers open from the start, (0, 0) for none; None: nowhere any.
-        limit: [queries] candidates end before this leaf number; None: anywhere.
-        top_k, width: families to choose; candidates to keep on the way, at least as many.
-        most_queries: of a group.
-
-    Returns:
-        [groups, heads, top_k] int32; [groups, heads] int32.
-    """
-    near = open_low is not None
-    return operator(
-        q,
-        keys,
-        tables.rows,
-        tables.paths if near else tables.paths[:, :0],
-        group_offsets,
-        group_tree,
-        open_low,
-        open_high,
-        limit,
-        scale,
-        top_k,
-        width,
-        most_queries,
-        _parents(tables, width, near),
-        tables.most_slots,
-        tables.first_root,
-    )
 
 
 def _search_beam(
@@ -109,8 +59,8 @@ def _search_beam(
     paths: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
-    open_low: Tensor | None,
-    open_high: Tensor | None,
+    near_low: Tensor | None,
+    near_high: Tensor | None,
     limit: Tensor | None,
     scale: float,
     top_k: int,
@@ -122,9 +72,9 @@ def _search_beam(
 ) -> tuple[Tensor, Tensor]:
     num_queries, heads, dim = q.shape
     groups = len(group_tree)
-    chosen, scored = empty_choice(q, group_tree, top_k)
+    selected, scored = empty_results(q, group_tree, top_k)
     if groups == 0 or num_queries == 0:
-        return chosen.fill_(-1), scored.zero_()
+        return selected.fill_(-1), scored.zero_()
     q, keys, paths = last_stride_1(q), keys.contiguous(), paths.contiguous()
     single = most_queries <= 1
     block_m, block_d = queries_at_once(most_queries), padded(dim)
@@ -137,45 +87,19 @@ def _search_beam(
     one_turn = most_slots <= members and most_queries <= block_m
     mass = torch.empty(heads, 0 if single or one_turn else num_queries, dtype=torch.float32, device=q.device)
     _beam_kernel[(groups, heads)](
-        q,
-        keys,
-        rows,
-        paths,
-        group_offsets,
-        group_tree,
-        open_low,
-        open_high,
-        limit,
-        mass,
-        chosen,
-        scored,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        paths.shape[1],
-        num_queries,
-        first_root,
-        heads // len(keys),
-        scale,
-        width,
-        top_k,
-        HEAD_DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        PARENTS=parents,
-        MEMBERS=members,
-        SINGLE=single,
-        ONE_TURN=one_turn,
-        num_warps=max(1, min(8, warps)),
-    )
-    return chosen, scored
+        q, keys, rows, paths, group_offsets, group_tree, near_low, near_high, limit, mass, selected, scored,
+        q.stride(0), q.stride(1), keys.stride(0), paths.shape[1], num_queries, first_root, heads // len(keys),
+        scale, width, top_k, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_M=block_m, PARENTS=parents, MEMBERS=members,
+        SINGLE=single, ONE_TURN=one_turn, num_warps=max(1, min(8, warps)),
+    )  # fmt: skip
+    return selected, scored
 
 
 def _fake(
     q: Tensor, keys: Tensor, rows: Tensor, paths: Tensor, group_offsets: Tensor, group_tree: Tensor, low: Tensor | None,
     high: Tensor | None, limit: Tensor | None, scale: float, top_k: int, *_: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return empty_choice(q, group_tree, top_k)
+    return empty_results(q, group_tree, top_k)
 
 
 operator = Operator("search_beam", _search_beam, _fake)
@@ -183,8 +107,8 @@ operator = Operator("search_beam", _search_beam, _fake)
 
 @triton.jit
 def _logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[candidates] the same for one query, where tensor cores would be idle."""
-    STEP: tl.constexpr = min(BLOCK_D, 64)  # as much of the keys as registers hold
+    """Return the logits [candidates] of one query, for which tensor cores would be idle."""
+    STEP: tl.constexpr = min(BLOCK_D, 64)  # the part of the keys that registers hold
     product = tl.zeros(row.shape, tl.float32)
     for begin in tl.static_range(0, BLOCK_D, STEP):
         d = begin + tl.arange(0, STEP)
@@ -197,7 +121,7 @@ def _logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM: tl.constexpr, BL
 
 @triton.jit
 def _allowed(rows, row, exists, limit, query, asked):
-    """[queries, candidates]"""
+    """Return which candidates queries may see, [queries, candidates]."""
     allowed = asked[:, None] & exists[None, :]
     if limit is not None:
         seen = tl.load(limit + query, mask=asked, other=0)
@@ -207,7 +131,7 @@ def _allowed(rows, row, exists, limit, query, asked):
 
 @triton.jit
 def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS: tl.constexpr, MEMBERS: tl.constexpr):
-    """The rows in the next slots of every parent; which are candidates; which of them are descended no further."""
+    """Return the rows in the next slots of every parent, which are candidates, and which of them are not descended from."""
     slot = past + tl.arange(0, MEMBERS)[None, :]
     itself = slot == own[:, None]
     exists = tl.reshape(slot < slots[:, None], [PARENTS * MEMBERS])
@@ -215,42 +139,18 @@ def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS
     below = _field(rows, row, SLOTS, exists, 0)
     own_below = _field(rows, row, OWN_SLOT, exists, -1)
     settled = tl.reshape(itself, [PARENTS * MEMBERS]) | ((below == 1) & (own_below == 0))
-    look = exists & at_start  # only members of the start's parents can be open
-    return row, exists & (below > 0) & ~(look & _is_open(rows, row, low, high, look)), settled
+    look = exists & at_start  # only members of the first parents can be near
+    return row, exists & (below > 0) & ~(look & _is_near(rows, row, low, high, look)), settled
 
 
 @triton.jit(do_not_specialize=["path_length", "num_queries", "first_root"])  # they differ from batch to batch
 def _beam_kernel(
-    q,
-    keys,
-    rows,
-    paths,
-    group_offsets,
-    group_tree,
-    open_low,
-    open_high,
-    limit,
-    mass,
-    chosen,
-    scored,
-    q_row_stride,
-    q_head_stride,
-    keys_head_stride,
-    path_length,
-    num_queries,
-    first_root,
-    heads_per_key,
-    scale,
-    width,
-    top_k,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PARENTS: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    q, keys, rows, paths, group_offsets, group_tree, near_low, near_high, limit, mass, selected, scored, q_row_stride,
+    q_head_stride, keys_head_stride, path_length, num_queries, first_root, heads_per_key, scale, width, top_k,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PARENTS: tl.constexpr, MEMBERS: tl.constexpr,
     SINGLE: tl.constexpr,  # one query per group
     ONE_TURN: tl.constexpr,  # all candidates of a round at once, and all queries of a group
-):
+):  # fmt: skip
     """One program: the search of one group and head. A round that keeps all its candidates needs no scores."""
     group, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(group_offsets + group), tl.load(group_offsets + group + 1)
@@ -258,15 +158,15 @@ def _beam_kernel(
     keys += (head // heads_per_key).to(tl.int64) * keys_head_stride
     mass += head.to(tl.int64) * num_queries
 
-    # The start: the root and what is expanded on the way to both ends of the open range, shared parts once.
-    place = tl.arange(0, PARENTS)
-    parent = tl.where(place == 0, first_root + tl.load(group_tree + group).to(tl.int32), -1)
+    # Start with the root and the nodes on the paths to both ends of the near range, shared parts once.
+    slot = tl.arange(0, PARENTS)
+    parent = tl.where(slot == 0, first_root + tl.load(group_tree + group).to(tl.int32), -1)
     low, high = 0, 0
-    if open_low is not None:
-        low, high = tl.load(open_low + group).to(tl.int32), tl.load(open_high + group).to(tl.int32)
-        to_the_right = place > path_length
-        step = place - 1 - tl.where(to_the_right, path_length, 0)
-        on_path = (place > 0) & (step < path_length) & (low < high)
+    if near_low is not None:
+        low, high = tl.load(near_low + group).to(tl.int32), tl.load(near_high + group).to(tl.int32)
+        to_the_right = slot > path_length
+        step = slot - 1 - tl.where(to_the_right, path_length, 0)
+        on_path = (slot > 0) & (step < path_length) & (low < high)
         family = tl.where(to_the_right, high - 1, low).to(tl.int64)
         way = tl.load(paths + family * path_length + step, mask=on_path, other=-1)
         shared = _field(rows, way, FIRST_FAMILY, (way >= 0) & to_the_right, 0) <= low
@@ -358,16 +258,16 @@ def _beam_kernel(
             pairs += tl.where(counts, tl.sum(times), 0)
             number = row * 2 + settled.to(tl.int32)
             rank = tl.where(times > 0, _rank(bits, number), NONE)
-            # Their order is free: a layout without the copies that sums over queries leave in every thread.
+            # Any order will do: this gives a layout without the copies that sums over queries leave in every thread.
             rank = tl.reshape(rank, [PARENTS * MEMBERS], can_reorder=True)
-            found = tl.topk(rank, PARENTS)
-            best = found if ONE_TURN else _merged(best, found)
+            more = tl.topk(rank, PARENTS)
+            best = more if ONE_TURN else _merged(best, more)
             past += MEMBERS
         if not (SINGLE or ONE_TURN):
             tl.debug_barrier()  # masses are read before the next round writes them
 
-        # Down: the best give their places to their members.
-        kept = (best > NONE) & (place < width)
+        # Descend: the best are replaced by their members.
+        kept = (best > NONE) & (slot < width)
         parent = tl.where(kept, _number(best) >> 1, 0)
         settled_parent = (_number(best) & 1) == 1
         descends = kept & ~settled_parent
@@ -379,5 +279,5 @@ def _beam_kernel(
     taken = best > NONE
     foot = _field(rows, tl.where(taken, _number(best) >> 1, 0), FOOT, taken, -1)
     target = group.to(tl.int64) * tl.num_programs(1) + head
-    tl.store(chosen + target * top_k + place, foot, mask=place < top_k)
+    tl.store(selected + target * top_k + slot, foot, mask=slot < top_k)
     tl.store(scored + target, pairs)

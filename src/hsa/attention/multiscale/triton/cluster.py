@@ -1,21 +1,22 @@
-"""The order of the keys, found on a GPU: what `hsa.cluster_keys` does, in one or two launches per level of the tree.
+"""`hsa.cluster_keys` on a GPU, in one or two launches per level of the tree.
 
-Every head has a list of leaves, one per slot of the tree. From the root down, the keys below a node are measured along
-their first principal direction, and the list is parted at the bounds of the node's children. Parting keeps the leaves of
-each part in their order: only who goes where matters, equal coordinates go by leaf, and leaf families end up sorted.
+Every head has a list of leaves, one per slot of the tree. From the root down, the keys below a node are projected onto
+their first principal direction, and the list is partitioned at the bounds of the node's children. A partition keeps the
+leaves of each part in order: equal coordinates go by leaf, and leaf families end up sorted.
 
-Three sizes, three ways:
+Nodes of three sizes are handled in three ways:
 
 - small nodes (`_sort_nodes`): the products of all pairs of keys stay in registers. The direction is iterated on them, a
-  key's place is the number of keys before it, and any number of children is served at once;
-- up to 4,096 keys (`_measure_nodes`): one program per node sums the spread between dimensions, iterates, and projects;
-- more (`_sum_blocks`, `_find_directions`, `_measure_blocks`): the same three steps, many programs to a node.
+  key's slot is the number of keys before it, and any number of children is served at once;
+- up to 4,096 keys (`_measure_nodes`): one program per node sums the covariance, iterates, and projects;
+- more (`_sum_blocks`, `_find_directions`, `_measure_blocks`): the same three steps, with many programs per node.
 
-What has been measured is then parted in two (`_split`, `_split_long`) by a search for the coordinate at the bound, bit by
-bit, which is much cheaper than a sort. More than two children: halved again, by the same coordinates, until each is alone.
+Projected keys are then partitioned in two (`_split`, `_split_long`) by a search for the coordinate at the bound, bit by
+bit, which is much cheaper than a sort. Nodes with more than two children are halved again, by the same coordinates, until
+each child is alone.
 
-A rough direction splits as well as an exact one, so products may be rounded (half precision, or tf32), but always about
-one of the node's own keys: what is rounded is small where keys are near to each other.
+A rough direction splits as well as an exact one, so products may be rounded (half precision, or tf32), but always relative
+to one of the node's own keys: differences are small where keys are close to each other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hsa.attention.multiscale.cluster import ITERATIONS, nodes_to_sort, sort_ins
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 SMALL = 64
-"""Most keys of a small node: as many pairs as a warp can hold."""
+"""Most keys of a small node: a warp can hold their pairs."""
 NODE = 4096
 """Most keys of a node that one program measures."""
 BLOCK = 1024
@@ -43,18 +44,18 @@ BLOCK = 1024
 ROWS = 128
 """Keys of a node or block that a program holds at a time."""
 PAIRS = 1024
-"""Pairs of keys of the smallest nodes that a program holds."""
+"""Pairs of keys that a program holds, for the smallest nodes."""
 SPLIT, LONGEST_SPLIT = 256, 1024
-"""Keys of small pieces that one warp parts together; most keys of a piece that is parted in registers."""
+"""Keys of small pieces that one warp partitions together; most keys of a piece that is partitioned in registers."""
 LONG_SPLIT = 4096
-"""Keys of longer pieces that a program looks at at a time."""
+"""Keys of longer pieces that a program reads at a time."""
 
 SORT_NODES, MEASURE_NODES, MEASURE_BLOCKS, SPLIT_NODES, SPLIT_AGAIN = range(5)
 
 
 @torch.no_grad()
 def cluster_keys(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
-    """[kv_heads, leaves] of keys [leaves, kv_heads, dim]: the leaf whose key sits at each slot, as `hsa.cluster_keys`."""
+    """Return `[kv_heads, leaves]`, the leaf whose key is at each slot, for keys `[leaves, kv_heads, dim]`."""
     plan = hierarchy.cached(("key steps", chunk), lambda: _build(hierarchy, chunk))
     order = operator(k, plan.start, plan.slots, plan.table, plan.steps, ITERATIONS)
     if plan.mixed_families:
@@ -67,11 +68,11 @@ def cluster_keys(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Launches, in order. Each step is five integers: what, where its part of the table begins, and three numbers."""
+    """Launches, in order. Each step is five integers: its kind, where its part of the table begins, and three numbers."""
 
-    slots: Tensor  # [moving] leaf slots whose keys may move; everything else counts in these
-    start: Tensor  # [WIDEST_CLUSTERED] where iterations start from
-    mixed_families: bool  # some leaves have siblings that are none
+    slots: Tensor  # [moving] leaf slots whose keys may move; all other numbers count these
+    start: Tensor  # [WIDEST_CLUSTERED] start vector of iterations
+    mixed_families: bool  # some leaves have siblings that are not leaves
     table: Tensor  # int32
     steps: list[int]
 
@@ -85,7 +86,9 @@ class _Steps:
     def add(self, what: int, numbers: tuple[int, int, int], *parts: np.ndarray) -> None:
         self.steps += [what, self.length, *numbers]
         flat = np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32)
-        flat = np.pad(flat, (0, -len(flat) % 4))  # each part begins at 16 bytes: other addresses would compile anew
+        flat = np.pad(
+            flat, (0, -len(flat) % 4)
+        )  # parts are aligned to 16 bytes: other addresses would need another compilation
         self.parts.append(flat)
         self.length += len(flat)
 
@@ -94,7 +97,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
     s = hierarchy.structure
     slots, begin, end, useful = nodes_to_sort(hierarchy, chunk)
     size = end - begin
-    # Children without a key that moves (sinks) count for nothing: `children` are the others.
+    # Children without a key that moves (sinks) are ignored: `children` are the others.
     children = np.flatnonzero(size > 0)
     before = np.concatenate([[0], np.cumsum(size > 0)])
     first_child, last_child = before[s.first_child], before[s.first_child + s.num_children] - 1
@@ -114,7 +117,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
             first, last, what = np.append(first, middle), np.append(middle - 1, last), SPLIT_AGAIN
             first, last = first[last > first], last[last > first]
     table = np.concatenate(steps.parts) if steps.parts else np.zeros(0, np.int32)
-    # No pattern in it, so that no spread is orthogonal to it; as in the version without kernels.
+    # Without a pattern, so that no covariance is orthogonal to it; as in the version without kernels.
     start = torch.arange(1, WIDEST_CLUSTERED + 1, dtype=torch.float64).mul(2.4).cos().float()
     return _Plan(
         slots=torch.from_numpy(slots).to(hierarchy.device),
@@ -126,18 +129,18 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
 
 
 def _add_small(steps: _Steps, hierarchy: Hierarchy, nodes: np.ndarray, begin: np.ndarray, size: np.ndarray) -> None:
-    """Launches for small nodes of like size. Per place of a node: where the child that it belongs to begins."""
+    """Add launches for small nodes of similar size. Their table holds, per slot of a node, where the slot's child begins."""
     s = hierarchy.structure
     width = np.maximum(_power_of_2(size[nodes]), 16)
     for w in np.unique(width):
-        chosen = nodes[width == w]
-        number = np.repeat(np.arange(len(chosen)), s.num_children[chosen])
-        child = ranges(s.first_child[chosen], s.num_children[chosen])
-        place = begin[child] - begin[chosen][number]
-        of_place = np.repeat(np.arange(len(child)), size[child])
-        child_begins = np.zeros((len(chosen), w), np.int64)
-        child_begins[number[of_place], ranges(place, size[child])] = place[of_place]
-        steps.add(SORT_NODES, (len(chosen), 0, int(w)), begin[chosen], size[chosen], child_begins)
+        some = nodes[width == w]
+        number = np.repeat(np.arange(len(some)), s.num_children[some])
+        child = ranges(s.first_child[some], s.num_children[some])
+        child_begin = begin[child] - begin[some][number]
+        child_of_slot = np.repeat(np.arange(len(child)), size[child])
+        table = np.zeros((len(some), w), np.int64)
+        table[number[child_of_slot], ranges(child_begin, size[child])] = child_begin[child_of_slot]
+        steps.add(SORT_NODES, (len(some), 0, int(w)), begin[some], size[some], table)
 
 
 def _add_measures(steps: _Steps, begin: np.ndarray, size: np.ndarray) -> None:
@@ -156,14 +159,14 @@ def _add_measures(steps: _Steps, begin: np.ndarray, size: np.ndarray) -> None:
 
 
 def _add_splits(steps: _Steps, what: int, begin: np.ndarray, middle: np.ndarray, end: np.ndarray) -> None:
-    """Launches for pieces of like size."""
+    """Add launches for pieces of similar size."""
     size = end - begin
     width = np.maximum(_power_of_2(size), 32)
     width[width > LONGEST_SPLIT] = LONG_SPLIT
     for w in np.unique(width):
-        chosen = width == w
-        numbers = (int(chosen.sum()), int(size[chosen].max()), int(w))
-        steps.add(what, numbers, begin[chosen], size[chosen], (middle - begin)[chosen])
+        some = width == w
+        numbers = (int(some.sum()), int(size[some].max()), int(w))
+        steps.add(what, numbers, begin[some], size[some], (middle - begin)[some])
 
 
 def _power_of_2(size: np.ndarray) -> np.ndarray:
@@ -175,7 +178,7 @@ def _power_of_2(size: np.ndarray) -> np.ndarray:
 
 @triton.jit
 def _key(keys, leaf, key_stride, first_dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """[…, WIDTH] the keys of these leaves, from `first_dim` on; 0 beyond DIM."""
+    """Return the keys […, WIDTH] of leaves, from `first_dim` on; 0 beyond DIM."""
     dims = first_dim + tl.arange(0, WIDTH)
     return tl.load(keys + tl.expand_dims(leaf.to(tl.int64) * key_stride, -1) + dims, mask=dims < DIM, other=0.0)
 
@@ -184,10 +187,10 @@ def _key(keys, leaf, key_stride, first_dim, DIM: tl.constexpr, WIDTH: tl.constex
 def _sums(
     keys, order, first_leaf, begin, end, key_stride, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """[WIDTH, WIDTH] products between dimensions and [WIDTH] sums of the keys at `begin : end`.
+    """Return products [WIDTH, WIDTH] between dimensions and sums [WIDTH] of the keys at `begin : end`.
 
-    Both are about the node's first key: it is near to the others, so that little is lost when the mean is taken off.
-    Past the end this key stands in, which adds nothing.
+    Both are relative to the node's first key: it is close to the others, so that subtracting the mean loses little
+    precision. The same key pads the end, which adds nothing.
     """
     anchor = _key(keys, first_leaf, key_stride, 0, DIM, WIDTH)
     products = tl.zeros([WIDTH, WIDTH], tl.float32)
@@ -205,7 +208,7 @@ def _sums(
 
 @triton.jit
 def _direction(products, total, size, start, ITERATIONS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH] the first principal direction, of any length: power iteration from `start`."""
+    """Return the first principal direction [WIDTH], of any length, by power iteration from `start`."""
     dims = tl.arange(0, WIDTH)
     spread = products - total[:, None] * (total / size)[None, :]
     # Divided by the trace, which is between once and WIDTH times the largest eigenvalue, no step over- or underflows.
@@ -223,7 +226,7 @@ def _measure(
     keys, order, coordinates, direction, centre, begin, end, key_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Coordinates along the direction, of the keys at `begin : end`; 0 is at the centre."""
+    """Store the coordinates of the keys at `begin : end` along the direction; 0 is at the centre."""
     first = begin
     while first < end:
         at = first + tl.arange(0, ROWS)
@@ -238,7 +241,7 @@ def _measure_nodes(
     keys, start, order, coordinates, table, key_stride, head_stride, nodes, heads, slots,
     ITERATIONS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The coordinates of one node's keys. table: begin and size of every node."""
+    """Store the coordinates of one node's keys. table: begin and size of every node."""
     node, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     begin, size = tl.load(table + node), tl.load(table + nodes + node)
     keys += head * head_stride
@@ -256,7 +259,10 @@ def _sum_blocks(
     keys, order, table, products, totals, key_stride, head_stride, nodes, blocks, heads, slots,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one block. table: begin, size, first block and blocks of every node; node, begin and end of every block."""
+    """Store the sums over one block.
+
+    table: begin, size, first block and blocks of every node; node, begin and end of every block.
+    """
     block, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     of_block = table + 4 * nodes + block
     node, begin, end = tl.load(of_block), tl.load(of_block + blocks), tl.load(of_block + 2 * blocks)
@@ -264,9 +270,9 @@ def _sum_blocks(
     keys += head * head_stride
     product, total = _sums(keys, order, tl.load(order), begin, end, key_stride, DIM, WIDTH, ROWS)
     dims = tl.arange(0, WIDTH)
-    place = (head * blocks + block) * WIDTH
-    tl.store(products + (place + dims[:, None]) * WIDTH + dims[None, :], product)
-    tl.store(totals + place + dims, total)
+    offset = (head * blocks + block) * WIDTH
+    tl.store(products + (offset + dims[:, None]) * WIDTH + dims[None, :], product)
+    tl.store(totals + offset + dims, total)
 
 
 @triton.jit(do_not_specialize=["nodes", "blocks", "heads", "slots"])
@@ -274,7 +280,7 @@ def _find_directions(
     keys, start, order, table, products, totals, directions, centres, key_stride, head_stride,
     nodes, blocks, heads, slots, ITERATIONS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The direction of one node from the sums over its blocks, and the coordinate of its mean."""
+    """Store the direction of one node, from the sums over its blocks, and the coordinate of its mean."""
     node, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     begin, size = tl.load(table + node), tl.load(table + nodes + node)
     block, number = tl.load(table + 2 * nodes + node), tl.load(table + 3 * nodes + node)
@@ -283,9 +289,9 @@ def _find_directions(
     total = tl.zeros([WIDTH], tl.float32)
     past_last = block + number
     while block < past_last:
-        place = (head * blocks + block) * WIDTH
-        product += tl.load(products + (place + dims[:, None]) * WIDTH + dims[None, :])
-        total += tl.load(totals + place + dims)
+        offset = (head * blocks + block) * WIDTH
+        product += tl.load(products + (offset + dims[:, None]) * WIDTH + dims[None, :])
+        total += tl.load(totals + offset + dims)
         block += 1
     direction = _direction(product, total, size, start, ITERATIONS, DIM, WIDTH)
     first_leaf = tl.load(order + head * slots + begin)
@@ -299,7 +305,7 @@ def _measure_blocks(
     keys, order, coordinates, table, directions, centres, key_stride, head_stride, nodes, blocks, heads, slots,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The coordinates of one block's keys along the direction of its node."""
+    """Store the coordinates of one block's keys along the direction of its node."""
     block, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     of_block = table + 4 * nodes + block
     node, begin, end = tl.load(of_block), tl.load(of_block + blocks), tl.load(of_block + 2 * blocks)
@@ -312,7 +318,7 @@ def _measure_blocks(
 
 @triton.jit
 def _sortable(x):
-    """Integers in the order of the numbers, −0 as 0."""
+    """Return integers in the order of the numbers, −0 as 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -322,10 +328,10 @@ def _split(
     order, coordinates, sortable, table, pieces, heads, slots,
     FRESH: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Part pieces in two: the `left` keys of smallest coordinate first, each part in the order it was in.
+    """Partition pieces in two: the `left` keys of smallest coordinate first, each part in its old order.
 
-    table: begin, size and left of every piece. FRESH: pieces are nodes whose coordinates have just been measured; else their
-    sortable form has been left by the split above.
+    table: begin, size and left of every piece. FRESH: pieces are nodes whose coordinates were just measured; otherwise the
+    split above has left their sortable form.
     """
     piece, head = tl.program_id(0) // heads * PIECES + tl.arange(0, PIECES), (tl.program_id(0) % heads).to(tl.int64)
     begin = tl.load(table + piece, mask=piece < pieces, other=0)
@@ -337,7 +343,7 @@ def _split(
     leaf = tl.load(order + begin + at, mask=real)
     if FRESH:
         x = tl.load(coordinates + begin + at, mask=real, other=0.0)
-        # A direction and its opposite split alike: let the member farthest out be at the end.
+        # A direction and its opposite split alike: turn the farthest member to the end.
         turn = -tl.min(x, 1) > tl.max(x, 1)
         value = _sortable(tl.where(turn[:, None], -x, x))
     else:
@@ -349,13 +355,13 @@ def _split(
         higher = bound ^ (tl.full([PIECES, 1], 1, tl.int32) << (31 - bit))
         below = tl.sum((value < higher).to(tl.int32), 1)[:, None]
         bound = tl.where(below <= left, higher, bound)
-    # Of those equal to the bound, as many go left as there is room.
+    # Among keys equal to the bound, as many go left as there is room.
     room = left - tl.sum((value < bound).to(tl.int32), 1)[:, None]
     equal = (real & (value == bound)).to(tl.int32)
     goes_left = (value < bound) | ((equal > 0) & (tl.cumsum(equal, 1) <= room))
     left_before = tl.cumsum(goes_left.to(tl.int32), 1) - goes_left.to(tl.int32)
     target = begin + tl.where(goes_left, left_before, left + at - left_before)
-    tl.debug_barrier()  # all has been read
+    tl.debug_barrier()  # after all reads
     tl.store(order + target, leaf, mask=real)
     tl.store(sortable + target, value, mask=real)
 
@@ -376,7 +382,7 @@ def _split_long(
     order, coordinates, sortable, moved_order, moved_sortable, table, pieces, heads, slots,
     FRESH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`_split` of one piece of any size, WIDTH keys at a time."""
+    """Do what `_split` does for one piece of any size, WIDTH keys at a time."""
     piece, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     begin, size = head * slots + tl.load(table + piece), tl.load(table + pieces + piece)
     left = tl.load(table + 2 * pieces + piece)
@@ -437,7 +443,10 @@ def _sort_nodes(
     keys, start, order, table, key_stride, head_stride, nodes, heads, slots,
     ITERATIONS: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, NODES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Part small nodes among their children. table: begin and size of every node; per place, where its child begins."""
+    """Partition small nodes among their children.
+
+    table: begin and size of every node; per slot, where its child begins.
+    """
     node, head = tl.program_id(0) // heads * NODES + tl.arange(0, NODES), (tl.program_id(0) % heads).to(tl.int64)
     begin = tl.load(table + node, mask=node < nodes, other=0)
     size = tl.load(table + nodes + node, mask=node < nodes, other=1)[:, None]
@@ -448,15 +457,15 @@ def _sort_nodes(
     real = (member < size) & (node < nodes)[:, None]
     first_leaf = tl.load(order)
     leaf = tl.load(order[:, None] + member, mask=real, other=-1)
-    # Products about the first key of the node, which stands in past the end: see `_sums`.
+    # Products relative to the first key of the node, which pads the end: see `_sums`.
     leaf_or_first = tl.where(real, leaf, first_leaf[:, None])
     products = tl.zeros([NODES, SIZE, SIZE], tl.float32)
     for first_dim in range(0, DIM, PART):
         x = _key(keys, leaf_or_first, key_stride, first_dim, DIM, PART)
         x -= _key(keys, first_leaf, key_stride, first_dim, DIM, PART)[:, None, :]
         products = tl.dot(x, tl.permute(x, (0, 2, 1)), products, input_precision="tf32")
-    # About the mean, products are those of deviations. Their leading vector is the coordinate. Rows and columns past the
-    # last member are left as they come: their coordinates are 0, by the scale.
+    # Relative to the mean, products are those of deviations, and their leading vector is the coordinate. Rows and columns
+    # after the last member need no mask: the scale makes their coordinates 0.
     mean = tl.sum(products, 2) / size
     mean -= (tl.sum(mean, 1)[:, None] / size) / 2
     spread = products - mean[:, :, None] - mean[:, None, :]
@@ -466,7 +475,7 @@ def _sort_nodes(
     for _ in range(ITERATIONS + 1):
         coordinate = tl.sum(spread * coordinate[:, None, :], 2) * scale
     turn = -tl.min(coordinate, 1) > tl.max(coordinate, 1)
-    # The lowest bits of a coordinate make room for the member's number: no two are equal, and equal keys go by leaf.
+    # The lowest bits of a coordinate hold the member's number: no two are equal, and equal keys go by leaf.
     value = _sortable(tl.where(turn[:, None], -coordinate, coordinate))
     value = tl.where(real, value, 2147483647) & -SIZE | member
     rank = tl.sum((value[:, None, :] < value[:, :, None]).to(tl.int32), 2)
@@ -478,10 +487,8 @@ def _sort_nodes(
 # The launches
 
 
-def _find_key_order(
-    k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps: list[int], iterations: int
-) -> Tensor:
-    """[heads, leaves] of keys [leaves, heads, dim]."""
+def _cluster_keys(k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps: list[int], iterations: int) -> Tensor:
+    """Return `[heads, leaves]` for keys `[leaves, heads, dim]`."""
     leaves, heads, dim = k.shape
     k = last_stride_1(k)
     moving = len(slots)
@@ -543,4 +550,4 @@ def _empty(k: Tensor, *_: Any) -> Tensor:
     return k.new_empty(k.shape[1], k.shape[0], dtype=torch.int64)
 
 
-operator = Operator("cluster_keys", _find_key_order, _empty)
+operator = Operator("cluster_keys", _cluster_keys, _empty)

@@ -1,7 +1,7 @@
-"""The exact search for the leaf families worth opening: `_Search.exact` in multiscale/choice.py, as kernels.
+"""The exact search for the best leaf families: that of `hsa.attention.multiscale.select`, as kernels.
 
-Programs stream over all candidates, once for each query's softmax, once more for the scores of the groups, and keep the best
-in registers, so that groups × families are never in memory.
+Programs stream over all candidates, once for each query's softmax and once more for the scores of the groups, and keep the
+best in registers, so that no groups × families matrix is ever in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hsa.attention.multiscale.triton.ranking import (
     LAST,
     NONE,
     QUERIES,
-    SearchTables,
     _add_mass,
     _field,
     _load_queries,
@@ -30,45 +29,12 @@ from hsa.attention.multiscale.triton.ranking import (
     _number,
     _ordered_bits,
     _rank,
-    empty_choice,
+    empty_results,
     queries_at_once,
 )
 
 FAMILIES, RANKED_FAMILIES = 64, 32
-"""Candidates of a step of the exact search: without ranking, and with it, which takes registers."""
-
-
-def search_exact(
-    q: Tensor,
-    keys: Tensor,
-    tables: SearchTables,
-    group_offsets: Tensor,
-    group_tree: Tensor,
-    open_low: Tensor | None,
-    open_high: Tensor | None,
-    *,
-    limit: Tensor | None,
-    scale: float,
-    top_k: int,
-    most_queries: int,
-) -> tuple[Tensor, Tensor]:
-    """All candidates: the rest as for `search_beam`."""
-    return operator(
-        q,
-        keys,
-        tables.rows,
-        tables.family_rows,
-        tables.family_start,
-        tables.tree_families,
-        group_offsets,
-        group_tree,
-        open_low,
-        open_high,
-        limit,
-        scale,
-        top_k,
-        most_queries,
-    )
+"""Candidates per step: without ranking, and with it, which takes registers."""
 
 
 def _search_exact(
@@ -80,8 +46,8 @@ def _search_exact(
     tree_families: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
-    open_low: Tensor | None,
-    open_high: Tensor | None,
+    near_low: Tensor | None,
+    near_high: Tensor | None,
     limit: Tensor | None,
     scale: float,
     top_k: int,
@@ -89,23 +55,16 @@ def _search_exact(
 ) -> tuple[Tensor, Tensor]:
     num_queries, heads, dim = q.shape
     groups = len(group_tree)
-    chosen, scored = empty_choice(q, group_tree, top_k)
+    selected, scored = empty_results(q, group_tree, top_k)
     if groups == 0 or num_queries == 0:
-        return chosen.fill_(-1), scored.zero_()
+        return selected.fill_(-1), scored.zero_()
     q, keys = last_stride_1(q), keys.contiguous()
     single, whole_groups = most_queries <= 1, most_queries <= QUERIES
     block_m = 1 if single else queries_at_once(most_queries)
     asks = _lines(
-        group_offsets,
-        tree_families[group_tree],
-        tree_families[group_tree + 1],
-        family_start,
-        open_low,
-        open_high,
-        limit,
-        block_m if whole_groups else 0,
-        num_queries,
-    )
+        group_offsets, tree_families[group_tree], tree_families[group_tree + 1], family_start, near_low, near_high, limit,
+        block_m if whole_groups else 0, num_queries,
+    )  # fmt: skip
     mass = torch.empty(heads, 0 if single else len(asks), dtype=torch.float32, device=q.device)
     tables = (q, keys, rows, family_rows, asks, mass)
     numbers = (q.stride(0), q.stride(1), keys.stride(0), len(asks), heads // len(keys), scale)
@@ -113,7 +72,7 @@ def _search_exact(
         "HEAD_DIM": dim,
         "BLOCK_D": padded(dim),
         "IS_LIMITED": limit is not None,
-        "HAS_OPEN": open_low is not None,
+        "HAS_NEAR": near_low is not None,
     }
     warps = 4 if q.element_size() == 2 else 8  # without tensor cores more threads must hold the tiles
     if not single:
@@ -121,24 +80,12 @@ def _search_exact(
             *tables, *numbers, **options, BLOCK_M=QUERIES, BLOCK_N=FAMILIES, num_warps=warps
         )
     best = triton.next_power_of_2(max(top_k, 2))
-    _choose_kernel[(triton.cdiv(groups * block_m, QUERIES) if whole_groups else groups, heads)](
-        *tables,
-        group_offsets,
-        chosen,
-        scored,
-        *numbers,
-        groups,
-        top_k,
-        **options,
-        BLOCK_G=QUERIES // block_m,
-        BLOCK_M=block_m,
-        BLOCK_N=max(RANKED_FAMILIES, best),
-        BEST=best,
-        SINGLE=single,
-        WHOLE_GROUPS=whole_groups,
-        num_warps=warps,
-    )
-    return chosen, scored
+    _select_kernel[(triton.cdiv(groups * block_m, QUERIES) if whole_groups else groups, heads)](
+        *tables, group_offsets, selected, scored, *numbers, groups, top_k, **options,
+        BLOCK_G=QUERIES // block_m, BLOCK_M=block_m, BLOCK_N=max(RANKED_FAMILIES, best), BEST=best,
+        SINGLE=single, WHOLE_GROUPS=whole_groups, num_warps=warps,
+    )  # fmt: skip
+    return selected, scored
 
 
 def _fake(
@@ -146,7 +93,7 @@ def _fake(
     group_offsets: Tensor, group_tree: Tensor, low: Tensor | None, high: Tensor | None, limit: Tensor | None,
     scale: float, top_k: int, *_: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return empty_choice(q, group_tree, top_k)
+    return empty_results(q, group_tree, top_k)
 
 
 operator = Operator("search_exact", _search_exact, _fake)
@@ -157,16 +104,16 @@ def _lines(
     begin: Tensor,
     end: Tensor,
     family_start: Tensor,
-    open_low: Tensor | None,
-    open_high: Tensor | None,
+    near_low: Tensor | None,
+    near_high: Tensor | None,
     limit: Tensor | None,
     per_group: int,
     num_queries: int,
 ) -> Tensor:
-    """[lines, 6] int32: who asks, for what. Every group has `per_group` lines; 0: every query has one.
+    """Return a table [lines, 6] int32 of requests. Every group has `per_group` lines; 0: every query has one.
 
-    The families to look at (begin, end), none where a line has no query; those open (low, high); the limit; the query.
-    Families that start at the limit or later fall away.
+    Columns: the families to score (begin, end), none where a line has no query; the near ones among them (low, high), which
+    are left out; the limit; the query. Families that start at the limit or later are not scored.
     """
     device = group_offsets.device
     groups = len(begin)
@@ -180,8 +127,8 @@ def _lines(
     query = query.where(asked, 0)
     begin, end = begin[group], end[group]
     low = high = seen = torch.zeros_like(query)
-    if open_low is not None and open_high is not None:
-        low, high = open_low[group], open_high[group]
+    if near_low is not None and near_high is not None:
+        low, high = near_low[group], near_high[group]
     if limit is not None:
         seen = limit[query]
         end = torch.minimum(end, torch.searchsorted(family_start, seen))
@@ -191,7 +138,7 @@ def _lines(
 
 @triton.jit
 def _asks(asks, line, exists):
-    """Of every line: the families to look at (begin, end), those open (low, high), the limit, the query."""
+    """Return the columns of lines: families to score (begin, end), near ones (low, high), limit, query."""
     asks += line.to(tl.int64) * 6
     begin, end = tl.load(asks, mask=exists, other=LAST), tl.load(asks + 1, mask=exists, other=0)
     low, high = tl.load(asks + 2, mask=exists, other=0), tl.load(asks + 3, mask=exists, other=0)
@@ -200,11 +147,11 @@ def _asks(asks, line, exists):
 
 @triton.jit
 def _is_candidate(
-    rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED: tl.constexpr, HAS_OPEN: tl.constexpr
+    rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr
 ):
-    """[queries, families]"""
+    """Return which families are candidates of queries, [queries, families]."""
     allowed = (number[None, :] >= begin[:, None]) & (number[None, :] < end[:, None])
-    if HAS_OPEN:
+    if HAS_NEAR:
         first_family = _field(rows, row, FIRST_FAMILY, exists, 0)
         end_family = _field(rows, row, END_FAMILY, exists, 0)
         allowed = allowed & ((first_family[None, :] >= high[:, None]) | (end_family[None, :] <= low[:, None]))
@@ -215,25 +162,10 @@ def _is_candidate(
 
 @triton.jit
 def _mass_kernel(
-    q,
-    keys,
-    rows,
-    family_rows,
-    asks,
-    mass,
-    q_row_stride,
-    q_head_stride,
-    keys_head_stride,
-    num_lines,
-    heads_per_key,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_LIMITED: tl.constexpr,
-    HAS_OPEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q, keys, rows, family_rows, asks, mass, q_row_stride, q_head_stride, keys_head_stride, num_lines, heads_per_key, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the log-mass of some queries of a head over their candidates."""
     head = tl.program_id(1)
     q += head.to(tl.int64) * q_head_stride
@@ -249,7 +181,7 @@ def _mass_kernel(
         number = family + tl.arange(0, BLOCK_N)
         exists = number < past_last
         row = tl.load(family_rows + number, mask=exists, other=0)
-        allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_OPEN)
+        allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_NEAR)
         logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
         top, total = _add_mass(top, total, logits)
         family += BLOCK_N
@@ -257,35 +189,14 @@ def _mass_kernel(
 
 
 @triton.jit
-def _choose_kernel(
-    q,
-    keys,
-    rows,
-    family_rows,
-    asks,
-    mass,
-    group_offsets,
-    chosen,
-    scored,
-    q_row_stride,
-    q_head_stride,
-    keys_head_stride,
-    num_lines,
-    heads_per_key,
-    scale,
-    groups,
-    top_k,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_LIMITED: tl.constexpr,
-    HAS_OPEN: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BEST: tl.constexpr,
+def _select_kernel(
+    q, keys, rows, family_rows, asks, mass, group_offsets, selected, scored, q_row_stride, q_head_stride,
+    keys_head_stride, num_lines, heads_per_key, scale, groups, top_k, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BEST: tl.constexpr,
     SINGLE: tl.constexpr,  # one query per group
     WHOLE_GROUPS: tl.constexpr,  # every group has BLOCK_M lines; otherwise a program goes through those of one group
-):
+):  # fmt: skip
     """One program: the best candidates of BLOCK_G groups and a head."""
     head = tl.program_id(1)
     q += head.to(tl.int64) * q_head_stride
@@ -316,7 +227,7 @@ def _choose_kernel(
         exists = number < past_last
         row = tl.load(family_rows + number, mask=exists, other=0)
         if WHOLE_GROUPS:
-            allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_OPEN)
+            allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_NEAR)
             logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
             if SINGLE:
                 bits, times = _ordered_bits(logits), allowed.to(tl.int32)
@@ -332,7 +243,7 @@ def _choose_kernel(
                 begin, end, low, high, seen, query = _asks(asks, line, asked)
                 queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
                 log_mass = tl.load(mass + line, mask=asked, other=0.0)
-                allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_OPEN)
+                allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_NEAR)
                 logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
                 more_score, more_times = _score(logits, log_mass, allowed, BLOCK_G, BLOCK_M, BLOCK_N)
                 score += more_score
@@ -349,16 +260,16 @@ def _choose_kernel(
     group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     target = group.to(tl.int64) * tl.num_programs(1) + head
     taken = best > NONE
-    found = tl.load(family_rows + tl.where(taken, _number(best), 0), mask=taken, other=-1)
-    place = tl.arange(0, BEST)[None, :]
-    is_wanted = (group < groups)[:, None] & (place < top_k)
-    tl.store(chosen + target[:, None] * top_k + place, found, mask=is_wanted)
+    row = tl.load(family_rows + tl.where(taken, _number(best), 0), mask=taken, other=-1)
+    slot = tl.arange(0, BEST)[None, :]
+    is_wanted = (group < groups)[:, None] & (slot < top_k)
+    tl.store(selected + target[:, None] * top_k + slot, row, mask=is_wanted)
     tl.store(scored + target, pairs, mask=group < groups)
 
 
 @triton.jit
 def _score(logits, log_mass, allowed, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[groups, families] the sum of softmax over the queries of a group, and how many of them there are."""
+    """Return the softmax [groups, families] summed over the queries of a group, and the number of these queries."""
     weights = tl.where(allowed, tl.exp2(logits - log_mass[:, None]), 0.0)
     score = tl.sum(tl.reshape(weights, [BLOCK_G, BLOCK_M, BLOCK_N]), 1)
     return score, tl.sum(tl.reshape(allowed.to(tl.int32), [BLOCK_G, BLOCK_M, BLOCK_N]), 1)

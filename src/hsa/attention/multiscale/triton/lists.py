@@ -1,14 +1,14 @@
-"""The lists of multiscale attention, from open families: one program writes those of a few groups and heads.
+"""The lists of multiscale attention, from selected families: one program writes those of a few groups and heads.
 
-A group of queries and a head have open rows: parents of the leaf families they read leaf by leaf. Open rows, everything
-above them, and the root of the tree are *expanded*; the list of the group are the children of expanded rows that are not
-expanded themselves. A kernel climbs from the open rows to the root and writes the lists. They are short-lived: the groups
-are worked on in stretches whose lists fill at most `SCRATCH` numbers.
+A group of queries and a head have selected rows: parents of the leaf families they read leaf by leaf. Selected rows, their
+ancestors, and the root of the tree are *expanded*; the list of the group consists of the children of expanded rows that are
+not expanded themselves. A kernel climbs from the selected rows to the root and writes the lists. They are short-lived: the
+groups are processed in stretches whose lists fill at most `SCRATCH` numbers.
 
-Open rows are sorted first, by their leaves, parents before what is below them. (An open row can lie below another where a
-family has leaves and other members.) From then on the paths stay in order, paths that have met are neighbours, and the
-entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the last
-path of a family also the one behind it.
+Selected rows are sorted first, by their leaves, parents before their descendants. (A selected row can lie below another
+where a family has leaves and other members.) From then on the paths stay in order, paths that have met are neighbours, and
+the entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the
+last path of a family also the one after it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from hsa.attention.kernels.levels import Levels
 
 SCRATCH = 2**26
-"""Entries of lists in memory at once."""
-# Columns of the table of rows: together they are one 32-byte sector of memory.
+"""Most entries of lists in memory at once."""
+# Columns of the table of rows: together one 32-byte sector of memory.
 COLUMNS = tl.constexpr(8)
 PARENT = tl.constexpr(0)
 FIRST_CHILD = tl.constexpr(1)
@@ -49,10 +49,10 @@ class Rows:
     _most: dict[int, int] = field(default_factory=dict)
 
     def most_entries(self, width: int) -> int:
-        """Of a list with `width` open rows: at every level, no more than its largest families hold."""
+        """Return the most entries of a list with `width` selected rows: at every level, those of its largest families."""
         if width not in self._most:
             most = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
-            self._most[width] = triton.cdiv(most, 16) * 16  # lists begin where reads are wide
+            self._most[width] = triton.cdiv(most, 16) * 16  # aligned lists allow wide reads
         return self._most[width]
 
 
@@ -94,7 +94,7 @@ class Lists:
 def make_lists(
     q: Tensor,
     keys: Tensor,
-    open_rows: Tensor,
+    selected_rows: Tensor,
     group_offsets: Tensor,
     group_tree: Tensor,
     table: Tensor,
@@ -105,48 +105,30 @@ def make_lists(
     most_entries: int,
     widest: list[int],
 ) -> Iterator[Lists]:
-    """The lists of all groups, stretch by stretch in the same memory, without entries that no query of a group sees."""
+    """Yield the lists of all groups, in stretches that share memory, without entries that no query of the group sees."""
     if len(q) == 0:
         return
     order = order if limit is not None else None
-    heads = open_rows.shape[1] if order is None else q.shape[1]  # leaves in another order are seen by head
-    open_rows = open_rows.contiguous()
+    heads = (
+        selected_rows.shape[1] if order is None else q.shape[1]
+    )  # with reordered keys, what is seen depends on the head
+    selected_rows = selected_rows.contiguous()
     groups = min(len(group_tree), max(1, SCRATCH // (heads * most_entries)))
-    entries = open_rows.new_empty(groups * heads, most_entries)
-    counts = open_rows.new_empty(groups * heads)
-    width = triton.next_power_of_2(max(open_rows.shape[2], 2))
+    entries = selected_rows.new_empty(groups * heads, most_entries)
+    counts = selected_rows.new_empty(groups * heads)
+    width = triton.next_power_of_2(max(selected_rows.shape[2], 2))
     leaf_children, children = (min(8, triton.next_power_of_2(max(x, 1))) for x in (widest[0], widest[1] - 1))
     warps = 1 if width * leaf_children <= 512 else 4
     block = max(1, 32 * warps // width)
     for first_group in range(0, len(group_tree), groups):
         here = min(groups, len(group_tree) - first_group)
         _list_kernel[(triton.cdiv(here * heads, block),)](
-            open_rows,
-            group_offsets,
-            group_tree,
-            table,
-            roots,
-            level_ends,
-            limit,
-            order,
-            entries,
-            counts,
-            first_group,
-            here * heads,
-            heads,
-            q.shape[1] // keys.shape[0],
-            0 if order is None else order.shape[1],
-            open_rows.shape[2],
-            open_rows.shape[1] * open_rows.shape[2],
-            open_rows.shape[2] if open_rows.shape[1] > 1 else 0,
-            most_entries,
-            BLOCK=block,
-            WIDTH=width,
-            LEAF_CHILDREN=leaf_children,
-            CHILDREN=children,
-            num_warps=warps,
-            num_stages=1,
-        )
+            selected_rows, group_offsets, group_tree, table, roots, level_ends, limit, order, entries, counts,
+            first_group, here * heads, heads, q.shape[1] // keys.shape[0], 0 if order is None else order.shape[1],
+            selected_rows.shape[2], selected_rows.shape[1] * selected_rows.shape[2],
+            selected_rows.shape[2] if selected_rows.shape[1] > 1 else 0, most_entries,
+            BLOCK=block, WIDTH=width, LEAF_CHILDREN=leaf_children, CHILDREN=children, num_warps=warps, num_stages=1,
+        )  # fmt: skip
         yield Lists(first_group, here, entries, counts, heads)
 
 
@@ -157,14 +139,14 @@ def column(table, row, COLUMN: tl.constexpr, exists, other):
 
 @triton.jit
 def _gaps(row, below, end, table):
-    """The entries of the level whose rows end at `end`, and the climb to the next level.
+    """Return the gaps of the level whose rows end at `end`, and climb to the next level.
 
     Args:
         row: [items, paths] at this level or waiting above it.
-        below: the row that the path came through; −1: none, it starts here or above.
+        below: The row that the path came through; −1: none, it starts here or above.
 
     Returns:
-        Gaps: their first row, their number of entries, and the one row inside to leave out (NO_ROW: none). Then the next
+        First row and number of entries of each gap, and the one row inside to leave out (NO_ROW: none); then the next
         `row` and `below`.
     """
     w = tl.arange(0, row.shape[1])[None, :]
@@ -187,18 +169,9 @@ def _gaps(row, below, end, table):
 
 @triton.jit
 def _write_gaps(
-    entries,
-    count,
-    start,
-    number,
-    hole,
-    table,
-    limit,
-    order,
-    CHILDREN: tl.constexpr,
-    LEAVES: tl.constexpr,
-):
-    """Append to every list [items] the entries of its gaps [items, paths]; its new length."""
+    entries, count, start, number, hole, table, limit, order, CHILDREN: tl.constexpr, LEAVES: tl.constexpr
+):  # fmt: skip
+    """Append the entries of the gaps [items, paths] to every list [items], and return their new lengths."""
     SIZE: tl.constexpr = start.shape[1] * CHILDREN
     for past in range(0, tl.max(tl.max(number, 1), 0), CHILDREN):
         member = past + tl.arange(0, CHILDREN)[None, None, :]
@@ -218,16 +191,16 @@ def _write_gaps(
                 held = tl.load(order + leaf, mask=exists & (leaf >= 0), other=0).to(tl.int32)
                 end = tl.where(leaf >= 0, held + 1, end)
             exists = exists & (end <= limit[:, None])
-        place = count[:, None] + tl.cumsum(exists.to(tl.int32), 1) - 1
-        tl.store(entries + place, row, mask=exists)
+        entry = count[:, None] + tl.cumsum(exists.to(tl.int32), 1) - 1
+        tl.store(entries + entry, row, mask=exists)
         count += tl.sum(exists.to(tl.int32), 1)
     return count
 
 
-# Numbers that differ from batch to batch: to compile for their values would be to compile again and again.
+# Numbers that differ from batch to batch: kernels must not be compiled again for each value.
 kernel = triton.jit(
     do_not_specialize=[
-        *("first_group", "num_items", "num_open", "open_group_stride", "open_head_stride"),
+        *("first_group", "num_items", "num_selected", "selected_group_stride", "selected_head_stride"),
         *("num_queries", "num_leaves", "num_rows", "list_heads", "list_head_stride"),
     ],
     do_not_specialize_on_alignment=["roots", "level_ends"],
@@ -236,30 +209,10 @@ kernel = triton.jit(
 
 @kernel
 def _list_kernel(
-    open_rows,
-    group_offsets,
-    group_tree,
-    table,
-    roots,
-    level_ends,
-    limit_ptr,
-    order,
-    entries,
-    counts,
-    first_group,
-    num_items,
-    heads,
-    heads_per_key,
-    num_leaves,
-    num_open,
-    open_group_stride,
-    open_head_stride,
-    most_entries,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LEAF_CHILDREN: tl.constexpr,
-    CHILDREN: tl.constexpr,
-):
+    selected_rows, group_offsets, group_tree, table, roots, level_ends, limit_ptr, order, entries, counts, first_group,
+    num_items, heads, heads_per_key, num_leaves, num_selected, selected_group_stride, selected_head_stride, most_entries,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, LEAF_CHILDREN: tl.constexpr, CHILDREN: tl.constexpr,
+):  # fmt: skip
     """One program: the lists of a few items, an item being a group and a head."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = item < num_items
@@ -278,10 +231,10 @@ def _list_kernel(
     order = None if order is None else order + ((head // heads_per_key).to(tl.int64) * num_leaves)[:, None]
     entries += item.to(tl.int64)[:, None] * most_entries
 
-    # Paths start at the open rows, by first leaf, the higher of two that begin alike first; without any, at the root.
+    # Paths start at the selected rows, ordered by first leaf, the higher of two with the same one first; else at the root.
     w = tl.arange(0, WIDTH)[None, :]
-    place = group * open_group_stride + head * open_head_stride
-    row = tl.load(open_rows + place[:, None] + w, mask=exists[:, None] & (w < num_open), other=-1)
+    begin = group * selected_group_stride + head * selected_head_stride
+    row = tl.load(selected_rows + begin[:, None] + w, mask=exists[:, None] & (w < num_selected), other=-1)
     first = column(table, row, FIRST_LEAF, row >= 0, NO_ROW)
     flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # the higher a row, the larger its number
     row = tl.sort((first.to(tl.int64) << 32) | flipped.to(tl.int64)).to(tl.int32) ^ NO_ROW

@@ -12,10 +12,9 @@ from hsa.attention.kernels.levels import Levels, levels
 from hsa.attention.multiscale.call import MultiscaleCall, SelectCall
 from hsa.attention.multiscale.cluster import KeyClusters
 from hsa.attention.multiscale.triton.attend import attend_lists
-from hsa.attention.multiscale.triton.beam import search_beam
-from hsa.attention.multiscale.triton.exact import search_exact
 from hsa.attention.multiscale.triton.pyramid import pyramid
 from hsa.attention.multiscale.triton.ranking import search_tables
+from hsa.attention.multiscale.triton.search import search_families
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -48,14 +47,21 @@ def search(call: SelectCall) -> tuple[Tensor, Tensor]:
     assert tables is not None
     keys = _pooled(call.k, _plan(call.hierarchy), _order(call.clusters))
     low, high = call.neighbourhood.bounds or (None, None)
-    queries, limit, scale, top_k = call.queries, call.limit, call.scale, call.top_k
-    what = (call.q, keys, tables, queries.offsets, queries.tree, low, high)
-    if call.width is None:
-        rows, counted = search_exact(*what, limit=limit, scale=scale, top_k=top_k, most_queries=queries.most)
-    else:
-        rows, counted = search_beam(
-            *what, limit=limit, scale=scale, top_k=top_k, width=call.width, most_queries=queries.most
-        )
+    queries = call.queries
+    rows, counted = search_families(
+        call.q,
+        keys,
+        tables,
+        queries.offsets,
+        queries.tree,
+        low,
+        high,
+        limit=call.limit,
+        scale=call.scale,
+        top_k=call.top_k,
+        width=call.width,
+        most_queries=queries.most,
+    )
     _, nodes = _rows_and_nodes(call.hierarchy)
     return torch.where(rows < 0, -1, nodes[rows]), counted
 

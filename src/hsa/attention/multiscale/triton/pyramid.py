@@ -1,10 +1,10 @@
 """Means over the leaves below every row of a plan: the pooled keys and values, one pyramid per head.
 
-A mean is the mean of its children's means, weighted by their leaf counts. A first launch reads the leaves, a few families
+A mean is the mean of the children's means, weighted by their leaf counts. A first launch reads the leaves, a few families
 per program, and writes them and their means. Above them a program takes a run of neighbouring subtrees and climbs them level
 by level, reading back from the caches what it has just written, so that a deep binary tree takes two or three more launches
-instead of one per level. The gradient of a leaf collects what all rows above it got, divided by their leaf counts; there,
-each program walks up from a run of leaves.
+instead of one per level. The gradient of a leaf sums the gradients of all rows above it, divided by their leaf counts;
+there, each program walks up from a run of leaves.
 
 Rows are rounded to the inputs' precision level by level, sums are in float32. Roundings of different children average out
 as their values do, so the error stays at about one rounding.
@@ -26,18 +26,18 @@ from hsa.attention.kernels.levels import Levels, families
 from hsa.attention.kernels.triton.launch import Operator, last_stride_1
 
 SUBTREE = 64
-"""Rows at the foot of what one program climbs; the last few are climbed together, to save a launch."""
+"""Rows at the foot of the subtrees that one program climbs; the last few are climbed together, to save a launch."""
 TILE = 4096
-"""Numbers held at once by a program."""
+"""Numbers that a program holds at once."""
 
 
 def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
-    """`[heads, rows, dim]` the means of `x [leaves, heads, dim]` over the leaves below every row, in x's dtype.
+    """Return `[heads, rows, dim]`, the means of `x [leaves, heads, dim]` over the leaves below every row, in x's dtype.
 
     Args:
         x: float32, bfloat16 or float16.
-        plan: the rows.
-        order: `[heads, leaves]`, the leaf that sits at each leaf slot of the tree; None: leaf i at slot i.
+        plan: The rows.
+        order: `[heads, leaves]`, the leaf at each leaf slot of the tree; None: leaf i at slot i.
     """
     climb = _climb(plan)
     return operator(x, order, *_tables(plan), climb.starts, climb.stages, climb.families, plan.num_rows)
@@ -45,15 +45,15 @@ def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Climb:
-    """Which rows each program writes, launch by launch.
+    """The rows that each program writes, launch by launch.
 
     A launch (stage) has a table [levels + 1, programs + 1]: at each level, from the stage's foot up, where the rows of each
-    program start. All tables one after another in `starts`; per stage (place in `starts`, programs, levels, largest family).
+    program start. `starts` holds all tables, `stages` per stage (begin in `starts`, programs, levels, largest family).
     """
 
     starts: Tensor
     stages: list[int]
-    families: list[int]  # rows of the first and behind the last leaf family, and members of the largest
+    families: list[int]  # first row of leaf families, the row after the last, members of the largest
 
 
 def _climb(plan: Levels) -> _Climb:
@@ -65,7 +65,7 @@ def _build(plan: Levels) -> _Climb:
     bounds_of = [plan.bounds[level] + families(plan, level) for level in range(plan.num_levels)]
     tables: list[np.ndarray] = []
     stages: list[int] = []
-    place, foot = 0, 1  # the leaves have a launch of their own
+    begin, foot = 0, 1  # the leaves have a launch of their own
     while foot < plan.num_levels:
         few = plan.bounds[foot + 1] - plan.bounds[foot] <= 4 * SUBTREE
         top, subtrees = foot, np.arange(plan.bounds[foot], plan.bounds[foot + 1] + 1)  # where they start, at the foot
@@ -82,12 +82,12 @@ def _build(plan: Levels) -> _Climb:
         tables += starts[::-1]
         above = slice(plan.bounds[foot + 1], plan.bounds[top + 1])
         widest = int(plan.num_children[above].max(initial=1))
-        stages += [place, len(first), top - foot, widest]
-        place += (top - foot + 1) * (len(first) + 1)
+        stages += [begin, len(first), top - foot, widest]
+        begin += (top - foot + 1) * (len(first) + 1)
         foot = top
     starts_of_all = np.concatenate([np.empty(0), *tables]).astype(np.int32)
-    begin, end = plan.bounds[1:3]
-    leaf_families = [begin, end, int(plan.num_children[begin:end].max(initial=1))]
+    first_row, end_row = plan.bounds[1:3]
+    leaf_families = [first_row, end_row, int(plan.num_children[first_row:end_row].max(initial=1))]
     return _Climb(torch.from_numpy(starts_of_all).to(plan.device), stages, leaf_families)
 
 
@@ -119,41 +119,16 @@ def _pyramid(
     first, last, largest = families
     children = min(16, block_rows, triton.next_power_of_2(largest))
     _leaf_kernel[(triton.cdiv(last - first, block_rows // children) * heads,)](
-        x,
-        order,
-        out,
-        first_child,
-        num_children,
-        x.stride(0),
-        x.stride(1),
-        leaves,
-        num_rows,
-        first,
-        last,
-        heads,
-        dim,
-        PARENTS=block_rows // children,
-        CHILDREN=children,
-        BLOCK_D=block_d,
-    )
-    for place, programs, levels, widest in zip(*(stages[i::4] for i in range(4)), strict=True):
-        block_children = min(16, block_rows, triton.next_power_of_2(widest))
+        x, order, out, first_child, num_children, x.stride(0), x.stride(1), leaves, num_rows, first, last, heads, dim,
+        PARENTS=block_rows // children, CHILDREN=children, BLOCK_D=block_d,
+    )  # fmt: skip
+    for begin, programs, levels, widest in zip(*(stages[i::4] for i in range(4)), strict=True):
+        # One stage of pipelining: no load may move ahead of the barrier between levels.
         _climb_kernel[(programs, heads)](
-            out,
-            starts[place:],
-            first_child,
-            num_children,
-            leaf_count,
-            num_rows,
-            programs,
-            levels,
-            dim,
-            BLOCK_ROWS=block_rows,
-            BLOCK_CHILDREN=block_children,
-            BLOCK_D=block_d,
-            num_warps=4,
-            num_stages=1,  # no load may move ahead of the barrier between levels
-        )
+            out, starts[begin:], first_child, num_children, leaf_count, num_rows, programs, levels, dim,
+            BLOCK_ROWS=block_rows, BLOCK_CHILDREN=min(16, block_rows, triton.next_power_of_2(widest)), BLOCK_D=block_d,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
     return out
 
 
@@ -173,20 +148,9 @@ def _pyramid_backward(
         block_d = padded(dim)
         block_rows = max(1, TILE // block_d)
         _walk_up_kernel[(triton.cdiv(leaves, block_rows), heads)](
-            d_rows,
-            order,
-            d_x,
-            leaf_count,
-            parent,
-            leaves,
-            num_rows,
-            heads,
-            num_levels,
-            dim,
-            BLOCK_ROWS=block_rows,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+            d_rows, order, d_x, leaf_count, parent, leaves, num_rows, heads, num_levels, dim,
+            BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
     return d_x
 
 
@@ -210,7 +174,7 @@ operator = Operator("pyramid", _pyramid, _empty, _keep, _backward)
 gradient = Operator("pyramid_backward", _pyramid_backward, _empty_gradient)
 
 
-# Numbers that differ from batch to batch: to compile for their values would be to compile again and again.
+# Numbers that differ from batch to batch: kernels must not be compiled again for each value.
 kernel = triton.jit(
     do_not_specialize=["leaves", "num_rows", "first_family", "end_family", "programs", "levels", "num_levels"],
     do_not_specialize_on_alignment=["starts"],
@@ -219,23 +183,9 @@ kernel = triton.jit(
 
 @kernel
 def _leaf_kernel(
-    x,
-    order,
-    out,
-    first_child,
-    num_children,
-    x_leaf_stride,
-    x_head_stride,
-    leaves,
-    num_rows,
-    first_family,
-    end_family,
-    heads,
-    dim,
-    PARENTS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x, order, out, first_child, num_children, x_leaf_stride, x_head_stride, leaves, num_rows, first_family, end_family,
+    heads, dim, PARENTS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: a few leaf families of one head. Leaves have no weights: all count alike."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = first_family + tl.program_id(0) // heads * PARENTS + tl.arange(0, PARENTS)
@@ -264,19 +214,9 @@ def _leaf_kernel(
 
 @kernel
 def _climb_kernel(
-    out,
-    starts,
-    first_child,
-    num_children,
-    leaf_count,
-    num_rows,
-    programs,
-    levels,
-    dim,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_CHILDREN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out, starts, first_child, num_children, leaf_count, num_rows, programs, levels, dim,
+    BLOCK_ROWS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: a run of subtrees of one head, from the stage's foot up."""
     head = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
@@ -313,19 +253,9 @@ def _climb_kernel(
 
 @kernel
 def _walk_up_kernel(
-    d_rows,
-    order,
-    d_x,
-    leaf_count,
-    parent,
-    leaves,
-    num_rows,
-    heads,
-    num_levels,
-    dim,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    d_rows, order, d_x, leaf_count, parent, leaves, num_rows, heads, num_levels, dim,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: a run of leaf slots of one head, each walking up to its root."""
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)

@@ -1,10 +1,10 @@
-"""What both searches for open families share: the table of rows they read, and how candidates are scored and ranked.
+"""Shared parts of both searches for leaf families: the table of rows they read, and how candidates are scored and ranked.
 
-Ranks are integers: the score's bits above, the candidate's number below, turned round, so that ties go to the lower number.
-A query alone ranks by its logit, which needs no softmax.
+Ranks are integers: the bits of the score above, the inverted number of the candidate below, so that ties go to the lower
+number. A single query ranks by its logit, which needs no softmax.
 
-In the numbering of leaf families by first leaf, those below one node are neighbours. So "contains a family of the open
-range" is a comparison, and the list at the start hangs on the paths from the root to the two ends of the range.
+Leaf families are numbered by first leaf, so that those below one node are consecutive. Hence "contains a family of the near
+range" is a comparison, and the first candidates hang on the paths from the root to the two ends of the range.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.tree.hierarchy import Hierarchy
 
 QUERIES = 64
-"""Queries that are scored at once."""
+"""Most queries that are scored at once."""
 NONE: tl.constexpr = tl.constexpr(-(2**63))
-"""The rank of no candidate."""
+"""The rank of a missing candidate."""
 LAST: tl.constexpr = tl.constexpr(2**31 - 1)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FIELDS: tl.constexpr = tl.constexpr(8)
@@ -40,23 +40,23 @@ FOOT: tl.constexpr = tl.constexpr(7)
 
 @dataclass(frozen=True, eq=False)
 class SearchTables:
-    """What the searches need to know of a forest.
+    """Tables of a forest for the searches.
 
-    rows: one line of fields per row of the plan. A row speaks for its node, wherever in the node's chain it stands:
-        first_child: the first member; rows of members are consecutive.
-        slots, own_slot: a node that is descended from gives its place to this many rows: its members, with itself in the
-            slot of its first leaf member, if it has any (−1: none). A family of leaves only stays: one slot, its own.
+    rows: A line of fields per row of the plan. Every row in a node's chain describes the node:
+        first_child: First member; rows of members are consecutive.
+        slots, own_slot: The number of rows that replace a node that is descended from: its members, with the node itself in
+            the slot of its first leaf member, if it has any (−1: none). A family of leaves only stays: one slot, its own.
             A leaf has no slot: it is no candidate.
-        log_count: of the leaves below it, to base 2; the bits of a float32.
-        end_leaf: where they end.
-        first_family, end_family: the numbers of the leaf families at and below it.
-        foot: the lowest row of its node.
-    paths: [families, depth] the rows between each family (itself included) and its root (left out), −1 after them.
+        log_count: Logarithm to base 2 of the number of leaves below it; the bits of a float32.
+        end_leaf: Where these leaves end.
+        first_family, end_family: Range of the leaf families at and below it.
+        foot: Lowest row of its node.
+    paths: [families, depth] rows from each family (included) to its root (left out), −1 after them.
     """
 
     rows: Tensor  # [rows, 8] int32
     family_rows: Tensor  # [families] int32
-    family_start: Tensor  # [families] int64: its first leaf; rising
+    family_start: Tensor  # [families] int64: first leaf of each, ascending
     tree_families: Tensor  # [trees + 1] int64: the families of every tree
     paths: Tensor  # [families, depth] int32
     first_root: int  # roots are the last rows, tree by tree
@@ -64,7 +64,7 @@ class SearchTables:
 
 
 def search_tables(hierarchy: Hierarchy) -> SearchTables | None:
-    """The tables of a rooted forest, built once; None where there are no `levels`."""
+    """Return the tables of a rooted forest, built once; None where there are no `levels`."""
     plan = levels(hierarchy)
     return None if plan is None else hierarchy.cached("search tables", lambda: _build(hierarchy, plan))
 
@@ -115,7 +115,8 @@ def _paths(parent: np.ndarray, row_of_node: np.ndarray, nodes: np.ndarray) -> np
     return np.stack(columns, -1) if columns else np.empty((len(nodes), 0), np.int64)
 
 
-def empty_choice(q: Tensor, group_tree: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, group_tree: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the selected rows and the number of scored candidates."""
     shape = (len(group_tree), q.shape[1])
     return q.new_empty(*shape, top_k, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
 
@@ -135,14 +136,14 @@ def _log_count(rows, row, exists):
 
 
 @triton.jit
-def _is_open(rows, row, low, high, mask):
-    """Whether the families at and below a node meet the open range."""
+def _is_near(rows, row, low, high, mask):
+    """Return whether the families at and below a node meet the near range."""
     return (_field(rows, row, FIRST_FAMILY, mask, 0) < high) & (_field(rows, row, END_FAMILY, mask, 0) > low)
 
 
 @triton.jit
 def _rank(bits, number):
-    """Ordered like `bits` (int32), then towards lower numbers."""
+    """Return ranks ordered like `bits` (int32), then towards lower numbers."""
     return (bits.to(tl.int64) << 32) | (number ^ LAST).to(tl.int64)
 
 
@@ -153,14 +154,14 @@ def _number(rank):
 
 @triton.jit
 def _ordered_bits(x):
-    """Integers that are ordered like the float32 they are made of."""
+    """Return integers that are ordered like the given float32."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & LAST)
 
 
 @triton.jit
 def _merged(best, more):
-    """The best of two lists that are sorted downwards along the last dimension, as many as each has."""
+    """Return the best half of two lists that are sorted in descending order along the last dimension."""
     both = tl.maximum(best, tl.flip(more, len(more.shape) - 1))
     return tl.sort(both, descending=True)
 
@@ -174,7 +175,7 @@ def _load_queries(q, query, asked, q_row_stride, HEAD_DIM: tl.constexpr, BLOCK_D
 
 @triton.jit
 def _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[queries, candidates] in base 2; −inf where not allowed."""
+    """Return logits [queries, candidates] to base 2; −∞ where not allowed."""
     d = tl.arange(0, BLOCK_D)
     mask = exists[:, None] & (d < HEAD_DIM)
     key = tl.load(keys + row.to(tl.int64)[:, None] * HEAD_DIM + d, mask=mask, other=0.0)  # [candidates, dim]
@@ -184,7 +185,7 @@ def _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM: tl.const
 
 @triton.jit
 def _add_mass(top, total, logits):
-    """Online: the largest logit and Σ exp2(logit − largest) of every query."""
+    """Update the largest logit and Σ exp2(logit − largest) of every query."""
     higher = tl.maximum(top, tl.max(logits, 1))
     finite = tl.where(higher > -float("inf"), higher, 0.0)
     return higher, total * tl.exp2(top - finite) + tl.sum(tl.exp2(logits - finite[:, None]), 1)
@@ -192,5 +193,5 @@ def _add_mass(top, total, logits):
 
 @triton.jit
 def _log_mass(top, total):
-    """Of a query without candidates +inf, so that all its weights are 0."""
+    """Return the log2 of the mass; +∞ for a query without candidates, so that all its weights are 0."""
     return tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))

@@ -1,8 +1,8 @@
 """Gradients of three-way attention: one kernel for the queries, and one for each of the two other sets.
 
 Each keeps a tile of its own rows and a tile of another set, runs over single rows of the third set, and computes the weights
-once more from the summed exponentials. The weights of so many pairs underflow in float16, so that they are raised by a
-power of two, see `raised`. Nothing is added by atomic operations: gradients are the same bits every time.
+once more from the summed exponentials. Weights of many pairs underflow in float16, so that they are raised by a power
+of two, see `raised`. Nothing is added by atomic operations: gradients are the same bits every time.
 
     d_logit(i; j, k) = weight(i; j, k) · (Σ_c d_out(i) ∘ v1(j) ∘ v2(k) − Σ_c d_out(i) ∘ out(i))
     d_q(i)  = scale · Σ_j k1(j) ∘ Σ_k d_logit(i; j, k) k2(k)

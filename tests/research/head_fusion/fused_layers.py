@@ -24,7 +24,7 @@ ATTENTIONS = {
     "hierarchical": Hierarchical,
     "hierarchical with self": lambda: Hierarchical(include_self=True),
     "multiscale": lambda: Multiscale(HEADS, near=1),
-    "multiscale refined": lambda: Multiscale(HEADS, top_k=1),
+    "multiscale top_k": lambda: Multiscale(HEADS, top_k=1),
     "clustered": lambda top_k=1: Clustered(HEADS, group=2, top_k=top_k, tile=3),
     "flat": Flat,
     "none": NoAttention,
@@ -36,14 +36,14 @@ CAUSAL = {
     "hierarchical": lambda: CausalMultiscale(HEADS),
     "clustered": lambda top_k=1: CausalClustered(HEADS, chunk=4, top_k=top_k),
 }
-CHOOSING = ("multiscale refined", "clustered")  # every head its own nodes
+SELECTING = ("multiscale top_k", "clustered")  # each head selects nodes of its own
 NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # not one query with one key
 
 
 def fits(fusion: str, attention: str) -> bool:
     if fusion in ("concatenation", "over-heads"):
         return True
-    return attention not in NOT_PAIRS and not (fusion == "talking" and attention in CHOOSING)
+    return attention not in NOT_PAIRS and not (fusion == "talking" and attention in SELECTING)
 
 
 ENCODERS = [(f, a) for f in FUSIONS for a in ATTENTIONS if fits(f, a)]
@@ -65,15 +65,15 @@ def make_fusion(name, width, dim, full):
     return head_fusion(name, width, HEADS, dim, shared_dim=HEADS * dim if full and name == "collaborative" else None)
 
 
-def encoder_layer(attention, fusion="concatenation", *, full=False, **choice) -> HierarchicalEncoderLayer:
+def encoder_layer(attention, fusion="concatenation", *, full=False, **options) -> HierarchicalEncoderLayer:
     made = make_fusion(fusion, WIDTH, DIM, full)
-    module = ATTENTIONS[attention](**choice)
+    module = ATTENTIONS[attention](**options)
     return HierarchicalEncoderLayer(WIDTH, HEADS, module, fusion=made, head_dim=DIM, feed_forward=11)
 
 
-def decoder_layer(attention, fusion="concatenation", *, full=False, kv_heads=None, **choice) -> DecoderLayer:
+def decoder_layer(attention, fusion="concatenation", *, full=False, kv_heads=None, **options) -> DecoderLayer:
     made = make_fusion(fusion, WIDE, 2 * DIM, full)
-    module = CAUSAL[attention](**choice)
+    module = CAUSAL[attention](**options)
     return DecoderLayer(WIDE, HEADS, module, kv_heads=kv_heads, fusion=made, feed_forward=11)
 
 
@@ -91,8 +91,8 @@ def angles_of(positions: Tensor, dim: int) -> Tensor:
     return torch.stack([phase.cos(), phase.sin()])
 
 
-def places() -> Tensor:
-    """Of the tokens of texts of these `LENGTHS`."""
+def token_positions() -> Tensor:
+    """Return the position of every token in its text, for texts of `LENGTHS`."""
     return torch.cat([torch.arange(n) for n in LENGTHS])
 
 
@@ -101,7 +101,7 @@ def randn(*shape: int, seed: int = 5) -> Tensor:
 
 
 def finite(layer: torch.nn.Module, out: Tensor) -> Tensor:
-    """`out`, if it and its gradients are numbers."""
+    """Return `out` after checking that it and its gradients are finite."""
     out.square().sum().backward()
     assert out.isfinite().all()
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
