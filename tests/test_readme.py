@@ -14,6 +14,8 @@ import torch
 
 import hsa
 from hsa.cli.main import build_app
+from hsa.huggingface.fidelity.sweep_recipe import load_sweep
+from hsa.training.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -124,6 +126,19 @@ def test_files_that_need_triton_are_named_for_it():
     for path in (ROOT / "tests").rglob("test_*.py"):
         if path != Path(__file__):
             assert bool(needs.search(path.read_text())) == path.name.startswith("test_triton_"), path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_load(recipe):
+    """Every recipe is read by its command, and attends as in the paper where it trains the paper's operator."""
+    if recipe.startswith("recipes/convert_"):
+        sweep = load_sweep(ROOT / recipe)
+        assert sweep.tasks
+        assert sweep.variants
+    else:
+        loaded = load_recipe(ROOT / recipe)
+        assert loaded.models
+        assert "hierarchical" not in loaded.models or not loaded.model.include_self
 
 
 def headings(path):
