@@ -137,7 +137,9 @@ def test_on_a_gpu(dtype):
 
     def over_clusters(q, k, v, f):
         clusters = hsa.cluster_keys(k, f)
-        return multiscale_attention(q, k, v, f, clusters=clusters, selection=select(q, k, f, top_k=2, clusters=clusters))
+        return multiscale_attention(
+            q, k, v, f, clusters=clusters, selection=select(q, k, f, top_k=2, clusters=clusters)
+        )
 
     for run in (
         hierarchical_attention,

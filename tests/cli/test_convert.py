@@ -324,12 +324,12 @@ def test_the_defaults_are_those_of_python():
 def test_settings_by_their_names(call, models, data):
     pytest.importorskip("sentencex")
     named = ("--kind", "hierarchical", "--tree", "sentences", "--branching", "4", "2", "--sinks", "special")
-    code, _, err = call("convert", models / "classify", "--data", data, "--out", "a", *named, *QUICK)
+    code, _, err = call("convert", models / "classification", data, "--out", "a", *named, *QUICK)
     assert (code, err) == (0, "")
     sentences = LayerSettings(kind="hierarchical", tree="sentences", branching=(4, 2), sinks="special")
     assert set(settings_of(load_for_task("a/model", "classify")[0]).values()) == {sentences}
     named = ("--top-k", "2", "--tile", "5", "--branching", "4", "2")
-    code, _, err = call("convert", models / "classify", "--data", data, "--out", "b", *named, *QUICK)
+    code, _, err = call("convert", models / "classification", data, "--out", "b", *named, *QUICK)
     assert (code, err) == (0, "")
     assert set(settings_of(load_for_task("b/model", "classify")[0]).values()) == {
         LayerSettings(branching=(4, 2), top_k=2, tile=5)
@@ -338,7 +338,7 @@ def test_settings_by_their_names(call, models, data):
 
 def test_a_model_that_hsa_0_1_converted(fails, data, tmp_path):
     save(tmp_path / "old", classifier(hsa={"version": 1, "special_ids": [], "layers": {}}))
-    line = fails("convert", tmp_path / "old", "--data", data)
+    line = fails("convert", tmp_path / "old", data)
     assert line.startswith(
         "config.hsa['version']: given 1: this model was converted by hsa 0.1, expected 2; convert the"
     )

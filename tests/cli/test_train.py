@@ -323,7 +323,7 @@ def test_recipes_and_flags(call, trained):
         ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
         (
             "models: [hierarchical, nope]",
-            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
+            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, deepsets",
         ),
         ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
     ],
@@ -339,7 +339,7 @@ def test_bad_recipes(fails, text, said):
     [
         (
             ("--models", "nope"),
-            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, trilinear",
+            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, deepsets",
         ),
         (("--epochs", "0"), "epochs: given 0, expected more than 0"),
         (

@@ -68,13 +68,13 @@ def failing(monkeypatch, owner, error, models):
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data, options, which):
     failing(monkeypatch, owner, torch.OutOfMemoryError("CUDA out of memory."), {which})
-    names = ["hierarchical", "flat"]
+    names = ["multiscale" if owner is lm_loop._Run else "hierarchical", "flat"]
     code, out, err = call("train", data, *SIZES, *options, "--models", ",".join(names), "--out", "run")
     failed, finished = names[which], names[1 - which]
     assert code == 2  # as where it diverges
     assert err.startswith(f"{failed}: memory is full; try fewer --batch-tokens")
     rows = [line.split() for line in out.splitlines()]
-    assert any(row[:4] == [failed, "–", "no", "room"] for row in rows)
+    assert any(row[:5] == [failed, "–", "out", "of", "memory"] for row in rows)
     assert [result["model"] for result in json.loads(Path("run/results.json").read_text())] == [finished]
     report = Path("run/report.md").read_text()
     assert f"| {failed} | – | out of memory |" in report
@@ -86,7 +86,7 @@ def test_no_model_has_a_result(call, monkeypatch):
     failing(monkeypatch, loop.Trainer, RuntimeError("DefaultCPUAllocator: can't allocate memory"), {0, 1})
     code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, "--models", "hierarchical,flat", "--out", "run")
     assert code == 2
-    assert err.startswith("hsa: memory is full; ")
+    assert err.startswith("hierarchical: memory is full; ")
     assert "; flat: memory is full; " in err
     assert not Path("run/report.md").exists()
 
@@ -95,7 +95,7 @@ def test_what_diverges_does_not_end_the_others_either(call):
     chosen = ("--models", "hierarchical,deepsets", "--learning-rate", "1e30", "--batch-size", "4", "--out", "run")
     code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, *chosen)
     assert code == 2
-    assert err.startswith("hsa: the loss is no longer a number")
+    assert err.startswith("hierarchical: the loss is no longer a number")
     assert "; deepsets: the loss is no longer a number" in err
 
 

@@ -61,7 +61,7 @@ def test_writing_counts_what_a_pass_does():
     assert steps.exact == whole.exact
     assert steps.layers[1] == whole.layers[1]
     assert steps.layers[0].attention == whole.layers[0].attention
-    assert steps.layers[0].choice == whole.layers[0].choice
+    assert steps.layers[0].selection == whole.layers[0].selection
 
 
 def test_sliding_layers_are_counted_by_their_mask():
