@@ -24,8 +24,9 @@ def packages(monkeypatch):
             module = types.ModuleType(name)
             module.Square = type("Square", (), {"__module__": name})
             monkeypatch.setitem(sys.modules, name, module)
-            registry.register(f"{name[:-7]}-square", f"{name}:Square")
-            registry.register(f"{name[:-7]}-circle", type("Circle", (), {"__module__": name}))
+            module.registry = registry
+            exec(f"registry.register('{name[:-7]}-square', '{name}:Square')", vars(module))
+            exec(f"registry.register('{name[:-7]}-circle', 0)", vars(module))
         return sys.modules[name]
 
     monkeypatch.setattr("hsa.registry.import_module", find)

@@ -5,6 +5,7 @@ This module imports neither torch nor the plug-ins, so that options and help can
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -60,8 +61,8 @@ class Registry(Generic[T]):
         if self._values.get(name, value) != value:
             raise InvalidInput(self.what, given=f"a second {name!r}", expected="a name that is not registered yet")
         self._values[name] = value
-        module = value if isinstance(value, str) else getattr(value, "__module__", "")
-        self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if module.startswith(package)), 0)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if caller.startswith(package)), 0)
 
     def remove(self, name: str) -> None:
         """Forget a name, such as one that a test registered."""

@@ -327,11 +327,11 @@ def test_settings_by_their_names(call, models, data):
     code, _, err = call("convert", models / "classification", data, "--out", "a", *named, *QUICK)
     assert (code, err) == (0, "")
     sentences = LayerSettings(kind="hierarchical", tree="sentences", branching=(4, 2), sinks="special")
-    assert set(settings_of(load_for_task("a/model", "classify")[0]).values()) == {sentences}
+    assert set(settings_of(load_for_task("a/model", "classification")[0]).values()) == {sentences}
     named = ("--top-k", "2", "--tile", "5", "--branching", "4", "2")
     code, _, err = call("convert", models / "classification", data, "--out", "b", *named, *QUICK)
     assert (code, err) == (0, "")
-    assert set(settings_of(load_for_task("b/model", "classify")[0]).values()) == {
+    assert set(settings_of(load_for_task("b/model", "classification")[0]).values()) == {
         LayerSettings(branching=(4, 2), top_k=2, tile=5)
     }
 

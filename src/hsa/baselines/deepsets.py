@@ -23,4 +23,4 @@ class NoAttention(Attention):
         return v
 
 
-NONE = AttentionKind(lambda config: NoAttention())
+NONE = AttentionKind(lambda config: NoAttention(), has_matrix=False)
