@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hsa.training import failures as endings
-from hsa.training.failures import Diverged, OutOfMemory, catch_oom, results_of
+from hsa.training.failures import Diverged, OutOfMemory, catch_oom, reported
 
 
 class Large:
@@ -90,8 +90,12 @@ def test_the_others_go_on_and_nothing_is_kept():
             raise Diverged(name)
         return name.upper()
 
-    assert results_of("abcd", train, failed.__setitem__) == ["A", "C"]
+    results = []
+    for letter in "abcd":
+        with reported(letter, failed.__setitem__):
+            results.append(train(letter))
+    assert results == ["A", "C"]
     assert {name: str(error) for name, error in failed.items()} == {"b": "b", "d": "d"}
     assert [one() for one in held] == [None] * 4
-    with pytest.raises(Diverged, match=r"^b$"):
-        results_of("abcd", train)
+    with pytest.raises(Diverged, match=r"^b$"), reported("b"):
+        train("b")

@@ -17,7 +17,7 @@ Reason = Literal["running", "tokens", "end", "stop", "max_length"]
 
 
 class Writer(Protocol):
-    """The part of a language model that generation needs; `hsa.models.language_models` and converted decoders have it."""
+    """The part of a language model that generation needs; language models of this library and converted decoders have it."""
 
     @property
     def config(self) -> Any:
@@ -73,7 +73,9 @@ class TextStream:
         device = self.model.device
         draws = self.sampling.generator(device)
         began = time.monotonic()
-        logits = self._logits(torch.tensor(self.prompt, device=device))
+        with torch.no_grad():  # not inference mode, in which the cache could not use what attention has pooled
+            logits = self.model.read(torch.tensor(self.prompt, device=device), [len(self.prompt)], self.cache)
+        self._check(logits)
         self.prompt_seconds = time.monotonic() - began
         while self.reason == "running":
             began = time.monotonic()
@@ -82,7 +84,9 @@ class TextStream:
             text = "" if self.ids[-1] in self.ends else self._decoder.add(self.ids[-1])
             self.reason = self._why_end()
             if self.reason == "running":
-                logits = self._logits(token)
+                with torch.no_grad():
+                    logits = self.model.step(token, self.cache)
+                self._check(logits)
             self.seconds += time.monotonic() - began
             if text:
                 yield text
@@ -99,10 +103,5 @@ class TextStream:
         length, most = len(self.prompt) + len(self.ids), self.model.config.max_length
         return "running" if most is None or length <= most else "max_length"
 
-    @torch.no_grad()  # in inference mode the cache could not use what attention has pooled
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits after the prompt (the first call) or after one more token."""
-        first = not any(self.cache.lengths)
-        logits = self.model.read(tokens, [len(tokens)], self.cache) if first else self.model.step(tokens, self.cache)
+    def _check(self, logits: Tensor) -> None:
         check_logits(logits, f"at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)")
-        return logits

@@ -21,7 +21,7 @@ from hsa.models.registry import MODELS, EncoderConfigLike, Extra, configure, fin
 from hsa.models.saved import load_model
 from hsa.registry import KINDS
 from hsa.training.data.prepare import PreparedData, save_input_spec
-from hsa.training.failures import OnFailure, catch_oom, results_of
+from hsa.training.failures import OnFailure, catch_oom, reported
 from hsa.training.loop import CHECKPOINT, EpochRecord, Evaluation, Trainer, Watcher
 from hsa.training.metrics import Scores
 from hsa.training.options import TrainingOptions
@@ -210,12 +210,11 @@ def train_models(
     """
     configs = {name: model_config(prepared, model, name, names[0], extra) for name in names}
 
-    def train(name: str) -> Result:
-        watcher = watch(name) if watch else None
-        config, own = configs[name], folder / name
-        return train_model(name, config, prepared, options, own, accelerator, resume=resume, watcher=watcher)
-
-    results = results_of(configs, train, on_failure)
+    results = []
+    for name, config in configs.items():
+        own: Any = {"resume": resume, "watcher": watch(name) if watch else None}
+        with reported(name, on_failure):
+            results.append(train_model(name, config, prepared, options, folder / name, accelerator, **own))
     if accelerator.is_main_process:
         write_json(folder / "results.json", [asdict(result) for result in results])
     return results

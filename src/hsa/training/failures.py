@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import ClassVar, Literal, ParamSpec, TypeVar
 
@@ -74,23 +75,20 @@ def _waited_for() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def results_of(names: Iterable[str], train: Callable[[str], T], on_failure: OnFailure | None = None) -> list[T]:
-    """Return the results of all models that have one.
+@contextmanager
+def reported(name: str, on_failure: OnFailure | None = None) -> Iterator[None]:
+    """Inside this context a run may end without a result: `on_failure` is told, and the other runs go on.
 
     Args:
-        names: Names of the models.
-        train: Trains one and returns its result.
-        on_failure: Told of each model without a result; by default the first one is an error.
+        name: Name of the model.
+        on_failure: Told of a model without a result; by default that is an error.
     """
-    results = []
-    for name in names:
-        try:
-            results.append(train(name))
-        except NoResult as error:
-            if on_failure is None:
-                raise
-            on_failure(name, error.with_traceback(None))  # whose frames would keep the model
-    return results
+    try:
+        yield
+    except NoResult as error:
+        if on_failure is None:
+            raise
+        on_failure(name, error.with_traceback(None))  # whose frames would keep the model
 
 
 def rows_without_results(failed: Mapping[str, NoResult], columns: int) -> list[list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,6 +66,13 @@ def device_of(x: Tensor) -> Any:
     return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)
 
 
-@cache
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """Return the compute capability of a GPU, asked for once."""
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device]

@@ -22,7 +22,7 @@ from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_langua
 from hsa.registry import resolve
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.training.experiment import RESULT
-from hsa.training.failures import OnFailure, catch_oom, results_of
+from hsa.training.failures import OnFailure, catch_oom, reported
 from hsa.training.language_model.data import LmData
 from hsa.training.language_model.loop import (
     LmRecord,
@@ -191,12 +191,12 @@ def compare_language_models(
     configs = {name: language_model_config(data, model, language, name, extra) for name in names}
     starts = {} if language.init_from is None else {name: _weights(language.init_from, name, data) for name in names}
 
-    def train(name: str) -> LmResult:
+    results = []
+    for name, config in configs.items():
         own: Any = {"start": starts.get(name), "watcher": watch(name) if watch else None}
-        config, its_folder = configs[name], folder / name
-        return train_one(name, config, data, options, language, its_folder, resume=resume, device=device, **own)
-
-    results = results_of(configs, train, on_failure)
+        own |= {"resume": resume, "device": device}
+        with reported(name, on_failure):
+            results.append(train_one(name, config, data, options, language, folder / name, **own))
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results
 

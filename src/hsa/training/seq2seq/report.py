@@ -14,7 +14,7 @@ from hsa.files import write_json, write_text
 from hsa.models.saved import save_seq2seq
 from hsa.training.data.prepare import save_input_spec
 from hsa.training.experiment import RESULT
-from hsa.training.failures import NoResult, OnFailure, catch_oom, lines_of, results_of, rows_without_results
+from hsa.training.failures import NoResult, OnFailure, catch_oom, lines_of, reported, rows_without_results
 from hsa.training.loop import Watcher
 from hsa.training.recipe import Recipe
 from hsa.training.report import options_section
@@ -58,7 +58,10 @@ def compare_seq2seq(
         write_json(own / RESULT, asdict(result))
         return result
 
-    results = results_of(configs, train, on_failure)
+    results = []
+    for name in configs:
+        with reported(name, on_failure):
+            results.append(train(name))
     write_json(folder / "results.json", [asdict(result) for result in results])
     return results
 
