@@ -155,9 +155,7 @@ def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, mo
 
     known = []
     flat = study.flat_mkl
-    monkeypatch.setattr(
-        study, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target)
-    )
+    monkeypatch.setattr(study, "flat_mkl", lambda grams, target: known.append(len(target)) or flat(grams, target))
     assert call("heads", models / "classification", data, "--out", "o", *FEW)[0] == 0
     assert known[0] == 25
 
