@@ -46,7 +46,7 @@ def collaborate(
         InvalidInput: A shared_dim outside its bound, a model that has been converted.
 
     >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
-    >>> model = LanguageModel(LanguageModelConfig(17, width=16, heads=4, layers=1, positions="places"))
+    >>> model = LanguageModel(LanguageModelConfig(17, width=16, heads=4, layers=1, positions="tree"))
     >>> report = collaborate(model, 0.5)
     >>> report.shared_dim, report.layers[0].parameters_before, report.layers[0].parameters_after
     (8, 512, 288)
