@@ -1,4 +1,4 @@
-"""What the operators share before any arithmetic: checks of their arguments, and the checking mode for values."""
+"""Checks of the operators' arguments, the defaults they leave open, and the checking mode for values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
 def checking() -> Iterator[None]:
     """Inside this context every operator inspects its inputs and names the first leaf with a value that is not finite.
 
-    Values are not looked at otherwise: it costs a pass over the data, and a synchronisation on a GPU.
+    Values are not inspected otherwise: it costs a pass over the data, and a synchronisation on a GPU.
 
     >>> import hsa
     >>> q = torch.zeros(3, 1, 2); q[1, 0, 1] = torch.nan
@@ -39,7 +39,7 @@ def checking() -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Whether values are to be looked at."""
+    """Return whether values are to be inspected."""
     return not torch.compiler.is_compiling() and _checking.get()
 
 
@@ -47,7 +47,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[str, int] | None = None) -> None:
-    """q, k and v (or some of them) fit the hierarchy and each other. `rows`: of a tensor that has no row per leaf."""
+    """Check that q, k and v (or some of them) fit the hierarchy and each other.
+
+    Args:
+        rows: number of rows of each tensor that does not have one per leaf.
+    """
     if not isinstance(hierarchy, Hierarchy):
         raise InvalidInput("hierarchy", given=type(hierarchy).__name__, expected="an hsa.Hierarchy")
     rows = rows or {}
@@ -108,7 +112,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
 
 
 def check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    """An integer of at least `minimum`."""
+    """Return the value, an integer of at least `minimum`, or raise an error that names what is `expected`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
         raise InvalidInput(name, given=repr(value), expected=expected)
     return int(value)
@@ -120,7 +124,7 @@ def check_type(name: str, value: Any, wanted: type, fix: str) -> None:
 
 
 def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -> Tensor | None:
-    """Positions as `[nodes, 1 or heads, dim]`."""
+    """Return the positions as `[nodes, 1 or heads, dim]`."""
     if positions is None:
         return None
     if not isinstance(positions, Tensor):
@@ -160,12 +164,12 @@ def scale_or_default(scale: float | None, q: Tensor) -> float:
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Grouped key/value heads, repeated for the query heads that share them."""
+    """Repeat grouped key/value heads for the query heads that share them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def without_autocast(x: Tensor) -> Any:
-    """Operators choose their own precision."""
+    """Switch autocast off for the device of `x`: operators choose their own precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -60,6 +60,6 @@ def choose(
 
 def run(operator: str, backends: tuple[Backend[OperatorCall, Result], ...], call: OperatorCall) -> Result:
     """Run the call by the backend that it asks for; backends choose their own precision."""
-    chosen = choose(operator, backends, call.backend, call)
+    backend = choose(operator, backends, call.backend, call)
     with without_autocast(call.k):
-        return chosen.run(call)
+        return backend.run(call)

@@ -3,8 +3,8 @@
     p = n · [1 + (α − 1)(z − c)]₊^{1/(α − 1)}        Σ p = 1
     value = max over p of  Σ p z + Σ (p − n^{1−α} p^α) / (α (α − 1))
 
-An entry of weight n is n equal entries of which only the sum is looked at. α → 1 is softmax: p = n·e^{z − c}, c = value =
-log Σ n e^z. Written with c, which stays where it is as α → 1, in place of the usual threshold τ = (α − 1) c − 1.
+An entry of weight n stands for n equal entries; p is the sum of theirs. α → 1 is softmax: p = n·e^{z − c}, c = value =
+log Σ n e^z. Written with c, which stays finite as α → 1, instead of the usual threshold τ = (α − 1) c − 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hsa.attention.checks import is_checking
 from hsa.errors import NonFinite
 
 STEPS = 64
-"""Newton steps at most. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so that these are enough for float64; rows of
+"""Most Newton steps. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so that these are enough for float64; rows of
 attention take 3 to 8."""
 CHUNK = 2**17
 """Numbers in flight on the CPU: beyond the caches, fresh memory costs more than the arithmetic."""
 
 
 def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """The weights p `[…, entries]` of every row. Differentiable in z, n and α.
+    """Return the weights p `[…, entries]` of every row. Differentiable in z, n and α.
 
     Args:
         z: `[…, entries]` logits; −∞ hides an entry.
-        n: broadcasts to z: how many entries each stands for; more than 0.
+        n: broadcasts to z: the number of equal entries that each stands for; more than 0.
         alpha: broadcasts to z; more than 1, at most 2. Entries of one row may have an α of their own: see `level`.
 
-    Returns p; 0 in rows of which all entries are hidden.
+    Returns p; 0 in rows whose entries are all hidden.
 
     >>> z = torch.tensor([[1.0, 0.8, -1.0]])
     >>> entmax(z, torch.ones(3), torch.tensor(2.0))  # sparsemax
@@ -44,7 +44,7 @@ def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def level(z: Tensor, alpha: Tensor) -> Tensor:
-    """Logits z + 1 − 1/α, with which entries of one row may have different α.
+    """Return the logits z + 1 − 1/α, with which entries of one row may have different α.
 
     The row that maximises Σ p z + Σ_B (p − n^{1−α} p^α) / (α (α − 1)), every entry with its own α, has one multiplier λ:
 
@@ -66,7 +66,7 @@ def deformed_exp(x: Tensor, alpha: Tensor) -> Tensor:
 
 
 def value(p: Tensor, z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """What the weights p of a row reach, `[…]`; log Σ n e^z for α → 1.
+    """Return the value that the weights p of a row reach, `[…]`; log Σ n e^z for α → 1.
 
         Σ p (z + ln_α(n / p) / α)        ln_α: `deformed_log`
 
@@ -79,7 +79,7 @@ def value(p: Tensor, z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """The weights p, without a gradient: c by Newton's method from below.
+    """Return the weights p, without a gradient: c by Newton's method from below.
 
         S(c) = Σ n u^{1/(α − 1)}        u = [1 + (α − 1)(z − c)]₊
         c   ← c + S ln_α(S) / |S'|       |S'| = Σ n u^{1/(α − 1) − 1}
@@ -156,13 +156,13 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _goes_on(total: Tensor, now: Tensor, before: Tensor) -> bool:
-    """Some row has not come to its solution, and moves by more than rounding."""
+    """Return whether some row has not reached its solution, and moves by more than rounding."""
     eps = torch.finfo(total.dtype).eps
     return bool(((total > 1 + 4 * eps) & (now - before > 2 * eps * before.abs())).any())
 
 
 def _from_below(x: Tensor) -> Tensor:
-    """A little less, so that the entry that gave it keeps a weight; finite in rows of which all entries are hidden."""
+    """Return a little less, so that the entry that gave it keeps a weight; finite in rows whose entries are all hidden."""
     x = _above(x)
     return x - 4 * torch.finfo(x.dtype).eps * x.abs()
 

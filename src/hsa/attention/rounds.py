@@ -48,7 +48,8 @@ class Bucket:
     def mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
         """Who sees whom, `[families or 1, 1, size, size]`, and who sees nobody, `[families or 1, size, 1]` (None: no one).
 
-        Members see their siblings; with `include_self` leaves see themselves too; causal hides siblings to the right.
+        Members see their siblings; with `include_self` leaves see themselves too; `causal`, the paper's mask, hides
+        siblings to the right.
         """
         return self._cached(("mask", include_self, causal), lambda: self._build_mask(include_self, causal))
 
@@ -100,7 +101,7 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Families of one height, with the places their members come from."""
+    """Families of one height, and the rows that their members come from."""
 
     num_members: int
     num_parents: int
@@ -109,9 +110,7 @@ class Round:
     earlier: tuple[int, ...]  # rounds whose parents are among the members
     buckets: tuple[Bucket, ...]
     rows: Tensor | None  # [entries] those of all buckets, concatenated; None: those of the only one
-    member_order: (
-        Tensor | None
-    )  # [members] among the buckets' entries, concatenated; None: those of one bucket, in order
+    member_order: Tensor | None  # [members] among the buckets' entries; None: those of one bucket, in order
     parent_order: Tensor | None  # [parents] among the buckets' parents, concatenated; None: they are in order
 
     @property
@@ -128,10 +127,10 @@ class Round:
         return torch.cat([part.to(parts[-1].dtype) for part in parts])
 
     def _leaf_rows(self, leaves: Tensor) -> Tensor:
-        chosen = self.leaf_members
-        if not isinstance(chosen, slice):
-            return leaves.index_select(0, chosen)
-        return leaves if chosen == slice(0, len(leaves)) else leaves[chosen]
+        members = self.leaf_members
+        if not isinstance(members, slice):
+            return leaves.index_select(0, members)
+        return leaves if members == slice(0, len(leaves)) else leaves[members]
 
     def split(self, source: Tensor) -> list[Tensor]:
         """The source as one `[families, size, …]` tensor per bucket."""
@@ -171,12 +170,12 @@ class Rounds:
 
 
 def rounds(hierarchy: Hierarchy) -> Rounds:
-    """The plan of a rooted forest (`rooted`), built once per hierarchy."""
+    """Return the plan of a rooted forest (`rooted`), built once per hierarchy."""
     return hierarchy.cached("rounds", lambda: _build(hierarchy))
 
 
 def rooted(hierarchy: Hierarchy, positions: Tensor | None = None) -> tuple[Hierarchy, Tensor | None]:
-    """The forest with a parent above every tree that is a single leaf, and the positions in its node order.
+    """Return the forest with a parent above every tree that is a single leaf, and the positions in its node order.
 
     A single leaf has no siblings, so the new root changes no result; it spares every operator a special case.
     """
@@ -291,23 +290,23 @@ def _build_round(
     padded = padded_sizes(sizes, worth)
     buckets, parent_order, member_order = [], [], []
     for size in np.unique(padded):
-        chosen = np.flatnonzero(padded == size)
-        parent_order.append(chosen)
-        present = np.arange(size) < sizes[chosen][:, None]
-        members = np.where(present, starts[chosen][:, None] + np.arange(size), starts[chosen][:, None])
+        some = np.flatnonzero(padded == size)
+        parent_order.append(some)
+        present = np.arange(size) < sizes[some][:, None]
+        members = np.where(present, starts[some][:, None] + np.arange(size), starts[some][:, None])
         counts = np.where(present, leaf_count[nodes[members]], 0)
         log_count = _once(np.log(np.maximum(counts, 1)))
-        share = _once(counts / leaf_count[above[chosen]][:, None])
+        share = _once(counts / leaf_count[above[some]][:, None])
         leaf = is_leaf[members]
         has_padding = not present.all()
-        whole = len(chosen) == len(sizes)
+        whole = len(some) == len(sizes)
         member_order.append(np.where(present, members, -1).ravel())
         buckets.append(
             Bucket(
-                families=len(chosen),
+                families=len(some),
                 size=int(size),
                 rows=None if whole and not has_padding and in_order else tensor(rows[members].ravel()),
-                parents=None if whole else tensor(chosen),
+                parents=None if whole else tensor(some),
                 present=tensor(present) if has_padding else None,
                 real=tensor(np.flatnonzero(present)) if has_padding else None,
                 is_leaf=None if leaf.all() else tensor(leaf & present),
@@ -344,7 +343,7 @@ def _once(rows: np.ndarray) -> np.ndarray:
 
 
 def padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
-    """The size of the bucket of every family: its own, or a little more where that saves a bucket.
+    """Return the size of every family's bucket: its own, or a little more where that saves a bucket.
 
     From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or no more
     rows than another bucket is `worth`; and few entries, size² of them per family, for these fill the memory.

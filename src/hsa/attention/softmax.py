@@ -1,4 +1,4 @@
-"""Softmax attention over short lists, with its log-sum-exp: the one place where both operators meet exponentials.
+"""Softmax attention over short lists, with its log-sum-exp: the exponentials of both operators.
 
 Differentiable in q, k, v and the bias through both results. Rows that may see nothing give 0 and a log-sum-exp of −∞, and
 no gradient.

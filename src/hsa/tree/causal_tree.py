@@ -1,12 +1,12 @@
-"""The tree of a sequence that grows token by token, as it stands after its last token.
+"""The causal tree: the tree of a sequence that grows token by token, as it stands after its last token.
 
 A node of level l (leaves are level 0) takes at most `branching[l − 1]` members; the last factor repeats, so that depth grows
-with the logarithm of the length. It closes when it is full, or when a token says so: `closes` is the height up to which a
-token ends the families it stands in, known from the tokens so far (a full stop ends a sentence, a blank line a paragraph).
-The first `sinks` tokens hang directly under the root.
+with the logarithm of the length. It closes when it is full, or when a token closes it: `closes` is the height up to which a
+token ends the families that contain it, known from the tokens so far (a full stop ends a sentence, a blank line ends a
+paragraph). The first `sinks` tokens hang directly under the root.
 
-Every node but the last of each level is closed. Nothing about a closed node changes any more: what a token sees of the past
-is the same in the full pass as when it was the newest.
+Every node but the last of each level is closed. A closed node never changes: a token sees the same past in the full pass as
+when it was the newest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Level:
 
 
 def cap(branching: Sequence[int], level: int) -> int:
-    """Members that a node of a level takes."""
+    """Return the most members of a node of a level."""
     return branching[min(level, len(branching)) - 1]
 
 
@@ -53,22 +53,22 @@ def check_branching(branching: Any) -> tuple[int, ...]:
 def levels(
     lengths: Sequence[int], branching: Sequence[int], closes: np.ndarray | None, sinks: int, height: int | None = None
 ) -> list[Level]:
-    """Level 0 (the tokens) and those above it, up to `height`, or until every tree has come down to one node.
+    """Return level 0 (the tokens) and those above it, up to `height`, or until every tree has one node left.
 
-    Sinks are no members of anything else: those of a tree are in nodes of their own, at every level.
+    Sinks share no node with other tokens: those of a tree are in nodes of their own, at every level.
     """
     sizes = np.asarray(lengths, np.int64)
     tokens = int(sizes.sum())
     tree = np.repeat(np.arange(len(sizes)), sizes)
-    place = np.arange(tokens) - (np.cumsum(sizes) - sizes)[tree]
+    token = np.arange(tokens) - (np.cumsum(sizes) - sizes)[tree]
     ends_at = np.zeros(tokens, np.int64) if closes is None else closes
-    last_sink = place == np.minimum(sinks, sizes)[tree] - 1
-    found = [Level(tree, place + 1, np.ones(tokens, np.int64), np.arange(tokens + 1), np.ones(tokens, bool))]
+    last_sink = token == np.minimum(sinks, sizes)[tree] - 1
+    result = [Level(tree, token + 1, np.ones(tokens, np.int64), np.arange(tokens + 1), np.ones(tokens, bool))]
     last = np.arange(tokens)  # the last token of every node
     for level in count(1):
-        growing = tree[found[-1].end > sinks]
+        growing = tree[result[-1].end > sinks]
         if level > height if height is not None else len(np.unique(growing)) == len(growing):
-            return found
+            return result
         members = cap(branching, level)
         stops = (ends_at[last] >= level) | last_sink[last]
         stops[:-1] |= tree[1:] != tree[:-1]
@@ -78,9 +78,9 @@ def levels(
         first = np.flatnonzero(index % members == 0)
         offsets = np.append(first, len(last))
         last, tree = last[offsets[1:] - 1], tree[first]
-        below = found[-1]
+        below = result[-1]
         full_or_told = (np.diff(offsets) == members) | (ends_at[last] >= level) | last_sink[last]
-        found.append(
+        result.append(
             Level(
                 tree,
                 below.end[offsets[1:] - 1],
@@ -93,13 +93,13 @@ def levels(
 
 
 def causal_tree(lengths: Any, branching: Sequence[int], closes: Any = None, sinks: int = 0) -> Hierarchy:
-    """The forest of sequences that have grown to these lengths.
+    """Build the causal trees of sequences of these lengths.
 
     Args:
         lengths: tokens per sequence.
-        branching: members per family, from the leaves up, at most; the last factor repeats.
-        closes: `[tokens]` the height up to which each token closes families; 0 for none. Without it, fixed windows.
-        sinks: first tokens of every sequence that hang directly under the root.
+        branching: most members per family, from the leaves up; the last factor repeats.
+        closes: `[tokens]` the height up to which each token closes families; 0 for none. None: fixed windows.
+        sinks: number of first tokens of every sequence that hang directly under the root.
 
     >>> print(causal_tree([9], (3, 2), closes=[0, 1, 0, 0, 2, 0, 0, 0, 0]).show())
     tree 0 · 9 leaves
@@ -121,9 +121,9 @@ def causal_tree(lengths: Any, branching: Sequence[int], closes: Any = None, sink
             "lengths", given=list(sizes), expected="a token or more per sequence", fix="leave empty sequences out"
         )
     heights = check_closes(closes, sum(sizes))
-    found = levels(sizes, branching, heights, sinks)
-    offsets = [level.offsets for level in found[1:]]
-    top = np.bincount(found[-1].tree, minlength=len(sizes))
+    by_level = levels(sizes, branching, heights, sinks)
+    offsets = [level.offsets for level in by_level[1:]]
+    top = np.bincount(by_level[-1].tree, minlength=len(sizes))
     if (top > 1).any() or len(offsets) == 0:
         offsets.append(np.concatenate([[0], np.cumsum(top)]))
     return Hierarchy.from_offsets(*offsets, sinks=sinks or None)
@@ -131,7 +131,7 @@ def causal_tree(lengths: Any, branching: Sequence[int], closes: Any = None, sink
 
 @lru_cache(maxsize=32)
 def _windows(lengths: tuple[int, ...], branching: tuple[int, ...], sinks: int) -> Hierarchy:
-    """Kept, because the plans of operators hang on a hierarchy, and fixed windows come again and again."""
+    """Build fixed windows. Cached, because operators keep their plans with the hierarchy, and lengths recur."""
     return Hierarchy.regular(list(lengths), branching, repeat_last=True, sinks=sinks or None)
 
 

@@ -134,9 +134,9 @@ class Hierarchy:
 
     @classmethod
     def from_parents(cls, parent: Any) -> Hierarchy:
-        """Any forest: `parent[i]` is the parent of node i, −1 at a root. Children keep index order.
+        """Build any forest: `parent[i]` is the parent of node i, −1 at a root. Children keep index order.
 
-        Leaves are taken depth-first, `leaf_ids` and `node_ids` say which given node each leaf and node is.
+        Leaves are taken depth-first; `leaf_ids` and `node_ids` give the original node of each leaf and node.
 
         >>> tree = Hierarchy.from_parents([4, 3, 3, 4, -1])  # 4 → (0, 3), 3 → (1, 2)
         >>> tree.leaf_ids.tolist(), tree.node_ids.tolist()
@@ -165,7 +165,7 @@ class Hierarchy:
 
     @classmethod
     def _from_parent_array(cls, parent: np.ndarray, rank: np.ndarray, *, keep_ids: bool = False) -> Hierarchy:
-        """Nodes in canonical order: breadth-first, siblings by `rank`. Each level is found at once."""
+        """Put nodes in canonical order: breadth-first, siblings by `rank`, a level at a time."""
         num_nodes = len(parent)
         order = np.lexsort((rank, parent))
         counts = np.bincount(parent[parent >= 0], minlength=num_nodes)
@@ -191,7 +191,7 @@ class Hierarchy:
 
     @classmethod
     def flat(cls, lengths: Any) -> Hierarchy:
-        """One family per tree: attention over it is ordinary softmax attention.
+        """Build one family per tree: attention over it is ordinary softmax attention.
 
         >>> Hierarchy.flat([3, 2])
         Hierarchy(2 trees, 5 leaves, 7 nodes, 2 families, depth 1)
@@ -203,10 +203,10 @@ class Hierarchy:
     def regular(
         cls, lengths: Any, branching: Iterable[int], *, repeat_last: bool = False, sinks: Sinks = None
     ) -> Hierarchy:
-        """Fixed windows: `branching` from the leaves up. The last family of a level may be short.
+        """Build fixed windows: `branching` from the leaves up. The last family of a level may be short.
 
-        What is left after the last factor is joined under the root; a level that has come down to one node is the
-        root. With `repeat_last` the last factor repeats, so that the depth grows with the logarithm of the length.
+        The nodes that remain after the last factor are joined under the root; a level with a single node is the root.
+        With `repeat_last` the last factor repeats, so that the depth grows with the logarithm of the length.
 
         Args:
             lengths: leaves per tree.
@@ -243,7 +243,7 @@ class Hierarchy:
 
     @classmethod
     def from_nested(cls, nested: Sequence[Any], *, sinks: Sinks = None) -> Hierarchy:
-        """One tree per entry: an integer is a node with that many leaves, a list is a node with these children.
+        """Build one tree per entry: an integer is a node with that many leaves, a list is a node with these children.
 
         >>> print(Hierarchy.from_nested([[3, [2, 1]]]).show())
         tree 0 · 6 leaves
@@ -281,7 +281,7 @@ class Hierarchy:
 
     @classmethod
     def from_offsets(cls, *levels: Any, sinks: Sinks = None) -> Hierarchy:
-        """One offsets vector per level, from the leaves up; the last one makes the trees.
+        """Build from one offsets vector per level, from the leaves up; the last one makes the trees.
 
         `levels[0][i] : levels[0][i+1]` are the leaves of family i, `levels[1]` groups those families, and so on.
 
@@ -310,7 +310,7 @@ class Hierarchy:
 
     @staticmethod
     def collate(hierarchies: Iterable[Hierarchy]) -> Hierarchy:
-        """Many forests as one; `uncollate` gives the single trees back.
+        """Join many forests into one; `uncollate` gives the single trees back.
 
         >>> a, b = Hierarchy.flat([3]), Hierarchy.from_nested([[2, 2]])
         >>> Hierarchy.collate([a, b]).uncollate() == [a, b]
@@ -328,7 +328,7 @@ class Hierarchy:
         return Hierarchy._from_parent_array(array, np.arange(len(array))).to(device)
 
     def uncollate(self) -> list[Hierarchy]:
-        """The single trees."""
+        """Return the single trees."""
         s = self.structure
         order = np.argsort(s.tree, kind="stable")  # canonical order holds inside each tree too
         bounds = np.cumsum(np.bincount(s.tree, minlength=self.num_trees))[:-1]
@@ -375,13 +375,13 @@ class Hierarchy:
 
     @property
     def node_ids(self) -> Tensor:
-        """The node of `from_parents` that every node is; 0, 1, 2, … for other constructors."""
+        """The original node of every node, as given to `from_parents`; 0, 1, 2, … for other constructors."""
         ids = self._node_ids
         return self.cached("node_ids", lambda: self._to_tensor(np.arange(self.num_nodes) if ids is None else ids))
 
     @property
     def leaf_ids(self) -> Tensor:
-        """The node of `from_parents` that every leaf is; 0, 1, 2, … for other constructors."""
+        """The original node of every leaf, as given to `from_parents`; 0, 1, 2, … for other constructors."""
         ids, nodes = self._node_ids, self.structure.leaf_nodes
         return self.cached(
             "leaf_ids", lambda: self._to_tensor(np.arange(self.num_leaves) if ids is None else ids[nodes])
@@ -389,11 +389,11 @@ class Hierarchy:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the structure: equal forests have equal digests."""
+        """Fingerprint of the structure: equal forests have equal digests."""
         return hashlib.blake2b(self.structure.num_children.tobytes(), digest_size=16).hexdigest()
 
     def tensor(self, name: str) -> Tensor:
-        """A field of `Structure` as a tensor on this hierarchy's device."""
+        """Return a field of `Structure` as a tensor on this hierarchy's device."""
         return self.cached(("structure", name), lambda: self._to_tensor(getattr(self.structure, name)))
 
     def _to_tensor(self, array: np.ndarray) -> Tensor:
@@ -406,13 +406,13 @@ class Hierarchy:
         return value
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """What `build` gives, built once per hierarchy and key. Plans live here."""
+        """Return what `build` makes, built once per hierarchy and key. Operators keep their plans here."""
         if key in self._cache:
             return self._cache[key]
         return self._build(key, build)
 
     def to(self, device: torch.device | str) -> Hierarchy:
-        """This forest with its tensors on another device; the host structure is shared."""
+        """Return this forest with its tensors on another device; the host structure is shared."""
         moved = Hierarchy(self.structure, node_ids=self._node_ids, device=device)
         return self if moved.device == self.device else moved
 
@@ -433,7 +433,7 @@ class Hierarchy:
         )
 
     def show(self, max_rows: int = 60) -> str:
-        """The forest as text, a row per family, cut after `max_rows` rows."""
+        """Return the forest as text, a row per family, cut after `max_rows` rows."""
         s = self.structure
         rows: list[str] = []
         # An explicit stack: chains may be deeper than Python's own.
@@ -474,9 +474,9 @@ def _windows(
     opens &= ~is_sink
     segment_start = np.flatnonzero(opens)
 
-    ids = np.flatnonzero(~is_sink)  # the nodes of the current level, their segment, their place in it
+    ids = np.flatnonzero(~is_sink)  # the nodes of the current level, their segment, their index in it
     segment = np.cumsum(opens)[ids] - 1
-    place = ids - segment_start[segment]
+    index = ids - segment_start[segment]
     size = np.bincount(segment, minlength=len(segment_start))
     links, first_leaves, span = [], [np.arange(num_leaves)], 1
     next_id = num_leaves
@@ -487,12 +487,12 @@ def _windows(
         windows = np.where(growing, -(-size // factor), 0)
         first_window = next_id + np.cumsum(windows) - windows
         joins = growing[segment]
-        links.append((ids[joins], first_window[segment[joins]] + place[joins] // factor))
+        links.append((ids[joins], first_window[segment[joins]] + index[joins] // factor))
         segment = np.repeat(np.arange(len(size)), windows)
         ids = next_id + np.arange(len(segment))
-        place = ids - first_window[segment]
+        index = ids - first_window[segment]
         span *= factor
-        first_leaves.append(segment_start[segment] + place * span)
+        first_leaves.append(segment_start[segment] + index * span)
         next_id += len(ids)
         size = windows
         growing = size > 1
@@ -517,7 +517,7 @@ def ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def integers(where: str, values: Any) -> np.ndarray:
-    """As an int64 array, from wherever they are; anything else raises, naming `where`."""
+    """Return integers, from any device or list, as an int64 array; anything else raises, naming `where`."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise InvalidInput(where, given=f"{array.dtype} values", expected="integers")

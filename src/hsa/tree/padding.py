@@ -12,7 +12,7 @@ from hsa.errors import InvalidInput
 
 
 class Padding:
-    """Which positions of a padded batch hold tokens; left, right or scattered padding alike.
+    """The positions of a padded batch that hold tokens, with padding on the left, on the right or scattered.
 
     Args:
         mask: `[batch, seq]`, true or 1 where there is a token.
@@ -48,7 +48,7 @@ class Padding:
 
     @property
     def full(self) -> bool:
-        """There is no padding: nothing has to be copied."""
+        """Whether there is no padding, so that nothing has to be copied."""
         return len(self._rows) == self.mask.numel()
 
     def pack(self, x: Tensor) -> Tensor:

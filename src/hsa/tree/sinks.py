@@ -18,7 +18,7 @@ Sinks: TypeAlias = int | Sequence[int] | Tensor | np.ndarray | None
 
 
 def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
-    """The sinks as sorted leaf numbers of the whole forest."""
+    """Return the sinks as sorted leaf numbers of the whole forest."""
     if sinks is None:
         return np.empty(0, np.int64)
     start = np.cumsum(lengths) - lengths
@@ -37,7 +37,7 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
             raise InvalidInput("sinks", given=repr(sinks), expected="a number of first leaves, 0 or more, or positions")
         number = np.minimum(sinks, lengths)
         return np.repeat(start - (np.cumsum(number) - number), number) + np.arange(int(number.sum()))
-    chosen = []
+    leaves = []
     for i, position in enumerate(sinks):
         if not -lengths.min(initial=np.iinfo(np.int64).max) <= position < lengths.min(initial=np.iinfo(np.int64).max):
             raise InvalidInput(
@@ -46,12 +46,12 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
                 expected=f"a position inside every tree (the shortest has {lengths.min()} leaves)",
                 fix="pass a mask over all leaves where trees differ",
             )
-        chosen.append(start + (position if position >= 0 else lengths + position))
-    return np.unique(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+        leaves.append(start + (position if position >= 0 else lengths + position))
+    return np.unique(np.concatenate(leaves)) if leaves else np.empty(0, np.int64)
 
 
 def cut_out_sinks(structure: Structure, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parents and first leaves of the forest in which these leaves hang from their roots and split what spanned them.
+    """Return parents and first leaves of the forest in which these leaves hang from their roots and split what spanned them.
 
     A node becomes one piece per run of leaves between sinks that it reaches; its parent's piece of the same run is above.
     """

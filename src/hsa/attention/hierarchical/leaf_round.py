@@ -1,4 +1,4 @@
-"""The first round by hand: families of leaves, where nearly all the work is.
+"""The first round by hand: families of leaves, which are nearly all the work.
 
 The same numbers as `torch_sweeps` in general, in two pieces that touch every leaf once: `attend_leaves` attends inside the
 families and pools them, forward and backward chunk by chunk in the cache; `finish_leaves` adds what comes from above.
@@ -23,13 +23,13 @@ GATHERED = 2**20
 def attend_leaves(
     q: Tensor, k: Tensor, v: Tensor, families: Round, include_self: bool, causal: bool, scale: float
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Per bucket the siblings' average; the mass inside each parent; pooled q, k, v of the parents."""
+    """Return per bucket the siblings' average; the mass inside each parent; pooled q, k, v of the parents."""
     inner, pooled_q, pooled_k, pooled_v, *averages = _AttendLeaves.apply(q, k, v, families, include_self, causal, scale)
     return averages, inner, [pooled_q, pooled_k, pooled_v]
 
 
 def finish_leaves(families: Round, out: Tensor, weight: Tensor, averages: list[Tensor], overwrite: bool) -> Tensor:
-    """out(P) + weight(P) · y for every leaf, `[members, heads, value_dim]`; may `overwrite` y if no gradient needs it."""
+    """Return out(P) + weight(P) · y of every leaf, `[members, heads, value_dim]`; may `overwrite` y without a gradient."""
     return _FinishLeaves.apply(families, out, weight, overwrite, *averages)
 
 
@@ -143,7 +143,7 @@ def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
 
 
 def _chunks(bucket: Bucket, numbers_per_row: int, numbers: int = CHUNK) -> Iterator[slice]:
-    """Small enough for the cache; all at once where there is none to speak of."""
+    """Slices of families small enough for the cache of a CPU; all at once on a GPU."""
     on_cpu = bucket.share.device.type == "cpu"
     step = max(1, numbers // (numbers_per_row * bucket.size)) if on_cpu else bucket.families
     return (slice(begin, min(begin + step, bucket.families)) for begin in range(0, bucket.families, step))

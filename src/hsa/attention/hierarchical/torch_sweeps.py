@@ -32,14 +32,14 @@ def attend(call: HierarchicalCall) -> Tensor:
     """Run `hsa.hierarchical_attention`."""
     forest, positions = rooted(call.hierarchy, call.positions)
     plan = rounds(forest)
-    return down_sweep(_up_sweep(call, plan, positions), call.v, plan)
+    return down_sweep(_softmax_sweep(call, plan, positions), call.v, plan)
 
 
 def energy(call: HierarchicalCall) -> Tensor:
     """Return −inner(root), `[trees, heads]`."""
     forest, positions = rooted(call.hierarchy, call.positions)
     plan = rounds(forest)
-    return energy_of_roots(_up_sweep(call, plan, positions).inner, plan, call)
+    return energy_of_roots(_softmax_sweep(call, plan, positions).inner, plan, call)
 
 
 def energy_of_roots(inner: list[Tensor], plan: Rounds, call: HierarchicalCall) -> Tensor:
@@ -73,7 +73,7 @@ if all are leaves), the mass of its row, and how the row divides, as in `UpSweep
 """
 
 
-def sweep_up(
+def up_sweep(
     up: UpSweep, call: HierarchicalCall, plan: Rounds, positions: Tensor | None, attend_families: FamilyRows
 ) -> None:
     """Leaves → roots, from the first round that `up` does not have. `positions` of the nodes of the rooted forest."""
@@ -104,7 +104,7 @@ def sweep_up(
         up.inner.append(families.pool(masses))
 
 
-def _up_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | None) -> UpSweep:
+def _softmax_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | None) -> UpSweep:
     up = UpSweep(by_hand=_by_hand(call, plan))
     if up.by_hand:
         families = plan.rounds[0]
@@ -116,7 +116,7 @@ def _up_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | None) ->
         up.inner.append(inner)
         for above, mean in zip(up.pooled, means, strict=True):
             above.append(mean)
-    sweep_up(up, call, plan, positions, partial(_softmax_rows, call, plan))
+    up_sweep(up, call, plan, positions, partial(_softmax_rows, call, plan))
     return up
 
 

@@ -1,4 +1,4 @@
-"""The forest as kernels want it: every leaf at the same depth, every family a run of rows.
+"""The forest as kernels read it: every leaf at the same depth, every family a run of rows.
 
 Level 0 holds the leaves, level 1 their parents, the last level one row per tree. A branch that is shorter than the others is
 lengthened by a chain of only children, which changes no result: an only child passes everything on. Then the rows of one
@@ -42,7 +42,7 @@ class Levels:
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """What kernels make of the plan, built once."""
+        """Return what `build` makes of the plan, built once."""
         return self._cache[key] if key in self._cache else self._build(key, build)
 
     @torch.compiler.disable
@@ -96,7 +96,7 @@ class Levels:
 
 
 def levels(hierarchy: Hierarchy) -> Levels | None:
-    """The rows of a rooted forest (`rounds.rooted`), built once; None if its branches are too unequal for chains.
+    """Return the rows of a rooted forest (`rounds.rooted`), built once; None if its branches are too unequal for chains.
 
     >>> plan = levels(Hierarchy.from_nested([[3, 2], [4]]))
     >>> plan.bounds  # nine tokens, three sentences, two documents
@@ -127,7 +127,7 @@ def _build(hierarchy: Hierarchy) -> Levels | None:
 
 
 def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """The node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
+    """Return the node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
     s, leaves = hierarchy.structure, hierarchy.num_leaves
     top = int(s.height.max(initial=0))
     lowest = np.maximum(s.height, 1)  # above the leaves' own level, which is in order as it is
@@ -139,20 +139,20 @@ def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarr
     node = np.repeat(np.arange(hierarchy.num_nodes), span)
     level = lowest[node] + np.arange(num_rows) - first[node]
     order = np.argsort(level * (leaves + 1) + s.first_leaf[node], kind="stable")
-    place = np.empty(num_rows + 1, np.int64)  # one more, for what comes after the last
-    place[order] = leaves + np.arange(num_rows)
+    row = np.empty(num_rows + 1, np.int64)  # of every (node, level) in node order; one more at the end
+    row[order] = leaves + np.arange(num_rows)
     # One step up: the next row of the same node, or the first row of its parent.
-    up = place[1:].copy()
-    up[(first + span - 1)[span > 0]] = np.where(s.parent < 0, -1, place[first[s.parent]])[span > 0]
-    of_leaf = np.where(span > 0, place[first], place[first[s.parent]])[s.leaf_nodes]
-    row_of_node = place[first]
+    up = row[1:].copy()
+    up[(first + span - 1)[span > 0]] = np.where(s.parent < 0, -1, row[first[s.parent]])[span > 0]
+    of_leaf = np.where(span > 0, row[first], row[first[s.parent]])[s.leaf_nodes]
+    row_of_node = row[first]
     row_of_node[s.leaf_nodes] = np.arange(leaves)
     bounds = np.concatenate([[0], leaves + np.searchsorted(level[order], np.arange(1, top + 2))])
     return np.concatenate([s.leaf_nodes, node[order]]), row_of_node, np.concatenate([of_leaf, up[order]]), bounds
 
 
 def families(plan: Levels, level: int) -> np.ndarray:
-    """[families + 1] the rows of `level` as families: bounds, counted from the level's first row.
+    """Return the bounds of the families in `level`, `[families + 1]`, counted from the level's first row.
 
     >>> families(levels(Hierarchy.from_nested([[3, 2], [4]])), 0).tolist()
     [0, 3, 5, 9]

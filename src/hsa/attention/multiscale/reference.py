@@ -1,4 +1,4 @@
-"""Backend "reference": every query on its own, its list of nodes found by the definition. For reading and for tests."""
+"""Backend "reference": query by query, its list of nodes by definition. For reading and for tests."""
 
 from __future__ import annotations
 

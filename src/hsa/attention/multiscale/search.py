@@ -170,7 +170,7 @@ class _Search:
         offsets = self.queries.offsets[groups.start : groups.stop + 1]
         longest = int((offsets[1:] - offsets[:-1]).max())
         rows = offsets[:-1, None] + torch.arange(longest, device=offsets.device)
-        asked = rows < offsets[1:, None]  # [groups, queries]
+        real = rows < offsets[1:, None]  # [groups, queries] not padding
         rows = rows.clamp(max=len(self.q) - 1)
         nodes = lists[:, None].expand(-1, self.q.shape[1], -1)
         settled = self._is_settled(nodes)
@@ -178,7 +178,7 @@ class _Search:
             # A round scores those that have more candidates than they may keep, and those that have come to the end.
             finished = settled.all(-1, keepdim=True)
             every = bool(finished.all())
-            allowed = self._candidates(rows, asked, nodes)
+            allowed = self._candidates(rows, real, nodes)
             kept_whole = ~finished & (allowed.any(2).sum(-1, keepdim=True) <= width)
             score = self._score(rows, nodes, allowed, counted=~kept_whole if every else ~kept_whole & ~finished)
             if every:
@@ -215,9 +215,9 @@ class _Search:
         order = _gaps_last(nodes)
         return nodes.gather(-1, order), done.gather(-1, order)
 
-    def _candidates(self, rows: Tensor, asked: Tensor, nodes: Tensor) -> Tensor:
+    def _candidates(self, rows: Tensor, real: Tensor, nodes: Tensor) -> Tensor:
         """[groups, heads, queries, entries] the candidates that each query may see."""
-        allowed = (nodes >= 0)[:, :, None] & asked[:, None, :, None]
+        allowed = (nodes >= 0)[:, :, None] & real[:, None, :, None]
         if self.limit is not None:
             allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
         return allowed

@@ -13,7 +13,7 @@ from hsa.attention.entmax import deformed_log
 from hsa.attention.hierarchical.call import HierarchicalCall
 from hsa.attention.hierarchical.entmax.entries import Entries, entries_of
 from hsa.attention.hierarchical.entmax.family import attend as attend_rows
-from hsa.attention.hierarchical.torch_sweeps import UpSweep, down_sweep, energy_of_roots, sweep_up
+from hsa.attention.hierarchical.torch_sweeps import UpSweep, down_sweep, energy_of_roots, up_sweep
 from hsa.attention.rounds import Rounds, rooted, rounds
 from hsa.tree.hierarchy import Hierarchy
 
@@ -22,13 +22,13 @@ from hsa.tree.hierarchy import Hierarchy
 def attend(call: HierarchicalCall) -> Tensor:
     """Run `hsa.hierarchical_attention`."""
     families = EntmaxFamilies(call)
-    return down_sweep(families.sweep_up(), call.v, families.plan)
+    return down_sweep(families.up_sweep(), call.v, families.plan)
 
 
 def energy(call: HierarchicalCall) -> Tensor:
     """Return −inner(root), `[trees, heads]`."""
     families = EntmaxFamilies(call)
-    gains = families.sweep_up().inner
+    gains = families.up_sweep().inner
     inner = [gain + of_zeros for gain, of_zeros in zip(gains, families.inner_of_zeros(), strict=True)]
     return energy_of_roots(inner, families.plan, call)
 
@@ -52,10 +52,10 @@ class EntmaxFamilies:
             self.forest, self.plan, call.include_self, call.causal, self.weighted, self.dtype
         )
 
-    def sweep_up(self) -> UpSweep:
+    def up_sweep(self) -> UpSweep:
         """Leaves → roots; the averages are weighted by their share of the row."""
         up = UpSweep()
-        sweep_up(up, self.call, self.plan, self.positions, self.attend)
+        up_sweep(up, self.call, self.plan, self.positions, self.attend)
         return up
 
     def attend(

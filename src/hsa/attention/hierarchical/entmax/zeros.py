@@ -73,7 +73,7 @@ def zeros(
         backend="torch",
     )
     counting = _Counting(call)
-    handed = _handed_down(counting, counting.sweep_up())
+    handed = _handed_down(counting, counting.up_sweep())
     s, heads = hierarchy.structure, q.shape[1]
     height = torch.as_tensor(s.height, device=handed.device)
     heights = range(1, int(s.height.max(initial=0)) + 1)

@@ -174,7 +174,6 @@ def _forward(
     up_out = torch.empty_like(up_y, dtype=torch.float32)
     leaf_y = y if keep else out  # finished in place unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
-    skip = {"SKIP": power != 0}  # entmax: where nothing comes from above, y is not read
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
     plane = up_q.numel()
@@ -206,7 +205,7 @@ def _forward(
             (up_q, up_k, up_v, o.up_positions, *o.position_strides, up_y, outer, inner, weight, up_out, plane,
              o.up_parent, o.up_count, o.inside, o.powers(len(o.layout.levels)), o.begin, o.end, o.bundles,
              o.layout.bundles, o.layout.top_levels, o.layout.root, o.heads, scale),
-            {"ROWS": ROWS, **skip, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
+            {"ROWS": ROWS, "SINGLE": o.layout.top_single, **flags, **o.runs(o.layout.top_size)},
         )  # fmt: skip
     for level in reversed(above):
         _down(
@@ -214,13 +213,13 @@ def _forward(
             triton.cdiv(level.end - level.begin, ROWS) * o.heads,
             (up_y, outer, inner, weight, up_out, up_out, o.up_parent, level.begin, level.end,
              o.layout.root, o.heads),
-            {"LEAVES": False, "ROWS": ROWS, **skip, **o.values, **o.overlap},
+            {"LEAVES": False, "ROWS": ROWS, **o.values, **o.overlap},
         )  # fmt: skip
     _down(
         key,
         triton.cdiv(leaves.end, ROWS) * o.heads,
         (leaf_y, outer, inner, weight, out, up_out, o.parent, 0, leaves.end, o.layout.root, o.heads),
-        {"LEAVES": True, "ROWS": ROWS, **skip, **o.values, **o.overlap},
+        {"LEAVES": True, "ROWS": ROWS, **o.values, **o.overlap},
     )  # fmt: skip
     return out, y, up_y, pooled, inner, shares
 

@@ -209,8 +209,7 @@ def _up_tile(
 @triton.jit
 def _down_tile(
     begin, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root, heads,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr,
-    ROWS: tl.constexpr
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     rows = begin + tl.arange(0, ROWS)
     valid = rows < end
@@ -222,7 +221,7 @@ def _down_tile(
     below_root = parent >= root  # a root has out 0 and weight 1
     weight = tl.load(weight_ptr + above, mask=valid & ~below_root, other=1.0)
     read = mask
-    if SKIP:  # rows that get no weight from above are not read
+    if POWER != 0:  # entmax: rows that get no weight from above are not read
         read = mask & (weight != 0.0)[:, None]
     y = tl.load(y_ptr + entry[:, None] * DV + column, mask=read, other=0.0).to(tl.float32)
     out = tl.load(up_out_ptr + above[:, None] * DV + column, mask=mask & ~below_root[:, None], other=0.0)
@@ -380,15 +379,14 @@ def up(
 @kernel
 def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr
+    BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     wait_for_the_launch_before(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
         begin + tile * ROWS, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, root,
-        heads, DV, BLOCK_DV, LEAVES, POWER, SKIP, ROWS
+        heads, DV, BLOCK_DV, LEAVES, POWER, ROWS
     )  # fmt: skip
 
 
@@ -399,7 +397,7 @@ def top(
     D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr,
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
-    SKIP: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Run both sweeps over the last levels of whole trees."""
     wait_for_the_launch_before(OVERLAP)
@@ -424,7 +422,7 @@ def top(
         while row < end:
             _down_tile(
                 row, end, head, y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, out_ptr, parent_ptr, root, heads, DV,
-                BLOCK_DV, False, POWER, SKIP, ROWS
+                BLOCK_DV, False, POWER, ROWS
             )  # fmt: skip
             row += ROWS
         tl.debug_barrier()

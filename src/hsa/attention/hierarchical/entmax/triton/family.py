@@ -114,7 +114,7 @@ def _keys_seen(
 
 @triton.jit
 def sparse_weights(
-    q, k, places, parent, valid, count, inner, inside, scale, r, P: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, positions, parent, valid, count, inner, inside, scale, r, P: tl.constexpr, PRECISION: tl.constexpr,
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def sparse_weights(
     if not (LEAVES or WEIGHTED):
         log_count = tl.log2(count) * (LN2 * unit)
     u = family_logits(
-        q, k, places, parent, valid, log_count, scale, unit, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
+        q, k, positions, parent, valid, log_count, scale, unit, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE,
         not (LEAVES or WEIGHTED), GROUPS, SIZE
     )  # fmt: skip
     n = count
