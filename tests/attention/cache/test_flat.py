@@ -5,7 +5,7 @@ import torch
 
 from hsa import multiscale_attention, select
 from hsa.attention.cache.flat import FlatCache
-from hsa.attention.cache.interface import Memory
+from hsa.attention.cache.interface import Counted, Memory
 from hsa.errors import InvalidInput
 from tests.attention.cache.growing import DIM, HEADS, KV_HEADS, VALUE_DIM, Text, saved
 
@@ -87,6 +87,15 @@ def test_other_precisions(dtype):
     text, cache = FlatText([50, 50], dtype=dtype), cache_of(2, dtype=dtype)
     text.begin(cache, [10, 20])
     assert max(text.step(cache) for _ in range(30)) < (1e-12 if dtype == torch.float64 else 0.02)
+
+
+def test_every_token_is_an_entry():
+    text, cache, counted = FlatText([60, 60]), cache_of(2), Counted()
+    text.begin(cache, [20, 32])
+    rows = text.rows(cache)
+    cache.append()
+    cache.attend(0, text.q[rows], text.k[rows], text.v[rows], counted=counted)
+    assert counted == Counted(entries=(21 + 33) * HEADS)
 
 
 def test_memory():

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsa import select
 from hsa.attention.cache.flat import FlatCache
-from hsa.attention.cache.interface import Memory
+from hsa.attention.cache.interface import Counted, Memory
 from hsa.attention.cache.multiscale import MultiscaleCache
+from hsa.attention.flops import flops
 from hsa.errors import InvalidInput
 from hsa.tree.causal_tree import causal_tree
 from tests.attention.cache.growing import DIM, HEADS, KV_HEADS, VALUE_DIM, Text, saved
@@ -213,6 +215,18 @@ def test_scale_and_one_head():
     text = Text([70], (3,), heads=(KV_HEADS, KV_HEADS), scale=0.9, pooled_bias=0.2)
     cache = MultiscaleCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, branching=(3,), max_length=70)
     assert max(text.step(cache) for _ in range(70)) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["windows", "chapters"])
+def test_counts_are_those_of_the_full_pass(way):
+    text, cache, counted = text_of([90], way), cache_of(1, way), Counted()
+    for _ in range(90):
+        rows = text.rows(cache)
+        cache.append(None if text.closes is None else text.closes[rows])
+        cache.attend(0, text.q[rows], text.k[rows], text.v[rows], counted=counted)
+    selection = select(text.q, text.k, text.tree, near=text.near, causal=True)
+    by_pass = flops(selection, HEADS * DIM, HEADS, hierarchy=text.tree)
+    assert counted.entries == by_pass.attention / (4 * HEADS * DIM + HEADS) * HEADS
 
 
 def real_bytes(cache):
