@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[1] / "compile_kernels.py"
+SCRIPT = Path(__file__).parents[2] / "compile_kernels.py"
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
