@@ -49,7 +49,7 @@ def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> 
 
 
 def add_legend(figure: Any, axes: Any) -> None:
-    """The lines of `axes` by name; beside the picture where there are so many that they would be covered."""
+    """Add a legend of the lines of `axes`; beside the picture if it would cover too much of it."""
     handles, names = axes.get_legend_handles_labels()
     if len(names) > _NAMES_INSIDE:
         figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)

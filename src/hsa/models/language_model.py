@@ -282,7 +282,7 @@ class LanguageModel(CausalLanguageModel):
         return (mean_token_loss if mean else token_losses)(hidden, self.embedding.weight, targets)
 
     def new_cache(self, batch: int = 1, *, dtype: torch.dtype | None = None, rewind: int = 0) -> LanguageModelCache:
-        """An empty cache for so many texts, on the model's device; `rewind`: how many tokens `crop` can take back."""
+        """Return an empty cache for `batch` texts, on the model's device; `rewind`: most tokens that `crop` can remove."""
         return LanguageModelCache(self.config, batch, self.device, dtype or self.embedding.weight.dtype, rewind)
 
     def heights(self, tokens: Tensor | np.ndarray) -> np.ndarray | None:

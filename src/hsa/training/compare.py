@@ -31,7 +31,7 @@ class Plan:
 
     Args:
         models: names; all have as many parameters as the first.
-        rates: learning rates, of which each model gets its best.
+        rates: Learning rates to try; each model keeps its best.
         seeds: of the weights, the order of the data and dropout; rates are chosen with the first.
 
     Raises:

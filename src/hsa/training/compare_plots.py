@@ -13,7 +13,7 @@ from hsa.analysis.frontier import on_frontier
 from hsa.analysis.plots import COLORS, pyplot, save_figure
 
 _NOTHING = 4
-"""A cost of 0 is drawn so many times left of the smallest other one: the axis is logarithmic."""
+"""Factor by which a cost of 0 is drawn left of the smallest other cost: the axis is logarithmic."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _label(figure: Any, axes: Any, points: Sequence[Point], xs: Sequence[float])
 
 
 def _name(axes: Any, point: Point, x: float, color: str, right: float, up: float) -> Any:
-    """Beside its point, so many printer's points away; with a line where that is far."""
+    """Place a label beside its point, at a distance in printer's points; draw a line to it where that is far."""
     return axes.annotate(
         point.name,
         (x, point.score),

@@ -83,7 +83,7 @@ def _cost(name: str, model: Classifier, document: Batch, prepared: PreparedData,
 
 
 def document_of(prepared: PreparedData, length: int) -> Batch | None:
-    """A batch of one document of so many leaves, put together from the training data.
+    """Return a batch of one document of the given number of leaves, put together from the training data.
 
     Documents that are sequences of parts, such as paragraphs, give their parts; others become parts themselves. What is too
     long is cut off, and families stay as large as the data's may be. None where the data cannot be put in a row, because
@@ -101,7 +101,7 @@ def document_of(prepared: PreparedData, length: int) -> Batch | None:
 
 
 def _row_of_parts(prepared: PreparedData, length: int) -> Signal | Leaf:
-    """Documents in a row, of so many leaves or more; the longest one where they cannot be put in a row."""
+    """Concatenate documents up to the given number of leaves; take the longest one if they cannot be concatenated."""
     data = prepared.train
     if "sequence" not in prepared.kinds:
         (only,) = uncollate(data.batch.select([int(data.lengths.argmax())]))

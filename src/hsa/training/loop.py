@@ -193,7 +193,7 @@ class Trainer:
         return [EpochRecord(**record) for record in state.history]
 
     def _warm_up(self) -> None:
-        """Once forward and back, of which nothing stays: the first time takes longer, which is none of the model's cost."""
+        """Run one throwaway step so that first-call overhead is not billed to the model."""
         state = self.progress
         batches = [] if self._is_over() else self._epoch_batches(state.epoch)[state.step :]
         if not batches:
@@ -446,7 +446,7 @@ class Trainer:
 
 
 def learning_rate(options: TrainingOptions, done: float, total: int) -> float:
-    """After so many of all steps."""
+    """Return the learning rate at step `done` of `total`."""
     warm = options.warmup * max(1, total)
     if done < warm:
         return options.learning_rate * (done + 1) / (warm + 1)

@@ -16,7 +16,7 @@ def margin(first: Sequence[float], second: Sequence[float], examples: int | None
 
     Args:
         first, second: a score per seed.
-        examples: in the test, of which the scores are shares; None for scores that are no shares, such as R².
+        examples: Number of test examples that scores are shares of; None for scores that are no shares, such as R².
 
     >>> round(margin([0.8], [0.9], 1000), 4)  # one seed: the test examples alone
     0.031

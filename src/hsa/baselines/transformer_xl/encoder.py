@@ -148,7 +148,7 @@ class TransformerXLLayers(nn.Module):
         self.lengths = self.lengths[0], tokens
 
     def plan(self, lengths: Sequence[int], before: SegmentMemory | None, device: torch.device) -> Segments:
-        """For so many tokens more of every text."""
+        """Plan the next `lengths` tokens of every text."""
         carried: dict[str, Any] = {}
         with torch.inference_mode(False):  # what is made now may serve later calls with gradients too
             if before is not None:
@@ -160,7 +160,7 @@ class TransformerXLLayers(nn.Module):
             return plan_segments(lengths, self.segment, self.memory, device=device, **carried)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        """Texts from their beginning on, of which nothing is carried further."""
+        """Read whole texts from their beginning; nothing is remembered afterwards."""
         for layer in self.stack:
             x, _ = layer(x, None, segments)
         return x

@@ -146,13 +146,13 @@ class TransformerXLLanguageModel(CausalLanguageModel):
         return (mean_token_loss if mean else token_losses)(hidden, self.embedding.weight, targets), memory
 
     def new_memory(self, batch: int = 1, *, projected: bool = False) -> SegmentMemory:
-        """Of so many texts that have not begun; `projected`: of keys and values, for as long as weights do not change."""
+        """Return the empty memory of `batch` texts; `projected`: of keys and values, valid while weights do not change."""
         weight = self.embedding.weight
         row = weight.detach().new_empty(0, self.config.width * (2 if projected else 1))
         return SegmentMemory((row,) * self.config.layers, (0,) * batch, (0,) * batch, projected)
 
     def new_cache(self, batch: int = 1) -> TransformerXLCache:
-        """For writing: empty, for so many texts."""
+        """Return an empty cache for generating `batch` texts."""
         return TransformerXLCache(self.new_memory(batch, projected=True))
 
     def read(self, tokens: Tensor, lengths: Sequence[int] | Tensor, cache: TransformerXLCache) -> Tensor:

@@ -21,7 +21,7 @@ _AT_ONCE = 2**25
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Segments that share a call: keys are so many remembered tokens, then the segment's own."""
+    """Segments that share a call: keys are the remembered tokens, then the segment's own."""
 
     queries: Tensor  # [segments · length] rows of the segments; padding repeats a segment's last row
     remembered: Tensor  # [segments · memory] rows of what is remembered; padding comes first

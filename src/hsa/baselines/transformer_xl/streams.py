@@ -44,7 +44,7 @@ class Streams:
 
 @lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
 def _starts(seed: int, epoch: int, tokens: int, streams: int, each: int) -> np.ndarray:
-    """Where the streams of an epoch start, each of so many tokens."""
+    """Return where the streams of an epoch start; each has `each` tokens."""
     draw = np.random.default_rng((seed, epoch))
     spare = tokens - 1 - streams * each
     if spare < 0:

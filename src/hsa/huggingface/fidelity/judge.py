@@ -18,7 +18,7 @@ from hsa.huggingface.observe import Counted, counting
 
 TASKS = ("classification", "embedding", "lm")
 BATCH_TOKENS = 16384
-_MOST_LOGITS = 2**28  # 1 GiB, of which a few copies are held at once
+_MOST_LOGITS = 2**28  # 1 GiB; a few copies are held at once
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def load_word_vectors(
 
     Args:
         words: keep only these. Vectors of other words are not looked at, however malformed.
-        most: keep at most so many words, the first.
+        most: Number of words to keep, the first ones.
         on_bad: what to do about a malformed entry, such as the words with spaces in glove.840B: raise, or leave it out.
 
     >>> import tempfile
