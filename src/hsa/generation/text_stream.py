@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -61,37 +61,41 @@ class TextStream:
         self.reason: Reason = "running"
         self.seconds = self.prompt_seconds = 0.0
         self._decoder = decoder
-        self._pieces = self._generate()
+        self._draws = sampling.generator(model.device)
+        self._logits: Tensor | None = None  # of the next token, once the prompt is read
 
     def __iter__(self) -> TextStream:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
-
-    def _generate(self) -> Iterator[str]:
-        device = self.model.device
-        draws = self.sampling.generator(device)
-        began = time.monotonic()
-        with torch.no_grad():  # not inference mode, in which the cache could not use what attention has pooled
-            logits = self.model.read(torch.tensor(self.prompt, device=device), [len(self.prompt)], self.cache)
-        self._check(logits)
-        self.prompt_seconds = time.monotonic() - began
+        if self._logits is None and self.reason == "running":
+            self._begin()
         while self.reason == "running":
+            assert self._logits is not None
             began = time.monotonic()
-            token = self.sampling.draw(logits, draws)
+            token = self.sampling.draw(self._logits, self._draws)
             self.ids.append(int(token))
             text = "" if self.ids[-1] in self.ends else self._decoder.add(self.ids[-1])
             self.reason = self._why_end()
             if self.reason == "running":
-                with torch.no_grad():
-                    logits = self.model.step(token, self.cache)
-                self._check(logits)
+                with torch.no_grad():  # not inference mode, in which the cache could not use what attention has pooled
+                    self._logits = self.model.step(token, self.cache)
+                self._check()
             self.seconds += time.monotonic() - began
             if text:
-                yield text
+                return text
         if rest := self._decoder.end():
-            yield rest
+            return rest
+        raise StopIteration
+
+    def _begin(self) -> None:
+        """Read the prompt."""
+        began = time.monotonic()
+        with torch.no_grad():
+            prompt = torch.tensor(self.prompt, device=self.model.device)
+            self._logits = self.model.read(prompt, [len(self.prompt)], self.cache)
+        self._check()
+        self.prompt_seconds = time.monotonic() - began
 
     def _why_end(self) -> Reason:
         if self.ids[-1] in self.ends:
@@ -103,5 +107,6 @@ class TextStream:
         length, most = len(self.prompt) + len(self.ids), self.model.config.max_length
         return "running" if most is None or length <= most else "max_length"
 
-    def _check(self, logits: Tensor) -> None:
-        check_logits(logits, f"at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)")
+    def _check(self) -> None:
+        assert self._logits is not None
+        check_logits(self._logits, f"at step {len(self.ids)} (token {sum(self.cache.lengths):,} of the text)")
