@@ -468,14 +468,14 @@ def _windows(
     is_sink = np.zeros(num_leaves, bool)
     is_sink[sinks] = True
     # A segment is a run of leaves of one tree without a sink.
-    opens = np.zeros(num_leaves, bool)
-    opens[tree_start] = True
-    opens[1:] |= is_sink[:-1]
-    opens &= ~is_sink
-    segment_start = np.flatnonzero(opens)
+    starts = np.zeros(num_leaves, bool)
+    starts[tree_start] = True
+    starts[1:] |= is_sink[:-1]
+    starts &= ~is_sink
+    segment_start = np.flatnonzero(starts)
 
     ids = np.flatnonzero(~is_sink)  # the nodes of the current level, their segment, their index in it
-    segment = np.cumsum(opens)[ids] - 1
+    segment = np.cumsum(starts)[ids] - 1
     index = ids - segment_start[segment]
     size = np.bincount(segment, minlength=len(segment_start))
     links, first_leaves, span = [], [np.arange(num_leaves)], 1

@@ -169,7 +169,7 @@ def reached(weights, logits, alpha):
 @settings(max_examples=10)
 @given(forests(), seeds, st.sampled_from([1.2, 1.5, 2.0]))
 def test_no_other_row_tied_over_its_list_is_closer_to_entmax(forest, seed, alpha):
-    """The best of all rows that are constant on the nodes of a list; and the more is open, the better."""
+    """The best of all rows that are constant on the nodes of a list; and the more is selected, the better."""
     q, k, _ = random_inputs(forest, seed)
     logits = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(3, 1)) * q.shape[-1] ** -0.5
     last = None

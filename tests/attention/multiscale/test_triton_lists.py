@@ -166,7 +166,7 @@ def check(
 
 
 def selecting(forest, *, queries=None, chunk=None, clustered=False, **options):
-    """A function of q, k: what is open, and the order of the keys."""
+    """Return a function of q and k that gives a selection and the clusters of the keys."""
 
     def selected(q, k):
         q, k = q.detach(), k.detach()
