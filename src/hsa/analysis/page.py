@@ -60,7 +60,7 @@ class Page:
         self.axes.add_patch(self.patch(Curve(points, codes), fill=False, ec=color, lw=width, alpha=alpha))
 
     def legend(self, x: float, most: float, of: str) -> None:
-        """What the colours mean, from nothing to the most, in the last lines."""
+        """Draw the scale of the colours, from nothing to the most, in the last lines."""
         y, size = self.height - 1.9 * LINE, 120.0
         scale, extent = np.linspace(0, DARKEST, 64)[None], (x, x + size, y + LINE - 4, y)
         self.axes.imshow(scale, cmap=self.shades, vmin=0, vmax=1, extent=extent, aspect="auto")
@@ -123,7 +123,7 @@ def percent(share: float) -> str:
 
 
 def cells_of(word: str) -> int:
-    """How wide a word is in a monospaced font, where characters of East Asia take two cells and accents none."""
+    """Return the width of a word in a monospaced font: characters of East Asia take two cells, accents none."""
     wide = sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in word)
     return max(1, min(wide, CELLS - 2))
 

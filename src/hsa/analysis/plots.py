@@ -111,7 +111,7 @@ def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequen
 
 
 def has_matrix(model: Classifier) -> bool:
-    """Whether the layers give a weight to every pair of leaves, which can be drawn as a matrix."""
+    """Return whether the layers give a weight to every pair of leaves, which can be drawn as a matrix."""
     encoder: Any = model.config.encoder
     return encoder.architecture == "tree" and KINDS.get(encoder.kind).has_matrix
 

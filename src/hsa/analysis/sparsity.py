@@ -1,4 +1,4 @@
-"""How sparse a model's attention is: α, weights that are exactly 0, and how much of the tree is entered, level by level."""
+"""Sparsity of a model's attention: α, weights that are exactly 0, and how much of the tree is entered, level by level."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADER = ("layer", "level", "α (range over heads)", "zeros", "visited")
 
 @dataclass(frozen=True)
 class LevelSparsity:
-    """What one layer does in the families of one height.
+    """Sparsity of one layer in the families of one height.
 
     Attributes:
         layer: from 1.
@@ -80,7 +80,7 @@ def measure_sparsity(model: Classifier, batches: Iterable[Inputs]) -> tuple[Leve
 
 @dataclass
 class _Counts:
-    """Of one layer, by height less 1."""
+    """Counts of one layer, by height less 1."""
 
     zeros: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
@@ -138,7 +138,7 @@ def _normalizer(module: nn.Module) -> Entmax | None:
 
 
 def visited_fraction(levels: Sequence[LevelSparsity]) -> float | None:
-    """Of all families of these levels; None for multiscale attention."""
+    """Return the share of all families of these levels that are visited; None for multiscale attention."""
     known = [level for level in levels if level.visited is not None]
     total = sum(level.families for level in known)
     return sum(level.families * level.visited for level in known if level.visited) / total if total else None

@@ -17,7 +17,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """What the calls of all operators have in common."""
+    """Base class of the calls of all operators."""
 
     k: Tensor
     hierarchy: Hierarchy

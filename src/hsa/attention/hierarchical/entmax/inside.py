@@ -1,4 +1,4 @@
-"""How many keys the inside of a node stands for, as one entry of entmax in the node's family."""
+"""Number of keys that the inside of a node stands for, as one entry of entmax in the node's family."""
 
 from __future__ import annotations
 
