@@ -1,4 +1,4 @@
-"""A tiny data set, prepared, and comparisons on it."""
+"""A tiny prepared data set, and results of comparisons on it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def prepared(task: Any = "classification", **more: Any) -> PreparedData:
 
 
 def result(model: str, score: float, validation: float = 0.5, *, regression: bool = False, **more: Any) -> Result:
-    """What might come of a run."""
+    """Return a plausible result of a run."""
     scores = Scores(r2=score, mean_absolute_error=2.0) if regression else Scores(accuracy=score, f1=score / 2)
     record = EpochRecord(1, 0.7, 0.6, validation, 0.0, 3.0)
-    found = Result(model, 1000, scores, 5e6, 3.0, 0.17, 1, (record,), (), 7.0)
-    return replace(found, **more)
+    default = Result(model, 1000, scores, 5e6, 3.0, 0.17, 1, (record,), (), 7.0)
+    return replace(default, **more)
 
 
 def run(model: str, rate: float, seed: int, ended: Any) -> Run:
-    """With its result, or how else it ended."""
+    """Return a run with its result or with its failure."""
     if isinstance(ended, Result):
         return Run(model, rate, seed).finished(ended)
     return Run(model, rate, seed, ended)

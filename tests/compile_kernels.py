@@ -1,7 +1,7 @@
-"""Compile the kernels for a GPU that is not there: `python tests/compile_kernels.py CAPABILITY few|all`.
+"""Compile the kernels for a GPU without having one: `python tests/compile_kernels.py CAPABILITY few|all`.
 
-The operators run on CPU tensors with a driver that only names the GPU: every launch is compiled as it would be there, and
-then left out. Results are never looked at.
+The operators run on CPU tensors with a driver that only knows the GPU's name: every launch is compiled for that GPU, but not
+executed. Results are not used.
 """
 
 import os
@@ -31,7 +31,7 @@ from hsa.nn.triton import head_norm
 from hsa.research.trilinear.operator import trilinear_attention
 from hsa.research.trilinear.triton import operator as trilinear_kernels  # noqa: F401
 
-SMALLEST_SHARED_MEMORY = 99 * 2**10  # of a block on Ampere and Ada cards
+SMALLEST_SHARED_MEMORY = 99 * 2**10  # per block on Ampere and Ada cards
 LEARNED = Entmax(torch.tensor([[1.3], [1.7]]), least=1.3)
 compiled = set()
 
@@ -54,7 +54,7 @@ def prepare(capability):
     torch.cuda.current_device = lambda: 0
     available.capability = lambda device: divmod(capability, 10)
     available.device_of = lambda x: nullcontext()
-    os.environ["TRITON_INTERPRET"] = "1"  # now only "kernels may be asked for on the CPU"
+    os.environ["TRITON_INTERPRET"] = "1"  # at this point it only allows backend="triton" for CPU tensors
 
 
 def inputs(tree, dtype):
@@ -67,20 +67,20 @@ def compile_hierarchical(tree, dtype, normalizer="softmax"):
 
 def compile_multiscale(tree, dtype, causal):
     q, k, v = inputs(tree, dtype)
-    order = cluster_keys(k, tree, chunk=256, backend="torch")
+    clusters = cluster_keys(k, tree, chunk=256, backend="torch")
     cluster.cluster_keys(k.detach(), tree, 256)
     groups = None if causal else Queries.windows(tree, 16)
-    options = {"queries": groups, "top_k": 4, "beam": 8, "clusters": order, "causal": causal, "backend": "torch"}
+    options = {"queries": groups, "top_k": 4, "beam": 8, "clusters": clusters, "causal": causal, "backend": "torch"}
     selection = select(q, k, tree, **options)
     multiscale_attention(
-        q, k, v, tree, selection=selection, clusters=order, causal=causal, backend="triton"
+        q, k, v, tree, selection=selection, clusters=clusters, causal=causal, backend="triton"
     ).sum().backward()
-    queries, keys = selection.queries, pyramid.pyramid(k.detach(), levels(tree), order.order)
+    queries, keys = selection.queries, pyramid.pyramid(k.detach(), levels(tree), clusters.order)
     low = torch.zeros(queries.num_groups, dtype=torch.long)
     where = (q.detach(), keys, ranking.search_tables(tree), queries.offsets, queries.tree)
-    asked = {"limit": selection.limit, "scale": 0.1, "top_k": 4, "most_queries": queries.most}
-    search_families(*where, low, low + 1, width=8, **asked)
-    search_families(*where, None, None, width=None, **asked)
+    settings = {"limit": selection.limit, "scale": 0.1, "top_k": 4, "most_queries": queries.largest_group}
+    search_families(*where, low, low + 1, width=8, **settings)
+    search_families(*where, None, None, width=None, **settings)
 
 
 def compile_decoding(dtype, dim):
@@ -90,8 +90,8 @@ def compile_decoding(dtype, dim):
 
 
 def compile_trilinear(dtype, dim, causal):
-    made = [torch.randn(512, 4, dim, dtype=dtype, requires_grad=True) for _ in range(5)]
-    trilinear_attention(*made, Hierarchy.flat([512]), causal=causal, backend="triton").sum().backward()
+    tensors = [torch.randn(512, 4, dim, dtype=dtype, requires_grad=True) for _ in range(5)]
+    trilinear_attention(*tensors, Hierarchy.flat([512]), causal=causal, backend="triton").sum().backward()
 
 
 def compile_head_norm(dtype, dim):

@@ -1,6 +1,6 @@
-"""Test options, and two hypothesis profiles without deadlines, because the first call of an operator builds its plan.
+"""Test options, and two Hypothesis profiles without deadlines, because the first call of an operator builds its plan.
 
-Without --explore the examples are the same in every run, so that a failure is due to a change; with it, they are new ones.
+Without --explore the examples are the same in every run, so that a failure is due to a change; with it, they are random.
 """
 
 import os
@@ -10,11 +10,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # kernels run on the CPU, if asked for by name; read when they are first imported
-    )
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported; they then run on the CPU, by name only
 
-torch.set_num_threads(1)  # tests are small and run side by side: teams of threads would fight for the cores
+torch.set_num_threads(1)  # tests are small and run in parallel: threads would compete for the cores
 
 settings.register_profile("explore", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("hsa", settings.get_profile("explore"), derandomize=True, database=None)

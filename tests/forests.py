@@ -9,17 +9,17 @@ from torch import Tensor
 from hsa import Hierarchy
 
 SIGHTS = ({"include_self": False}, {"include_self": True}, {"include_self": True, "causal": "paper-mask"})
-"""Who sees whom in hierarchical attention: all combinations of its options."""
+"""Combinations of the options of hierarchical attention that determine which leaves are visible."""
 sights = st.sampled_from(SIGHTS)
 
 
 @st.composite
 def parent_vectors(draw, max_nodes: int = 36, max_depth: int = 6) -> list[int]:
-    """Any forest: mixed families, one-child chains, single leaves, unequal depths."""
+    """Draw any forest: mixed families, one-child chains, single leaves, unequal depths."""
     number = draw(st.integers(1, max_nodes))
     parent, depth = [-1], [0]
     for node in range(1, number):
-        # Lower numbers more often make wide trees, the newest node makes chains.
+        # A low number makes a tree wider, the newest node makes a chain longer.
         above = draw(st.one_of(st.integers(-1, node - 1), st.just(node - 1)))
         if above >= 0 and depth[above] >= max_depth:
             above = parent[above]
@@ -37,7 +37,7 @@ def nested_lists(draw, depth: int = 3):
 
 @st.composite
 def forests(draw) -> Hierarchy:
-    """A forest from any constructor."""
+    """Draw a forest from any constructor."""
     kind = draw(st.sampled_from(["parents", "nested", "regular", "flat"]))
     if kind == "parents":
         return Hierarchy.from_parents(draw(parent_vectors()))
@@ -52,7 +52,7 @@ def forests(draw) -> Hierarchy:
 
 @st.composite
 def windows(draw, lengths: list[int] | None = None) -> Hierarchy:
-    """Fixed windows, as key orders want them."""
+    """Draw a forest of windows, as clustered keys need it."""
     lengths = lengths or draw(st.lists(st.integers(1, 30), min_size=1, max_size=2))
     branching = draw(st.lists(st.integers(2, 5), min_size=1, max_size=3))
     return Hierarchy.regular(
@@ -86,7 +86,7 @@ def random_positions(hierarchy: Hierarchy, seed: int, heads: int = 6, requires_g
 
 
 def gradients(out: Tensor, inputs: list[Tensor | None], seed: int = 7) -> list[Tensor]:
-    """Of a random scalar of `out`; zeros where nothing depends on an input."""
+    """Return the gradients of a random scalar function of `out`; zeros for inputs that it does not depend on."""
     wanted = [x for x in inputs if x is not None]
     if not out.requires_grad:
         return [torch.zeros_like(x) for x in wanted]
@@ -95,7 +95,7 @@ def gradients(out: Tensor, inputs: list[Tensor | None], seed: int = 7) -> list[T
 
 
 def softmax_weights(q: Tensor, k: Tensor, hierarchy: Hierarchy, *, include_self: bool = True) -> Tensor:
-    """Flat attention inside every tree, [heads, leaves, leaves]; rows without a key are 0."""
+    """Return the matrix of softmax attention within every tree, [heads, leaves, leaves]; rows without a key are 0."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     tree = torch.repeat_interleave(torch.arange(hierarchy.num_trees), torch.tensor(hierarchy.lengths))
@@ -106,6 +106,6 @@ def softmax_weights(q: Tensor, k: Tensor, hierarchy: Hierarchy, *, include_self:
 
 
 def total_kl(weights: Tensor, flat: Tensor) -> float:
-    """Σ rows KL(weights ‖ flat)."""
+    """Return Σ over rows of KL(weights ‖ flat)."""
     positive = weights > 0
     return float((weights[positive] * (weights[positive] / flat[positive]).log()).sum())

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to work with NumPy 2.4 and faster. Used by the tests of kernels where there is no GPU."""
+"""Triton's interpreter, patched for NumPy 2.4 and for speed. Tests of kernels use it on machines without a GPU."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_interpreter():
-    """What it does slowly and often, and what it gets wrong.
+    """Patch two slow operations of the interpreter and an error.
 
-    Sorts are made of exclusive ors, which it reduces element by element. It prepares the language anew whenever one kernel
-    function calls another; once is enough. And a tensor as the bound of a loop is an array of one number, which NumPy no
-    longer takes for a number.
+    Sorting uses reductions by exclusive or, which the interpreter computes element by element. It patches Triton's language
+    module whenever one kernel function calls another, although once is enough. A tensor as the bound of a loop is an array
+    of one number, which NumPy 2.4 does not convert to an integer.
     """
-    slow_reduce, prepared = interpreter.ReduceOps.generic_reduce, set()
+    slow_reduce, patched = interpreter.ReduceOps.generic_reduce, set()
     patch_tensor = interpreter._patch_lang_tensor
 
     def reduce(self, arguments):
@@ -31,8 +31,8 @@ def quick_interpreter():
 
     def call(self, *args, **kwargs):
         names = self.fn.__globals__
-        if names.get("tl") is not tl and id(names) not in prepared:
-            prepared.add(id(names))
+        if names.get("tl") is not tl and id(names) not in patched:
+            patched.add(id(names))
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 

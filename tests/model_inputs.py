@@ -1,4 +1,4 @@
-"""Random signals that a model can read, and small models to read them."""
+"""Random signals that a model can read, and small models that read them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def domains(draw, size: int, kinds: tuple[str, ...] = DOMAINS):
 
 @st.composite
 def readable(draw, names=tuple(MODALITIES), kinds=DOMAINS, trees: tuple[int, int] = (1, 4), depth: int = 3):
-    """Signals of known modalities. No two leaves are alike, so that no choice among them is a tie."""
+    """Draw signals of known modalities. All leaves differ, so that selections have no ties."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tokens = iter(torch.randperm(TOKENS, generator=generator).tolist())
 
@@ -63,7 +63,7 @@ def readable(draw, names=tuple(MODALITIES), kinds=DOMAINS, trees: tuple[int, int
 
 
 def exact(module: nn.Module, seed: int = 3) -> nn.Module:
-    """In float64, without dropout, and with parameters that are all at work."""
+    """Return the module in float64, without dropout, and with random parameters, none of them 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.double().parameters():
         with torch.no_grad():
@@ -72,7 +72,7 @@ def exact(module: nn.Module, seed: int = 3) -> nn.Module:
 
 
 def encoder(kind: str = "hierarchical", modalities=MODALITIES, kinds=KINDS, keys=KEYS, **changes):
-    """Small, with dimensions that are different primes (twice a prime for sines and cosines)."""
+    """Return a small encoder whose dimensions are different primes (twice a prime for sines and cosines)."""
     sizes = {"width": 13, "heads": 3, "head_dim": 5, "feed_forward": 17, "position_width": 22, "position_dim": 2}
     sizes |= {"layers": 2, "near": 0, "include_self": False}
     config = EncoderConfig(kind=kind, **{**sizes, **changes})
@@ -95,7 +95,7 @@ ENCODERS = {
     "none": {},
     "none with positions": {"kind": "none", "position_input": True},
 }
-"""Names of the cases, and what each changes."""
+"""Options of the encoders under test, by name."""
 
 
 def encoder_named(name: str, **more):
@@ -104,14 +104,14 @@ def encoder_named(name: str, **more):
 
 
 def position_of_nodes(positions: NodePositions) -> list[tuple | None]:
-    """What is known of every node: None, (kind, numbers) or ("table", key)."""
-    known: list[tuple | None] = [None]
+    """Return the position of every node: None, (kind, numbers) or ("table", key)."""
+    distinct: list[tuple | None] = [None]
     for kind in KINDS:
         if kind == "table":
-            known += [(kind, key) for key in positions.keys]
+            distinct += [(kind, key) for key in positions.keys]
         elif kind in positions.numbers:
-            known += [(kind, tuple(row)) for row in positions.numbers[kind].tolist()]
-    return [known[row] for row in positions.row.tolist()]
+            distinct += [(kind, tuple(row)) for row in positions.numbers[kind].tolist()]
+    return [distinct[row] for row in positions.row.tolist()]
 
 
 def num_leaves(signal: Signal | Leaf) -> int:

@@ -1,4 +1,4 @@
-"""Small files to train on: reviews in rows of every format, pictures, folders."""
+"""Small files to train on: tables of reviews in every format, pictures, folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILLERS = ("the", "film", "was", "it", "and", "we", "saw")
 
 
 def reviews(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with the columns text, title, stars and label."""
+    """Return rows with the columns text, title, stars and label."""
     generator = random.Random(seed)
     rows = []
     for i in range(count):
@@ -28,7 +28,7 @@ def reviews(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """In the format of the suffix."""
+    """Write rows in the format that the suffix of the path names."""
     if path.suffix in (".csv", ".tsv"):
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
@@ -47,7 +47,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def picture(path: Path, shade: int, size: tuple[int, int] = (32, 16)) -> Path:
-    """A PNG of noise around one shade."""
+    """Write a PNG of noise around one shade."""
     from PIL import Image
 
     noise = np.random.default_rng(shade).integers(-20, 20, (*size, 3))
@@ -57,7 +57,7 @@ def picture(path: Path, shade: int, size: tuple[int, int] = (32, 16)) -> Path:
 
 
 def mixed_folder(folder: Path, each: int = 4) -> Path:
-    """Two classes of files of many kinds."""
+    """Write two classes of files of many types."""
     for label, words in WORDS.items():
         inner = folder / label / "deeper"
         inner.mkdir(parents=True)
@@ -68,5 +68,5 @@ def mixed_folder(folder: Path, each: int = 4) -> Path:
             (folder / label / f"{i}.html").write_text(f"<h1>{word}</h1><p>The film<p>was {word}.")
             (inner / f"{i}.py").write_text(f"def {word}(x):\n    return x + {i}\n")
             picture(inner / f"{i}.png", 60 if label == "pos" else 200)
-        (folder / label / "notes.xyz").write_text("of no known kind")
+        (folder / label / "notes.xyz").write_text("of an unknown type")
     return folder

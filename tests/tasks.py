@@ -23,7 +23,10 @@ QUICK = TrainingOptions(epochs=3, learning_rate=1e-2, batch_size=7, patience=0)
 
 
 def examples(count: int, task: str = "classification", seed: int = 0, sentences: int = 3) -> list[Example]:
-    """Sentences of tokens. Is there a 0 or a 1? How large is the share of 0? Which tokens are odd?"""
+    """Return examples of sentences of tokens, for one of three tasks.
+
+    Classification: is there a 0 or a 1? Regression: how large is the share of 0? Tokens: which tokens are odd?
+    """
     generator = random.Random(seed)
     made = []
     for i in range(count):
@@ -52,7 +55,7 @@ def data(count: int, task: Any = "classification", seed: int = 0, **more: Any) -
 
 
 def classifier(kind: Any = "hierarchical", task: Any = "classification", seed: int = 0, **changes: Any) -> Classifier:
-    """Small; the same weights for the same seed."""
+    """Return a small classifier with weights that depend on the seed only."""
     encoder: dict[str, Any] = {"width": 12, "heads": 2, "layers": 1, "dropout": 0.0, "position_width": 8, "near": 1}
     torch.manual_seed(seed)
     numbers = {"center": 6.5, "scale": 0.9} if task == "regression" else {}
@@ -68,7 +71,7 @@ def classifier(kind: Any = "hierarchical", task: Any = "classification", seed: i
 
 
 def mixed(count: int = 12) -> tuple[Classifier, DataSet]:
-    """Rows with a title, of which the first three have a price too: most batches hold no number."""
+    """Return a classifier and rows with a title. Only the first three have a price: most batches contain no number."""
     made = []
     for i in range(count):
         members: dict[str, Any] = {"title": Signal.of([i % 5, i % 3], "text")}
@@ -94,7 +97,7 @@ def trainer(
     folder: Path | None = None,
     **more: Any,
 ) -> Trainer:
-    """On the tiny task, 40 examples to train and 20 to validate unless it is given others; the fastest model likewise."""
+    """Return a trainer for a tiny task, by default with the fastest model, 40 training and 20 validation examples."""
     return Trainer(
         model or classifier("none", task),
         train or data(40, task),
@@ -107,7 +110,7 @@ def trainer(
 
 @dataclass
 class Log:
-    """A watcher that keeps what it is told."""
+    """A watcher that records its calls."""
 
     steps: list[tuple[int, int, float | None, float]] = field(default_factory=list)
     epochs: list[EpochRecord] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Errors come back from worker processes as they were."""
+"""Errors survive pickling, as they must to come back from worker processes."""
 
 import pickle
 
@@ -10,8 +10,9 @@ from hsa.errors import InvalidInput, MissingExtra, NonFinite, Unsupported
 @pytest.mark.parametrize(
     "error",
     [
-        InvalidInput("q", given="5 rows", expected="7", fix="pass one row per leaf"),
-        InvalidInput("q", given=5, expected=7),
+        InvalidInput("q", got="5 rows", expected="7", fix="Pass one row per leaf"),
+        InvalidInput("q", got=5, expected=7),
+        InvalidInput("runs", problem="no such folder", expected="a model"),
         MissingExtra("pyarrow", "train", "reading Parquet"),
         Unsupported("no backend"),
         NonFinite("q holds nan"),

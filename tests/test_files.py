@@ -1,3 +1,5 @@
+"""Atomic writes, and errors that name the file."""
+
 import errno
 import os
 import resource
@@ -42,28 +44,28 @@ def test_json_comes_back(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("of torch")])
 @pytest.mark.parametrize("old", [None, "old"])
-def test_a_failing_write_leaves_what_was_there(old, error, tmp_path):
+def test_a_failed_write_leaves_the_existing_file_unchanged(old, error, tmp_path):
     path = tmp_path / "x.txt"
     if old is not None:
         path.write_text(old)
 
-    def half(beside):
-        beside.write_text("half of i")
+    def write_half(temporary):
+        temporary.write_text("half of i")
         raise error
 
-    kept = "nothing was there before" if old is None else "the file that was there is unharmed"
-    with pytest.raises(InvalidInput, match=f"{path}: given a file that cannot be written .*{kept}"):
-        write_then_rename(path, half)
+    state = "No file was written" if old is None else "The existing file is unchanged"
+    with pytest.raises(InvalidInput, match=rf"{path}: cannot be written .*; expected a writable folder .*\. {state}$"):
+        write_then_rename(path, write_half)
     assert names(tmp_path) == ([] if old is None else ["x.txt"])
     assert old is None or path.read_text() == old
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_write_leaves_nothing_beside(error, tmp_path):
+def test_an_interrupted_write_leaves_no_temporary_file(error, tmp_path):
     (tmp_path / "x.txt").write_text("old")
 
-    def interrupted(beside):
-        beside.write_text("half of i")
+    def interrupted(temporary):
+        temporary.write_text("half of i")
         raise error
 
     with pytest.raises(error):
@@ -72,27 +74,27 @@ def test_an_interrupted_write_leaves_nothing_beside(error, tmp_path):
     assert (tmp_path / "x.txt").read_text() == "old"
 
 
-def save_many(path):
+def save_large_tensors(path):
     save_tensors(path, {"x": torch.zeros(9999)})
 
 
-def write_much(path):
+def write_long_text(path):
     write_text(path, "x" * 9999)
 
 
 def torch_save(path):
-    write_then_rename(path, lambda beside: torch.save(torch.zeros(9999), beside))
+    write_then_rename(path, lambda temporary: torch.save(torch.zeros(9999), temporary))
 
 
-@pytest.mark.parametrize("save", [save_many, write_much, torch_save])
-def test_a_real_write_that_fails(save, tmp_path):
-    """The system lets no file grow beyond a kilobyte, as a quota or a full disk would."""
+@pytest.mark.parametrize("save", [save_large_tensors, write_long_text, torch_save])
+def test_a_write_that_the_system_refuses(save, tmp_path):
+    """Limit files to one kilobyte, as a quota or a full disk would."""
     path = tmp_path / "x"
     path.write_text("old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
-        with pytest.raises(InvalidInput, match="x: given a file that cannot be written"):
+        with pytest.raises(InvalidInput, match=r"x: cannot be written"):
             save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -100,17 +102,17 @@ def test_a_real_write_that_fails(save, tmp_path):
     assert path.read_text() == "old"
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+def test_a_file_in_place_of_a_folder_and_a_folder_in_place_of_a_file(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InvalidInput, match=r"x\.txt: given a file that cannot be written"):
+    with pytest.raises(InvalidInput, match=r"x\.txt: cannot be written"):
         write_text(tmp_path / "file" / "x.txt", "new")
     (tmp_path / "x.txt").mkdir()
-    with pytest.raises(InvalidInput, match=r"x\.txt: given a file that cannot be written"):
+    with pytest.raises(InvalidInput, match=r"x\.txt: cannot be written"):
         write_text(tmp_path / "x.txt", "new")
     assert names(tmp_path) == ["file", "x.txt"]
 
 
-def test_files_have_the_permissions_of_files(tmp_path):
+def test_files_have_the_permissions_that_the_umask_sets(tmp_path):
     write_text(tmp_path / "plain", "x")
     save_tensors(tmp_path / "tensors", TENSORS)
     mask = os.umask(0)
@@ -123,8 +125,8 @@ def test_tensors_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "x.safetensors"
     if content is not None:
         path.write_bytes(content)
-    given = "no such file" if content is None else "a damaged file"
-    with pytest.raises(InvalidInput, match=f"{path}: given {given}.*, expected a data set"):
+    message = "no such file; expected a data set$" if content is None else r"expected a data set, got a damaged file \("
+    with pytest.raises(InvalidInput, match=f"{path}: {message}"):
         load_tensors(path, "a data set")
 
 
@@ -133,8 +135,9 @@ def test_json_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "x.json"
     if content is not None:
         path.write_bytes(content)
-    given = "no such file" if content is None else "a file that cannot be read"
-    with pytest.raises(InvalidInput, match=f"{path}: given {given}.*, expected a report"):
+    unreadable = r"expected a report, got a file that cannot be read \("
+    message = "no such file; expected a report$" if content is None else unreadable
+    with pytest.raises(InvalidInput, match=f"{path}: {message}"):
         read_json(path, "a report")
-    with pytest.raises(InvalidInput, match="given a file that cannot be read"):
+    with pytest.raises(InvalidInput, match=f"{tmp_path}: {unreadable}"):
         read_json(tmp_path, "a report")

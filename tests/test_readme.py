@@ -43,7 +43,7 @@ def shown_commands(page):
     lines = re.findall(r"^(?:    |\$ |# )*hsa (\w.*)$", text, re.MULTILINE) + re.findall(r"`hsa (\w[^`]* [^`]+)`", text)
     for line in lines:
         tokens = list(takewhile(lambda token: token not in ("|", ">"), shlex.split(line, comments=True)))
-        if "…" not in tokens and "--help" not in tokens:
+        if not {"…", "--help", "--help-all"} & set(tokens):
             yield tokens
 
 
@@ -74,7 +74,7 @@ def test_commands_install_with_the_pinned_versions():
 
 
 def test_the_main_job_runs_offline(tmp_path):
-    """What the first command runs after installing, on less data."""
+    """Run what the first command runs after installing, on less data."""
     job = [*marked("main-command").split("&& hsa ")[1].split(), "--quick", "--out", str(tmp_path / "run")]
     code = f"import sys; from hsa.cli.main import run; run({job!r})"
     offline = {"HF_HUB_OFFLINE": "1", "no_proxy": "*", "http_proxy": "http://127.0.0.1:9"}

@@ -1,4 +1,4 @@
-"""Names of plug-ins: registered, listed, looked up, imported late."""
+"""Registries: names, values, plug-in packages and lazy imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsa.registry import FUSIONS, Registry
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Two packages that register names in `registry` when they are imported, and a list of those that were."""
+    """Return a registry, two packages that register names in it when they are imported, and the list of imports so far."""
     registry: Registry[object] = Registry("shape", ("near_shapes", "far_shapes"))
     imported: list[str] = []
 
@@ -37,7 +37,7 @@ def test_values_and_their_names():
     registry: Registry[object] = Registry("shape", plugins=())
     registry.register("b", 3)
     registry.register("a", "fractions:Fraction")
-    assert registry.names() == ("b", "a")  # as registered
+    assert registry.names() == ("b", "a")  # in the order of registration
     assert registry.get("b") == 3
     assert registry.get("a").__name__ == "Fraction"
     assert "a" in registry
@@ -55,7 +55,7 @@ def test_packages_are_imported_when_a_name_is_missing(packages):
 
 
 @pytest.mark.parametrize("first", [(), ("far_shapes",)])
-def test_names_have_one_order_whichever_package_came_first(packages, first):
+def test_the_order_of_names_does_not_depend_on_the_order_of_imports(packages, first):
     registry, _, find = packages
     registry.register("line", 1)
     for name in first:
@@ -65,25 +65,23 @@ def test_names_have_one_order_whichever_package_came_first(packages, first):
     assert registry.names() == ("line", "near-square", "near-circle", "far-square", "far-circle")
 
 
-def test_a_name_is_registered_once(packages):
+def test_a_name_has_one_value(packages):
     registry, _, _ = packages
     registry.register("line", "lines:Line")
     registry.register("line", "lines:Line")
-    with pytest.raises(
-        InvalidInput, match=r"^shape: given a second 'line', expected a name that is not registered yet$"
-    ):
+    with pytest.raises(InvalidInput, match=r"^shape: expected a name that is not registered yet, got a second 'line'$"):
         registry.register("line", "lines:Another")
 
 
-@pytest.mark.parametrize("ask", ["check", "get"])
-def test_unknown_names(packages, ask):
+@pytest.mark.parametrize("method", ["check", "get"])
+def test_unknown_names(packages, method):
     registry, _, _ = packages
     registry.register("line", 1)
     names = "line, near-square, near-circle, far-square, far-circle"
-    with pytest.raises(InvalidInput, match=rf"^shape: given 'lime', expected one of {names}; did you mean 'line'\?$"):
-        getattr(registry, ask)("lime")
-    with pytest.raises(InvalidInput, match=rf"^shape: given 'xyz', expected one of {names}$"):
-        getattr(registry, ask)("xyz")
+    with pytest.raises(InvalidInput, match=rf"^shape: expected one of {names}, got 'lime'\. Did you mean 'line'\?$"):
+        getattr(registry, method)("lime")
+    with pytest.raises(InvalidInput, match=rf"^shape: expected one of {names}, got 'xyz'$"):
+        getattr(registry, method)("xyz")
 
 
 def test_checking_imports_no_value(packages):

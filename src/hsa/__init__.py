@@ -1,121 +1,81 @@
-"""hsa: hierarchical self-attention for PyTorch.
+"""Attention over trees for PyTorch.
 
-The names below load with the module they live in, when they are first used.
+- `scaled_dot_product_attention`, `multiscale_attention`, `hierarchical_attention`: functions of q, k and v.
+- `hsa.nn`: modules; `hsa.models`: classifiers and language models; `hsa.load`: models that `hsa train` saved.
+- `hsa.huggingface`: attention over trees in pre-trained transformers.
+- `Signal`, `collate`, `hsa.signals`: your data as trees; `Hierarchy`: the trees themselves.
+
+Names load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hsa.exports import lazy
 
 if TYPE_CHECKING:
-    from hsa.attention.cache.clustered import ClusteredCache
-    from hsa.attention.cache.multiscale import MultiscaleCache
-    from hsa.attention.checks import checking
-    from hsa.attention.dense import dense_weights
-    from hsa.attention.flops import Flops, flops, flops_flat, flops_regular
-    from hsa.attention.hierarchical.operator import energy, hierarchical_attention
-    from hsa.attention.mixing import HeadMixing
-    from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
-    from hsa.attention.multiscale.operator import multiscale_attention
-    from hsa.attention.multiscale.queries import Queries
-    from hsa.attention.multiscale.select import select
-    from hsa.attention.multiscale.selection import Partition, Selection
-    from hsa.attention.normalizers import Entmax
-    from hsa.errors import HsaError
-    from hsa.research.trilinear.operator import hierarchical_trilinear_attention, trilinear_attention
-    from hsa.signals import Leaf, Signal
-    from hsa.signals.batch import Batch, collate, uncollate
-    from hsa.tree.causal_tree import causal_tree
-    from hsa.tree.hierarchy import Hierarchy
-    from hsa.tree.padding import Padding
+    from hsa import baselines as baselines
+    from hsa import generation as generation
+    from hsa import huggingface as huggingface
+    from hsa import models as models
+    from hsa import nn as nn
+    from hsa import research as research
+    from hsa import signals as signals
+    from hsa.attention.cache.clustered import ClusteredCache as ClusteredCache
+    from hsa.attention.cache.multiscale import MultiscaleCache as MultiscaleCache
+    from hsa.attention.cache.tied import TiedCache as TiedCache
+    from hsa.attention.checks import checking as checking
+    from hsa.attention.dense import dense_weights as dense_weights
+    from hsa.attention.flops import Flops as Flops
+    from hsa.attention.flops import flops as flops
+    from hsa.attention.flops import flops_flat as flops_flat
+    from hsa.attention.flops import flops_regular as flops_regular
+    from hsa.attention.hierarchical.operator import energy as energy
+    from hsa.attention.hierarchical.operator import hierarchical_attention as hierarchical_attention
+    from hsa.attention.mixing import HeadMixing as HeadMixing
+    from hsa.attention.multiscale.cluster import KeyClusters as KeyClusters
+    from hsa.attention.multiscale.cluster import cluster_keys as cluster_keys
+    from hsa.attention.multiscale.operator import multiscale_attention as multiscale_attention
+    from hsa.attention.multiscale.queries import Queries as Queries
+    from hsa.attention.multiscale.select import select as select
+    from hsa.attention.multiscale.selection import Partition as Partition
+    from hsa.attention.multiscale.selection import Selection as Selection
+    from hsa.attention.normalizers import Entmax as Entmax
+    from hsa.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from hsa.errors import HsaError as HsaError
+    from hsa.errors import InvalidInput as InvalidInput
+    from hsa.signals.batch import Batch as Batch
+    from hsa.signals.batch import collate as collate
+    from hsa.signals.batch import uncollate as uncollate
+    from hsa.signals.signal import Leaf as Leaf
+    from hsa.signals.signal import Signal as Signal
+    from hsa.training.load import load as load
+    from hsa.tree.causal_tree import causal_tree as causal_tree
+    from hsa.tree.hierarchy import Hierarchy as Hierarchy
+    from hsa.tree.padding import Padding as Padding
 
 _HOMES = {
-    "hsa.attention.checks": ("checking",),
-    "hsa.attention.cache.clustered": ("ClusteredCache",),
-    "hsa.attention.cache.multiscale": ("MultiscaleCache",),
-    "hsa.attention.dense": ("dense_weights",),
-    "hsa.attention.flops": (
-        "Flops",
-        "flops",
-        "flops_flat",
-        "flops_regular",
-    ),
-    "hsa.attention.hierarchical.operator": (
-        "energy",
-        "hierarchical_attention",
-    ),
-    "hsa.attention.mixing": ("HeadMixing",),
-    "hsa.attention.multiscale.select": ("select",),
-    "hsa.attention.multiscale.cluster": (
-        "KeyClusters",
-        "cluster_keys",
-    ),
-    "hsa.attention.multiscale.operator": ("multiscale_attention",),
-    "hsa.attention.multiscale.selection": (
-        "Selection",
-        "Partition",
-    ),
-    "hsa.attention.multiscale.queries": ("Queries",),
-    "hsa.attention.normalizers": ("Entmax",),
-    "hsa.research.trilinear.operator": (
-        "hierarchical_trilinear_attention",
-        "trilinear_attention",
-    ),
-    "hsa.signals.batch": (
-        "Batch",
-        "collate",
-        "uncollate",
-    ),
-    "hsa.errors": ("HsaError",),
-    "hsa.tree.causal_tree": ("causal_tree",),
-    "hsa.tree.hierarchy": ("Hierarchy",),
-    "hsa.tree.padding": ("Padding",),
-    "hsa.signals": (
-        "Leaf",
-        "Signal",
-    ),
+    "hsa.attention.cache.clustered": "ClusteredCache",
+    "hsa.attention.cache.multiscale": "MultiscaleCache",
+    "hsa.attention.cache.tied": "TiedCache",
+    "hsa.attention.checks": "checking",
+    "hsa.attention.dense": "dense_weights",
+    "hsa.attention.flops": "Flops flops flops_flat flops_regular",
+    "hsa.attention.hierarchical.operator": "energy hierarchical_attention",
+    "hsa.attention.mixing": "HeadMixing",
+    "hsa.attention.multiscale.cluster": "KeyClusters cluster_keys",
+    "hsa.attention.multiscale.operator": "multiscale_attention",
+    "hsa.attention.multiscale.queries": "Queries",
+    "hsa.attention.multiscale.select": "select",
+    "hsa.attention.multiscale.selection": "Partition Selection",
+    "hsa.attention.normalizers": "Entmax",
+    "hsa.attention.sdpa": "scaled_dot_product_attention",
+    "hsa.errors": "HsaError InvalidInput",
+    "hsa.signals.batch": "Batch collate uncollate",
+    "hsa.signals.signal": "Leaf Signal",
+    "hsa.training.load": "load",
+    "hsa.tree.causal_tree": "causal_tree",
+    "hsa.tree.hierarchy": "Hierarchy",
+    "hsa.tree.padding": "Padding",
 }
 
-__all__ = [
-    "Batch",
-    "ClusteredCache",
-    "Entmax",
-    "Flops",
-    "HeadMixing",
-    "Hierarchy",
-    "HsaError",
-    "KeyClusters",
-    "Leaf",
-    "MultiscaleCache",
-    "Padding",
-    "Partition",
-    "Queries",
-    "Selection",
-    "Signal",
-    "causal_tree",
-    "checking",
-    "cluster_keys",
-    "collate",
-    "dense_weights",
-    "energy",
-    "flops",
-    "flops_flat",
-    "flops_regular",
-    "hierarchical_attention",
-    "hierarchical_trilinear_attention",
-    "multiscale_attention",
-    "select",
-    "trilinear_attention",
-    "uncollate",
-]
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(home), name)
-            return value
-    raise AttributeError(f"module 'hsa' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy(__name__, _HOMES, "baselines generation huggingface models nn research signals")

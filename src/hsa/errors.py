@@ -1,4 +1,4 @@
-"""One exception family. Every message says where, what was given, what was expected and what to do."""
+"""Exceptions of this library. Messages say where the problem is, what was expected, what was passed and what to do."""
 
 from __future__ import annotations
 
@@ -9,56 +9,79 @@ from typing import Any
 
 
 class HsaError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of the library's exceptions.
+
+    >>> import hsa
+    >>> try:
+    ...     hsa.Hierarchy.flat([3, 0])
+    ... except hsa.HsaError as error:
+    ...     print(error)
+    lengths[1]: expected at least one leaf per tree, got 0. Leave empty sequences out of the batch
+    """
 
 
 class InvalidInput(HsaError, ValueError):
-    """Something the caller passed does not fit.
+    """An argument, file, row or option with an invalid value.
 
-    >>> print(InvalidInput("q", given="5 rows", expected="7 rows, one per leaf", fix="pass one row per leaf"))
-    q: given 5 rows, expected 7 rows, one per leaf; pass one row per leaf
+    Args:
+        where: Name of the argument, file, row or option.
+        expected: Valid input; a noun phrase.
+        got: Input that was passed; a noun phrase.
+        problem: Clause in place of `got` where nothing was passed, such as "no such file".
+        fix: Advice to the user; a sentence without its full stop.
+
+    >>> print(InvalidInput("q", expected="7 rows, one per leaf", got="5 rows", fix="Pass one row per leaf"))
+    q: expected 7 rows, one per leaf, got 5 rows. Pass one row per leaf
+    >>> print(InvalidInput("runs/reviews", problem="no such folder", expected="a model that `hsa train` wrote"))
+    runs/reviews: no such folder; expected a model that `hsa train` wrote
     """
 
-    def __init__(self, where: str, *, given: Any, expected: Any, fix: str | None = None):
-        self.where = where
-        self.given = given
-        self.expected = expected
-        self.fix = fix
-        message = f"{where}: given {given}, expected {expected}"
-        super().__init__(message if fix is None else f"{message}; {fix}")
+    def __init__(
+        self, where: str, *, expected: Any, got: Any = None, problem: str | None = None, fix: str | None = None
+    ):
+        self.where, self.expected, self.got, self.problem, self.fix = where, expected, got, problem, fix
+        wrong = f"expected {expected}, got {got}" if problem is None else f"{problem}; expected {expected}"
+        message = f"{where}: {wrong}"
+        super().__init__(message if fix is None else f"{message}. {fix}")
+
+    def moved(self, where: str, **changes: Any) -> InvalidInput:
+        """Return the same error at another location; `changes` replace its other texts."""
+        return InvalidInput(where, **{**self._texts, **changes})
+
+    @property
+    def _texts(self) -> dict[str, Any]:
+        return {"expected": self.expected, "got": self.got, "problem": self.problem, "fix": self.fix}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors of worker processes come back pickled; made from its message alone, this one would not."""
-        return partial(InvalidInput, given=self.given, expected=self.expected, fix=self.fix), (self.where,)
+        """Pickle all texts: errors of worker processes come back pickled, and the message alone cannot rebuild this one."""
+        return partial(InvalidInput, **self._texts), (self.where,)
 
 
 @contextmanager
 def inside(where: str) -> Iterator[None]:
-    """Says of what an error names that it stands inside something.
+    """Prefix the location of an error raised in the block.
 
     >>> with inside("recipe"):
-    ...     raise InvalidInput("epochs", given=0, expected="1 or more")
+    ...     raise InvalidInput("epochs", expected="1 or more", got=0)
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: recipe.epochs: given 0, expected 1 or more
+    hsa.errors.InvalidInput: recipe.epochs: expected 1 or more, got 0
     """
     try:
         yield
     except InvalidInput as error:
-        raise InvalidInput(
-            f"{where}.{error.where}", given=error.given, expected=error.expected, fix=error.fix
-        ) from None
+        raise error.moved(f"{where}.{error.where}") from None
 
 
 class Unsupported(HsaError, NotImplementedError):
-    """No backend can run this combination of arguments; the message lists the reason of each."""
+    """A combination of arguments that no backend can run; the message lists the reasons of each backend."""
 
 
 class NonFinite(HsaError, FloatingPointError):
-    """The checking mode found a NaN or an infinity."""
+    """A NaN or an infinity, found by `hsa.checking`."""
 
 
 class MissingExtra(HsaError, ImportError):
-    """A feature needs a package that is not installed."""
+    """A package that a feature needs and that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str):
         self.parts = package, extra, purpose

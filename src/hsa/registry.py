@@ -1,4 +1,4 @@
-"""Registries: how models and parts that live beside the core are found by name, without the core importing them.
+"""Registries of models and parts by name. Packages beside the core add their own, without the core importing them.
 
 This module imports neither torch nor the plug-ins, so that options and help can list names cheaply.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def resolve(where: str) -> Any:
-    """Import what `"module:attribute"` names.
+    """Import the object named by `"module:attribute"`.
 
     >>> resolve("math:tau") > 6
     True
@@ -30,23 +30,23 @@ def resolve(where: str) -> Any:
 
 
 class Registry(Generic[T]):
-    """Named plug-ins: `register(name, value)`, `get(name)` with a "did you mean" error, `names()`, `remove(name)`.
+    """Values by name, with plug-ins.
 
-    The core registers its own values where it defines the registry. Packages beside the core register theirs when they are
-    imported, which a registry does itself, the first time that it needs a name it does not have.
+    The core registers its values where it defines the registry. Plug-in packages register theirs when they are imported;
+    the registry imports them the first time that it needs a name it does not have.
 
     Args:
-        what: Kind of thing the names stand for; errors start with it.
+        what: Kind of thing that is registered; errors start with it.
         plugins: Packages that register further names when they are imported.
 
     >>> shapes = Registry[type]("shape", plugins=())
     >>> shapes.register("text", str)
-    >>> shapes.register("exact", "fractions:Fraction")  # imported when it is first asked for
+    >>> shapes.register("exact", "fractions:Fraction")  # imported by the first `get`
     >>> shapes.get("exact"), shapes.names()
     (<class 'fractions.Fraction'>, ('text', 'exact'))
     >>> shapes.get("exactly")
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: shape: given 'exactly', expected one of text, exact; did you mean 'exact'?
+    hsa.errors.InvalidInput: shape: expected one of text, exact, got 'exactly'. Did you mean 'exact'?
     """
 
     def __init__(self, what: str, plugins: tuple[str, ...] = ("hsa.baselines", "hsa.research")):
@@ -57,31 +57,31 @@ class Registry(Generic[T]):
         self._ranks: dict[str, int] = {}
 
     def register(self, name: str, value: T | str) -> None:
-        """Add a value under a new name: the value itself, or `"module:attribute"`, imported by the first `get`."""
+        """Add a value, or the `"module:attribute"` to import it from on the first `get`, under a new name."""
         if self._values.get(name, value) != value:
-            raise InvalidInput(self.what, given=f"a second {name!r}", expected="a name that is not registered yet")
+            raise InvalidInput(self.what, got=f"a second {name!r}", expected="a name that is not registered yet")
         self._values[name] = value
         caller = sys._getframe(1).f_globals.get("__name__", "")
         self._ranks[name] = next((i for i, package in enumerate(self._plugins, 1) if caller.startswith(package)), 0)
 
     def remove(self, name: str) -> None:
-        """Forget a name, such as one that a test registered."""
+        """Remove a name."""
         self.check(name)
         del self._values[name], self._ranks[name]
 
     def check(self, name: str) -> None:
-        """Raise an error that lists the names unless this is one of them; imports no value."""
+        """Raise an error that lists all names if `name` is not registered. Import no value."""
         if name not in self:
             close = get_close_matches(str(name), self.names(), n=1)
             raise InvalidInput(
                 self.what,
-                given=repr(name),
+                got=repr(name),
                 expected=f"one of {', '.join(self.names())}",
-                fix=f"did you mean {close[0]!r}?" if close else None,
+                fix=f"Did you mean {close[0]!r}?" if close else None,
             )
 
     def get(self, name: str) -> T:
-        """Return the value of a name."""
+        """Return the value registered under a name."""
         self.check(name)
         value = self._values[name]
         if isinstance(value, str):
@@ -89,7 +89,7 @@ class Registry(Generic[T]):
         return value
 
     def names(self) -> tuple[str, ...]:
-        """List all names: the core's, then those of each plug-in package, whichever was imported first."""
+        """Return all names: the core's, then those of each plug-in package in the order of `plugins`."""
         self._plug_in()
         return tuple(sorted(self._values, key=self._ranks.__getitem__))
 
@@ -106,10 +106,10 @@ class Registry(Generic[T]):
 
 
 FUSIONS: Registry[type[HeadFusion]] = Registry("fusion")
-"""How the heads of a layer become one; see `hsa.nn.head_fusion`."""
+"""Maps from the outputs of a layer's heads to its one output; see `hsa.nn.head_fusion`."""
 FUSIONS.register("concatenation", "hsa.nn.head_fusion:Concatenation")
 
 KINDS: Registry[AttentionKind] = Registry("kind")
-"""Kinds of attention of the layers of an encoder; see `hsa.nn.attention_kinds`."""
+"""Kinds of attention that a layer may use; see `hsa.nn.attention_kinds`."""
 for _name in ("hierarchical", "multiscale", "clustered", "bottom-up", "flat"):
     KINDS.register(_name, f"hsa.nn.attention_kinds:{_name.upper().replace('-', '_')}")

@@ -18,7 +18,7 @@ def history(epochs):
 
 
 def check_picture(path, least=300, most=2500):
-    """A whole PNG of a sensible size that is not empty."""
+    """Check that a file is a complete PNG of a sensible size that is not blank."""
     with Image.open(path) as image:
         image.load()
         assert image.format == "PNG"
@@ -44,7 +44,7 @@ def test_confusion(tmp_path, classes):
 
 
 def test_names_of_all_kinds(tmp_path):
-    """No name is a formula, and glyphs that the font lacks are no warning."""
+    """Names are not parsed as formulas, and missing glyphs do not warn."""
     names = ["$x$", r"$\frac{$", "日本", "a" * 80, "_^", "", "🐈"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,14 +105,14 @@ def test_dropout_is_off():
 
 
 @pytest.mark.parametrize("kind", ["bottom-up", "trilinear", "hierarchical-trilinear", "none"])
-def test_some_have_no_matrix(kind):
-    expected = f"model: given a {kind} encoder, expected one whose layers see all leaves, one by one"
+def test_models_without_a_matrix(kind):
+    expected = f"model: expected a model with attention weights for every pair of leaves, got the kind '{kind}'"
     with pytest.raises(InvalidInput, match=expected):
         attention_matrix(classifier(kind), data(1).batch)
 
 
-def test_heads_that_talk_are_shown_as_they_do(tmp_path):
-    """Whose weights are all a third of what they were, or the opposite of it."""
+def test_talking_heads(tmp_path):
+    """Talking heads can scale or negate the weights."""
     model, example = classifier("flat", fusion="talking"), data(5).select([4]).batch
     before, _ = attention_matrix(model, example)
     for factor in (1 / 3, -1.0):
@@ -124,7 +124,7 @@ def test_heads_that_talk_are_shown_as_they_do(tmp_path):
     check_picture(tmp_path / "a.png")
 
 
-def test_a_picture_that_cannot_be_written_is_closed(tmp_path):
+def test_a_plot_that_cannot_be_saved_is_closed(tmp_path):
     import matplotlib.pyplot as plt
 
     (tmp_path / "file").write_text("")

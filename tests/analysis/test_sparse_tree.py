@@ -1,4 +1,4 @@
-"""The tree of what a leaf looks at: weights add up, zeros are exact, and every document can be drawn."""
+"""Tests of attention trees: weights add up, zeros are exact, and every document can be drawn."""
 
 import warnings
 
@@ -61,15 +61,15 @@ FOREST = Hierarchy.from_nested([[[3, 2], [4], 2]])
 ROW = [0.0, 0.25, 0.25, 0.0, 0.0, 0.125, 0.125, 0.125, 0.125, 0.0, 0.0]
 
 
-def test_what_is_gone():
+def test_leaves_and_branches_without_weight():
     result = tree_of(ROW, FOREST)
     assert result.gone == 5 / 11
     assert result.branches_gone == (2, 6)  # the sentence of 2 below the first paragraph, the last sentence
     assert int(result.pruned.sum()) == 3  # those two, and the first word
 
 
-def test_little_is_not_nothing(monkeypatch):
-    """Though a sum would not show it."""
+def test_tiny_weights_are_not_zero(monkeypatch):
+    """A sum with larger weights would lose them."""
     row = np.array([0.5, 0.5, 0, 0, 0, 1e-30, 0, 0, 0, 0, 0])
     monkeypatch.setattr(sparse_tree, "layer_weights", lambda *_: (np.tile(row, (1, 11, 1)), FOREST))
     result = attention_tree(None, None, leaf=3)
@@ -78,36 +78,36 @@ def test_little_is_not_nothing(monkeypatch):
 
 
 def drawn(monkeypatch, tmp_path, tree, labels):
-    """The words of a picture with their colours, and its curves: (points, width)."""
-    said, curves = [], []
+    """Return the texts of a plot with their colours, and its curves (points, width)."""
+    texts, curves = [], []
     write, curve = page.Page.write, page.Page.curve
 
-    def listen(self, x, y, text, **look):
-        said.append((text, look.get("color")))
+    def record_text(self, x, y, text, **look):
+        texts.append((text, look.get("color")))
         write(self, x, y, text, **look)
 
-    def watch(self, points, width, color, alpha=1.0):
+    def record_curve(self, points, width, color, alpha=1.0):
         curves.append((points, width))
         curve(self, points, width, color, alpha)
 
-    monkeypatch.setattr(page.Page, "write", listen)
-    monkeypatch.setattr(page.Page, "curve", watch)
+    monkeypatch.setattr(page.Page, "write", record_text)
+    monkeypatch.setattr(page.Page, "curve", record_curve)
     plot_sparse_tree(tmp_path / "a.png", tree, labels, "title")
     check_picture(tmp_path / "a.png", least=150)
-    return said, curves
+    return texts, curves
 
 
 def test_zero_branches_are_stubs(monkeypatch, tmp_path):
     labels = [f" w{i}" for i in range(11)]
-    said, curves = drawn(monkeypatch, tmp_path, tree_of(ROW, FOREST, leaf=2), labels)
-    grey = {text for text, color in said if color == "#b5b5b5"}
+    texts, curves = drawn(monkeypatch, tmp_path, tree_of(ROW, FOREST, leaf=2), labels)
+    grey = {text for text, color in texts if color == "#b5b5b5"}
     assert grey == {"w0", "w3", "w4", "w9", "w10"}
-    assert "What “w2” looks at. No weight at all: 45 % of the leaves, 2 of 6 branches" in {text for text, _ in said}
-    assert [text for text, _ in said if text.endswith(" %")][:4] == ["50 %", "0 %", "50 %", "0 %"]
-    # To 2 paragraphs with weight and 2 of their sentences, and from these to their words; stubs to 2 without.
+    assert "Attention of “w2”. Without any weight: 45 % of the leaves, 2 of 6 branches" in {text for text, _ in texts}
+    assert [text for text, _ in texts if text.endswith(" %")][:4] == ["50 %", "0 %", "50 %", "0 %"]
+    # Branches to 2 paragraphs with weight, to 2 of their sentences, and to their words; stubs to 2 without weight.
     assert sum(width < 1 for _, width in curves) == 2
     assert len(curves) == 4 + 2 + 2
-    # No branch goes on below a stub.
+    # No branch continues below a stub.
     ends = {points[-1] for points, width in curves if width < 1}
     assert not ends & {points[0] for points, _ in curves}
 
@@ -128,23 +128,25 @@ def test_labels_of_all_kinds(tmp_path):
         warnings.simplefilter("error")
         plot_sparse_tree(tmp_path / "a.png", tree_of(ROW, FOREST, leaf=1), labels, r"$\nothing{$")
     check_picture(tmp_path / "a.png", least=200)
-    with pytest.raises(InvalidInput, match="labels: given 3, expected 11, one per leaf"):
+    with pytest.raises(InvalidInput, match=r"labels: expected 11 labels, one per leaf, got 3"):
         plot_sparse_tree(tmp_path / "b.png", tree_of(ROW, FOREST), ["a"] * 3, "title")
 
 
 def test_a_row_without_any_weight(tmp_path):
-    """A single leaf that does not see itself."""
+    """Test a single leaf that does not attend to itself."""
     plot_sparse_tree(tmp_path / "a.png", tree_of([0.0], Hierarchy.flat([1])), [" word"], "title")
     check_picture(tmp_path / "a.png", least=100)
 
 
-def test_what_does_not_fit():
+def test_invalid_arguments():
     model = sharp()
     example = collate([Signal(Sequence(2), [Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])])
     for name, number in (("leaf", 5), ("leaf", -1), ("head", 3), ("layer", 2), ("layer", -1)):
-        with pytest.raises(InvalidInput, match=f"{name}: given {number}, expected from 0 to"):
+        with pytest.raises(InvalidInput, match=f"{name}: expected an index from 0 to .*, got {number}"):
             attention_tree(model, example, **{name: number})
-    with pytest.raises(InvalidInput, match="example: given 2 trees, expected one document"):
+    with pytest.raises(InvalidInput, match=r"example: expected one tree, got 2"):
         attention_tree(model, collate([Signal.of([3], "text"), Signal.of([3, 1], "text")]))
-    with pytest.raises(InvalidInput, match="model: given a bottom-up encoder"):
+    with pytest.raises(
+        InvalidInput, match=r"model: expected a model with attention weights .*, got the kind 'bottom-up'"
+    ):
         attention_tree(classifier("bottom-up"), example)

@@ -1,4 +1,4 @@
-"""How sparse a model is: what is counted, and how it is shown."""
+"""Tests of sparsity: counts, table and plot."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from tests.tasks import classifier, data
 
 
 def sharp(kind="hierarchical", **changes):
-    """With logits that are far apart, and other α everywhere."""
+    """Return a model with logits that are far apart and a different α for every head and level."""
     model = classifier(kind, **{"layers": 2, "entmax": "learned", "entmax_levels": 2, **changes})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_models_without_entmax():
     for changes in ({}, {"entmax": 1.0}):
         model = classifier("hierarchical", **changes)
         assert not has_entmax(model.config)
-        with pytest.raises(InvalidInput, match="model: given attention by softmax"):
+        with pytest.raises(InvalidInput, match=r"model: expected a model with entmax, got one with softmax"):
             measure_sparsity(model, [data(2).batch])
     assert has_entmax(sharp().config)
     assert not has_entmax(classifier("none").config)
@@ -96,7 +96,7 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("models", [1, 3])
-def test_the_picture(tmp_path, models):
+def test_the_plot(tmp_path, models):
     result = {f"model {i}": LEVELS if i else [replace(level, visited=None) for level in LEVELS] for i in range(models)}
     plot_sparsity(tmp_path / "a.png", result)
     check_picture(tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""The checking mode, shapes in the types, torch.compile, devices."""
+"""The checking mode, shapes in type annotations, torch.compile, and devices."""
 
 import copy
 import pickle
@@ -15,14 +15,14 @@ from tests.forests import random_inputs
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_checking_names_the_first_bad_leaf(name, value):
+def test_checking_names_the_first_leaf_that_is_not_finite(name, value):
     forest = Hierarchy.from_nested([[3, 2], [4]])
     inputs = dict(zip("qkv", random_inputs(forest, 0, kv_heads=6), strict=True))
     inputs[name][6, 4, 1] = value
     inputs[name][8, 0, 0] = value
-    hierarchical_attention(**inputs, hierarchy=forest)  # values are not looked at outside
+    hierarchical_attention(**inputs, hierarchy=forest)  # values are not checked outside
     for operator in (hierarchical_attention, multiscale_attention):
-        with pytest.raises(HsaError, match=rf"{name}: leaf 6 \(tree 1, its leaf 1\), head 4 holds {value}"), checking():
+        with pytest.raises(HsaError, match=rf"{name}: leaf 6 \(leaf 1 of tree 1\), head 4 is {value}\."), checking():
             operator(**inputs, hierarchy=forest)
     hierarchical_attention(**inputs, hierarchy=forest)
 
@@ -34,17 +34,19 @@ def test_checking_passes_finite_values():
 
 
 @pytest.mark.parametrize("operator", [hierarchical_attention, multiscale_attention])
-def test_shapes_in_the_types_are_true(operator):
+def test_shapes_in_type_annotations_are_correct(operator):
     forest = Hierarchy.from_nested([[3, 2], [4]])
     checked = jaxtyped(typechecker=beartype)(operator)
     q, k, v = random_inputs(forest, 0)
     torch.testing.assert_close(checked(q, k, v, forest), operator(q, k, v, forest))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, at a break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # from Dynamo, at a graph break
 @pytest.mark.parametrize("operator", [hierarchical_attention, multiscale_attention])
-def test_under_torch_compile(operator):
-    """Traced by Dynamo and differentiated by AOTAutograd; breaks only where plans are built, so none the second time."""
+def test_torch_compile(operator):
+    """Dynamo traces the operator and AOTAutograd differentiates it; the graph breaks only where a plan is built."""
     forest = Hierarchy.from_nested([[3, [2, 4]], [5]], sinks=(0,))
     q, k, v = random_inputs(forest, 0, kv_heads=6, requires_grad=True)
     plain = operator(q, k, v, forest)
@@ -64,7 +66,7 @@ def test_under_torch_compile(operator):
     assert graphs
 
 
-def test_hierarchical_attention_compiles_without_a_break():
+def test_hierarchical_attention_compiles_without_a_graph_break():
     forest = Hierarchy.from_nested([[3, [2, 4]], [5]], sinks=(0,))
     q, k, v = random_inputs(forest, 0, kv_heads=6)
     plain = hierarchical_attention(q, k, v, forest)  # builds the plan
@@ -73,12 +75,12 @@ def test_hierarchical_attention_compiles_without_a_break():
     torch.testing.assert_close(compiled(q, k, v), plain)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler looks at .grad where there is none
+@pytest.mark.filterwarnings("ignore")  # the compiler reads .grad of tensors that have none
 @pytest.mark.parametrize(
     "operator", [hierarchical_attention, pytest.param(multiscale_attention, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("alpha", [1.5, torch.tensor([[1.9, 1.4, 2.0], [1.6, 2.0, 1.2]])])
-def test_entmax_under_torch_compile(operator, alpha):
+def test_torch_compile_with_entmax(operator, alpha):
     forest = Hierarchy.from_nested([[[3, 5], [2, 2, 4], [7], [1, 6]]])
     q, k, v = random_inputs(forest, 1, heads=3, kv_heads=3)
 
@@ -120,7 +122,7 @@ def test_plans_are_built_once():
     assert all(forest._cache[key] is before[key] for key in before)
 
 
-def test_a_hierarchy_can_be_copied_and_sent_to_workers():
+def test_a_hierarchy_can_be_copied_and_pickled():
     forest = Hierarchy.regular([30], (4, 2))
     hierarchical_attention(*random_inputs(forest, 0), forest)
     for twin in (copy.deepcopy(forest), pickle.loads(pickle.dumps(forest))):
@@ -130,13 +132,13 @@ def test_a_hierarchy_can_be_copied_and_sent_to_workers():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype):
+def test_gpu_equals_cpu(dtype):
     forest = Hierarchy.collate([Hierarchy.regular([300], (8, 4)), Hierarchy.from_nested([[7, [2, 11]]], sinks=(0,))])
     q, k, v = random_inputs(forest, 0, dim=16, value_dim=16, dtype=dtype)
     there = forest.to("cuda")
 
     def over_clusters(q, k, v, f):
-        clusters = hsa.cluster_keys(k, f)  # which may differ between devices, but not where all groups are exact
+        clusters = hsa.cluster_keys(k, f)  # may differ between devices, which has no effect if all groups are exact
         selection = select(q, k, f, top_k=100, clusters=clusters)
         return multiscale_attention(q, k, v, f, clusters=clusters, selection=selection)
 

@@ -1,4 +1,4 @@
-"""Weighted entmax: against the package `entmax`, its optimality conditions, its limits, gradients, and nasty rows."""
+"""Weighted entmax: against the package `entmax`, optimality conditions, limits, gradients, and extreme rows."""
 
 import math
 
@@ -25,14 +25,14 @@ def number(x, dtype=torch.float64):
 
 
 def random_rows(seed, size, scale=1.0, most=9):
-    """Logits `[3, 5, size]` and weights `[3, 1, size]` of 1 to `most`."""
+    """Return logits `[3, 5, size]` and weights `[3, 1, size]` from 1 to `most`."""
     generator = torch.Generator().manual_seed(seed)
     z = scale * torch.randn(3, 5, size, generator=generator, dtype=torch.float64)
     return z, torch.randint(1, most + 1, (3, 1, size), generator=generator).double()
 
 
-def by_halving(z, n, alpha):
-    """The definition: c between the largest logit, where every weight is n or less, and as much above as all n need."""
+def by_bisection(z, n, alpha):
+    """Solve the definition for c, from a c that makes the weights sum to 1 or more up to one that makes them less."""
     order = alpha - 1
     low, high = z.amax(-1, keepdim=True) - 1 / order, z.amax(-1, keepdim=True) + n.sum(-1, keepdim=True).log()
 
@@ -57,7 +57,7 @@ def test_equal_to_the_package_entmax(seed, size, scale, alpha):
 
 
 @given(seeds, scales, alphas)
-def test_an_entry_of_weight_n_is_n_entries(seed, scale, alpha):
+def test_an_entry_of_weight_n_equals_n_entries(seed, scale, alpha):
     z, n = random_rows(seed, 7, scale)
     whole, repeats = entmax(z, n, number(alpha)), n[:, 0].long()
     for rows, p, repeat in zip(z, whole, repeats, strict=True):
@@ -68,7 +68,7 @@ def test_an_entry_of_weight_n_is_n_entries(seed, scale, alpha):
 
 @given(seeds, sizes, scales, st.booleans())
 def test_optimality_conditions_with_an_alpha_per_entry(seed, size, scale, per_entry):
-    """∂/∂p (p z + (p − n^{1−α} p^α) / (α (α − 1))) is λ where p > 0 and no more than λ elsewhere."""
+    """Check that ∂/∂p (p z + (p − n^{1−α} p^α) / (α (α − 1))) is λ where p > 0 and no more than λ elsewhere."""
     z, n = random_rows(seed, size, scale)
     generator = torch.Generator().manual_seed(seed + 1)
     alpha = 1.05 + 0.95 * torch.rand(3, 1, size if per_entry else 1, generator=generator, dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_optimality_conditions_with_an_alpha_per_entry(seed, size, scale, per_en
     torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]), rtol=0, atol=1e-12)
     slope = z + (1 - alpha * (p / n) ** (alpha - 1)) / (alpha * (alpha - 1))
     multiplier = (p * slope).sum(-1, keepdim=True)
-    visible = p > 1e-8  # the slope of tiny weights is that of rounding
+    visible = p > 1e-8  # the slope at tiny weights is dominated by rounding
     assert ((slope - multiplier).abs() < 1e-6)[visible].all()
     assert (slope - multiplier < 1e-6)[p == 0].all()
     if not per_entry:
@@ -84,7 +84,7 @@ def test_optimality_conditions_with_an_alpha_per_entry(seed, size, scale, per_en
 
 
 @given(seeds, sizes, alphas)
-def test_value_is_the_maximum_and_its_slope_the_weights(seed, size, alpha):
+def test_the_value_is_the_maximum_and_its_gradient_the_weights(seed, size, alpha):
     z, n = random_rows(seed, size)
     z.requires_grad_()
     alpha = number(alpha)
@@ -113,7 +113,7 @@ def test_softmax_is_the_limit(seed, size, scale):
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_float32_keeps_its_digits(alpha):
+def test_float32_precision(alpha):
     z, n = random_rows(0, 23, 3.0)
     p = entmax(z.float(), n.float(), number(alpha, torch.float32))
     exact = entmax(z.float().double(), n, number(alpha, torch.float32).double())
@@ -123,13 +123,13 @@ def test_float32_keeps_its_digits(alpha):
 
 @pytest.mark.parametrize("alpha", [1.05, 1.3, 1.5, 1.8, 2.0])
 @pytest.mark.parametrize("spacing", [1e-3, 0.1, 0.5, 0.9])
-def test_rows_that_lose_their_entries_one_by_one(alpha, spacing):
-    """Logits that crowd towards the largest, and weights up to a million: the worst for Newton's method."""
+def test_rows_whose_entries_drop_out_one_by_one(alpha, spacing):
+    """Logits that crowd towards the largest, and weights up to a million: the worst case for Newton's method."""
     k = torch.arange(40, dtype=torch.float64)
     z = torch.stack([-(spacing**k), -spacing * k, -((1 - spacing) ** k) / 2])[:, None].expand(3, 4, 40)
     n = torch.stack([torch.ones_like(k), 1 + k % 7, 2 ** (k / 2), 2 ** (20 - k / 2)])
     alpha = number(alpha)
-    torch.testing.assert_close(entmax(z, n, alpha), by_halving(z, n, alpha), rtol=0, atol=1e-9)
+    torch.testing.assert_close(entmax(z, n, alpha), by_bisection(z, n, alpha), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -143,8 +143,8 @@ def test_huge_logits(alpha, dtype, huge):
 
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 1.9, 2.0])
 @pytest.mark.parametrize("many", [1e6, 1e12])
-def test_weights_beyond_the_digits_of_float32(alpha, many):
-    """c is then as large as it can be, up to rounding, and u as good as 0."""
+def test_weights_beyond_the_precision_of_float32(alpha, many):
+    """The normaliser c is at its upper bound, up to rounding, and u is almost 0."""
     p = entmax(torch.tensor([0.0, 0.0, -1.0]), torch.tensor([many, many, 1.0]), torch.tensor(alpha))
     torch.testing.assert_close(p, torch.tensor([0.5, 0.5, 0.0]))
     assert entmax(torch.zeros(1), torch.tensor([many]), torch.tensor(alpha)) == 1
@@ -153,7 +153,7 @@ def test_weights_beyond_the_digits_of_float32(alpha, many):
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_hidden_entries_are_not_there(alpha):
+def test_hidden_entries_have_no_effect(alpha):
     z, n = random_rows(1, 7)
     hidden = z.clone()
     hidden[:, :4, 2] = hidden[:, :3, 5] = -math.inf
@@ -174,7 +174,7 @@ def test_hidden_entries_are_not_there(alpha):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_does_not_hide(alpha, bad):
+def test_values_that_are_not_finite_give_nan_in_their_row_only(alpha, bad):
     z, n = random_rows(2, 7)
     z[1, 3, 4] = bad
     p = entmax(z, n, number(alpha))
@@ -188,13 +188,13 @@ def test_what_is_not_finite_does_not_hide(alpha, bad):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)])
-def test_nothing(shape):
+def test_empty_input(shape):
     assert entmax(torch.zeros(shape), torch.ones(1), torch.tensor(1.3)).shape == shape
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_parts_do_not_matter(alpha, dims, monkeypatch):
+def test_chunks_do_not_change_the_result(alpha, dims, monkeypatch):
     z, n = random_rows(3, 7)
     z, n = (z[0, 0], n[0, 0]) if dims == 1 else (z[:, 0], n[:, 0]) if dims == 2 else (z, n)
     orders = number(alpha) if dims < 3 else number([alpha, 1.2, 1.7]).view(3, 1, 1)
@@ -204,7 +204,7 @@ def test_parts_do_not_matter(alpha, dims, monkeypatch):
 
 
 def clear_rows():
-    """Rows of which no weight is about to become 0, for all α below."""
+    """Return rows without a weight that is about to become 0, for every α below."""
     z = number([[0.3, 0.1, -9.0, 0.2, 0.0], [1.0, -9.0, 0.8, 0.9, -9.0], [0.0, 0.1, 0.05, 0.2, 0.15]])
     n = number([[1.0, 2.0, 3.0, 1.5, 1.0]])
     return z.requires_grad_(), n.requires_grad_()
@@ -228,8 +228,8 @@ def test_gradients_of_sparsemax():
 
 @pytest.mark.parametrize("order", [1e-7, 1e-5, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_gradient_of_alpha_keeps_its_digits_near_softmax(order, dtype):
-    """∂p/∂α at α = 1 is −p ((log p/n)² − Σ p (log p/n)²) / 2, by the series of the definition."""
+def test_the_gradient_of_alpha_is_accurate_near_softmax(order, dtype):
+    """Compare with ∂p/∂α at α = 1, which is −p ((log p/n)² − Σ p (log p/n)²) / 2 by the series of the definition."""
     z, n = random_rows(5, 7)
     alpha = number(1 + order, dtype).requires_grad_()
     weight = torch.randn(z.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)

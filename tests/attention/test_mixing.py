@@ -1,4 +1,4 @@
-"""Talking heads: both operators against their references and against talking-heads attention written out."""
+"""Talking heads: both operators against their references and against the formulas of talking-heads attention."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hsa.attention.mixing import HeadMixing
 from tests.forests import forests, gradients, random_inputs, random_positions, sights
 
 seeds = st.integers(0, 10**6)
-HEADS = 6  # as random_inputs has
+HEADS = 6  # heads of random_inputs
 
 
 def random_mixing(seed, heads=HEADS, requires_grad=True):
@@ -19,8 +19,8 @@ def random_mixing(seed, heads=HEADS, requires_grad=True):
     return HeadMixing(*(m.clone().requires_grad_(requires_grad) for m in maps))
 
 
-def written_out(q, k, v, lengths, mixing, *, include_self=True, causal=False):
-    """Shazeer et al.: softmax(P·logits), mixed by U, times the values, sequence by sequence."""
+def talking_heads(q, k, v, lengths, mixing, *, include_self=True, causal=False):
+    """Compute Shazeer et al.'s U·softmax(P·logits), applied to the values, sequence by sequence."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = []
     for a, b, c in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
@@ -76,17 +76,17 @@ def test_multiscale_torch_equals_reference(forest, seed, causal, include_self, n
 def test_the_row_of_a_single_leaf_is_mixed(forest, backend):
     q, k, v = random_inputs(forest, 0)
     mixing = random_mixing(0, requires_grad=False)
-    expected = written_out(q, k, v, [1], mixing)
+    expected = talking_heads(q, k, v, [1], mixing)
     result = hierarchical_attention(q, k, v, forest, include_self=True, mixing=mixing, backend=backend)
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(multiscale_attention(q, k, v, forest, mixing=mixing, backend=backend), expected)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), seeds, st.booleans())
-def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_self):
+def test_on_a_flat_tree_both_operators_are_talking_heads_attention(lengths, seed, include_self):
     forest, mixing = Hierarchy.flat(lengths), random_mixing(seed, requires_grad=False)
     q, k, v = random_inputs(forest, seed)
-    expected = written_out(q, k, v, lengths, mixing, include_self=include_self)
+    expected = talking_heads(q, k, v, lengths, mixing, include_self=include_self)
     for backend in ("torch", "reference"):
         result = hierarchical_attention(q, k, v, forest, include_self=include_self, mixing=mixing, backend=backend)
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
@@ -94,7 +94,7 @@ def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_sel
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     if include_self:
         result = multiscale_attention(q, k, v, forest, causal=True, mixing=mixing)
-        expected = written_out(q, k, v, lengths, mixing, causal=True)
+        expected = talking_heads(q, k, v, lengths, mixing, causal=True)
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -102,10 +102,9 @@ def test_on_a_flat_tree_it_is_talking_heads_attention(lengths, seed, include_sel
 def test_two_identities_change_nothing(forest, seed, sight):
     q, k, v = random_inputs(forest, seed)
     plain = HeadMixing.identity(HEADS, torch.float64)
-    options = sight
     torch.testing.assert_close(
-        hierarchical_attention(q, k, v, forest, mixing=plain, **options),
-        hierarchical_attention(q, k, v, forest, **options),
+        hierarchical_attention(q, k, v, forest, mixing=plain, **sight),
+        hierarchical_attention(q, k, v, forest, **sight),
         rtol=1e-10,
         atol=1e-10,
     )
@@ -118,8 +117,7 @@ def test_two_identities_change_nothing(forest, seed, sight):
 
 
 @given(forests(), seeds, st.booleans())
-def test_rows_still_sum_to_one(forest, seed, include_self):
-    """Where the rows of `weights` do."""
+def test_rows_sum_to_one_if_the_rows_of_the_weight_mixing_do(forest, seed, include_self):
     q, k, v = random_inputs(forest, seed)
     mixing = random_mixing(seed, requires_grad=False)
     mixing = HeadMixing(mixing.logits, mixing.weights.softmax(-1))
@@ -129,15 +127,15 @@ def test_rows_still_sum_to_one(forest, seed, include_self):
     torch.testing.assert_close(total, sees.double()[:, None, None].expand_as(total), rtol=1e-10, atol=1e-10)
 
 
-def test_causal_rows_do_not_depend_on_what_follows():
+def test_causal_rows_do_not_depend_on_later_leaves():
     forest = Hierarchy.regular([13], (3, 2))
     q, k, v = random_inputs(forest, 5)
     mixing = random_mixing(5, requires_grad=False)
-    for place in range(13):
+    for leaf in range(13):
         jacobians = torch.autograd.functional.jacobian(
-            lambda *x, place=place: multiscale_attention(*x, forest, causal=True, mixing=mixing)[place].sum(), (q, k, v)
+            lambda *x, leaf=leaf: multiscale_attention(*x, forest, causal=True, mixing=mixing)[leaf].sum(), (q, k, v)
         )
-        assert all((j[place + 1 :] == 0).all() and ((j[: place + 1] != 0).any() or place == 0) for j in jacobians)
+        assert all((j[leaf + 1 :] == 0).all() and ((j[: leaf + 1] != 0).any() or leaf == 0) for j in jacobians)
 
 
 def test_gradcheck():
@@ -154,7 +152,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, (q, k, v, mixing.logits, mixing.weights))
 
 
-def test_trees_do_not_see_each_other():
+def test_trees_do_not_attend_to_each_other():
     a, b = Hierarchy.from_nested([[2, 3]]), Hierarchy.from_nested([[2, 3], [4, [1, 2]]])
     q, k, v = random_inputs(b, 3)
     mixing = random_mixing(3, requires_grad=False)
@@ -168,28 +166,28 @@ def test_trees_do_not_see_each_other():
     ("mixing", "message"),
     [
         (torch.eye(6), "HeadMixing"),
-        (HeadMixing(torch.eye(6), torch.eye(5)), r"mixing.weights: given \(5, 5\)"),
+        (HeadMixing(torch.eye(6), torch.eye(5)), r"mixing.weights: expected .*, got \(5, 5\)"),
         (HeadMixing(torch.eye(6).long(), torch.eye(6)), "mixing.logits"),
-        (HeadMixing(None, torch.eye(6)), "mixing.logits: given NoneType"),
+        (HeadMixing(None, torch.eye(6)), "mixing.logits: expected .*, got NoneType"),
     ],
 )
-def test_mixing_that_does_not_fit(operator, mixing, message):
+def test_invalid_mixing(operator, mixing, message):
     forest = Hierarchy.flat([4])
     q, k, v = random_inputs(forest, 0)
     with pytest.raises(HsaError, match=message):
         operator(q, k, v, forest, mixing=mixing)
 
 
-def test_heads_with_lists_of_their_own_cannot_talk():
+def test_heads_with_different_lists_cannot_be_mixed():
     forest = Hierarchy.regular([32], (4, 2))
     q, k, v = random_inputs(forest, 0)
     selection = select(q, k, forest, top_k=1)
-    with pytest.raises(HsaError, match="without top_k"):
+    with pytest.raises(HsaError, match="Leave out top_k and clusters"):
         multiscale_attention(q, k, v, forest, selection=selection, mixing=random_mixing(0))
 
 
-def test_backends_say_why_not():
+def test_mixing_needs_exact_family_attention():
     forest = Hierarchy.flat([4])
     q, k, v = random_inputs(forest, 0)
-    with pytest.raises(HsaError, match="it must be 'exact'"):
+    with pytest.raises(HsaError, match="torch: mixing needs family_attention='exact'"):
         hierarchical_attention(q, k, v, forest, mixing=random_mixing(0), family_attention="linear", backend="torch")

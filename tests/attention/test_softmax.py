@@ -1,4 +1,4 @@
-"""The exact family attention: both paths, gradients of both results, rows that see nothing."""
+"""Exact attention inside families: both code paths, gradients of both results, rows without a visible key."""
 
 import math
 
@@ -41,8 +41,8 @@ def test_values_and_gradients(value_dim, masked, bias_shape):
     assert torch.autograd.gradcheck(run, (q, k, v) if bias is None else (q, k, v, bias))
 
 
-def test_half_precision_bias_keeps_its_digits():
-    """log leaf_count must not be rounded to half precision on the way."""
+def test_the_bias_is_not_rounded_to_half_precision():
+    """The bias holds log leaf_count."""
     q, k, v = (torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16) for _ in range(3))
     v[0, 0, 1] = 1
     bias = torch.tensor([math.log(1000.0), math.log(1003.0)])[None, None, None]

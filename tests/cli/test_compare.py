@@ -29,7 +29,7 @@ TINY = (*SIZES, "--epochs", "1", "--models", "hierarchical,deepsets", "--rates",
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
-    """A folder of its own, for the cache too, one thread, and short documents to measure time on."""
+    """Work in an empty folder with its own cache, on one thread, and measure time on short documents."""
     monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -46,7 +46,7 @@ def rows(tmp_path):
 
 
 def row(model):
-    """The words of a model's row of the table, from the JSON."""
+    """Return the words of a model's row of the table, from the JSON."""
     memory, operations = model["peak_memory_mib"], model["operations"]
     cells = [
         model["model"],
@@ -63,7 +63,7 @@ def row(model):
     return " ".join(cells).split()
 
 
-def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
+def test_end_to_end_and_resumed(call, fails, rows, monkeypatch):
     code, out, err = call("compare", rows, *COLUMNS, *TINY, columns=80)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -105,8 +105,8 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     code, out, _ = call("predict", model, rows)
     assert (code, len(out.splitlines())) == (0, 40)
 
-    said = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
-    assert said.endswith("expected a new folder; pass --resume to go on with that run, or another --out")
+    message = fails("compare", rows, *COLUMNS, *TINY, "--out", folder)
+    assert message.endswith("got a folder with a run. Pass --resume to continue that run, or another --out")
 
     class NoTraining(experiment.Trainer):
         def fit(self):
@@ -118,8 +118,9 @@ def test_end_to_end_and_going_on(call, fails, rows, monkeypatch):
     assert "finished before" in err
     again = json.loads(out)  # and nothing else
     assert again["models"] == before["models"]
-    said = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--dropout", "0.7")
-    assert "trained with encoder.dropout = 0.1, expected encoder.dropout = 0.7" in said
+    message = fails("compare", rows, *COLUMNS, *TINY, "--resume", "--dropout", "0.7")
+    assert "expected encoder.dropout = 0.7" in message
+    assert "trained with encoder.dropout = 0.1" in message
 
 
 def test_without_data_and_quick(call, monkeypatch):
@@ -142,7 +143,7 @@ def test_without_data_and_quick(call, monkeypatch):
 
 @pytest.fixture
 def planned(call, rows, monkeypatch):
-    """The plan and the recipe of a command, without its work."""
+    """Return the plan and the recipe of a command without running it."""
 
     def plan(*arguments):
         seen = []
@@ -196,41 +197,49 @@ def test_recipes(planned, rows):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "where", "phrases"),
     [
-        (("--models", "hierarchical,multiscal"), "models: given 'multiscal', expected one of hierarchical, "),
-        (("--models", ","), "models: given none, expected one or more"),
-        (("--rates", "fast"), "rates: given 'fast', expected learning rates, such as 3e-4,1e-3"),
-        (("--rates", "0"), "rates: given 0, expected learning rates above 0, such as 1e-3"),
+        (
+            ("--models", "hierarchical,multiscal"),
+            "models",
+            ("expected one of hierarchical, ", "got 'multiscal'. Did you mean 'multiscale'?"),
+        ),
+        (("--models", ","), "models", ("one or more",)),
+        (("--rates", "fast"), "rates", ("expected learning rates, such as 3e-4,1e-3, got 'fast'",)),
+        (("--rates", "0"), "rates", ("learning rates above 0", "got 0")),
         (
             ("--rates", "1e-3", "--learning-rate", "1e-3"),
-            "learning_rate: given one beside --rates, expected one of the two",
+            "learning_rate",
+            ("expected one of them, got both --learning-rate and --rates",),
         ),
-        (("--seeds", "0"), "seeds: given 0, expected 1 or more"),
-        (("--minutes", "-1"), "minutes: given -1.0, expected 0 or more"),
+        (("--seeds", "0"), "seeds", ("expected 1 or more, got 0",)),
+        (("--minutes", "-1"), "minutes", ("0 or more", "got -1.0")),
         (
             ("--task", "lm"),
-            "task: given lm, expected classification or regression; hsa train --task lm --models … compares models of that",
+            "task",
+            ("expected classification or regression, got lm. Run hsa train --task lm --models … to compare",),
         ),
-        (("--resume",), "resume: given no run in runs/compare-nothing, expected one to resume; start without --resume"),
-        ((), "nothing.csv: given no such file or folder, expected rows, or a folder per class"),
+        (
+            ("--resume",),
+            "resume",
+            ("no run in runs/compare-nothing; expected a run to resume. Start without --resume",),
+        ),
+        ((), "nothing.csv", ("no such file or folder", "a folder per class")),
     ],
 )
-def test_what_cannot_be_done_is_said_before_data_are_read(fails, arguments, said):
-    actual = fails("compare", "nothing.csv", "--cpu", *arguments)
-    assert actual.startswith(said)
-    if "multiscal" in said:
-        assert actual.endswith("did you mean 'multiscale'?")
+def test_errors_are_reported_before_data_are_read(refuses, arguments, where, phrases):
+    line = refuses(("compare", "nothing.csv", "--cpu", *arguments), where, *phrases)
+    assert line.startswith(where)
     assert not Path("runs").exists()
 
 
-def test_one_class_and_no_rows(fails, tmp_path):
+def test_one_class_and_no_rows(fails, refuses, tmp_path):
     same = write_rows(tmp_path / "same.csv", [{**row, "label": "pos"} for row in reviews()])
-    assert "given one class in the training data, 'pos', expected two or more" in fails(
-        "compare", same, *COLUMNS, *TINY
+    refuses(
+        ("compare", same, *COLUMNS, *TINY), "column 'label'", "two or more", "one class in the training data, 'pos'"
     )
     (tmp_path / "empty.csv").write_text("text,label\n")
-    assert "given no rows" in fails("compare", tmp_path / "empty.csv", *COLUMNS, *TINY)
+    assert "no rows" in fails("compare", tmp_path / "empty.csv", *COLUMNS, *TINY)
 
 
 def test_every_model_diverges(call, rows):
@@ -243,12 +252,12 @@ def test_every_model_diverges(call, rows):
 
 
 def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
-    """It is said, the others are compared, and --resume tries again."""
+    """Check that the failure is reported, the other models are compared, and --resume tries again."""
     train, small = comparison.train_model, True
 
     def crowded(name, *arguments, **more):
         if small and name == "hierarchical":
-            raise OutOfMemory("memory is full")
+            raise OutOfMemory("out of memory")
         return train(name, *arguments, **more)
 
     monkeypatch.setattr(comparison, "train_model", crowded)
@@ -258,9 +267,10 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     assert re.search(r"^hierarchical +rate 0.01 +seed 0 +out of memory ", out, re.M)
     assert re.search(r"^hierarchical +– +– +out of memory +–", out, re.M)
     assert re.search(r"^deepsets +\d,\d+ +0.01 ", out, re.M)
-    said = " ".join(out.split())
-    assert "hierarchical ran out of memory at every rate where memory ran out: --resume tries again" in said
-    assert "another folder with fewer --batch-tokens" in said
+    text = " ".join(out.split())
+    assert "hierarchical ran out of memory at every rate" in text
+    assert "to retry the runs that ran out of memory, free some and use --resume" in text
+    assert "or compare in another folder with a smaller --batch-tokens" in text
     fails("compare", rows, *COLUMNS, *few, "--out", "out")  # which needs --resume
     small = False
     code, out, err = call("compare", rows, *COLUMNS, *few, "--out", "out", "--resume")
@@ -269,7 +279,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     assert "hierarchical against deepsets: " in out
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path):
+def test_ctrl_c_says_how_to_resume(tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews(200))
     command = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
     arguments = [
@@ -299,15 +309,15 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
     assert running.returncode == 2
-    assert re.fullmatch(r"stopped after .* go on with --resume; 0 of 5 runs are finished\n", err)
+    assert re.fullmatch(r"stopped after .* with --resume; 0 of 5 runs are finished\n", err)
 
 
-def test_help_does_not_wait_for_torch():
+def test_help_does_not_import_torch():
     code = """if True:
         import sys
         from hsa.cli.main import run
         try:
-            run(["compare", "--help"])
+            run(["compare", "--help-all"])
         finally:
             print({"torch", "numpy", "accelerate", "matplotlib", "yaml"} & set(sys.modules))
     """
@@ -328,7 +338,7 @@ def test_help_does_not_wait_for_torch():
         assert word in done.stdout
 
 
-# The bar
+# The progress bar
 
 
 class Clock:
@@ -382,12 +392,12 @@ def test_models_without_a_rate_have_no_further_runs(bar):
     through(actual, clock, "hierarchical", 1e-3, 10, diverged=True)
     through(actual, clock, "hierarchical", 1e-2, 10, diverged=True)
     assert actual.finished == 2
-    assert actual.seconds_left() is None  # they ended early, who knows when
+    assert actual.seconds_left() is None  # they ended early
     actual.begin(Run("flat", 1e-3, 0))
     assert actual.finished == 3
 
 
-def test_a_run_that_goes_on_is_counted_as_a_whole_one(bar):
+def test_a_resumed_run_is_counted_as_a_whole_one(bar):
     actual, clock = bar
     watcher = actual.begin(Run("hierarchical", 1e-3, 0))
     clock.now += 10

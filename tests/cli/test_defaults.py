@@ -1,4 +1,4 @@
-"""The defaults that --help prints are those that apply."""
+"""Defaults by task, as `--help-all` prints them, are those that apply."""
 
 import re
 from dataclasses import fields
@@ -18,7 +18,7 @@ DATA = Path("rows.csv")
 
 
 def entries(text):
-    """Title → option → value, of every line of the list."""
+    """Return title → option → value of every line of the list."""
     lines = [line.removeprefix("- ").split(": ", 1) for line in text.splitlines() if line.startswith("- ")]
     return {
         title: {} if changes == "none" else dict(change.split(" ", 1) for change in changes.split(", "))
@@ -26,7 +26,7 @@ def entries(text):
     }
 
 
-def test_changes():
+def test_changed_options():
     recipe = Recipe(
         DATA,
         ("flat",),
@@ -64,8 +64,8 @@ def test_every_task_is_listed():
 
 @pytest.mark.parametrize("task", TASKS.names())
 @pytest.mark.parametrize("data", [None, DATA])
-def test_what_is_listed_applies(task, data):
-    """The defaults of the options, changed as listed, are the recipe of the preset."""
+def test_listed_defaults_apply(task, data):
+    """Check that the defaults of the options, changed as listed, are the recipe of the preset."""
     listed = entries(defaults_by_task())
     changes = listed[task] | (listed.get(f"{task} without DATA", {}) if data is None else {})
     recipe = TASKS.get(task).preset(data, False)
@@ -79,10 +79,10 @@ def test_what_is_listed_applies(task, data):
                 assert value == default or str(shown) == changes[option] or float(shown) == float(changes[option])
 
 
-def test_help_shows_them(call):
-    _, out, _ = call("train", "--help", columns=400)
+def test_full_help_lists_them(call):
+    _, out, _ = call("train", "--help-all", columns=400)
     for line in defaults_by_task().splitlines()[2:]:
         assert line.removeprefix("- ") in out
-    _, out, _ = call("compare", "--help", columns=400)
+    _, out, _ = call("compare", "--help-all", columns=400)
     assert "classification without DATA: --max-tokens 384" in out
     assert not re.search("lm: --", out)

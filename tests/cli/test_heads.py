@@ -1,7 +1,6 @@
 """`hsa heads`, from the command line."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ def _alone(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _quick_pictures(request, monkeypatch):
-    """Drawing takes longer than all else; one test looks at what is drawn."""
+    """Do not draw pictures, which takes longest, except in one test."""
     from hsa.research.head_kernels import plots as head_plots
 
     def save(figure, path):
@@ -44,7 +43,7 @@ def _quick_pictures(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """An encoder with a head, one without, a decoder."""
+    """Save a classifier, an encoder and a decoder."""
     folder = tmp_path_factory.mktemp("models")
     save(folder / "classification", classifier())
     save(folder / "embedding", classifier(seed=2).bert)
@@ -54,7 +53,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """A run of hsa train: models that concatenate heads, that weigh them, that predict numbers; and a language model."""
+    """Train classifiers, a regressor and a language model of hsa."""
     folder = tmp_path_factory.mktemp("ours")
     data = write_rows(folder / "reviews.csv", reviews())
     environment = pytest.MonkeyPatch()
@@ -130,16 +129,16 @@ def test_the_same_again_and_others(call, models, data):
     assert (few["examples"], few["mean_length"]) == (20, 7)
 
 
-def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
-    """It is always right, as long as it has all its heads, whatever the order of examples in batches."""
+def test_labels_that_the_model_predicts(call, models, ours, tmp_path):
+    """Check that a model with all its heads scores 1 on its own predictions, for any order of examples in batches."""
     texts = [row["text"] for row in rows(40, seed=3)]
     model, tokenizer = load_for_task(str(models / "classification"), "classification")
     result = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
     assert 5 < sum(result) < 35
     some = write_rows(tmp_path / "own.csv", [{"text": t, "label": c} for t, c in zip(texts, result, strict=True)])
-    code, said, _ = call("predict", ours / "number/hierarchical", ours / "reviews.csv", "--json")
+    code, predicted, _ = call("predict", ours / "number/hierarchical", ours / "reviews.csv", "--json")
     assert code == 0
-    numbers = [json.loads(line)["label"] for line in said.splitlines()]
+    numbers = [json.loads(line)["label"] for line in predicted.splitlines()]
     assert len(set(numbers)) > 20
     table = [{**row, "stars": number} for row, number in zip(reviews(), numbers, strict=True)]
     others = write_rows(tmp_path / "own.jsonl", table)
@@ -149,8 +148,8 @@ def test_labels_that_the_model_gives_itself(call, models, ours, tmp_path):
         assert [scores[0] for curve in curves for scores in curve["scores"]] == pytest.approx([1.0] * 5, abs=1e-4)
 
 
-def test_accuracy_is_of_examples_that_weights_do_not_know(call, models, data, monkeypatch):
-    """The model's accuracy on them, and on no others."""
+def test_accuracy_is_measured_on_examples_held_out_from_the_weights(call, models, data, monkeypatch):
+    """Check the number of examples that weights are learned from."""
     from hsa.research.head_kernels import study
 
     known = []
@@ -219,8 +218,8 @@ def test_our_models(call, ours):
     assert code == 0
 
 
-def test_the_models_own_weights(call, ours, tmp_path):
-    """A model that attends over its heads tells how, and its own weights are tested beside others."""
+def test_the_weights_of_the_model_itself(call, ours, tmp_path):
+    """Check that the weights of a model that attends over its heads are tested beside learned ones."""
     folder = tmp_path / "over"
     shutil.copytree(ours / "plain" / "hierarchical", folder)
     model, classes = load_model(folder)
@@ -241,94 +240,77 @@ def test_json_alone_on_stdout(call, models, data):
     assert all(line.endswith(" …") for line in err.splitlines())
 
 
-def test_results_are_not_written_over(call, fails, models, data):
+def test_results_are_not_overwritten(call, fails, models, data):
     arguments = ("heads", models / "embedding", data, "--out", "o", *FEW)
     assert call(*arguments)[0] == 0
     before = Path("o/heads.json").stat().st_mtime_ns
-    assert fails(*arguments) == (
-        "o: given a folder with results, expected a new folder; pass another --out, or --replace"
-    )
+    assert fails(*arguments) == "o: expected a new folder, got a folder with results. Pass another --out, or --replace"
     assert Path("o/heads.json").stat().st_mtime_ns == before
     assert call(*arguments, "--replace")[0] == 0
     assert Path("o/heads.json").stat().st_mtime_ns > before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "where", "phrases"),
     [
-        (["--label", "mark"], "data.csv: given the column 'mark', expected one of 'text', 'label'"),
-        (["--text", "txt"], "data.csv: given the column 'txt', expected one of .*; did you mean 'text'"),
-        (["--text", "text", "text", "text"], "text: given 3 columns, expected one, or two for a pair"),
-        (["--split", "dev"], "data.csv: given no column 'split'"),
-        (["--limit", "2"], "limit: given 2, expected 3 or more"),
-        (["--max-tokens", "0"], "max_tokens: given 0, expected 1 or more"),
-        (["--max-tokens", "2"], "max_tokens: given 2, expected at least 3"),
-        (["--tokens", "1"], "tokens: given 1, expected 3 or more"),
-        (["--halves", "0"], "halves: given 0, expected 1 or more"),
-        (["--points", "0"], "points: given 0, expected 1 or more"),
-        (["--draws", "0"], "draws: given 0, expected 1 or more"),
-        (["--prune-on=-1"], "prune_on: given -1, expected 0 or more"),
-        (["--seed=-1"], "seed: given -1, expected 0 or more"),
-        (
-            ["--compare", "similarity", "--tokens", "100000"],
-            "limit: given 30 examples, 100000 tokens, 8 heads, expected",
-        ),
+        (["--label", "mark"], "data.csv", ["one of 'text', 'label'", "got the column 'mark'"]),
+        (["--text", "txt"], "data.csv", ["one of ", "got the column 'txt'. Did you mean 'text'"]),
+        (["--text", "text", "text", "text"], "text", ["two for a pair", "got 3 columns"]),
+        (["--split", "dev"], "data.csv", ["no column 'split'"]),
+        (["--limit", "2"], "limit", ["3 or more", "got 2"]),
+        (["--max-tokens", "0"], "max_tokens", ["1 or more", "got 0"]),
+        (["--max-tokens", "2"], "max_tokens", ["at least 3", "got 2"]),
+        (["--tokens", "1"], "tokens", ["3 or more", "got 1"]),
+        (["--halves", "0"], "halves", ["1 or more", "got 0"]),
+        (["--points", "0"], "points", ["1 or more", "got 0"]),
+        (["--draws", "0"], "draws", ["1 or more", "got 0"]),
+        (["--prune-on=-1"], "prune_on", ["0 or more", "got -1"]),
+        (["--seed=-1"], "seed", ["0 or more", "got -1"]),
+        (["--compare", "similarity", "--tokens", "100000"], "tokens", ["at most 8,192 tokens", "8 heads"]),
     ],
 )
-def test_options_that_do_not_fit(fails, models, data, arguments, message):
-    assert re.search(message, fails("heads", models / "classification", data.name, "--out", "out", *arguments))
+def test_options_that_do_not_fit(refuses, models, data, arguments, where, phrases):
+    refuses(("heads", models / "classification", data.name, "--out", "out", *arguments), where, *phrases)
     assert not Path("out").exists()
 
 
-def test_data_that_do_not_fit(fails, models, tmp_path):
-    def line(some, name="classification", *more):
-        return fails("heads", models / name, some, "--out", "out", *more)
+def test_data_that_do_not_fit(refuses, models, tmp_path):
+    def check(data, where, *phrases, model="classification", more=()):
+        refuses(("heads", models / model, data, "--out", "out", *more), where, *phrases)
 
-    assert line("none.csv") == "none.csv: given no such file, expected a readable file"
+    check("none.csv", "none.csv", "no such file")
     two = write_rows(tmp_path / "two.csv", rows(2))
-    assert line(two) == f"{two}: given 2 examples, expected at least 3, to tell heads apart"
+    check(two, two, "at least 3 examples", "got 2")
     one_class = write_rows(tmp_path / "one.csv", [{**row, "label": 1} for row in rows(9)])
-    assert line(one_class).endswith("label: given nothing but '1', expected at least 2 classes")
-    lone = np.random.default_rng((0, 1)).permutation(5)[0]  # is what pruning is tried on
+    check(one_class, "label", "at least 2 classes", "nothing but '1'")
+    lone = np.random.default_rng((0, 1)).permutation(5)[0]  # the example that pruning is tried on
     lonely = write_rows(tmp_path / "lonely.csv", [{**row, "label": int(i == lone)} for i, row in enumerate(rows(5))])
-    assert line(lonely, "embedding").startswith(
-        "label: given examples of one class, but for a few, expected more of another"
-    )
+    check(lonely, "label", "the same class", model="embedding")
     other = write_rows(tmp_path / "other.csv", [{**row, "label": "xy"[i % 2]} for i, row in enumerate(rows(9))])
-    assert line(other).startswith("other: label: given 'x', expected one of the model's classes: 'LABEL_0', 'LABEL_1'")
+    check(other, "other: label", "one of the model's classes: 'LABEL_0', 'LABEL_1'", "got 'x'")
     no_text = write_rows(tmp_path / "no_text.csv", [{"a": 1, "label": 2}])
-    assert "no_text.csv: given columns ['a', 'label'], expected to know which hold the text" in line(no_text)
+    check(no_text, "no_text.csv", "['a', 'label']")
     empty = write_rows(tmp_path / "empty.csv", [{"text": " ", "label": 2}])
-    assert "given ' ', expected a text" in line(empty)
+    check(empty, "empty.csv", "expected a text", "got ' '")
     unlabelled = write_rows(tmp_path / "u.csv", [{**row, "mark": ""} for row in rows(9)])
-    assert (
-        line(unlabelled, "classification", "--label", "mark") == "u: mark: given a column without labels, expected some"
-    )
+    check(unlabelled, "u: mark", "labels", more=("--label", "mark"))
 
 
-def test_models_that_do_not_fit(fails, models, data, ours, tmp_path):
-    line = fails("heads", tmp_path / "none", data)
-    assert line.startswith(f"{tmp_path / 'none'}: given no model that loads (no such folder), expected a folder with")
+def test_models_that_do_not_fit(fails, refuses, models, data, ours, tmp_path):
+    refuses(("heads", tmp_path / "none", data), tmp_path / "none", "no model that loads (no such folder)")
     (tmp_path / "bare").mkdir()
-    assert "given no model that loads" in fails("heads", tmp_path / "bare", data)
-    assert "is a decoder, whose tokens see no later ones" in fails("heads", models / "decoder", data)
+    assert "no model that loads" in fails("heads", tmp_path / "bare", data)
+    assert "is a causal decoder" in fails("heads", models / "decoder", data)
     table = ours / "reviews.csv"
     assert "a bottom-up encoder uses the same heads on every level" in fails("heads", ours / "plain/bottom-up", table)
-    assert "given a folder of models, expected one of" in fails("heads", ours / "plain", table)
-    line = fails("heads", ours / "lm" / "flat", table)
-    assert "given that of a language model, expected the configuration of a classifier of hsa" in line
-    line = fails("heads", ours / "plain/hierarchical", table, "--text", "text")
-    assert line == "--text: given an option, for a model of hsa, expected none; it reads data as in its training"
-    assert "given no such file or folder" in fails("heads", ours / "plain/hierarchical", "none.csv")
+    assert "language model" in fails("heads", ours / "lm" / "flat", table)
+    assert fails("heads", ours / "plain/hierarchical", table, "--text", "text") == (
+        "--text: expected no such option for a model of hsa, got an option for a pre-trained model. "
+        "Leave it out: the model reads data as in its training"
+    )
+    assert "no such file or folder" in fails("heads", ours / "plain/hierarchical", "none.csv")
     assert "column 'label'" in fails(
         "heads", ours / "plain/hierarchical", write_rows(tmp_path / "x.csv", [{"text": "a"}])
     )
     one = write_rows(tmp_path / "y.csv", [row for row in reviews() if row["label"] == "pos"])
-    assert "label: given nothing but" in fails("heads", ours / "plain/hierarchical", one)
-
-
-def test_help(call):
-    code, out, _ = call("heads", "--help")
-    assert code == 0
-    for option in ("--compare", "--limit", "--max-tokens", "--prune-on", "--out", "--seed"):
-        assert option in out
+    refuses(("heads", ours / "plain/hierarchical", one), "label", "nothing but")

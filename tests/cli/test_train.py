@@ -26,7 +26,7 @@ ONE = ("--models", "hierarchical")
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path, monkeypatch):
-    """A folder of its own, for the cache too, and one thread."""
+    """Work in an empty folder with its own cache, on one thread."""
     monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -38,7 +38,7 @@ def _alone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A model of rows: its folder, and the rows."""
+    """Return the folder of a trained model, and its data."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_rows(folder / "reviews.csv", reviews())
     environment = pytest.MonkeyPatch()
@@ -57,7 +57,7 @@ def environment(**more):
 COMMAND = [sys.executable, "-c", "from hsa.cli.main import run; run()"]
 
 
-# The whole way
+# From data to predictions
 
 
 def test_without_data_the_standard_library_is_learned(call):
@@ -172,7 +172,7 @@ def test_any_model_may_come_first(call, tmp_path, model):
     assert Path("out/weights.png").exists() == (model == "han")
 
 
-# Going on
+# Resuming
 
 
 def test_a_finished_run_is_not_trained_again(call, tmp_path, monkeypatch):
@@ -203,45 +203,41 @@ def test_models_can_be_added_to_a_run(call, tmp_path):
     assert Path("out/hierarchical/model.safetensors").read_bytes() == weights
 
 
-def test_a_folder_with_a_run_is_not_written_over(call, fails, tmp_path):
+def test_a_folder_with_a_run_is_not_overwritten(call, fails, tmp_path):
     data = write_rows(tmp_path / "a.csv", reviews())
     call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
-    said = (
-        "out: given a folder with a run, expected a new folder; pass --resume to go on with that run, or another --out"
+    message = (
+        "out: expected a new folder, got a folder with a run. Pass --resume to continue that run, or another --out"
     )
-    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == said
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
     os.remove("out/results.json")  # as after Ctrl-C
-    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == said
+    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out") == message
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "phrases"),
     [
-        (
-            ("--learning-rate", "0.5"),
-            "trained with learning_rate = 0.001, expected learning_rate = 0.5; resume with the",
-        ),
-        (("--width", "10"), "trained with encoder.width = 8, expected encoder.width = 10; resume with the options and"),
-        (("--seed", "3"), "trained with seed = 0, expected seed = 3"),
-        (("--max-tokens", "4"), "given a checkpoint of a run on other data, expected the data of the first start"),
+        (("--learning-rate", "0.5"), ("expected learning_rate = 0.5", "trained with learning_rate = 0.001")),
+        (("--width", "10"), ("expected encoder.width = 10", "trained with encoder.width = 8")),
+        (("--seed", "3"), ("expected seed = 3", "trained with seed = 0")),
+        (("--max-tokens", "4"), ("got a checkpoint of a run on other data",)),
     ],
 )
-def test_going_on_with_something_else(fails, trained, tmp_path, change, said):
+def test_resuming_with_other_options(refuses, trained, tmp_path, change, phrases):
     model, data = trained
     shutil.copytree(model.parent, "out")
     sizes = SIZES if "--width" not in change else SIZES[2:]
-    actual = fails("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
-    assert actual.startswith(f"out/hierarchical/{CHECKPOINT}: given a checkpoint ")
-    assert said in actual
+    arguments = ("train", data, *COLUMNS, *TINY, *sizes, *ONE, "--out", "out", "--resume", *change)
+    refuses(arguments, f"out/hierarchical/{CHECKPOINT}", *phrases)
 
 
-def test_nothing_to_go_on_with(fails, trained):
+def test_nothing_to_resume(fails, trained):
     _, data = trained
     os.makedirs("runs/reviews-old")  # of other data
-    said = "resume: given no run in runs/reviews, expected one to resume; start without --resume, or pass the folder"
-    assert fails("train", data, *COLUMNS, "--resume").startswith(said)
-    said = "none: given no such folder, expected a run to resume; start without --resume"
-    assert fails("train", data, *COLUMNS, "--resume", "--out", "none") == said
+    message = "resume: no run in runs/reviews; expected a run to resume. Start without --resume, or pass the folder of"
+    assert fails("train", data, *COLUMNS, "--resume").startswith(message)
+    message = "none: no such folder; expected a run to resume. Start without --resume"
+    assert fails("train", data, *COLUMNS, "--resume", "--out", "none") == message
 
 
 def test_ctrl_c_saves_a_checkpoint(tmp_path):
@@ -259,16 +255,17 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
     _, err = running.communicate(timeout=60)
     assert running.returncode == 2
     assert err.startswith("stopped after ")
-    assert err.endswith(f" steps; the checkpoint is out/hierarchical/{CHECKPOINT}, go on with --resume\n")
+    assert f"out/hierarchical/{CHECKPOINT}" in err
+    assert err.endswith(" with --resume\n")
     assert err.count("\n") == 1
     assert checkpoint.load(Path("out/hierarchical") / CHECKPOINT)["progress"]["state"]["epoch"] >= 1
 
 
-# Help, recipes, usage
+# Help, recipes, options
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
-def test_help_does_not_wait_for_torch(command):
+def test_help_does_not_import_torch(command):
     code = f"""if True:
         import sys
         from hsa.cli.main import run
@@ -283,7 +280,7 @@ def test_help_does_not_wait_for_torch(command):
     assert done.stderr == ""
     assert done.stdout.endswith("\nset()\n")
     words = {
-        "train": ("--text", "--label", "--models", "--resume", "--quick", "--learning-rate", "--skip-bad", "Training"),
+        "train": ("--text", "--label", "--models", "--resume", "--quick", "--learning-rate", "--help-all"),
         "evaluate": ("MODEL", "DATA", "--json"),
         "predict": ("MODEL", "DATA", "--json"),
     }
@@ -305,7 +302,7 @@ def test_recipes_and_flags(call, trained):
     sizes = {"vocabulary": 300, "epochs": 3, "position_width": 8, "learning_rate": "1e-2", "seed": 4}
     with open("my.yaml", "w") as file:
         file.writelines(f"{name}: {value}\n" for name, value in {**recipe, **sizes}.items())
-    # seed 0 is the default, and overrides the recipe all the same
+    # Seed 0 is the default, but overrides the recipe.
     code, out, err = call("train", "my.yaml", "--cpu", "--models", "deepsets", "--epochs=1", "--seed", "0")
     assert (code, err) == (0, "")
     assert "results go to runs/reviews" in out
@@ -316,67 +313,65 @@ def test_recipes_and_flags(call, trained):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "where", "phrases"),
     [
-        ("epocs: 3", "my.yaml: given the unknown option 'epocs', expected data, models, "),
-        ("epochs: [", "my.yaml: given no YAML (while parsing a flow node"),
-        ("epochs: x", "my.yaml: epochs: given 'x', expected a value of type int"),
-        (
-            "models: [hierarchical, nope]",
-            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, deepsets",
-        ),
-        ("data: none.csv", "none.csv: given no such file or folder, expected rows, or a folder per class"),
+        ("epocs: 3", "my.yaml", ("expected data, models, ", "the unknown option 'epocs'")),
+        ("epochs: [", "my.yaml", ("YAML", "(while parsing a flow node")),
+        ("epochs: x", "my.yaml: epochs", ("int, got 'x'",)),
+        ("models: [hierarchical, nope]", "models", ("expected one of hierarchical, multiscale, ", "got 'nope'")),
+        ("data: none.csv", "none.csv", ("no such file or folder", "a folder per class")),
     ],
 )
-def test_bad_recipes(fails, text, said):
+def test_bad_recipes(refuses, text, where, phrases):
     with open("my.yaml", "w") as file:
         file.write(text)
-    assert fails("train", "my.yaml").startswith(said)
+    assert refuses(("train", "my.yaml"), where, *phrases).startswith(where)
+
+
+def test_a_recipe_that_is_overridden_with_no(call, trained):
+    """Check that --no-OPTION on the command line overrides a recipe, and the default of True."""
+    _, data = trained
+    Path("my.yaml").write_text(f"data: {data}\ntext: text\nlabel: label\nposition_input: true\n")
+    flags = ("--no-position-input", "--no-include-self")
+    code, _, err = call("train", "my.yaml", *TINY, *SIZES, *ONE, *flags, "--out", "out")
+    assert (code, err) == (0, "")
+    encoder = json.loads(Path("out/hierarchical/config.json").read_text())["encoder"]
+    assert (encoder["position_input"], encoder["include_self"]) == (False, False)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "where", "phrases"),
     [
-        (
-            ("--models", "nope"),
-            "models: given 'nope', expected one of hierarchical, multiscale, clustered, bottom-up, flat, deepsets",
-        ),
-        (("--epochs", "0"), "epochs: given 0, expected more than 0"),
-        (
-            ("--task", "lm", "--minutes", "2"),
-            "minutes: given 2 with the task lm, expected classification or regression; limit --epochs instead",
-        ),
-        (("--learning-rate=-1",), "learning_rate: given -1.0, expected more than 0"),
-        (("--warmup", "1"), "warmup: given 1.0, expected a share: 0 or more and less than 1"),
-        (
-            ("--heads", "3"),
-            "heads: given 3 heads of a width of 128, expected heads that divide the width; or say how many",
-        ),
-        (
-            ("--fsdp", "--cpu"),
-            "fsdp: given one process, expected several, to shard the model over; start with torchrun",
-        ),
+        (("--models", "nope"), "models", ("expected one of hierarchical, multiscale, clustered", "got 'nope'")),
+        (("--epochs", "0"), "epochs", ("more than 0", "got 0")),
+        (("--task", "lm", "--minutes", "2"), "minutes", ("got 2 with the task lm. Limit --epochs instead",)),
+        (("--learning-rate=-1",), "learning_rate", ("more than 0", "got -1.0")),
+        (("--warmup", "1"), "warmup", ("0 or more and less than 1", "got 1.0")),
+        (("--heads", "3"), "heads", ("divide the width", "3 heads", "head_dim")),
+        (("--fsdp", "--cpu"), "fsdp", ("expected several processes", "got one", "start with torchrun")),
         (
             ("--text", "txt"),
-            "given the column 'txt', expected one of 'text', 'title', 'stars', 'label'; did you mean 'text'",
+            "reviews.csv",
+            ("one of 'text', 'title', 'stars', 'label'", "got the column 'txt'. Did you mean 'text'"),
         ),
-        (
-            ("--label", "text"),
-            "column 'text': given a column that is both read and predicted, expected one or the other",
-        ),
+        (("--label", "text"), "column 'text'", ("both read and predicted",)),
         (
             ("--task", "regression"),
-            "row 1 (line 2), column 'label': given the label 'pos', expected a number; pass --skip-",
+            "row 1 (line 2), column 'label'",
+            (
+                "expected a number",
+                "got 'pos'. Pass --skip-bad",
+            ),
         ),
-        (("--word-vectors", "none.txt"), "none.txt: given no such file"),
-        (("--test", "none.csv"), "none.csv: given no such file or folder, expected rows, or a folder per class"),
+        (("--word-vectors", "none.txt"), "none.txt", ("no such file",)),
+        (("--test", "none.csv"), "none.csv", ("no such file or folder", "a folder per class")),
     ],
 )
-def test_options_that_do_not_fit(fails, trained, arguments, said):
+def test_options_that_do_not_fit(refuses, trained, arguments, where, phrases):
     columns = {"--text": "text", "--label": "label"}
     columns.pop(arguments[0], None)
-    given = [word for pair in columns.items() for word in pair]
-    assert said in fails("train", trained[1], *given, *arguments)
+    others = [word for pair in columns.items() for word in pair]
+    refuses(("train", trained[1], *others, *arguments), where, *phrases)
 
 
 @pytest.mark.parametrize(
@@ -395,24 +390,23 @@ def test_usage_errors(call, arguments, hint):
     assert hint in err
 
 
-def test_bad_rows_stop_or_are_counted(call, fails, tmp_path):
+def test_bad_rows_stop_or_are_skipped(call, refuses, tmp_path):
     rows = reviews()
     rows[6]["text"] = ""
     data = write_rows(tmp_path / "a.csv", rows)
-    said = (
-        f"{data}: row 7 (line 8): given no values, expected at least one in 'text'; pass --skip-bad to leave out what"
-    )
-    assert fails("train", data, *COLUMNS, *TINY, *SIZES, *ONE).startswith(said)
+    bad = (f"{data}: row 7 (line 8)", "no values", "expected at least one in 'text'", "Pass --skip-bad")
+    refuses(("train", data, *COLUMNS, *TINY, *SIZES, *ONE), *bad)
     code, out, _ = call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--skip-bad")
     assert code == 0
-    assert f"left out: 1, the first: {data}: row 7 (line 8): given no values" in " ".join(out.split())
+    skipped = f"1 skipped, the first: {data}: row 7 (line 8): no values"
+    assert skipped in " ".join(out.split())
 
-    assert fails("evaluate", "runs/a/hierarchical", data).startswith(said)
+    refuses(("evaluate", "runs/a/hierarchical", data), *bad)
     code, out, _ = call("evaluate", "runs/a/hierarchical", data, "--skip-bad", "--json")
     assert (code, json.loads(out)["examples"], json.loads(out)["skipped"]) == (0, 39, 1)
     code, out, err = call("predict", "runs/a/hierarchical", data, "--skip-bad")
     assert (code, len(out.splitlines())) == (0, 39)
-    assert err.startswith(f"left out: 1, the first: {data}: row 7 (line 8): given no values")
+    assert err.startswith(skipped)
 
 
 # Models on new data
@@ -429,8 +423,8 @@ def test_evaluate(call, trained):
     assert 0 <= json.loads(out)["accuracy"] <= 1
 
 
-def test_evaluate_with_another_memory(call, fails, trained):
-    """Of a classifier that remembers; others have none."""
+def test_evaluate_with_another_memory(call, refuses, trained):
+    """Check that --test-memory changes the loss and the cost of transformer-xl, and is refused for other models."""
     model, data = trained
     chosen = ("--models", "transformer-xl", "--segment", "2", "--memory", "1", "--test-memory", "3")
     call("train", data, *COLUMNS, *TINY, *SIZES, *chosen, "--out", "run")
@@ -448,16 +442,12 @@ def test_evaluate_with_another_memory(call, fails, trained):
     operations = [one["attention_operations"] for one in actual.values()]
     assert sorted(operations) == operations
     assert Path("run/transformer-xl/model.safetensors").read_bytes() == weights
-    said = fails("evaluate", "run/transformer-xl", data, "--test-memory", "-1")
-    assert said == "test_memory: given -1, expected 0 tokens or more; 0 reads every segment on its own"
-    said = fails("evaluate", model, data, "--test-memory", "8")
-    assert said.startswith(
-        "test_memory: given 8 tokens for a model without a memory, expected a model that reads texts in segments: hsa train"
+    refuses(
+        ("evaluate", "run/transformer-xl", data, "--test-memory", "-1"), "test_memory", "0 or more tokens", "got -1"
     )
-    assert (
-        fails("evaluate", model, data, "--text", "text")
-        == "text: given text, expected none: the model knows its columns"
-    )
+    refuses(("evaluate", model, data, "--test-memory", "8"), "test_memory", "a model without a memory")
+    refuses(("evaluate", model, data, "--text", "text"), "text", "got text for a classifier or regressor. Leave it out")
+    refuses(("evaluate", model, data, "--context", "8"), "context", "got 8 for a classifier or regressor. Leave it out")
 
 
 def test_predict(call, trained):
@@ -474,23 +464,17 @@ def test_predict(call, trained):
     assert {actual[4]["label"], actual[4]["runner_up"]} == {"pos", "neg"}
 
 
-def test_models_and_data_that_do_not_fit(fails, trained, tmp_path):
+def test_models_and_data_that_do_not_fit(refuses, trained, tmp_path):
     model, data = trained
     for command in ("evaluate", "predict"):
-        assert fails(command, "none", data) == "none: given no such folder, expected a model, as hsa train writes it"
-        assert (
-            fails(command, model.parent, data) == f"{model.parent}: given a folder of models, expected one of {model}"
-        )
+        refuses((command, "none", data), "none", "no such folder", "hsa train")
         os.makedirs("empty", exist_ok=True)
-        said = "empty/config.json: given no such file, expected the configuration of a classifier of hsa"
-        assert fails(command, "empty", data).startswith(said)
-        assert "none.csv: given no such file or folder" in fails(command, model, "none.csv")
+        refuses((command, "empty", data), "empty", "an empty folder", "hsa train")
+        refuses((command, model, "none.csv"), "none.csv", "no such file or folder")
         other = write_rows(tmp_path / "other.csv", [{"body": "good", "label": "pos"}])
-        said = f"{other}: given the column 'text', expected one of 'body', 'label'"
-        assert fails(command, model, other).startswith(said)
+        refuses((command, model, other), other, "one of 'body', 'label'", "the column 'text'")
     unknown = write_rows(tmp_path / "unknown.csv", [{"text": "good", "label": "so-so"}])
-    said = f"{unknown}: row 1 (line 2): given the class 'so-so', expected one of neg, pos"
-    assert fails("evaluate", model, unknown).startswith(said)
+    refuses(("evaluate", model, unknown), f"{unknown}: row 1 (line 2)", "one of neg, pos", "the class 'so-so'")
 
 
 def test_weights_of_another_model(fails, call, trained):
@@ -498,4 +482,4 @@ def test_weights_of_another_model(fails, call, trained):
     shutil.copytree(model, "mixed")
     call("train", data, *COLUMNS, *TINY, *SIZES[2:], *ONE, "--width", "10", "--out", "wider")
     shutil.copy("wider/hierarchical/model.safetensors", "mixed")
-    assert "they belong to another model" in fails("predict", "mixed", data)
+    assert "They belong to another model" in fails("predict", "mixed", data)

@@ -1,4 +1,4 @@
-"""`hsa train` where one of several models has no result."""
+"""`hsa train` where training one of several models fails."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def _alone(tmp_path, monkeypatch):
 
 
 def failing(monkeypatch, owner, error, models):
-    """Training steps of the models of these numbers end in an error."""
+    """Make the training steps of the models with these numbers raise an error."""
     made, step, make = [], owner._step, owner.__init__
 
     def numbered(self, *arguments, **more):
@@ -72,13 +72,13 @@ def test_the_other_model_is_trained_and_reported(call, monkeypatch, owner, data,
     code, out, err = call("train", data, *SIZES, *options, "--models", ",".join(names), "--out", "run")
     failed, finished = names[which], names[1 - which]
     assert code == 2  # as where it diverges
-    assert err.startswith(f"{failed}: memory is full; try fewer --batch-tokens")
+    assert err.startswith(f"{failed}: out of memory; try a smaller --batch-tokens")
     rows = [line.split() for line in out.splitlines()]
     assert any(row[:5] == [failed, "–", "out", "of", "memory"] for row in rows)
     assert [result["model"] for result in json.loads(Path("run/results.json").read_text())] == [finished]
     report = Path("run/report.md").read_text()
     assert f"| {failed} | – | out of memory |" in report
-    assert f"- {failed}: memory is full; try " in report
+    assert f"- {failed}: out of memory; try " in report
     assert f"model     run/{finished}" in out
 
 
@@ -86,12 +86,12 @@ def test_no_model_has_a_result(call, monkeypatch):
     failing(monkeypatch, loop.Trainer, RuntimeError("DefaultCPUAllocator: can't allocate memory"), {0, 1})
     code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, "--models", "hierarchical,flat", "--out", "run")
     assert code == 2
-    assert err.startswith("hierarchical: memory is full; ")
-    assert "; flat: memory is full; " in err
+    assert err.startswith("hierarchical: out of memory; ")
+    assert "; flat: out of memory; " in err
     assert not Path("run/report.md").exists()
 
 
-def test_what_diverges_does_not_end_the_others_either(call):
+def test_a_model_that_diverges_does_not_stop_the_others(call):
     chosen = ("--models", "hierarchical,deepsets", "--learning-rate", "1e30", "--batch-size", "4", "--out", "run")
     code, _, err = call("train", "rows.csv", *SIZES, *CLASSES, *chosen)
     assert code == 2
@@ -99,7 +99,7 @@ def test_what_diverges_does_not_end_the_others_either(call):
     assert "; deepsets: the loss is no longer a number" in err
 
 
-def test_other_errors_are_not_taken_for_it(monkeypatch):
+def test_other_errors_are_raised(monkeypatch):
     failing(monkeypatch, loop.Trainer, RuntimeError("a bug"), {0})
     with pytest.raises(RuntimeError, match="a bug"):
         run(["train", "rows.csv", *SIZES, *CLASSES, "--models", "hierarchical,flat", "--out", "run"])

@@ -29,7 +29,6 @@ def test_train_and_predict(call, data, tmp_path, encoder):
     assert {json.loads(line)["label"] for line in out.splitlines()} <= {row["label"] for row in reviews()}
 
 
-def test_more_levels_than_the_data_have(fails, data):
-    said = fails("train", data, *COLUMNS, *SIZES, "--models", "han", "--levels", "9")
-    assert "levels: given 9, expected at most 3: the trees of these data have" in said
-    assert "give fewer levels" in said
+def test_more_levels_than_the_data_have(refuses, data):
+    arguments = ("train", data, *COLUMNS, *SIZES, "--models", "han", "--levels", "9")
+    refuses(arguments, "levels", "expected at most 3", "got 9")

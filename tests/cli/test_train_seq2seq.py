@@ -9,7 +9,7 @@ from tests.tables import write_rows
 TINY = ("--cpu", "--width", "8", "--heads", "2", "--epochs", "1", "--position-width", "8", "--vocabulary", "300")
 
 
-def test_the_whole_way(call, tmp_path):
+def test_end_to_end(call, tmp_path):
     rows = [{"long": f"A cat. It has {i} lives. Really.", "short": f"{i} lives."} for i in range(30)]
     data, out = write_rows(tmp_path / "cats.csv", rows), tmp_path / "run"
     options = ("--task", "seq2seq", "--text", "long", "--label", "short", "--models", "hierarchical,multiscale")
@@ -24,13 +24,13 @@ def test_the_whole_way(call, tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert [result["model"] for result in results] == ["hierarchical", "multiscale"]
     assert "## Answers of multiscale" in (out / "report.md").read_text()
-    model, reading = load_seq2seq(out / "hierarchical"), load_input_spec(out / "hierarchical")
-    assert model.config.decoder.vocabulary == reading.tokenizer.get_vocab_size() + 2
+    model, spec = load_seq2seq(out / "hierarchical"), load_input_spec(out / "hierarchical")
+    assert model.config.decoder.vocabulary == spec.tokenizer.get_vocab_size() + 2
     code, printed, err = call("predict", out / "hierarchical", data, "--json")
     assert (code, err) == (0, "")
-    said = [json.loads(line) for line in printed.splitlines()]
-    assert [entry["where"] for entry in said] == [f"{data}: row {i + 1} (line {i + 2})" for i in range(30)]
-    assert all(isinstance(entry["label"], str) for entry in said)
+    answers = [json.loads(line) for line in printed.splitlines()]
+    assert [answer["where"] for answer in answers] == [f"{data}: row {i + 1} (line {i + 2})" for i in range(30)]
+    assert all(isinstance(answer["label"], str) for answer in answers)
     assert call("predict", out / "hierarchical", data)[0] == 0
     again = call(
         "train", data, *options, *TINY, "--decoder-attention", "multiscale", "--out", out, "--resume", columns=120

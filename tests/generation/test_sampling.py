@@ -26,13 +26,13 @@ def test_temperature_zero_takes_the_likeliest():
         ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),
     ],
 )
-def test_what_is_drawn_from(options, wanted):
-    found = Sampling(**options).probabilities(LOGITS)
-    torch.testing.assert_close(found, torch.tensor([wanted, wanted[::-1]], dtype=torch.float32))
+def test_probabilities_with_each_option(options, wanted):
+    actual = Sampling(**options).probabilities(LOGITS)
+    torch.testing.assert_close(actual, torch.tensor([wanted, wanted[::-1]], dtype=torch.float32))
 
 
 @given(st.integers(0, 50), st.integers(0, 6), st.floats(0.05, 1))
-def test_draws_are_among_what_is_left(seed, top_k, top_p):
+def test_draws_are_among_the_tokens_with_probability(seed, top_k, top_p):
     sampling = Sampling(top_k=top_k, top_p=top_p, seed=seed)
     logits = torch.randn(31, 7, generator=torch.Generator().manual_seed(seed))
     drawn = sampling.draw(logits, sampling.generator())
@@ -45,7 +45,7 @@ def test_without_a_seed_draws_differ():
     assert Sampling().draw(logits, Sampling().generator()) != Sampling().draw(logits, Sampling().generator())
 
 
-def test_tokens_without_a_chance_are_never_drawn():
+def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(50, 3)
     assert (Sampling(seed=0).draw(logits) == 1).all()
 
@@ -66,6 +66,6 @@ def test_tokens_without_a_chance_are_never_drawn():
         ("seed", True),
     ],
 )
-def test_arguments_without_meaning(name, value):
-    with pytest.raises(InvalidInput, match=f"^{name}: given"):
+def test_invalid_arguments(name, value):
+    with pytest.raises(InvalidInput, match=f"^{name}: expected"):
         Sampling(**{name: value})

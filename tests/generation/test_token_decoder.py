@@ -16,7 +16,7 @@ def shown(text, stop=()):
 
 
 @given(st.text())
-def test_the_pieces_make_up_the_text(text):
+def test_the_pieces_join_to_the_text(text):
     text = text.encode("utf-8", "replace").decode()
     assert "".join(shown(text)[0]) == text
 
@@ -27,7 +27,7 @@ def test_characters_are_shown_whole():
     assert "�" in TokenDecoder(TOKENIZER).add(TOKENIZER.encode("😀").ids[1])  # a byte that cannot begin a character
 
 
-def test_what_is_cut_off_is_shown_as_such():
+def test_incomplete_characters_are_replaced():
     decoder = TokenDecoder(TOKENIZER)
     assert decoder.add(TOKENIZER.encode("😀").ids[0]) == ""
     assert decoder.end() == "�"
@@ -41,7 +41,7 @@ def test_stop_strings_end_the_text_and_are_never_shown(text, stop):
     assert "".join(parts) == (text[: min(complete)[1]] if complete else text)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_text_that_may_begin_a_stop_string_is_held_back():
     parts, _ = shown("ENEND", ["END"])
     assert parts == ["", "", "EN", "", "", ""]
 
@@ -50,11 +50,11 @@ def test_tokens_of_structure_are_text():
     assert "".join(shown("a\n\nb<|end|>")[0]) == "a\n\nb<|end|>"
 
 
-def test_ids_that_mean_nothing_show_nothing():
+def test_unknown_ids_give_no_text():
     assert TokenDecoder(TOKENIZER).add(99_999) == ""
 
 
 @pytest.mark.parametrize("stop", [[""], [3]])
-def test_stop_strings_without_meaning(stop):
-    with pytest.raises(InvalidInput, match=r"^stop: given"):
+def test_invalid_stop_strings(stop):
+    with pytest.raises(InvalidInput, match=r"^stop: expected"):
         TokenDecoder(TOKENIZER, stop)

@@ -5,5 +5,5 @@ from hsa.huggingface import layer_plan
 
 @pytest.fixture(autouse=True)
 def _short_sequences_too(monkeypatch):
-    """The texts of tests are so short that converted layers would attend exactly; here they do what is tested."""
+    """Use trees for short sequences too, on which converted layers would attend exactly."""
     monkeypatch.setattr(layer_plan, "exact_is_cheaper", lambda settings, length, causal: False)

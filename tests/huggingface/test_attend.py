@@ -22,7 +22,7 @@ HEADS = 4
 
 
 def padded(lengths, side="right", kv_heads=2, asking=None, seed=5):
-    """q `[batch, 6, tokens, 5]`, k and v with fewer heads, and the mask."""
+    """Return q `[batch, 6, tokens, 5]`, k and v with fewer heads, and the mask."""
     _, mask = random_ids(lengths, side=side)
     torch.manual_seed(seed)
     batch, width = mask.shape
@@ -61,7 +61,7 @@ def test_weights_give_the_output(way, causal, side):
 
 @pytest.mark.parametrize("kind", ["clustered", "multiscale"])
 def test_a_bias_for_every_head(kind):
-    """Each head is as if all had its bias; without pooled nodes, weight is left on selected leaves only."""
+    """Each head gives the same output as if all heads had its bias; with −∞, only selected leaves have weight."""
     q, k, v, mask = padded([23, 17])
     biases = (0.0, -math.inf, -1.0, 0.5, -math.inf, 2.0)
 
@@ -83,8 +83,8 @@ def test_a_bias_for_every_head(kind):
 
 @pytest.mark.parametrize("way", ["clustered", "windows", "neighbours", "one window"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_all_exact_is_softmax(way, causal):
-    """By the operator itself: models whose texts are short go to PyTorch's attention instead."""
+def test_all_groups_exact_is_softmax(way, causal):
+    """The operator itself is tested here: models use PyTorch's attention for short texts."""
     settings = {
         "clustered": LayerSettings(branching=(4, 2), top_k=99, chunk=8 if causal else None),
         "windows": LayerSettings(kind="multiscale", branching=(4, 2), top_k=99),
@@ -106,7 +106,7 @@ def test_all_exact_is_softmax(way, causal):
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "modernbert"])
 def test_attentions_of_a_model(family):
-    """All layers give theirs; with every group exact they are those of transformers' own."""
+    """All layers return weights; with every group exact they equal those of transformers."""
     model = tiny(family, dtype=torch.float32)  # transformers' own softmax is no more exact
     inputs, counts = inputs_of(family)
     if family == "vit":

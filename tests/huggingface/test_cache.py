@@ -1,4 +1,4 @@
-"""Generation with caches of trees: what full passes without a cache give, by default and however it is done."""
+"""Generation with caches of trees gives the same tokens as full passes without a cache."""
 
 import copy
 
@@ -34,7 +34,7 @@ def write(model, ids, mask, steps, **options):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Counts the tokens that went through caches of trees, one by one."""
+    """Record each token that attends to a cache of trees."""
     taken = []
     step = CacheLayer._step
 
@@ -49,18 +49,18 @@ def steps(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("lengths", [[19, 11, 15], [1, 8]])
-def test_generate_is_full_passes_and_needs_no_argument(steps, family, way, lengths):
+def test_generate_equals_full_passes(steps, family, way, lengths):
     model = ready(family, way=way)
     ids, mask = random_ids(lengths, side="left")
     whole, logits = stepwise(model, ids, mask, 30)
     written = write(model, ids, mask, 30)
     assert torch.equal(written.sequences, whole)
     torch.testing.assert_close(torch.stack(written.logits), logits.float(), rtol=0, atol=1e-4)
-    assert len(steps) == 29 * 2  # and that in both layers
+    assert len(steps) == 29 * 2  # in both layers
 
 
 @pytest.mark.parametrize("way", ["clustered", "windows"])
-def test_short_sequences_that_attend_exactly_grow_into_trees(monkeypatch, way):
+def test_trees_grow_from_short_sequences_that_attend_exactly(monkeypatch, way):
     monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
     model = ready(way=way)
     ids, mask = random_ids([3, 14], side="left")
@@ -83,8 +83,8 @@ def test_beam_search(steps, way):
 
 @pytest.mark.parametrize("way", ["clustered", "windows"])
 @pytest.mark.parametrize("few", [1, 16])
-def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
-    """Prompt lookup: several new tokens at once, of which some are taken back."""
+def test_rejected_tokens_change_nothing(steps, monkeypatch, way, few):
+    """Prompt lookup adds several new tokens at once and removes those that are rejected."""
     monkeypatch.setattr(layer_plan, "FEW", few)
     model = ready(way=way)
     ids, mask = random_ids([9])
@@ -102,7 +102,7 @@ def test_guessed_tokens_change_nothing(steps, monkeypatch, way, few):
 
 
 @pytest.mark.parametrize("kind", ["cropped", "absolute"])
-def test_crop_as_any_version_of_transformers_asks_for_it(kind):
+def test_crop_in_any_version_of_transformers(kind):
     model = ready()
     ids, mask = random_ids([30, 22], side="left")
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
@@ -163,7 +163,7 @@ def test_layers_differ_and_some_are_exact(steps):
     assert kinds == ["CacheLayer", "DynamicLayer", "CacheLayer", "CacheLayer"]
 
 
-def test_what_has_no_cache_of_trees_writes_as_before(steps):
+def test_generation_without_a_cache_of_trees(steps):
     """Windows with top_k; trees of three factors; a cache of fixed size; gradients."""
     ids, mask = random_ids([19, 11], side="left")
     for changes in ({"kind": "multiscale", "top_k": 1}, {"branching": (4, 2, 3), "chunk": 24}):
@@ -181,8 +181,8 @@ def test_what_has_no_cache_of_trees_writes_as_before(steps):
     assert steps == []
 
 
-def test_a_cache_given_by_the_user(steps):
-    """Whether it knows the model or makes its layers when they are needed; used again after a reset; copied."""
+def test_a_cache_from_the_user(steps):
+    """A cache built with or without the model's config, reused after a reset, and copied."""
     model = ready()
     ids, mask = random_ids([19, 11], side="left")
     plain = write(model, ids, mask, 12).sequences
@@ -239,7 +239,7 @@ def test_operations_and_memory(way):
     assert memory_of(transformers.DynamicCache()).bytes == 0
 
 
-def test_saved_models_write_with_trees_after_loading(steps, tmp_path):
+def test_saved_models_generate_with_trees_after_loading(steps, tmp_path):
     model = ready()
     ids, mask = random_ids([19])
     written = write(model, ids, mask, 12).sequences
@@ -251,7 +251,7 @@ def test_saved_models_write_with_trees_after_loading(steps, tmp_path):
     assert len(steps) == 2 * 11 * 2
 
 
-def test_what_is_refused():
+def test_caches_that_do_not_fit_are_refused():
     model = ready()
     ids, mask = random_ids([19, 15], side="left")
     token = torch.tensor([[5], [6]])
@@ -261,16 +261,22 @@ def test_what_is_refused():
         run(model, input_ids=ids, attention_mask=mask, past_key_values=cache)
         return cache
 
-    with pytest.raises(InvalidInput, match=r"cache of 2 sequences for tokens of 1"):
+    with pytest.raises(
+        InvalidInput, match=r"cache whose number of sequences is 1, as in the new tokens, got a cache with 2"
+    ):
         run(model, input_ids=token[:1], past_key_values=filled())
-    with pytest.raises(InvalidInput, match=r"cache of 8 key dimensions for tokens of 16"):
+    with pytest.raises(InvalidInput, match=r"number of key dimensions is 16, as in the new tokens, got a cache with 8"):
         run(ready(head_dim=16), input_ids=token, past_key_values=filled())
-    with pytest.raises(InvalidInput, match=r"attention_mask: given .*\[19, 19\].*expected \[19, 15\]"):
+    with pytest.raises(
+        InvalidInput, match=r"attention_mask: expected .* \[19, 15\] tokens .*, got a mask with \[19, 19\]$"
+    ):
         run(model, input_ids=token, past_key_values=filled())
-    with pytest.raises(InvalidInput, match="other settings of layer 0"):
+    with pytest.raises(
+        InvalidInput, match="expected a cache with the settings of layer 0, got one with other settings"
+    ):
         run(ready(way="clustered, a beam"), input_ids=token, past_key_values=filled())
     longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    with pytest.raises(InvalidInput, match=r"gradients are asked for.*torch.no_grad"):
+    with pytest.raises(InvalidInput, match=r"got a cache of trees in a pass that needs gradients.*torch.no_grad"):
         model(token, attention_mask=longer, past_key_values=filled())
     cache = filled()
     revert(model)
@@ -279,7 +285,7 @@ def test_what_is_refused():
         run(model, input_ids=token, past_key_values=cache)
 
 
-def test_windows_say_what_they_cannot_give():
+def test_windows_refuse_attention_weights():
     model = ready(way="windows")
     ids, _ = random_ids([90])
     cache = new_cache(model)

@@ -1,4 +1,4 @@
-"""Which layers are converted, what is merged and undone, and which models are refused."""
+"""Conversion of some or all layers, its reversal, and models that are refused."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, 
 FEW = {"kind": "multiscale", "branching": (4, 2), "top_k": 0}
 
 
-def test_layers_are_merged_and_undone_one_by_one():
+def test_layers_are_converted_and_reverted_one_by_one():
     model = tiny("bert", num_hidden_layers=4)
     inputs, _ = inputs_of("bert")
     exact = run(model, **inputs)
@@ -34,7 +34,7 @@ def test_layers_are_merged_and_undone_one_by_one():
     convert(model, [2], **FEW)  # changed
     assert {n: s.top_k for n, s in settings_of(model).items()} == {0: 8, 1: 0, 2: 0, 3: 3}
     everything = run(model, **inputs)
-    convert(model)  # as it is
+    convert(model)  # changes nothing
     assert torch.equal(run(model, **inputs), everything)
     revert(model, [0, 2])
     revert(model, -1)
@@ -47,19 +47,19 @@ def test_layers_are_merged_and_undone_one_by_one():
 
 
 @pytest.mark.parametrize("layers", [[2], [-3], "01", [0.5], [True], None, [], 1.0])
-def test_layers_that_are_not_there(layers):
+def test_layers_that_do_not_exist(layers):
     model = tiny("bert")
     if layers is None:
         layers = object()
-    with pytest.raises(InvalidInput, match="layers: given"):
+    with pytest.raises(InvalidInput, match="layers: expected"):
         convert(model, layers)
     convert(model)
-    with pytest.raises(InvalidInput, match="layers: given"):
+    with pytest.raises(InvalidInput, match="layers: expected"):
         revert(model, layers)
 
 
 def test_copies_and_pickles():
-    """They run as the model does, and are undone by themselves."""
+    """Copies give the same outputs and are reverted on their own."""
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = CLS, SEP
     model = tiny("bert")
@@ -74,7 +74,7 @@ def test_copies_and_pickles():
         assert torch.equal(run(model, input_ids=ids, attention_mask=mask), expected)
 
 
-def test_hooks_come_and_go_with_the_need_for_ids():
+def test_hooks_exist_only_while_ids_are_needed():
     def hooks(model):
         return any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
@@ -84,7 +84,7 @@ def test_hooks_come_and_go_with_the_need_for_ids():
     assert not hooks(convert(model, [1], **FEW))
 
 
-def test_what_is_left_knows_its_ids():
+def test_remaining_layers_know_their_ids():
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = CLS, SEP
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -94,7 +94,7 @@ def test_what_is_left_knows_its_ids():
 
 
 def test_a_model_inside_another():
-    """Either can be converted, and either undoes it all."""
+    """Both the outer and the inner model can be converted, and either one reverts everything."""
     torch.manual_seed(1)
     whole = transformers.BertForMaskedLM(tiny("bert").config).double().eval()
     inputs, _ = inputs_of("bert")
@@ -113,7 +113,7 @@ def test_a_model_inside_another():
 
 
 def test_attention_set_by_hand():
-    """Whoever sets another implementation has it; converting again brings ours back."""
+    """Another attention implementation takes effect until the model is converted again."""
     model = convert(tiny("bert"), **FEW)
     inputs, _ = inputs_of("bert")
     expected = run(model, **inputs)
@@ -153,20 +153,21 @@ OWN = {
 def test_models_with_attention_of_their_own(name):
     model = OWN[name]()
     with pytest.raises(
-        Unsupported, match=rf"{type(model).__name__} computes its attention itself.*families that ask include"
+        Unsupported,
+        match=rf"{type(model).__name__} computes its attention itself.*families that use the interface include",
     ):
         convert(model)
     assert not hasattr(model.config, "hsa")
 
 
-def test_what_is_no_transformers_model():
+def test_objects_that_are_not_transformers_models():
     for thing in (nn.Linear(2, 2), nn.TransformerEncoderLayer(8, 2), None, "bert-base-uncased"):
-        with pytest.raises(Unsupported, match=rf"{type(thing).__name__} is no transformers model"):
+        with pytest.raises(Unsupported, match=rf"{type(thing).__name__} is not a transformers model"):
             convert(thing)
 
 
 def test_an_encoder_and_a_decoder():
-    """Only the encoder is converted; they share a config, and the decoder stays exact."""
+    """The encoder is converted and the decoder stays exact, although they share a config."""
     model = tiny("bart")
     inputs, counts = inputs_of("bart")
     exact = run(model, **inputs)
@@ -181,7 +182,7 @@ def test_an_encoder_and_a_decoder():
     assert (run(encoder, **inputs) - states)[counts].abs().max() > 1e-3
     written = run(model, **inputs)
     assert (written - exact)[counts].abs().max() > 1e-3
-    # The decoder alone, on given states, is what it was.
+    # The decoder alone, on the same encoder states, is unchanged.
     later = torch.arange(3, 20)[None].expand(3, -1)
     decoder = {"input_ids": later, "encoder_hidden_states": states, "encoder_attention_mask": inputs["attention_mask"]}
     with_ours = run(model.get_decoder(), **decoder)
@@ -190,7 +191,7 @@ def test_an_encoder_and_a_decoder():
     assert torch.equal(run(model, **inputs), exact)
 
 
-def test_an_encoder_and_a_decoder_come_back(tmp_path):
+def test_an_encoder_and_a_decoder_saved_and_loaded(tmp_path):
     model = tiny("bart")
     inputs, _ = inputs_of("bart")
     convert(model.get_encoder(), [1], **FEW)
@@ -210,7 +211,7 @@ def test_an_encoder_and_a_decoder_come_back(tmp_path):
 
 
 def test_models_of_several_parts():
-    """Their parts have configs of their own, and are converted one by one."""
+    """Parts with configs of their own are converted one by one."""
     shape = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2}
     text = {**shape, "vocab_size": 59, "bos_token_id": CLS, "eos_token_id": SEP, "max_position_embeddings": 97}
     config = transformers.CLIPConfig(text_config=text, vision_config={**shape, "image_size": 28, "patch_size": 4})
@@ -242,7 +243,7 @@ def test_without_transformers(monkeypatch):
         register()
 
 
-def test_functions_are_found_by_name():
+def test_exports():
     import hsa.huggingface as here
 
     assert {name: getattr(here, name).__name__ for name in here.__all__} == {name: name for name in here.__all__}

@@ -1,4 +1,4 @@
-"""Causal models: nothing later matters, and writing token by token is the whole pass."""
+"""Causal models: later tokens have no effect, and generation token by token equals the whole pass."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_later_matters(way):
+def test_later_tokens_have_no_effect(way):
     model = tiny("llama", num_hidden_layers=3)
     ids, mask = random_ids([53, 47])
     exact = run(model, input_ids=ids, attention_mask=mask)
@@ -33,11 +33,11 @@ def test_nothing_later_matters(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", DECODERS)
-def test_writing_token_by_token_is_the_whole_pass(way, family):
+def test_generation_token_by_token_equals_the_whole_pass(way, family):
     model = convert(tiny(family), **WAYS[way])
     model.generation_config.eos_token_id = None
     ids, mask = random_ids([19, 11, 15], side="left")
-    whole, logits = stepwise(model, ids, mask, 20)  # chunks and windows close on the way
+    whole, logits = stepwise(model, ids, mask, 20)  # completes chunks and windows
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
     written = model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
     assert torch.equal(written.sequences, whole)
@@ -47,7 +47,7 @@ def test_writing_token_by_token_is_the_whole_pass(way, family):
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])
 def test_a_cache_of_fixed_size(layers):
-    """Its last slots are empty; exact layers must not see them either."""
+    """Exact layers must not see its empty slots either."""
     model = convert(tiny("llama"), layers, **WAYS["windows"])
     ids, mask = random_ids([19, 11, 15], side="left")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "attention_mask": mask}
@@ -55,7 +55,7 @@ def test_a_cache_of_fixed_size(layers):
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), growing)
     cache = transformers.StaticCache(config=model.config, max_cache_len=30)
     whole = run(model, input_ids=ids)
-    first = run(model, input_ids=ids[:, :11], past_key_values=cache)  # nothing said about padding
+    first = run(model, input_ids=ids[:, :11], past_key_values=cache)  # without a mask
     torch.testing.assert_close(torch.cat([first, run(model, input_ids=ids[:, 11:], past_key_values=cache)], 1), whole)
 
 
@@ -81,24 +81,26 @@ def test_several_tokens_at_once_after_a_cache(layers, lengths):
     torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rtol=1e-9, atol=1e-9)
 
 
-def test_what_would_let_later_tokens_through():
-    """The paper's operator ties rows; where a sentence ends depends on what follows."""
+def test_settings_that_would_show_later_tokens_are_refused():
+    """The paper's operator ties rows, and the end of a sentence depends on later text."""
     for family, changes in (("llama", {}), ("gpt2", {}), ("bert", {"is_decoder": True})):
         model = tiny(family, **changes)
         with pytest.raises(
-            InvalidInput, match=r"'hierarchical' in layer 0, which is causal.*'clustered' or 'multiscale'"
+            InvalidInput,
+            match=r"kind: expected 'clustered' or 'multiscale' in layer 0, which is causal, got 'hierarchical'",
         ):
             convert(model, kind="hierarchical")
         with pytest.raises(
-            InvalidInput, match=r"'sentences' in layer 1, which is causal.*'windows', or kind='clustered'"
+            InvalidInput,
+            match=r"tree: expected 'windows', or kind='clustered', in layer 1, .*, got 'sentences'",
         ):
             convert(model, layers=[1], kind="multiscale", tree="sentences", tokenizer=word_tokenizer())
         assert not hasattr(model.config, "hsa")
         assert model.config._attn_implementation != "hsa"
 
 
-def test_a_decoder_that_looks_both_ways():
-    """`config.is_causal = False` makes an encoder of it."""
+def test_a_bidirectional_decoder():
+    """`config.is_causal = False` makes a decoder an encoder."""
     model = tiny("llama", is_causal=False)
     ids, mask = random_ids()
     exact = run(model, input_ids=ids, attention_mask=mask, use_cache=False)
@@ -111,9 +113,11 @@ def test_a_decoder_that_looks_both_ways():
 
 
 def test_ids_of_a_cache_are_not_known():
-    """Trees of one's own need all ids; the message says what to do instead."""
+    """A tree function needs the ids of all keys; the error says what to do instead."""
     model = convert(tiny("llama"), kind="multiscale", tree=lambda ids: Hierarchy.regular([len(i) for i in ids], (4, 2)))
     ids, _ = random_ids([20])
     run(model, input_ids=ids)
-    with pytest.raises(InvalidInput, match=r"given shape \(1, 1\) for keys \(1, 21\).*with a cache of earlier keys"):
+    with pytest.raises(
+        InvalidInput, match=r"the ids of all keys, \(1, 21\), .*, got shape \(1, 1\).*cache of earlier keys"
+    ):
         model.generate(ids, max_new_tokens=2, do_sample=False)

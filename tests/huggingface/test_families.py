@@ -1,4 +1,4 @@
-"""Every family of models: every group exact is the exact model, few are not, and reverting leaves nothing behind."""
+"""All model families: with every group exact, outputs equal those of the exact model, and `revert` restores the model."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ NAMES = [name for name in FAMILIES if name != "bart"]
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_all_exact_is_the_exact_model(family):
+def test_all_groups_exact_equals_the_exact_model(family):
     model = tiny(family)
     inputs, counts = inputs_of(family)
     exact = run(model, **inputs)
@@ -30,7 +30,7 @@ def test_all_exact_is_the_exact_model(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "vit"])
-def test_the_papers_operator_with_one_family_is_the_exact_model(family):
+def test_the_papers_operator_with_one_family_equals_the_exact_model(family):
     model = tiny(family)
     inputs, counts = inputs_of(family)
     exact = run(model, **inputs)
@@ -65,25 +65,25 @@ def test_revert_leaves_nothing_behind(family, before):
 
 
 def test_sliding_layers_stay_exact():
-    """ModernBERT: every third layer sees the whole text, and is converted."""
+    """Every third layer of ModernBERT has no sliding window and is converted."""
     model = tiny("modernbert")
     inputs, _ = inputs_of("modernbert")
     convert(model, branching=(4, 2), top_k=1)
     assert sorted(settings_of(model)) == [0, 3]
     convert(model, layers=[1], branching=(4, 2), top_k=1)
-    with pytest.raises(InvalidInput, match=r"layer 1 \(ModernBertAttention\).*sliding_window.*without 1"):
+    with pytest.raises(InvalidInput, match=r"layer 1 \(ModernBertAttention\).*sliding_window. Leave layer 1 out"):
         run(model, **inputs)
     short, mask = random_ids([4, 3])  # the window holds all of it
     exact = run(revert(model), input_ids=short, attention_mask=mask)
     convert(model, layers=range(4), top_k=99)
     torch.testing.assert_close(run(model, input_ids=short, attention_mask=mask)[mask.bool()], exact[mask.bool()])
     everything_slides = tiny("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=8)
-    with pytest.raises(InvalidInput, match="layers that all look no further than a window"):
+    with pytest.raises(InvalidInput, match="model: all layers have a sliding window; expected layers"):
         convert(everything_slides)
 
 
 def test_sliding_layers_of_a_decoder_stay_exact():
-    """Their cache forgets what is out of sight, so that its keys start later than the text."""
+    """Their cache drops keys outside of the window, so its first key is not the first token."""
     shape = {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
     model = tiny("qwen3", **shape)
     ids, mask = random_ids(side="left")
@@ -96,7 +96,7 @@ def test_sliding_layers_of_a_decoder_stay_exact():
 
 
 def test_a_decoder_of_a_family_with_encoders():
-    """One class does its self-attention and its cross-attention; only the former is converted."""
+    """One class computes self-attention and cross-attention; only self-attention is converted."""
     torch.manual_seed(1)
     config = tiny("bart").config
     config.is_decoder, config.is_encoder_decoder = True, False
@@ -111,7 +111,7 @@ def test_a_decoder_of_a_family_with_encoders():
 
 
 @pytest.mark.parametrize("reenters", [False, True])
-def test_decoders_that_cross_over(reenters):
+def test_decoders_with_cross_attention(reenters):
     """GPT-2 and BERT with cross-attention: only self-attention is converted."""
     for family, changes in (("gpt2", {}), ("bert", {"is_decoder": True})):
         model = tiny(family, add_cross_attention=True, **changes)

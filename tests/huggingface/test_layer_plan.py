@@ -1,4 +1,4 @@
-"""What a layer's plan decides: exact attention where trees save nothing, trees elsewhere, caches of trees in decoders."""
+"""Decisions of a layer's plan: exact attention where trees save nothing, trees elsewhere, caches of trees in decoders."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def _as_it_is(monkeypatch, _short_sequences_too):
 
 
 def sequences(lengths, new=None, causal=True):
-    """Left-padded; `new`: how many positions at the end have queries."""
+    """Return left-padded sequences, with queries at the last `new` positions."""
     mask = random_ids(lengths, side="left")[1].bool()
     return Sequences(mask, causal=causal, first_query=0 if new is None else mask.shape[1] - new)
 
@@ -38,9 +38,9 @@ def test_the_path_without_a_cache():
     assert windows.short(sequences([61, 3, 47], causal=False)) == [False, True, False]
     tied = LayerPlan(4, LayerSettings(kind="hierarchical"))
     assert tied.path(call(61), sequences([3, 61], causal=False)) == "tree"
-    with pytest.raises(InvalidInput, match="'hierarchical' in layer 4, which is causal"):
+    with pytest.raises(InvalidInput, match="in layer 4, which is causal, got 'hierarchical'"):
         tied.path(call(61), sequences([3, 61]))
-    with pytest.raises(InvalidInput, match=r"layer 4 \(NoneType\): given attention with softcap"):
+    with pytest.raises(InvalidInput, match=r"layer 4 \(NoneType\): expected .*, got attention with softcap"):
         tied.path(call(61, others={"softcap": 30.0}), sequences([61], causal=False))
 
 
@@ -96,14 +96,14 @@ def test_the_path_of_new_tokens():
 @pytest.mark.parametrize(
     "settings", [LayerSettings(), LayerSettings(top_k=2), LayerSettings(**WINDOWS), LayerSettings(near=2, **WINDOWS)]
 )
-def test_there_is_one_length_from_which_trees_save(settings, causal):
+def test_trees_save_from_one_length_on(settings, causal):
     short = [exact_is_cheaper(settings, length, causal=causal) for length in (*range(1, 200), *range(200, 6000, 97))]
-    assert short[0] or (causal and settings.top_k == 0)  # there even one family is pooled
+    assert short[0] or (causal and settings.top_k == 0)  # in which case even one family is pooled
     assert not short[-1]
     assert short == sorted(short, reverse=True)
 
 
-def test_more_that_is_exact_needs_longer_sequences():
+def test_more_exact_groups_need_longer_sequences():
     def first(**changes):
         return next(n for n in range(1, 5000) if not exact_is_cheaper(LayerSettings(**changes), n, causal=False))
 
@@ -111,7 +111,7 @@ def test_more_that_is_exact_needs_longer_sequences():
     assert first(**WINDOWS) < first(near=1, **WINDOWS) < first(near=3, **WINDOWS)
 
 
-def test_trees_that_were_asked_for_by_their_shape_are_used():
+def test_trees_of_a_requested_shape_are_always_used():
     for settings in (
         LayerSettings(kind="hierarchical"),
         LayerSettings(kind="multiscale", tree="sentences"),
@@ -134,7 +134,7 @@ def test_short_sequences_attend_exactly(family):
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_answers_do_not_depend_on_who_shares_the_batch(weights):
+def test_outputs_do_not_depend_on_other_sequences_of_the_batch(weights):
     model = tiny("bert")
     convert(model, **WINDOWS)
     lengths = [61, 3, 47, 2, 5]
@@ -156,7 +156,7 @@ def test_answers_do_not_depend_on_who_shares_the_batch(weights):
     assert counted.total == alone_counted
 
 
-def test_a_token_of_a_causal_model_sees_the_same_however_long_the_text_becomes():
+def test_a_causal_token_does_not_depend_on_the_length_of_the_text():
     model = tiny("llama")
     convert(model, kind="multiscale", branching=(4, 2), top_k=3)
     ids, _ = random_ids([61])
@@ -166,7 +166,7 @@ def test_a_token_of_a_causal_model_sees_the_same_however_long_the_text_becomes()
         torch.testing.assert_close(start, whole[:, :length], rtol=0, atol=1e-10)
 
 
-def test_long_sequences_do_not():
+def test_long_sequences_use_trees():
     model = tiny("bert")
     ids, mask = random_ids([61, 47])
     exact = run(model, input_ids=ids, attention_mask=mask)

@@ -1,4 +1,4 @@
-"""Padding changes nothing, wherever it is and however it is said; masks of other forms are refused."""
+"""Padding on any side and in any form of mask changes nothing; masks with other patterns are refused."""
 
 import gc
 
@@ -37,7 +37,7 @@ TOKENIZER = word_tokenizer()
 
 
 def words(side="right"):
-    """Ids between [CLS] and [SEP], full stops among them."""
+    """Return ids between [CLS] and [SEP], with full stops among them."""
     ids, mask = random_ids(side=side)
     ids = ids.where((mask == 0) | (ids < 22), ids % 18 + 4)
     for row, seen in enumerate(mask.bool()):
@@ -58,7 +58,7 @@ def positions(mask):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_is_its_sequences_alone(way, side):
-    """Encoder; padded tokens may hold anything."""
+    """Ids at padded positions do not matter."""
     if "sentences" in way:
         pytest.importorskip("sentencex")
     model = converted("bert", WAYS[way])
@@ -93,7 +93,7 @@ def test_a_padded_batch_is_its_sequences_alone_in_decoders(way, side, family):
 
 
 def test_short_sequences():
-    """Of one token, of as many as there are sinks, and of less than a family."""
+    """Sequences of one token, of as many tokens as sinks, and shorter than a family."""
     for way in (WAYS["clustered"], WAYS["windows"], WAYS["hierarchical"]):
         for sinks in (None, 2):
             model = convert(tiny("bert"), **{**way, "sinks": sinks})
@@ -106,12 +106,12 @@ def test_short_sequences():
 def test_a_batch_with_an_empty_sequence():
     ids, mask = random_ids()
     mask[1] = 0
-    with pytest.raises(InvalidInput, match=r"mask\[1\]: given no token"):
+    with pytest.raises(InvalidInput, match=r"mask\[1\]: no token"):
         run(convert(tiny("bert"), **WAYS["windows"]), input_ids=ids, attention_mask=mask)
 
 
 def four_dimensional(mask, causal, kind):
-    """`[batch, 1, queries, keys]` as transformers and users make them."""
+    """Return masks `[batch, 1, queries, keys]` in the forms that transformers and users make."""
     width = mask.shape[1]
     seen = mask.bool()[:, None, None, :].expand(-1, -1, width, -1)
     if causal:
@@ -126,7 +126,7 @@ def four_dimensional(mask, causal, kind):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_masks_of_four_dimensions(kind, side, family):
-    """They say the same as those of two, in converted and in exact layers."""
+    """They have the same effect as two-dimensional masks, in converted and in exact layers."""
     causal = family == "llama"
     ids, mask = words(side)
     for layers in ([1], [0, 1]):
@@ -157,7 +157,7 @@ def test_a_causal_mask_makes_an_encoder_causal():
     ids[:, 20:] = 9
     assert torch.equal(run(model, input_ids=ids, attention_mask=causal)[:, :20], before[:, :20])
     convert(model, **WAYS["hierarchical"])
-    with pytest.raises(InvalidInput, match="'hierarchical' in layer 0, which is causal"):
+    with pytest.raises(InvalidInput, match="in layer 0, which is causal, got 'hierarchical'"):
         run(model, input_ids=ids, attention_mask=causal)
 
 
@@ -186,26 +186,26 @@ def strange_masks(batch=2, width=20):
 
 @pytest.mark.parametrize("name", strange_masks())
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_strange_masks_are_refused(name, family):
+def test_masks_with_other_patterns_are_refused(name, family):
     model = tiny(family)
     ids, _ = random_ids([20, 20])
     mask = strange_masks()[name]
-    entering = []  # what the second layer gets
+    entering = []  # inputs of the second layer
     layers = model.model.layers if family == "llama" else model.encoder.layer
     layers[1].register_forward_pre_hook(lambda module, arguments: entering.append(arguments[0]))
-    if name != "numbers":  # which exact layers do not take either
+    if name != "numbers":  # not supported by exact layers either
         run(model, input_ids=ids, attention_mask=mask)
         convert(model, [1], **CAUSAL["windows"])
-        with pytest.raises(InvalidInput, match=r"attention_mask: .*neither padding nor causal, in converted layer 1"):
+        with pytest.raises(InvalidInput, match=r"attention_mask: .*with another pattern in converted layer 1"):
             run(model, input_ids=ids, attention_mask=mask)
         torch.testing.assert_close(*entering)
     convert(model, [0], **CAUSAL["windows"])
-    with pytest.raises(InvalidInput, match=r"attention_mask: .*neither padding nor causal, in converted layer 0"):
+    with pytest.raises(InvalidInput, match=r"attention_mask: .*with another pattern in converted layer 0"):
         run(model, input_ids=ids, attention_mask=mask)
 
 
 def test_packed_sequences_are_refused():
-    """Several texts in one row: transformers finds them by positions that start anew. Exact layers may go on."""
+    """transformers recognises several texts in one row by restarting positions. Exact layers support them."""
     model = tiny("llama")
     ids, _ = random_ids([20])
     packed = torch.cat([torch.arange(9), torch.arange(11)])[None]
@@ -213,11 +213,11 @@ def test_packed_sequences_are_refused():
     exact = run(model, input_ids=ids, position_ids=packed, use_cache=False)
     assert (exact - whole)[:, 9:].abs().max() > 1e-3
     convert(model, kind="multiscale", branching=(4, 2), top_k=99)
-    with pytest.raises(InvalidInput, match="unpack packed sequences into a padded batch"):
+    with pytest.raises(InvalidInput, match="Pad packed sequences to a batch"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
 
-def test_embeddings_have_no_ids():
+def test_inputs_embeds_have_no_ids():
     ids, mask = words()
     model = tiny("bert")
     vectors = model.get_input_embeddings()(ids)
@@ -229,12 +229,12 @@ def test_embeddings_have_no_ids():
         {"kind": "multiscale", "tree": lambda ids: None},
     ):
         convert(model, tokenizer=TOKENIZER, **way)
-        with pytest.raises(InvalidInput, match=r"input_ids: .*does not say which tokens it holds.*pass input_ids"):
+        with pytest.raises(InvalidInput, match=r"input_ids: not known in this forward pass; .*pass input_ids"):
             run(model, inputs_embeds=vectors, attention_mask=mask)
 
 
 def test_ids_of_an_earlier_pass_are_forgotten():
-    """A model inside another may be called by itself, and a pass may fail."""
+    """Ids do not outlive a call of an inner model, or a failed pass."""
     torch.manual_seed(1)
     from transformers import BertForMaskedLM
 
@@ -245,16 +245,16 @@ def test_ids_of_an_earlier_pass_are_forgotten():
     states = run(whole.bert, input_ids=others, attention_mask=mask)
     run(whole, input_ids=ids, attention_mask=mask)
     assert torch.equal(run(whole.bert, input_ids=others, attention_mask=mask), states)
-    with pytest.raises(InvalidInput, match="does not say which tokens"):
+    with pytest.raises(InvalidInput, match="input_ids: not known in this forward pass"):
         run(whole, inputs_embeds=whole.get_input_embeddings()(ids))
     with pytest.raises(IndexError):
         run(whole, input_ids=ids + VOCABULARY)
-    with pytest.raises(InvalidInput, match="does not say which tokens"):
+    with pytest.raises(InvalidInput, match="input_ids: not known in this forward pass"):
         run(whole, inputs_embeds=whole.get_input_embeddings()(ids))
 
 
-def test_a_mask_that_is_written_to():
-    """Its memory is the same, what it says is not."""
+def test_a_modified_mask():
+    """The mask has the same storage but new values."""
     ids, mask = random_ids([41, 41])
     model = convert(tiny("bert"), **WAYS["windows"])
     seen = four_dimensional(mask, False, "bool").clone()
@@ -270,7 +270,7 @@ def test_a_mask_that_is_written_to():
         torch.testing.assert_close(after, run(model, input_ids=ids, attention_mask=mask)[:, :30])
 
 
-def test_nothing_is_kept_of_past_masks():
+def test_past_masks_are_freed():
     ids, mask = random_ids()
     for family in ("bert", "llama"):
         model = convert(tiny(family), [1], kind="multiscale", branching=(4, 2), top_k=1)
@@ -282,7 +282,7 @@ def test_nothing_is_kept_of_past_masks():
 
 
 def test_a_copied_mask(monkeypatch):
-    """Between devices, masks are copied on the way to the layers."""
+    """Models on several devices copy the mask before some layers."""
     from transformers.models.llama import modeling_llama
 
     ids, mask = random_ids(side="left")
@@ -301,7 +301,7 @@ def test_a_copied_mask(monkeypatch):
 
 
 def test_byte_tokens_as_sinks():
-    """Special ids of a tokenizer without [CLS]."""
+    """A byte-level tokenizer has special ids, but no [CLS]."""
     tokenizer = byte_tokenizer(["a cat sat"])
     ids, mask = random_ids()
     ids[:, 0], ids[:, 12] = tokenizer.bos_token_id, tokenizer.eos_token_id

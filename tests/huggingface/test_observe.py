@@ -1,4 +1,4 @@
-"""Operations counted, and distances from exact attention."""
+"""Operations, and distances from exact attention."""
 
 import math
 
@@ -19,7 +19,7 @@ WIDTH, HEADS = 32, 4
 ENTRY = 4 * WIDTH + HEADS
 
 
-def test_exact_layers_are_counted_flat():
+def test_operations_of_exact_layers():
     ids, mask = random_ids([41])
     model = convert(tiny("bert"), [1], **ALL_EXACT)
     with counting() as counted:
@@ -35,7 +35,7 @@ def test_exact_layers_are_counted_flat():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_causal_layers_are_counted_up_to_themselves(side):
+def test_operations_of_causal_layers(side):
     ids, mask = random_ids(side=side)
     model = convert(tiny("llama"), [0], kind="multiscale", branching=(4, 2))
     with counting() as counted:
@@ -47,15 +47,15 @@ def test_causal_layers_are_counted_up_to_themselves(side):
     assert counted.ratio == 2 * expected / counted.total
 
 
-def test_writing_counts_what_a_pass_does():
-    """With a cache, all steps together see what one whole pass sees."""
+def test_generation_counts_the_same_as_a_whole_pass():
+    """The steps with a cache together count the same entries as one whole pass."""
     model = convert(tiny("llama"), [0], kind="multiscale", branching=(4, 2), top_k=1)
     ids, mask = random_ids([19, 11], side="left")
     with counting() as steps:
         written = model.generate(
             ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7, do_sample=False, pad_token_id=0
         )
-    mask = torch.cat([mask, mask.new_ones(2, 6)], 1)  # the last token is written, not read
+    mask = torch.cat([mask, mask.new_ones(2, 6)], 1)  # the last token is generated, not read
     with counting() as whole:
         run(model, input_ids=written[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     assert steps.exact == whole.exact
@@ -64,7 +64,7 @@ def test_writing_counts_what_a_pass_does():
     assert steps.layers[0].selection == whole.layers[0].selection
 
 
-def test_sliding_layers_are_counted_by_their_mask():
+def test_operations_of_sliding_layers_follow_their_mask():
     model = tiny("modernbert")
     inputs, counts = inputs_of("modernbert")
     convert(model, [0], **ALL_EXACT)
@@ -78,7 +78,7 @@ def test_sliding_layers_are_counted_by_their_mask():
 
 def test_nothing_counted():
     with counting() as counted:
-        run(tiny("bert"), input_ids=random_ids()[0])  # not ours
+        run(tiny("bert"), input_ids=random_ids()[0])  # not converted
     assert counted.layers == {}
     assert counted.total == 0
     assert math.isnan(counted.ratio)
@@ -94,7 +94,7 @@ def test_nothing_counted():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_converted_layers_are_counted_by_their_structure(way, causal):
+def test_operations_of_converted_layers_follow_their_structure(way, causal):
     if causal and way == "hierarchical":
         pytest.skip("leaks, and is refused")
     settings = LayerSettings(**WAYS[way], **({"chunk": 8} if causal and way == "clustered" else {}))
@@ -121,7 +121,7 @@ def test_converted_layers_are_counted_by_their_structure(way, causal):
 @pytest.mark.parametrize("settings", [WINDOWS, {"branching": (4, 2), "top_k": 2}])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_probing_is_the_distance_from_exact_attention(family, settings):
-    """Of the first layer, whose inputs conversion leaves as they are."""
+    """The test uses the first layer, whose inputs do not change with the conversion."""
     biases = (-1.0, 0.0, 2.0)
     model = tiny(family)
     ids, mask = random_ids([61, 47])
@@ -131,7 +131,7 @@ def test_probing_is_the_distance_from_exact_attention(family, settings):
     layers = [m for m in model.modules() if hasattr(m, "o_proj")] or [m for m in model.modules() if hasattr(m, "query")]
 
     def outputs(**changes):
-        """What the first layer's attention gives, before it is projected."""
+        """Return the attention output of the first layer, before its projection."""
         convert(model, [0], **{**settings, **changes})
         caught.clear()
         if family == "llama":
@@ -154,11 +154,11 @@ def test_probing_is_the_distance_from_exact_attention(family, settings):
         torch.testing.assert_close(errors[0].double(), wanted, rtol=1e-4, atol=1e-6)
         run(model, input_ids=ids, attention_mask=mask)
         torch.testing.assert_close(errors[0].double(), 2 * wanted, rtol=1e-4, atol=1e-6)  # summed over passes
-    assert torch.equal(plain, run(model, input_ids=ids, attention_mask=mask))  # and the outputs are as ever
+    assert torch.equal(plain, run(model, input_ids=ids, attention_mask=mask))  # outputs are unchanged
     assert errors[0].shape == (3, 4)
 
 
-def test_probing_leaves_out_what_pools_nothing(monkeypatch):
+def test_probing_leaves_out_layers_that_pool_nothing(monkeypatch):
     monkeypatch.setattr(layer_plan, "exact_is_cheaper", exact_is_cheaper)
     model = tiny("bert")
     ids, mask = random_ids([7, 5])

@@ -1,4 +1,4 @@
-"""Settings travel in a model's config: written, read back, and refused when they do not fit."""
+"""Settings are saved in a model's config, read back, and refused if they do not fit."""
 
 import dataclasses
 import inspect
@@ -25,8 +25,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_saved_model_comes_back(way, tmp_path):
-    """Loaded as "hsa" it runs as it did; loaded as usual it is exact until `convert` gives it its settings back."""
+def test_a_model_saved_and_loaded(way, tmp_path):
+    """Loaded as "hsa", it has its settings at once; loaded as usual, it is exact until `convert` applies them."""
     model = convert(tiny("bert", num_hidden_layers=3), [0, -1], tokenizer=word_tokenizer(), **WAYS[way])
     ids, mask = random_ids()
     ids[:, 0], ids[:, 17] = CLS, SEP
@@ -57,7 +57,7 @@ def test_special_ids_need_hooks(tmp_path):
     model = convert(tiny("bert"), tokenizer=word_tokenizer(), **WAYS["special"])
     model.save_pretrained(tmp_path)
     loaded = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa")
-    with pytest.raises(InvalidInput, match=r"call hsa.huggingface.convert\(model\) after loading"):
+    with pytest.raises(InvalidInput, match=r"not known in this forward pass.*Call hsa.huggingface.convert\(model\)"):
         run(loaded, input_ids=random_ids()[0])
 
 
@@ -70,8 +70,8 @@ def test_a_config_is_json():
     assert ModelSettings.of(model.config).to_json() == written
 
 
-def test_loaded_with_nothing_said():
-    """Then every layer that sees the whole text is converted, as `convert` does by default."""
+def test_loaded_as_hsa_without_settings():
+    """All layers without a sliding window are converted, which is the default of `convert`."""
     register()
     ids, mask = random_ids([93, 81])
     inputs, counts = {"input_ids": ids, "attention_mask": mask}, mask.bool()
@@ -90,18 +90,18 @@ def test_loaded_with_nothing_said():
 
 
 def test_layers_without_numbers():
-    """DistilBERT's do not know theirs: `convert` numbers them."""
+    """Layers of DistilBERT do not know their numbers, so `convert` numbers them."""
     model = convert(tiny("distilbert"), [1], **WAYS["clustered"])
     inputs, _ = inputs_of("distilbert")
     expected = run(model, **inputs)
     fresh = tiny("distilbert", attn_implementation="hsa", hsa=model.config.hsa)
-    with pytest.raises(InvalidInput, match=r"'hsa' for DistilBertSelfAttention.*call hsa.huggingface.convert\(model\)"):
+    with pytest.raises(InvalidInput, match=r"'hsa' for DistilBertSelfAttention.*Call hsa.huggingface.convert\(model\)"):
         run(fresh, **inputs)
     assert torch.equal(run(convert(fresh), **inputs), expected)
 
 
-def test_a_hierarchy_from_a_function(tmp_path):
-    """No config holds a function: it is asked for, and with it the model is what it was."""
+def test_a_tree_from_a_function(tmp_path):
+    """A config cannot hold a function, so it must be passed again after loading."""
 
     def trees(ids):
         return Hierarchy.regular([len(i) for i in ids], (5, 3))
@@ -114,7 +114,9 @@ def test_a_hierarchy_from_a_function(tmp_path):
     loaded = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa", dtype=torch.float64).eval()
     with pytest.raises(InvalidInput, match=r"came from a function.*convert\(model, tree=function\)"):
         run(loaded, input_ids=ids, attention_mask=mask)
-    with pytest.raises(InvalidInput, match=r"that of layer 1 came from a function.*convert\(model, tree=function\)"):
+    with pytest.raises(
+        InvalidInput, match=r"the tree of layer 1 came from a function.*convert\(model, tree=function\)"
+    ):
         convert(loaded)
     with pytest.raises(InvalidInput, match="the function itself"):
         convert(loaded, [1], kind="multiscale", tree="function")
@@ -124,34 +126,49 @@ def test_a_hierarchy_from_a_function(tmp_path):
 
 
 WRONG = {
-    "newer": ({"version": VERSION + 1, "layers": {}}, rf"version'\]: given {VERSION + 1}.*pip install -U hsa"),
-    "no version": ({"layers": {}}, "what hsa.huggingface.convert writes"),
-    "version is true": ({"version": True, "layers": {}}, "what hsa.huggingface.convert writes"),
-    "a word": ("multiscale", "what hsa.huggingface.convert writes"),
+    "newer": (
+        {"version": VERSION + 1, "layers": {}},
+        rf"version'\]: expected {VERSION}, .*, got {VERSION + 1}. Run: pip install -U hsa",
+    ),
+    "no version": ({"layers": {}}, "config.hsa: expected settings that hsa.huggingface.convert wrote"),
+    "version is true": (
+        {"version": True, "layers": {}},
+        "config.hsa: expected settings that hsa.huggingface.convert wrote",
+    ),
+    "a word": ("multiscale", "config.hsa: expected settings that hsa.huggingface.convert wrote"),
     "unknown key": (
         {"version": VERSION, "layers": {"0": {"colour": 1}}},
-        r"layers'\]\['0'\]: given \['colour'\].*newer",
+        r"layers'\]\['0'\]: expected .*, got \['colour'\].*newer",
     ),
     "list of layers": (
         {"version": VERSION, "layers": [0, 1]},
-        r"layers'\]: given \[0, 1\], expected settings by layer number",
+        r"layers'\]: expected settings by layer number, got \[0, 1\]. A newer hsa may",
     ),
     "layer name": ({"version": VERSION, "layers": {"first": {}}}, "expected settings by layer number"),
     "negative layer": ({"version": VERSION, "layers": {"-1": {}}}, "expected settings by layer number"),
-    "no settings": ({"version": VERSION, "layers": {"0": 3}}, r"\['0'\]: given int"),
-    "too many layers": ({"version": VERSION, "layers": {"0": {}, "2": {}}}, r"layers'\]: given 2, expected 0 to 1"),
-    "kind": ({"version": VERSION, "layers": {"0": {"kind": "x"}}}, r"\['0'\].kind: given 'x'"),
-    "branching": ({"version": VERSION, "layers": {"0": {"branching": 8}}}, r"\['0'\].branching: given 8"),
-    "bias": ({"version": VERSION, "layers": {"0": {"pooled_bias": "much"}}}, r"\['0'\].pooled_bias: given 'much'"),
+    "no settings": ({"version": VERSION, "layers": {"0": 3}}, r"\['0'\]: expected some of .*, got 3. A newer"),
+    "too many layers": (
+        {"version": VERSION, "layers": {"0": {}, "2": {}}},
+        r"layers'\]: expected .* 0 to 1, .*, got 2",
+    ),
+    "kind": ({"version": VERSION, "layers": {"0": {"kind": "x"}}}, r"\['0'\].kind: expected .*, got 'x'"),
+    "branching": ({"version": VERSION, "layers": {"0": {"branching": 8}}}, r"\['0'\].branching: expected .*, got 8"),
+    "bias": (
+        {"version": VERSION, "layers": {"0": {"pooled_bias": "much"}}},
+        r"\['0'\].pooled_bias: expected .*, got 'much'",
+    ),
     "biases": (
         {"version": VERSION, "layers": {"0": {"pooled_bias": [0, None]}}},
-        r"\['0'\].pooled_bias: given \[0, None\]",
+        r"\['0'\].pooled_bias: expected .*, got \[0, None\]",
     ),
     "bias not a number": (
         {"version": VERSION, "layers": {"0": {"pooled_bias": "nan"}}},
-        r"\['0'\].pooled_bias: given nan",
+        r"\['0'\].pooled_bias: expected .*, got nan",
     ),
-    "no bias": ({"version": VERSION, "layers": {"0": {"pooled_bias": None}}}, r"\['0'\].pooled_bias: given None"),
+    "no bias": (
+        {"version": VERSION, "layers": {"0": {"pooled_bias": None}}},
+        r"\['0'\].pooled_bias: expected .*, got None",
+    ),
     "ids": ({"version": VERSION, "layers": {}, "special_ids": ["[CLS]"]}, r"special_ids'\].*expected token ids"),
 }
 
@@ -164,10 +181,12 @@ OLD = {
 
 
 def test_a_model_that_hsa_0_1_converted(tmp_path):
-    """It is refused, whatever is done with it, until `revert` removes the old conversion."""
+    """All uses are refused until `revert` removes the old conversion."""
     register()
     tiny("bert", hsa=OLD).save_pretrained(tmp_path)
-    message = r"config.hsa\['version'\]: given 1: this model was converted by hsa 0.1.*convert the model again"
+    message = (
+        r"config.hsa\['version'\]: expected 2, got 1, from a model that hsa 0.1 converted.*then convert the model again"
+    )
     model = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="hsa", dtype=torch.float64).eval()
     ids, _ = random_ids()
     for use in (convert, settings_of, lambda model: convert(model, [0]), lambda model: run(model, input_ids=ids)):
@@ -194,28 +213,31 @@ def test_configs_that_are_wrong(name):
 
 
 REFUSED = [
-    ({"kind": "linear"}, r"kind: given 'linear', expected one of 'clustered', 'multiscale', 'hierarchical'"),
-    ({"kind": "multiscale", "tree": "oak"}, r"tree: given 'oak', expected one of 'windows', 'sentences' or a function"),
-    ({"tree": "windows"}, r"tree: given 'windows' with kind='clustered', expected None.*pass kind='multiscale'"),
-    ({"branching": ()}, r"branching: given \(\)"),
-    ({"branching": (4, 1)}, r"branching\[1\]: given 1, expected 2 or more"),
-    ({"branching": "42"}, "branching: given '42'"),
-    ({"near": -1}, "near: given -1"),
-    ({"near": 1}, "near: given 1, expected 0 with kind='clustered'; select more groups with top_k"),
-    ({"top_k": 1.5}, "top_k: given 1.5"),
-    ({"top_k": True}, "top_k: given True"),
-    ({"tile": 0}, "tile: given 0"),
-    ({"beam": "wide"}, "beam: given 'wide'"),
-    ({"sinks": "first"}, "sinks: given 'first'"),
-    ({"pooled_bias": math.inf}, "pooled_bias: given inf"),
-    ({"pooled_bias": (0.0, 0.0)}, "given 2 numbers, expected one, or one for each of the 4 heads of layer 0"),
-    ({"chunk": 12, "branching": (4, 2)}, r"chunk: given 12 with branching \(4, 2\).*for example chunk=16"),
-    ({"chunk": 16, "kind": "multiscale"}, "chunk: given 16, expected None, unless kind='clustered'"),
-    ({"kind": "hierarchical", "near": 1}, "near: given 1, expected nothing"),
-    ({"kind": "hierarchical", "beam": 9}, "beam: given 9, expected nothing"),
-    ({"kind": "hierarchical", "pooled_bias": -1.0}, "pooled_bias: given -1.0"),
-    ({"sinks": "special"}, r"tokenizer: given None.*tokenizer=AutoTokenizer"),
-    ({"kind": "multiscale", "tree": "sentences"}, r"tokenizer: given None.*tokenizer=AutoTokenizer"),
+    ({"kind": "linear"}, r"kind: expected one of 'clustered', 'multiscale', 'hierarchical', got 'linear'"),
+    ({"kind": "multiscale", "tree": "oak"}, r"tree: expected one of 'windows', 'sentences' or a function, got 'oak'"),
+    ({"tree": "windows"}, r"tree: expected None with kind='clustered'.*, got 'windows'. Pass kind='multiscale'"),
+    ({"branching": ()}, r"branching: expected .*, got \(\)"),
+    ({"branching": (4, 1)}, r"branching\[1\]: expected 2 or more, got 1"),
+    ({"branching": "42"}, "branching: expected .*, got '42'"),
+    ({"near": -1}, "near: expected .*, got -1"),
+    ({"near": 1}, "near: expected 0 with kind='clustered', got 1. Select more groups with top_k"),
+    ({"top_k": 1.5}, "top_k: expected .*, got 1.5"),
+    ({"top_k": True}, "top_k: expected .*, got True"),
+    ({"tile": 0}, "tile: expected .*, got 0"),
+    ({"beam": "wide"}, "beam: expected .*, got 'wide'"),
+    ({"sinks": "first"}, "sinks: expected .*, got 'first'"),
+    ({"pooled_bias": math.inf}, "pooled_bias: expected .*, got inf"),
+    ({"pooled_bias": (0.0, 0.0)}, "expected one number, or one for each of the 4 heads of layer 0, got 2 numbers"),
+    ({"chunk": 12, "branching": (4, 2)}, r"chunk: expected .* branching \(4, 2\).*, got 12. Pass chunk=16"),
+    ({"chunk": 16, "kind": "multiscale"}, "chunk: expected None with kind='multiscale', got 16"),
+    ({"kind": "hierarchical", "near": 1}, "near: expected 0, the default, with kind='hierarchical', got 1"),
+    ({"kind": "hierarchical", "beam": 9}, "beam: expected None, the default, with kind='hierarchical', got 9"),
+    ({"kind": "hierarchical", "pooled_bias": -1.0}, "pooled_bias: expected .*, got -1.0"),
+    ({"sinks": "special"}, r"tokenizer: not given; expected the model's tokenizer.*tokenizer=AutoTokenizer"),
+    (
+        {"kind": "multiscale", "tree": "sentences"},
+        r"tokenizer: not given; expected the model's tokenizer.*tokenizer=AutoTokenizer",
+    ),
 ]
 
 
@@ -228,8 +250,8 @@ def test_settings_that_are_wrong(settings, message):
     assert not hasattr(model.config, "hsa")
 
 
-def test_every_combination_of_json_comes_back():
-    """What is written is what is read."""
+def test_settings_as_json():
+    """Settings read from JSON equal those written."""
     for way in WAYS.values():
         settings = LayerSettings(**way)
         assert LayerSettings.from_json("here", json.loads(json.dumps(settings.to_json()))) == settings
@@ -246,7 +268,7 @@ def test_chunks_are_whole_nodes():
 
 
 def test_settings_are_keywords_of_convert():
-    """With the defaults of `LayerSettings`, which help shows. A keyword that equals a default counts as given."""
+    """The signature shows the defaults of `LayerSettings`. A keyword equal to its default still counts as passed."""
     signature = inspect.signature(convert)
     names = [field.name for field in dataclasses.fields(LayerSettings)]
     assert list(signature.parameters) == ["model", "layers", "tokenizer", *names]

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hsa.cli.main import run
 from hsa.errors import InvalidInput
-from hsa.generation.generate import generate
+from hsa.generation.generate_text import generate
 from hsa.generation.sampling import Sampling
 from hsa.huggingface import convert
 from hsa.huggingface.text_stream import load_pretrained_writer
@@ -16,7 +16,7 @@ PROMPT = "The cat sat on the mat, and the mat lay on the floor; " * 4
 
 
 def save(folder, tokenizer=None, **settings):
-    """A tiny Llama with more rows of embeddings than there are tokens."""
+    """Save a tiny Llama with more embedding rows than tokens."""
     torch.manual_seed(0)
     backend = tokenizer or train_tokenizer([PROMPT], 290, special_tokens=("<|stop|>",))
     config = LlamaConfig(
@@ -31,7 +31,7 @@ def save(folder, tokenizer=None, **settings):
     return model
 
 
-def test_it_writes_what_the_models_own_generate_writes(tmp_path):
+def test_the_text_equals_that_of_generate(tmp_path):
     model = save(tmp_path, branching=(4, 2), chunk=16, top_k=2, beam=4)
     writer, tokenizer, ends = load_pretrained_writer(str(tmp_path))
     assert ends == {2, tokenizer.token_to_id("<|stop|>")}  # of the generation config, and of the tokenizer
@@ -54,16 +54,18 @@ def test_from_the_command_line(tmp_path, capsys):
     out = capsys.readouterr()
     assert stopped.value.code == 0
     assert out.out
-    assert "5 written" in out.err
+    assert "5 generated" in out.err
     assert "every key and value is kept" in out.err
 
 
-def test_a_tokenizer_without_bytes(tmp_path):
+def test_a_tokenizer_that_is_not_byte_level(tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     save(tmp_path, tokenizer=Tokenizer(WordLevel({"a": 0, "<|stop|>": 1}, unk_token="a")))
-    with pytest.raises(InvalidInput, match="does not work on bytes"):
+    with pytest.raises(
+        InvalidInput, match=r"expected a tokenizer with byte-level BPE, .*, got another kind of tokenizer"
+    ):
         load_pretrained_writer(str(tmp_path))
 
 
@@ -74,7 +76,7 @@ def test_a_prompt_longer_than_the_positions(tmp_path):
         generate(writer, tokenizer, PROMPT * 20, ends=ends)
 
 
-def test_special_tokens_stand_before_the_prompt(tmp_path):
+def test_special_tokens_come_before_the_prompt(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     backend = train_tokenizer([PROMPT], 290, special_tokens=("<|stop|>",))

@@ -23,7 +23,7 @@ def batch(seed):
 
 
 def gradients(model, *losses):
-    """Of all losses, after all of their forward passes."""
+    """Return the gradients of all losses, computed after all forward passes."""
     model.zero_grad()
     for loss in reversed([loss() for loss in losses]):
         loss.backward()
@@ -35,7 +35,7 @@ def loss_of(model, inputs):
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_all_exact_has_the_gradients_of_the_exact_model(family):
+def test_all_groups_exact_gives_the_gradients_of_the_exact_model(family):
     model = tiny(family, **(STILL if family == "bert" else {})).train()
     inputs, _ = inputs_of(family)
     exact = gradients(model, loss_of(model, inputs))
@@ -45,8 +45,8 @@ def test_all_exact_has_the_gradients_of_the_exact_model(family):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_slopes(way):
-    """Few groups are exact; the selection stays the same over small steps."""
+def test_gradients_equal_finite_differences(way):
+    """Few groups are exact, and small steps do not change the selection."""
     model = convert(tiny("bert", **STILL).train(), tokenizer=word_tokenizer(), **WAYS[way])
     loss = loss_of(model, batch(1))
     result = gradients(model, loss)
@@ -65,8 +65,8 @@ def test_gradients_are_slopes(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_change_no_gradient(way, reentrant):
-    """Layers run again for the backward pass, when another batch has passed in between."""
+def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
+    """Layers run again in the backward pass, after another batch was processed."""
     model = convert(tiny("bert", **STILL).train(), tokenizer=word_tokenizer(), **WAYS[way])
     losses = [loss_of(model, batch(seed)) for seed in (1, 2, 3)]
     expected = gradients(model, *losses)
@@ -106,7 +106,7 @@ def test_dropout_is_right_on_average(way):
 
 
 def test_without_gradients_first():
-    """Trees made in inference mode serve training too."""
+    """Trees built in inference mode can be used in training."""
     model = convert(tiny("bert", **STILL), tokenizer=word_tokenizer(), **WAYS["special"])
     inputs = {**batch(5), "position_ids": torch.arange(41)[None]}
     with torch.inference_mode():
@@ -133,7 +133,7 @@ def test_low_precision(family):
 
 @pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_compiled(family):
-    """Attention runs between compiled pieces; ids and masks still find each other."""
+    """Attention runs between compiled parts and still gets the ids of its mask."""
     torch._dynamo.reset()
     way = WAYS["special"] if family == "bert" else {"branching": (4, 2), "top_k": 1, "chunk": 8}
     model = convert(tiny(family), [1], tokenizer=word_tokenizer(), **way)

@@ -1,4 +1,4 @@
-"""The trees of converted layers: windows, sentences where the text has them, special tokens apart, functions."""
+"""Trees of converted layers: windows, sentences, special tokens, and functions."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ LETTERS = ["The naïve café has closed.", "Why?", "Zoë said so — “très bi
 
 
 def starts_of(parts):
-    """Where the first token of every part is."""
+    """Return which tokens are the first of a part."""
     sizes = [len(part) for part in parts]
     starts = np.zeros(sum(sizes), bool)
     starts[np.cumsum(sizes) - sizes] = True
@@ -45,7 +45,7 @@ def test_sentences_of_whole_words():
 
 
 def test_sentences_of_byte_pairs():
-    """Tokens that begin with a space or are one, which belongs to the sentence before, and letters of several tokens."""
+    """Tokens may start with a space, be a space (part of the sentence before), or be a part of a letter."""
     tokenizer = byte_tokenizer([*LETTERS[:2], " Why Why Why"])
     parts = [tokenizer.encode(sentence) for sentence in LETTERS]
     parts[1] = tokenizer.encode(" " + LETTERS[1])
@@ -68,7 +68,7 @@ def test_sentences_of_byte_pairs():
     st.booleans(),
 )
 def test_trees_of_sentences(documents, branching, repeat_last):
-    """Leaf families are pieces of one sentence, a sentence is a node, and nodes above have as many members as they may."""
+    """Leaf families are pieces of a sentence, each sentence is a node, and nodes above it are full."""
     starts = np.concatenate([starts_of([range(size) for size in sizes]) for sizes in documents])
     lengths = [sum(sizes) for sizes in documents]
     tree = sentence_tree(starts, lengths, branching, repeat_last)
@@ -100,7 +100,7 @@ def sequences(tokenizer=None):
 
 
 def test_windows_and_special_tokens():
-    """Special tokens hang under the root; windows start anew after them."""
+    """Special tokens are children of the root, and windows restart after them."""
     known, ids, mask = sequences(word_tokenizer())
     special = ((ids == CLS) | (ids == SEP))[mask].numpy()
     assert special.sum() == 6
@@ -121,7 +121,7 @@ def test_windows_and_special_tokens():
 
 
 def test_batches_of_the_same_lengths_share_their_tree():
-    """Plans hang on a tree; other special tokens make another one."""
+    """Kernel plans are stored in the tree. Other special tokens need another tree."""
     settings = LayerSettings(kind="multiscale", branching=(4, 2), sinks="special")
     (one, _, _), (other, ids, _) = sequences(word_tokenizer()), sequences(word_tokenizer())
     assert tree_of(settings, one) is tree_of(settings, other)
@@ -130,7 +130,7 @@ def test_batches_of_the_same_lengths_share_their_tree():
     assert tree_of(settings, third) != tree_of(settings, one)
 
 
-def test_trees_of_ones_own():
+def test_trees_from_a_function():
     seen = []
 
     def trees(ids):
@@ -149,21 +149,21 @@ def test_trees_of_ones_own():
     for wrong, message in (
         (
             lambda ids: Hierarchy.regular([len(i) - 1 for i in ids], (4, 2)),
-            r"trees of 40, 28, 36 leaves, expected 41, 29, 37",
+            r"expected trees of 41, 29, 37 leaves, .*, got trees of 40, 28, 36 leaves",
         ),
         (
             lambda ids: Hierarchy.regular([41, 41, 41], (4, 2)),
-            "a tree per sequence with a leaf per token, padding left out",
+            "leaves, one per sequence, without leaves for padding",
         ),
-        (lambda ids: [4, 2], r"tree\(ids\): given list, expected an hsa.Hierarchy"),
+        (lambda ids: [4, 2], r"tree\(ids\): expected an hsa.Hierarchy, got a value of type list"),
     ):
         convert(model, kind="multiscale", tree=wrong)
         with pytest.raises(InvalidInput, match=message):
             run(model, input_ids=ids, attention_mask=mask)
 
 
-def test_sentences_shape_what_a_model_sees():
-    """A full stop elsewhere changes the tree, and so the output, where the exact model sees the same tokens."""
+def test_sentences_change_the_output():
+    """A full stop at another position changes the tree and so the output."""
     tokenizer = word_tokenizer()
     text = "The cat sat on the mat . A dog ran here , it was the dog ! The mat was here . it was the cat ."
     ids = torch.tensor([tokenizer.encode(text)])
@@ -184,5 +184,5 @@ def test_sentences_shape_what_a_model_sees():
 
 def test_sentences_without_a_tokenizer():
     known, _, _ = sequences()
-    with pytest.raises(InvalidInput, match=r"tokenizer: given None.*convert\(…, tokenizer=…\)"):
+    with pytest.raises(InvalidInput, match=r"tokenizer: not given; expected .*convert\(model, tokenizer=…\)"):
         tree_of(LayerSettings(kind="multiscale", tree="sentences"), known)

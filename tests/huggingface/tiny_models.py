@@ -1,4 +1,4 @@
-"""Small random models of the families that `convert` takes, batches for them, and tokenizers of their own."""
+"""Small random models of the supported families, with batches and tokenizers for them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VOCABULARY = 59
 PAD, CLS, SEP = 0, 1, 2
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": CLS, "eos_token_id": SEP}
-COMMON = {"initializer_range": 0.4, **IDS}  # wide enough for weights that differ from their mean
+COMMON = {"initializer_range": 0.4, **IDS}  # large enough for attention weights that are far from uniform
 ENCODER = {**SHAPE, **COMMON, "max_position_embeddings": 97}
 DECODER = {**ENCODER, "num_key_value_heads": 2, "head_dim": 8}
 LENGTHS = [41, 29, 37]
@@ -37,7 +37,7 @@ def _electra(**changes):
 
 
 def _modernbert(**changes):
-    """Layers 0 and 3 see everything, the others four tokens on each side."""
+    """Build a ModernBERT in which layers 0 and 3 see all tokens, and the others four tokens on each side."""
     wider = {"num_hidden_layers": 4, "local_attention": 8, "cls_token_id": CLS, "sep_token_id": SEP}
     wide = {"initializer_cutoff_factor": 9.0}
     return transformers.ModernBertModel(transformers.ModernBertConfig(**{**ENCODER, **wider, **wide, **changes}))
@@ -86,13 +86,13 @@ DECODERS = ("llama", "qwen3", "gpt2")
 
 
 def tiny(family, seed=1, dtype=torch.float64, **changes):
-    """A model in float64, not training."""
+    """Build a random model in float64, in evaluation mode."""
     torch.manual_seed(seed)
     return FAMILIES[family](**changes).to(dtype).eval()
 
 
 def random_ids(lengths=LENGTHS, seed=2, side="right"):
-    """Padded ids and their mask."""
+    """Return padded ids and their mask."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     ids = torch.full((len(lengths), width), PAD)
@@ -105,7 +105,7 @@ def random_ids(lengths=LENGTHS, seed=2, side="right"):
 
 
 def inputs_of(family, seed=2):
-    """Arguments for a forward pass, and which outputs count."""
+    """Return arguments for a forward pass, and a mask of the outputs to compare."""
     if family == "vit":
         pictures = torch.randn(2, 3, 28, 28, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         return {"pixel_values": pictures}, torch.ones(2, 50, dtype=torch.bool)
@@ -115,12 +115,12 @@ def inputs_of(family, seed=2):
 
 @torch.no_grad()
 def run(model, **inputs):
-    """`[batch, tokens, …]` what the model gives first."""
+    """Return the first output of the model, `[batch, tokens, …]`."""
     return model(**inputs)[0]
 
 
 def stepwise(model, ids, mask, steps):
-    """Greedy writing with a whole pass for every token, and the logits of each."""
+    """Generate greedily with a whole pass for each token. Return the ids and the logits of each step."""
     logits = []
     for _ in range(steps):
         position_ids = (mask.cumsum(1) - 1).clamp(min=0)
@@ -131,7 +131,7 @@ def stepwise(model, ids, mask, steps):
 
 
 def attend_layer(settings, q, k, v, sequences, number=0, **options):
-    """The output of one converted layer, by its trees however short its sequences are."""
+    """Return the output of one converted layer, which uses trees even for short sequences."""
     return attend_tree(LayerPlan(number, settings), Call(None, q, k, v, **options), sequences)
 
 
@@ -139,7 +139,7 @@ WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "ran", ".", ",", "The", "
 
 
 def word_tokenizer():
-    """Whole words between [CLS] and [SEP]."""
+    """Build a tokenizer of whole words between [CLS] and [SEP]."""
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     names = [*special.values(), *WORDS]
     tokenizer = tokenizers.Tokenizer(
@@ -153,7 +153,7 @@ def word_tokenizer():
 
 
 def byte_tokenizer(lines):
-    """Byte-level pairs, as GPT-2 has them: a token may hold a space, or a part of a letter."""
+    """Build a byte-level BPE tokenizer, like that of GPT-2. A token may contain a space, or a part of a letter."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

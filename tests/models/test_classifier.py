@@ -55,9 +55,14 @@ def test_classes_per_leaf(name):
 
 @pytest.mark.parametrize("name", ["bottom-up", "hierarchical pooled"])
 def test_pooled_leaves_have_no_classes(name):
-    with pytest.raises(InvalidInput, match="task: given a class per leaf from an encoder that pools"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"task: expected an encoder that keeps leaves, got 'tokens' for",
+    ):
         config("tokens", name)
-    with pytest.raises(InvalidInput, match="task: given 'translation', expected one of classification"):
+    with pytest.raises(
+        InvalidInput, match=r"task: expected one of classification, regression, tokens, got 'translation'"
+    ):
         config("translation")
 
 
@@ -82,10 +87,10 @@ def test_numbers_are_scaled_back():
 )
 @pytest.mark.parametrize("modalities", [MODALITIES, {"text": Modality(tokens=101)}])
 def test_variants_have_as_many_parameters(kind, sizes, modalities):
-    given = ModelConfig(EncoderConfig(**sizes), modalities, OUTPUTS, kinds=KINDS, keys=KEYS)
-    variant = equal_parameters(given, replace(given.encoder, kind=kind))
+    reference = ModelConfig(EncoderConfig(**sizes), modalities, OUTPUTS, kinds=KINDS, keys=KEYS)
+    variant = equal_parameters(reference, replace(reference.encoder, kind=kind))
     assert variant.encoder.kind == kind
-    ours, theirs = (count_parameters(Classifier(c)) for c in (variant, given))
+    ours, theirs = (count_parameters(Classifier(c)) for c in (variant, reference))
     assert ours == pytest.approx(theirs, rel=0.01)
 
 
@@ -98,14 +103,14 @@ def test_frozen_parameters_do_not_count():
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_configuration_goes_through_json(name):
-    given = config(name=name, pooling="attention", head=19, center=math.pi, scale=1e-30)
-    back = ModelConfig.from_dict(json.loads(json.dumps(given.to_dict())))
-    assert back == given
+def test_a_configuration_survives_json(name):
+    original = config(name=name, pooling="attention", head=19, center=math.pi, scale=1e-30)
+    back = ModelConfig.from_dict(json.loads(json.dumps(original.to_dict())))
+    assert back == original
     assert isinstance(back.encoder.windows, tuple)
 
 
-def test_what_a_configuration_leaves_out_has_its_default():
+def test_missing_fields_of_a_configuration_have_defaults():
     least = ModelConfig(EncoderConfig(), {"text": Modality(tokens=3)}, 2)
     assert (
         ModelConfig.from_dict(
@@ -120,5 +125,5 @@ def test_an_unknown_field(where):
     data = config().to_dict()
     part = {"ModelConfig": data, "EncoderConfig": data["encoder"], "Modality": data["modalities"]["text"]}[where]
     part["novelty"] = 1
-    with pytest.raises(InvalidInput, match=f"{where}: given the unknown field 'novelty'.*newer version"):
+    with pytest.raises(InvalidInput, match=f"{where}: expected .*, got the unknown field 'novelty'.*newer version"):
         ModelConfig.from_dict(data)

@@ -1,4 +1,4 @@
-"""What holds for the classifier of every encoder, ours and the published ones."""
+"""Properties of the classifiers of all encoders, ours and the published ones."""
 
 import gc
 import json
@@ -40,13 +40,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def model(encoder, **more):
     torch.manual_seed(0)
     result = Classifier(ModelConfig(encoder, {"text": Modality(tokens=TOKENS)}, OUTPUTS, **more)).double()
-    for parameter in result.parameters():  # what starts at zero would hide what it does
+    for parameter in result.parameters():  # parameters that start at zero would hide their effect
         torch.nn.init.normal_(parameter, std=0.3)
     return result.eval()
 
 
 def document(*lengths, seed=0):
-    """Sentences of so many tokens."""
+    """Return a document with a sentence of each length."""
     draw = torch.Generator().manual_seed(seed)
     sentences = [Signal.of(torch.randint(TOKENS, (n,), generator=draw), "text") for n in lengths]
     return Signal(Sequence(len(sentences)), sentences)
@@ -64,7 +64,7 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:1]], ids=["all kinds", "one"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_a_batch_is_gone_when_it_is_let_go(name, documents):
+def test_batches_are_freed_when_they_are_deleted(name, documents):
     """Plans are kept with the forest: one that held on to it would keep both until the next search for circles."""
     result = model(ENCODERS[name])
     gc.collect()
@@ -81,7 +81,7 @@ def test_a_batch_is_gone_when_it_is_let_go(name, documents):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_what_is_said_of_a_document_does_not_depend_on_the_others(name):
+def test_the_output_for_a_document_does_not_depend_on_its_batch(name):
     with torch.no_grad():
         result = model(ENCODERS[name])
         together = result(collate(DOCUMENTS))
@@ -104,7 +104,7 @@ def test_every_parameter_is_trained(name):
 
 
 def trained_once(result, batch):
-    """The answers, and the gradients of all parameters that have one, in float64 and on the CPU."""
+    """Return the outputs and the gradients of all parameters that have one, in float64 and on the CPU."""
     out = result(batch)
     out.float().square().sum().backward()
     gradients = {name: p.grad.cpu().double() for name, p in result.named_parameters() if p.grad is not None}
@@ -112,18 +112,18 @@ def trained_once(result, batch):
 
 
 def assert_near(result, wanted, share):
-    """But for so much of the largest value."""
-    for given, meant in zip(result, wanted, strict=True):
-        given, meant = ([x] if isinstance(x, torch.Tensor) else list(x.values()) for x in (given, meant))
-        largest = max(float(x.abs().max()) for x in meant)
-        assert len(given) == len(meant)
-        assert max(float((a - b).abs().max()) for a, b in zip(given, meant, strict=True)) < share * largest
+    """Check that differences are less than a share of the largest value."""
+    for actual, expected in zip(result, wanted, strict=True):
+        actual, expected = ([x] if isinstance(x, torch.Tensor) else list(x.values()) for x in (actual, expected))
+        largest = max(float(x.abs().max()) for x in expected)
+        assert len(actual) == len(expected)
+        assert max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)) < share * largest
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_single_precision_on_a_device(name, device, monkeypatch):
-    """Is double precision on the CPU, but for rounding; gradients too."""
+    """Outputs and gradients equal those in double precision on the CPU, up to rounding."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # GRUs round inputs to ten bits otherwise
     result, batch = model(replace(ENCODERS[name], dropout=0.0)).train(), collate(DOCUMENTS)
     wanted = trained_once(result, batch)
@@ -161,7 +161,7 @@ def test_configurations_survive_json(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_as_many_parameters(name):
+def test_matched_encoders_have_as_many_parameters(name):
     reference = ModelConfig(EncoderConfig(width=128, layers=2), {"text": Modality(tokens=8192)}, OUTPUTS)
     own = {
         "width": 128,
@@ -180,8 +180,8 @@ def test_the_closest_size():
 
 
 @pytest.mark.parametrize("name", ["han", "hat"])
-def test_no_class_per_leaf_without_leaves(name):
-    with pytest.raises(InvalidInput, match="leaves that are still there"):
+def test_encoders_that_pool_leaves_have_no_class_per_leaf(name):
+    with pytest.raises(InvalidInput, match="expected an encoder that keeps leaves"):
         model(ENCODERS[name], task="tokens")
 
 
@@ -192,7 +192,9 @@ def test_a_class_per_leaf(name):
 
 
 def test_an_encoder_of_a_newer_version():
-    with pytest.raises(InvalidInput, match="architecture: given 'mamba', expected one of tree, han, hat"):
+    with pytest.raises(
+        InvalidInput, match=r"architecture: expected one of tree, han, hat, transformer-xl, got 'mamba'"
+    ):
         config_from_dict({"architecture": "mamba"})
     with pytest.raises(InvalidInput, match="unknown field 'depth'"):
         config_from_dict({"architecture": "han", "depth": 3})

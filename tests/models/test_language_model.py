@@ -139,7 +139,7 @@ def test_loss_is_that_of_the_logits():
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in made.parameters())
 
 
-def test_trees_made_ahead_are_those_made_in_passing():
+def test_trees_computed_before_the_pass_give_the_same_result():
     made, (tokens,) = model("multiscale, closing"), texts(23)
     trees = made.trees(tokens.numpy().astype(np.uint16), [14, 9])
     assert torch.equal(made(tokens, [14, 9], trees=trees), made(tokens, [14, 9]))
@@ -147,7 +147,7 @@ def test_trees_made_ahead_are_those_made_in_passing():
     assert plain.trees(tokens, [14, 9]) is plain.trees(tokens.flip(0), [14, 9])
 
 
-def test_trees_made_in_inference_mode_serve_training():
+def test_trees_computed_in_inference_mode_can_be_used_in_training():
     (tokens,) = texts(23)
     used, fresh = model("mixed"), model("mixed")
     with torch.inference_mode():
@@ -160,7 +160,7 @@ def test_trees_made_in_inference_mode_serve_training():
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-def test_what_closes_families_changes_what_is_seen():
+def test_tokens_that_close_families_change_the_attention():
     closing, (tokens,) = model("multiscale, closing"), texts(60)
     fixed = LanguageModel(replace(closing.config, closes={})).double().eval()
     fixed.load_state_dict(closing.state_dict())
@@ -193,7 +193,7 @@ def test_memory_of_all_layers():
     assert memory.bytes == sum(part.memory().bytes for part in cache.parts.values())
 
 
-def test_config_goes_through_json():
+def test_a_configuration_survives_json():
     wanted = config(attention=MIXED, closes=CLOSES, max_length=99)
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(wanted.to_dict()))) == wanted
     with pytest.raises(InvalidInput, match="unknown field 'color'"):
@@ -203,43 +203,43 @@ def test_config_goes_through_json():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 5}, "heads: given 5 heads"),
-        ({"kv_heads": 3, "heads": 4}, "heads: given 4 heads, 3 of keys"),
-        ({"heads": 4}, "heads: given 3 channels"),
-        ({"attention": "linear"}, "attention: given 'linear'"),
-        ({"attention": ("flat", "flat")}, "attention: given 2 names"),
-        ({"positions": "absolute"}, "positions: given absolute"),
+        ({"heads": 5}, "heads: expected .*, got 5 heads"),
+        ({"kv_heads": 3, "heads": 4}, "heads: expected .*, got 4 heads, 3 of keys"),
+        ({"heads": 4}, "heads: expected .*, got 3 channels"),
+        ({"attention": "linear"}, "attention: expected .*, got 'linear'"),
+        ({"attention": ("flat", "flat")}, "attention: expected .*, got 2 names"),
+        ({"positions": "absolute"}, "positions: expected .*, got absolute"),
         ({"branching": ()}, "branching"),
         ({"dropout": 1.0}, "dropout"),
-        ({"near": -1}, "near: given -1"),
-        ({"layers": 0}, "layers: given 0"),
-        ({"max_length": 0}, "max_length: given 0"),
+        ({"near": -1}, "near: expected .*, got -1"),
+        ({"layers": 0}, "layers: expected .*, got 0"),
+        ({"max_length": 0}, "max_length: expected .*, got 0"),
         ({"closes": {TOKENS: 1}}, rf"closes\[{TOKENS}\]"),
     ],
 )
-def test_configs_that_make_no_model(changes, message):
+def test_invalid_configurations(changes, message):
     with pytest.raises(InvalidInput, match=message):
         LanguageModelConfig(TOKENS, **{**SIZES, "kv_heads": None, **changes})
 
 
 @torch.no_grad()
-def test_input_that_does_not_fit():
+def test_invalid_inputs():
     made = model(max_length=9)
     (tokens,) = texts(12)
     for lengths in ([5], [12, 0], []):
-        with pytest.raises(InvalidInput, match="tokens: given shape"):
+        with pytest.raises(InvalidInput, match=r"tokens: expected .*, got shape"):
             made(tokens, lengths)
-    with pytest.raises(InvalidInput, match="12 tokens, expected at most 9"):
+    with pytest.raises(InvalidInput, match="expected at most 9, the max_length of the model, got a text of 12 tokens"):
         made(tokens, [12])
     cache = made.new_cache(1)
     made.read(tokens[:9], [9], cache)
     with pytest.raises(InvalidInput, match="token 10 of a text"):
         made.step(tokens[:1], cache)
-    with pytest.raises(InvalidInput, match="a cache for 1 texts, expected one for 2"):
+    with pytest.raises(InvalidInput, match="cache: expected a cache for 2, got a cache for 1 texts"):
         made.step(tokens[:2], cache)
-    with pytest.raises(InvalidInput, match="given a cache of another model"):
+    with pytest.raises(InvalidInput, match=r"expected a cache of this model: .*, got a cache of another model"):
         model("flat").step(tokens[:1], cache)
-    with pytest.raises(InvalidInput, match="given a cache with tokens, expected an empty cache"):
+    with pytest.raises(InvalidInput, match=r"expected an empty cache, got a cache with tokens"):
         made.read(tokens[:3], [3], cache)
     with pytest.raises(InvalidInput, match="another model's cache"):
         cache.load_state_dict(model("flat").new_cache(1).state_dict())

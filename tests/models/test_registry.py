@@ -128,7 +128,7 @@ def test_created_by_name(plugin):
     assert required_tokenizer(["flat", "bag"], {}, print) is None
 
 
-def test_matched_in_size(plugin):
+def test_models_are_matched_in_size(plugin):
     flat = ModelConfig(EncoderConfig(kind="flat", width=16), TEXT, outputs=3)
     matched = equal_parameters(flat, bag(width=16))
     sizes = [count_parameters(Classifier(config)) for config in (flat, matched)]
@@ -161,14 +161,17 @@ def test_trained_compared_and_explained_by_the_command(plugin, tmp_path, monkeyp
     hsa("predict", "run/bag", "films.jsonl")
 
 
-def test_what_does_not_apply(plugin):
+def test_options_that_do_not_apply(plugin):
     model = Classifier(ModelConfig(EncoderConfig(width=8, kind="none"), TEXT, outputs=2))
     assert explanation_of(model) is None  # no attention, no matrix
     assert start_warm(model.encoder) == []
-    with pytest.raises(InvalidInput, match=r"^models: given 'wide-bag\+talking', expected wide-bag: how its heads"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^models: expected wide-bag, which combines .*, got 'wide-bag\+talking'",
+    ):
         find_model("wide-bag+talking")
     with pytest.raises(
-        InvalidInput, match=r"^models: given 'flat\+tlking', expected flat\+ and one of concatenation, "
+        InvalidInput, match=r"^models: expected flat\+ and one of concatenation, talking, .*, got 'flat\+tlking'"
     ):
         find_model("flat+tlking")
 
@@ -184,7 +187,7 @@ def test_what_does_not_apply(plugin):
     ],
 )
 def test_unknown_names(registry, name, nearest):
-    with pytest.raises(InvalidInput, match=f"given '{name}', expected one of .*; did you mean '{nearest}'"):
+    with pytest.raises(InvalidInput, match=f"expected one of .*, got '{name}'. Did you mean '{nearest}'"):
         registry.get(name)
 
 
@@ -210,29 +213,33 @@ def test_names_need_no_torch():
 
 @pytest.mark.parametrize("load", [load_model, load_language_model, load_seq2seq])
 @pytest.mark.parametrize(
-    ("format_", "said"),
+    ("format_", "message"),
     [
-        (None, "given a model that hsa 0.1 saved, expected format 2, .*; train it again, or load it with hsa 0.1$"),
-        (FORMAT + 1, "given format 3, expected format 2, .*; load it with the version of hsa that saved it$"),
+        (
+            None,
+            "expected format 2, which .*, got a model that hsa 0.1 saved. Train it again, or load it with hsa 0.1$",
+        ),
+        (
+            FORMAT + 1,
+            "expected format 2, which .*, got format 3. Load it with the version of hsa that saved it$",
+        ),
     ],
 )
-def test_models_of_other_versions_are_refused(load, format_, said, tmp_path):
+def test_models_of_other_versions_are_refused(load, format_, message, tmp_path):
     save_model(tmp_path, Classifier(ModelConfig(EncoderConfig(width=8), TEXT, outputs=2)))
     about = json.loads((tmp_path / CONFIG).read_text())
     about = {name: value for name, value in about.items() if name != "format"}
     (tmp_path / CONFIG).write_text(json.dumps(about if format_ is None else {**about, "format": format_}))
-    with pytest.raises(InvalidInput, match=said):
+    with pytest.raises(InvalidInput, match=message):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("format_", "given"), [(1, "a checkpoint of hsa 0.1"), (checkpoint.FORMAT + 1, "a checkpoint of format 3")]
-)
-def test_checkpoints_of_other_versions_are_refused(format_, given, tmp_path):
+@pytest.mark.parametrize(("format_", "got"), [(1, "a checkpoint of hsa 0.1"), (checkpoint.FORMAT + 1, "format 3")])
+def test_checkpoints_of_other_versions_are_refused(format_, got, tmp_path):
     model = nn.Linear(2, 2)
     content = checkpoint.gather(model, torch.optim.SGD(model.parameters()), {})
     checkpoint.save(tmp_path / "checkpoint.pt", {**content, "format": format_})
-    with pytest.raises(InvalidInput, match=f"given {given}, expected a checkpoint of hsa, format 2; remove it"):
+    with pytest.raises(InvalidInput, match=f"expected a checkpoint of hsa, format 2, got {got}. Delete it"):
         checkpoint.load(tmp_path / "checkpoint.pt")
 
 

@@ -43,7 +43,7 @@ def test_a_loaded_model_is_the_saved_one(name, tmp_path):
     assert set(files(tmp_path / "new" / "folder")) == {CONFIG, WEIGHTS}
 
 
-def test_a_model_from_before_there_was_entmax(tmp_path):
+def test_a_model_saved_before_entmax_existed(tmp_path):
     saved = model()
     save_model(tmp_path, saved)
     about = json.loads((tmp_path / CONFIG).read_text())
@@ -59,7 +59,7 @@ def test_a_model_from_before_there_was_entmax(tmp_path):
 def test_a_missing_file(missing, tmp_path):
     save_model(tmp_path, model())
     (tmp_path / missing).unlink()
-    with pytest.raises(InvalidInput, match=f"{missing}: given no such file, expected the"):
+    with pytest.raises(InvalidInput, match=f"{missing}: no such file; expected the"):
         load_model(tmp_path)
 
 
@@ -68,7 +68,7 @@ def test_a_missing_file(missing, tmp_path):
 def test_a_damaged_file(damaged, content, tmp_path):
     save_model(tmp_path, model())
     (tmp_path / damaged).write_bytes(content)
-    with pytest.raises(InvalidInput, match=f"{tmp_path / damaged}: given"):
+    with pytest.raises(InvalidInput, match=f"{tmp_path / damaged}: expected"):
         load_model(tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_weights_cut_short(tmp_path):
     save_model(tmp_path, model())
     whole = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: given a damaged file"):
+    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: expected .*, got a damaged file"):
         load_model(tmp_path)
 
 
@@ -98,21 +98,21 @@ def without(name):
         lambda about: about["modalities"].update(text={}),
     ],
 )
-def test_a_configuration_that_makes_no_model(change, tmp_path):
+def test_a_configuration_from_which_no_model_can_be_built(change, tmp_path):
     save_model(tmp_path, model())
     about = json.loads((tmp_path / CONFIG).read_text())
     change(about)
     (tmp_path / CONFIG).write_text(json.dumps(about))
-    with pytest.raises(InvalidInput, match=f"{tmp_path / CONFIG}: given"):
+    with pytest.raises(InvalidInput, match=f"{tmp_path / CONFIG}: expected"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: model(layers=1), "given weights without 'encoder.layers.1"),
-        (lambda: model(layers=3), "given weights with 'encoder.layers.2"),
-        (lambda: model(feed_forward=7), r"given '.*feed_forward.*' of shape \(7, 13\), expected shape \(26, 13\)"),
+        (lambda: model(layers=1), "expected those of this model, got weights without 'encoder.layers.1"),
+        (lambda: model(layers=3), "expected those of this model, got weights with 'encoder.layers.2"),
+        (lambda: model(feed_forward=7), r"expected shape \(26, 13\), got '.*feed_forward.*' of shape \(7, 13\)"),
     ],
 )
 def test_the_weights_of_another_model(other, message, tmp_path):
@@ -135,13 +135,13 @@ def test_a_full_disk_leaves_the_saved_model_whole(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", half)
-    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: given a file that cannot be written .*No space left.*unharmed"):
+    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: cannot be written .*No space left.*unchanged"):
         save_model(tmp_path, Classifier(old.config))
     assert files(tmp_path) == before
     assert torch.equal(load_model(tmp_path)[0](batch()), old(batch()))
 
 
-def test_a_model_moves_as_it_is_loaded(tmp_path):
+def test_a_model_is_loaded_to_a_device(tmp_path):
     config = ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=3)}, 2)
     save_model(tmp_path, Classifier(config))
     assert {p.device.type for p in load_model(tmp_path, "meta")[0].parameters()} == {"meta"}

@@ -53,7 +53,7 @@ def answers(lengths: list[int], seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_nothing_later_in_the_answer_is_used(kinds) -> None:
+def test_later_tokens_of_the_answer_are_not_used(kinds) -> None:
     """The Jacobian of the logits with respect to later tokens is exactly zero, and not with respect to earlier ones."""
     model, lengths = make(*kinds), [8, 5, 6]
     tokens = answers(lengths)
@@ -72,7 +72,7 @@ def test_nothing_later_in_the_answer_is_used(kinds) -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_one_token_at_a_time_gives_the_same(kinds) -> None:
+def test_generation_token_by_token_equals_the_full_pass(kinds) -> None:
     model, steps = make(*kinds).float(), 17
     batch = collate(prompts())
     tokens = torch.stack([answers([steps], seed) for seed in range(3)])
@@ -86,7 +86,7 @@ def test_one_token_at_a_time_gives_the_same(kinds) -> None:
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_a_prompt_does_not_see_its_batch(kinds) -> None:
+def test_an_answer_does_not_depend_on_the_batch(kinds) -> None:
     model, lengths = make(*kinds), [4, 3, 6]
     tokens = answers(lengths).split(lengths)
     together = model(collate(prompts()), torch.cat(tokens), lengths).split(lengths)
@@ -155,7 +155,7 @@ def test_generate_samples() -> None:
     assert write() == write() != model.generate(batch, max_new_tokens=9)
 
 
-def test_damaged_weights_do_not_write() -> None:
+def test_damaged_weights_raise() -> None:
     model = make()
     with torch.no_grad():
         model.encoder.embedding.tables["text"].weight[3] = torch.nan  # a token of the first prompt

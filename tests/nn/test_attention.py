@@ -12,7 +12,7 @@ from tests.forests import forests, gradients, random_inputs, random_positions
 HEADS, DIM = 3, 5
 few = st.lists(st.integers(1, 11), min_size=1, max_size=8)
 many = st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70)), min_size=9, max_size=11)
-"""More than eight trees share calls with trees of like length, up to the next multiple of 64."""
+"""Lengths of more than eight trees, which share calls by their lengths rounded up to multiples of 64."""
 
 
 def inputs(hierarchy, seed=0, value_dim=DIM, **more):
@@ -24,7 +24,7 @@ def close(a, b, atol=1e-10):
 
 
 def softmax_attention(q, k, v, hierarchy, positions):
-    """Tree after tree."""
+    """Compute softmax attention tree by tree."""
     leaf, parts = hierarchy.tensor("leaf_nodes"), []
     for begin, end in zip(hierarchy.tensor("leaf_offsets")[:-1], hierarchy.tensor("leaf_offsets")[1:], strict=True):
         logits = torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end]) / q.shape[-1] ** 0.5
@@ -43,8 +43,8 @@ def test_flat_is_softmax_attention_in_every_tree(lengths, with_positions, value_
     positions = random_positions(tree, 0, HEADS, requires_grad=True) if with_positions else None
     out, wanted = Flat()(q, k, v, tree, positions), softmax_attention(q, k, v, tree, positions)
     close(out, wanted)
-    given_all = [q, k, v, positions]
-    for ours, theirs in zip(gradients(out, given_all), gradients(wanted, given_all), strict=True):
+    tensors = [q, k, v, positions]
+    for ours, theirs in zip(gradients(out, tensors), gradients(wanted, tensors), strict=True):
         close(ours, theirs)
 
 
@@ -79,7 +79,7 @@ def test_flat_gradients(lengths):
     tree = Hierarchy.flat(lengths)
     q, k, v = (torch.randn(tree.num_leaves, 2, 1, dtype=torch.float64, requires_grad=True) for _ in range(3))
     positions = random_positions(tree, 0, 2, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *given: Flat()(*given[:3], tree, given[3]), (q, k, v, positions))
+    assert torch.autograd.gradcheck(lambda q, k, v, positions: Flat()(q, k, v, tree, positions), (q, k, v, positions))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -97,16 +97,16 @@ def test_flat_keeps_half_precision_and_hides_the_padding(dtype):
 @pytest.mark.parametrize("value_dim", [DIM, 13])
 def test_flat_on_a_gpu(dtype, lengths, value_dim):
     tree = Hierarchy.flat(lengths)
-    given = [*inputs(tree, value_dim=value_dim), random_positions(tree, 0, HEADS)]
-    given = [x.to(dtype).double().requires_grad_() for x in given]
-    wanted = softmax_attention(*given[:3], tree, given[3])
-    there = [x.detach().to("cuda", dtype).requires_grad_() for x in given]
-    out = Flat()(*there[:3], tree.to("cuda"), there[3])
+    tensors = [*inputs(tree, value_dim=value_dim), random_positions(tree, 0, HEADS)]
+    tensors = [x.to(dtype).double().requires_grad_() for x in tensors]
+    wanted = softmax_attention(*tensors[:3], tree, tensors[3])
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in tensors]
+    out = Flat()(*on_gpu[:3], tree.to("cuda"), on_gpu[3])
     assert out.dtype == dtype
     tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}[dtype]
     weight = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
-    ours = [out, *torch.autograd.grad(out, there, weight.to("cuda"))]
-    theirs = [wanted, *torch.autograd.grad(wanted, given, weight.double())]
+    ours = [out, *torch.autograd.grad(out, on_gpu, weight.to("cuda"))]
+    theirs = [wanted, *torch.autograd.grad(wanted, tensors, weight.double())]
     for one, other in zip(ours, theirs, strict=True):
         close(one.double().cpu(), other, atol=tolerance * float(other.detach().abs().max() + 1))
 
@@ -129,11 +129,9 @@ def test_multiscale_calls_the_operator(near, top_k, tree):
     positions = random_positions(tree, 0, HEADS)
     attention = Multiscale(HEADS, near=near, top_k=top_k).double()
     torch.nn.init.normal_(attention.pooled_bias)
-    selection = hsa.select(q, k, tree, near=near, top_k=top_k, positions=positions)
-    wanted = hsa.multiscale_attention(
-        q, k, v, tree, selection=selection, positions=positions, pooled_bias=attention.pooled_bias
-    )
-    for _ in range(2):  # the second call may find the choice of the first
+    options = {"near": near, "top_k": top_k, "positions": positions, "pooled_bias": attention.pooled_bias}
+    wanted = hsa.multiscale_attention(q, k, v, tree, **options)
+    for _ in range(2):  # the second call may use the cached selection of the first
         close(attention(q, k, v, tree, positions), wanted)
 
 
@@ -142,37 +140,35 @@ def test_multiscale_layers_of_other_widths_share_a_tree():
     for near in (0, 1):
         for heads in (2, 3):
             q, k, v = random_inputs(tree, heads, heads=heads, kv_heads=heads, value_dim=3)
-            selection = hsa.select(q, k, tree, near=near)
-            wanted = hsa.multiscale_attention(q, k, v, tree, selection=selection)
+            wanted = hsa.multiscale_attention(q, k, v, tree, near=near)
             close(Multiscale(heads, near=near)(q, k, v, tree, None), wanted)
 
 
 @settings(max_examples=8)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(0, 3))
-def test_found_calls_the_operators(lengths, top_k):
-    group, window = 3, 7
+def test_clustered_calls_the_operators(lengths, top_k):
+    group, tile = 3, 7
     flat, tree = Hierarchy.flat(lengths), Hierarchy.regular(lengths, (group, 2), repeat_last=True)
     q, k, v = inputs(tree)
-    attention = Clustered(HEADS, group=group, top_k=top_k, tile=window).double()
+    attention = Clustered(HEADS, group=group, top_k=top_k, tile=tile).double()
     torch.nn.init.normal_(attention.pooled_bias)
-    order = hsa.cluster_keys(k, tree)
-    queries = Queries.windows(tree, window)
-    selection = hsa.select(q, k, tree, queries=queries, top_k=top_k, clusters=order)
+    clusters = hsa.cluster_keys(k, tree)
+    selection = hsa.select(q, k, tree, queries=Queries.windows(tree, tile), top_k=top_k, clusters=clusters)
     wanted = hsa.multiscale_attention(
-        q, k, v, tree, selection=selection, clusters=order, pooled_bias=attention.pooled_bias
+        q, k, v, tree, selection=selection, clusters=clusters, pooled_bias=attention.pooled_bias
     )
     close(attention(q, k, v, flat, None), wanted)
 
 
-def test_found_with_all_families_open_is_softmax_attention():
+def test_clustered_with_all_groups_selected_is_softmax_attention():
     tree = Hierarchy.flat([23, 5])
     q, k, v = inputs(tree)
     close(Clustered(HEADS, group=3, top_k=8, tile=7)(q, k, v, tree, None), softmax_attention(q, k, v, tree, None))
 
 
 @pytest.mark.parametrize("lengths", [[5, 8], [6, 5, 7], [9, 16, 3, 12]])
-def test_trees_found_do_not_depend_on_the_other_trees(lengths):
-    """Their directions are found in the same way however large the others are."""
+def test_clusters_do_not_depend_on_the_other_trees(lengths):
+    """The principal directions of a tree are the same whatever the sizes of the others."""
     whole = Hierarchy.regular(lengths, (2, 2), repeat_last=True)
     k = torch.randn(whole.num_leaves, 499, DIM, dtype=torch.float64)
     together, begin = hsa.cluster_keys(k, whole).order, 0
@@ -182,7 +178,7 @@ def test_trees_found_do_not_depend_on_the_other_trees(lengths):
         begin += length
 
 
-def test_alone_keeps_the_values():
+def test_no_attention_returns_the_values():
     tree = Hierarchy.from_nested([[3, 2], [4]])
     _, _, v = inputs(tree)
     assert NoAttention()(v, tree, None) is v
@@ -191,14 +187,14 @@ def test_alone_keeps_the_values():
 ATTENTIONS = {
     "hierarchical": Hierarchical(),
     "multiscale": Multiscale(HEADS, near=1),
-    "refined": Multiscale(HEADS, top_k=2),
+    "multiscale top_k": Multiscale(HEADS, top_k=2),
     "clustered": Clustered(HEADS, group=3, top_k=2, tile=5),
     "flat": Flat(),
 }
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_prepare_changes_nothing(name):
+def test_prepare_does_not_change_results(name):
     make = lambda: Hierarchy.regular([23, 7, 1], (3, 2))  # noqa: E731
     q, k, v = inputs(make())
     prepared = make()
@@ -207,7 +203,7 @@ def test_prepare_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_operations_are_those_of_the_public_count(name):
+def test_counted_operations_are_those_of_hsa_flops(name):
     tree, width = Hierarchy.regular([29, 13], (3, 2)), HEADS * DIM
     q, k, v = inputs(tree)
     attention = ATTENTIONS[name]
@@ -219,16 +215,16 @@ def test_operations_are_those_of_the_public_count(name):
         assert counts == [hsa.flops(tree, width, HEADS)]
     elif name == "clustered":
         regular = Hierarchy.regular(tree.lengths, (3, 2), repeat_last=True)
-        order = hsa.cluster_keys(k, regular)
-        selection = hsa.select(q, k, regular, queries=Queries.windows(regular, 5), top_k=2, clusters=order)
-        assert counts == [hsa.flops(selection, width, HEADS, hierarchy=regular, clusters=order)]
-        assert counts[0].clustering == order.operations > 0
+        clusters = hsa.cluster_keys(k, regular)
+        selection = hsa.select(q, k, regular, queries=Queries.windows(regular, 5), top_k=2, clusters=clusters)
+        assert counts == [hsa.flops(selection, width, HEADS, hierarchy=regular, clusters=clusters)]
+        assert counts[0].clustering == clusters.operations > 0
     else:
         selection = hsa.select(q, k, tree, near=attention.near, top_k=attention.top_k)
         assert counts == [hsa.flops(selection, width, HEADS, hierarchy=tree)]
 
 
-def test_an_outer_count_holds_what_the_inner_one_counts():
+def test_an_outer_count_includes_the_inner_one():
     tree = Hierarchy.flat([7])
     q, k, v = inputs(tree)
 

@@ -13,7 +13,7 @@ from tests.model_inputs import MODALITIES, encoder, readable
 
 
 def by_recursion(model, batch):
-    """Every family by itself: all layers, then the mean of its members."""
+    """Encode family by family: apply all layers, then take the mean of the members."""
     tree, node_positions = batch.hierarchy, batch.positions
     x = model.embedding(batch.values, batch.leaves, tree.num_leaves)
     features = None if model.features is None else model.features(node_positions)
@@ -53,27 +53,28 @@ def test_bottom_up_is_the_recursion_over_the_tree(names, changes, data):
 @settings(max_examples=25)
 @given(forests())
 def test_every_family_is_folded_once_after_its_members(hierarchy):
-    """Of leaves that are 1, sums of members are the leaves below; a step's height is that of its parents."""
+    """Sum leaves of value 1: each root gets its number of leaves, and steps are those of the parents' heights."""
     heights = []
 
     def add(members, step):
         heights.append(step.height)
-        assert torch.equal(hierarchy.parent[step.nodes].unique(), torch.from_numpy(tall == step.height).nonzero()[:, 0])
+        parents = torch.from_numpy(height == step.height).nonzero()[:, 0]
+        assert torch.equal(hierarchy.parent[step.nodes].unique(), parents)
         return torch.segment_reduce(members, "sum", lengths=step.sizes)
 
-    tall = hierarchy.structure.height
+    height = hierarchy.structure.height
     x, roots = fold(torch.ones(hierarchy.num_leaves, 2), hierarchy, add)
     assert torch.equal(x[:, 0], torch.tensor(hierarchy.lengths, dtype=torch.float32))
     assert heights == list(range(1, hierarchy.depth + 1))
     assert (roots.num_trees, roots.depth) == (hierarchy.num_trees, 0)
 
 
-def test_nothing_to_fold():
+def test_fold_of_an_empty_forest():
     x, roots = fold(torch.empty(0, 3), Hierarchy.collate([]), lambda members, step: members)
     assert (x.shape, roots.num_trees) == ((0, 3), 0)
 
 
-def test_a_lone_leaf_is_its_embedding():
+def test_a_tree_of_one_leaf_keeps_its_embedding():
     model, batch = encoder("bottom-up"), collate([Leaf(3, "text"), Signal.of([1, 5], "text")])
     embedded = model.embedding(batch.values, batch.leaves, 3)
     torch.testing.assert_close(model(batch)[0][0], embedded[0])

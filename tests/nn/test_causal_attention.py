@@ -21,7 +21,7 @@ def inputs(tokens, seed=0):
 
 
 def exact(q, k, v, lengths):
-    """Softmax attention, text after text, token after token."""
+    """Compute causal softmax attention sequence by sequence and token by token."""
     k, v = (t.repeat_interleave(HEADS // KV, 1) for t in (k, v))
     rows, start = [], 0
     for length in lengths:
@@ -34,7 +34,7 @@ def exact(q, k, v, lengths):
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_flat_is_softmax_over_all_tokens_so_far(lengths):
+def test_flat_is_causal_softmax_attention(lengths):
     q, k, v = inputs(sum(lengths))
     wanted = exact(q, k, v, lengths)
     torch.testing.assert_close(CausalFlat()(q, k, v, Hierarchy.flat(lengths)), wanted, rtol=0, atol=1e-12)
@@ -42,7 +42,7 @@ def test_flat_is_softmax_over_all_tokens_so_far(lengths):
 
 @settings(max_examples=10)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=3))
-def test_all_are_exact_where_nothing_is_pooled(lengths):
+def test_all_kinds_are_exact_if_nothing_is_pooled(lengths):
     q, k, v = inputs(sum(lengths))
     wanted = exact(q, k, v, lengths)
     near = CausalMultiscale(HEADS, near=99)
@@ -51,7 +51,7 @@ def test_all_are_exact_where_nothing_is_pooled(lengths):
     torch.testing.assert_close(chunk(q, k, v, causal_tree(lengths, (4, 2))), wanted, rtol=0, atol=1e-12)
 
 
-def test_the_bias_of_pooled_nodes_is_at_work():
+def test_the_bias_of_pooled_nodes_changes_its_head():
     q, k, v = inputs(40)
     tree = causal_tree([40], (3, 2))
     for attention in (CausalMultiscale(HEADS, near=1), CausalClustered(HEADS, chunk=12, top_k=1)):
@@ -65,7 +65,7 @@ def test_the_bias_of_pooled_nodes_is_at_work():
     assert CausalFlat().bias == 0.0
 
 
-def test_layers_share_what_follows_from_the_tree(monkeypatch):
+def test_layers_share_the_selection_of_a_tree(monkeypatch):
     tree = causal_tree([20], (3, 2))
     first, second = CausalMultiscale(HEADS), CausalMultiscale(HEADS)
     first.prepare(tree)
@@ -73,19 +73,19 @@ def test_layers_share_what_follows_from_the_tree(monkeypatch):
     second(*inputs(20), tree)
 
 
-def test_what_was_found_once_is_not_found_again(monkeypatch):
+def test_clusters_are_computed_once(monkeypatch):
     q, k, v = inputs(40)
     tree, attention = causal_tree([40], (4, 2)), CausalClustered(HEADS, chunk=16, top_k=2)
-    result, wanted = attention.describe_keys(k, tree), attention(q, k, v, tree)
+    description, wanted = attention.describe_keys(k, tree), attention(q, k, v, tree)
     monkeypatch.setattr("hsa.nn.causal_attention.cluster_keys", None)
-    assert torch.equal(attention(q, k, v, tree, **result), wanted)
+    assert torch.equal(attention(q, k, v, tree, **description), wanted)
 
 
 @pytest.mark.parametrize(
     ("attention", "tree"),
     [(CausalFlat(), Hierarchy.flat([7, 4])), (CausalMultiscale(6, near=9), causal_tree([7, 4], (3, 2)))],
 )
-def test_operations_are_counted_per_token_that_is_seen(attention, tree):
+def test_operations_are_counted_per_visible_token(attention, tree):
     with counting_operations() as counts:
         attention(*inputs(11), tree)
     assert [c.attention for c in counts] == [(2 * HEADS * (DIM + VALUE) + HEADS) * (7 * 8 // 2 + 4 * 5 // 2)]

@@ -1,4 +1,4 @@
-"""Cross-attention to a tree: softmax attention where all is open, a row per token, nothing from other sequences."""
+"""Cross-attention to a tree: softmax attention if all families are selected, and no influence of other tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layer(top_k: int | None) -> CrossAttention:
 
 
 def softmax_attention(cross: CrossAttention, x: torch.Tensor, source: Source) -> torch.Tensor:
-    """As written in every textbook, sequence by sequence."""
+    """Compute softmax attention by the textbook formula, sequence by sequence."""
     rows = []
     offsets = source.hierarchy.structure.leaf_offsets
     for tokens, tree in zip(x.split(source.lengths), source.tree, strict=True):
@@ -34,11 +34,11 @@ def softmax_attention(cross: CrossAttention, x: torch.Tensor, source: Source) ->
 
 @settings(max_examples=20)
 @given(forest=forests(), data=st.data())
-def test_everything_open_is_softmax_attention(forest: Hierarchy, data: st.DataObject) -> None:
+def test_softmax_attention_if_all_families_are_selected(forest: Hierarchy, data: st.DataObject) -> None:
     lengths = [data.draw(st.integers(1, 4)) for _ in range(forest.num_trees)]
     source = Source.of(torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64), forest, lengths)
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64)
-    for top_k in (None, forest.num_nodes):  # all by softmax; all by choice
+    for top_k in (None, forest.num_nodes):  # without a selection; with one of all families
         cross = layer(top_k)
         if cross.pooled_bias is not None:
             assert cross.pooled_bias.shape == (HEADS,)
@@ -49,8 +49,8 @@ def _parts(source: Source) -> tuple:
     return source.vectors, source.hierarchy, source.tree, source.lengths
 
 
-def test_a_token_chooses_for_itself() -> None:
-    """What it reads leaf by leaf follows from its own query: other tokens, before or after, change nothing."""
+def test_each_token_has_its_own_selection() -> None:
+    """The result of a token does not depend on the other tokens, whether before or after it."""
     forest = Hierarchy.from_nested([[3, 2, 4, 3, 2], [[2, 3], [4, 2]]])
     vectors = torch.randn(forest.num_leaves, SOURCE, dtype=torch.float64)
     cross = layer(1)
@@ -62,8 +62,8 @@ def test_a_token_chooses_for_itself() -> None:
     assert not torch.allclose(whole, layer(2)(x, Source.of(vectors, forest, [12, 11])))
 
 
-def test_pooled_leaves_are_weighed_by_their_number() -> None:
-    """Nothing open: the root's members, each with its mean key and value and the logarithm of its leaves."""
+def test_pooled_nodes_are_weighed_by_their_number_of_leaves() -> None:
+    """Select nothing: the root's members have their mean key and value and the logarithm of their leaf count."""
     forest = Hierarchy.from_nested([[3, 2]])
     vectors = torch.randn(5, SOURCE, dtype=torch.float64)
     cross = layer(0)
@@ -71,7 +71,7 @@ def test_pooled_leaves_are_weighed_by_their_number() -> None:
     k, v = (torch.stack([t[:3].mean(0), t[3:].mean(0)]) for t in cross.keys_and_values(vectors))
     q = cross.query(cross.norm(x)).unflatten(-1, (HEADS, -1))
     logits = torch.einsum("ihd,jhd->hij", q, k) / (WIDTH / HEADS) ** 0.5 + torch.tensor([3.0, 2.0]).log()
-    # Both members are pooled: the learned bias is the same for both and falls out.
+    # Both members are pooled, so that the learned bias, the same for both, cancels.
     expected = cross.output(torch.einsum("hij,jhd->ihd", logits.softmax(-1), v).flatten(1))
     torch.testing.assert_close(cross(x, Source.of(vectors, forest, [3])), expected)
 
@@ -85,17 +85,17 @@ def test_gradients_reach_the_source_and_the_bias() -> None:
     assert bool((cross.pooled_bias.grad != 0).all())
 
 
-def test_keys_and_values_are_made_once() -> None:
+def test_keys_and_values_are_computed_once() -> None:
     forest = Hierarchy.from_nested([[3, 2]])
     cross, calls = layer(1), []
     cross.project.register_forward_hook(lambda *_: calls.append(1))
     source = Source.of(torch.randn(5, SOURCE, dtype=torch.float64), forest, [2])
     cross(torch.randn(2, WIDTH, dtype=torch.float64), source)
-    cross(torch.randn(1, WIDTH, dtype=torch.float64), source.asked_by([1]))
+    cross(torch.randn(1, WIDTH, dtype=torch.float64), source.with_lengths([1]))
     assert len(calls) == 1
 
 
-def test_reorder_reads_the_same_trees() -> None:
+def test_reordered_sequences_attend_to_their_former_trees() -> None:
     forest = Hierarchy.from_nested([[3, 2], [4, 2]])
     source = Source.of(torch.randn(11, SOURCE, dtype=torch.float64), forest, [1, 1])
     cross = layer(1)
@@ -104,8 +104,10 @@ def test_reorder_reads_the_same_trees() -> None:
     torch.testing.assert_close(cross(x[index], source.reorder(index)), cross(x, source)[index])
 
 
-def test_bad_input() -> None:
-    with pytest.raises(InvalidInput, match="top_k"):
+def test_invalid_input() -> None:
+    with pytest.raises(InvalidInput, match=r"top_k: expected 0 or more leaf families, or None for all, got -1"):
         CrossAttention(WIDTH, HEADS, SOURCE, top_k=-1)
-    with pytest.raises(InvalidInput, match="one for each tree"):
+    with pytest.raises(
+        InvalidInput, match=r"lengths: expected 2 sequences, one for each tree that is attended to, got 1"
+    ):
         Source.of(torch.randn(5, SOURCE), Hierarchy.flat([3, 2]), [1])

@@ -21,9 +21,7 @@ def attention(kind):
     return CausalMultiscale(HEADS), causal_tree(LENGTHS, (3, 2), sinks=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "activation"), [("flat", "gelu"), ("hierarchical", "swiglu"), ("clustered", "swiglu")]
-)
+@pytest.mark.parametrize(("kind", "activation"), [("flat", "gelu"), ("multiscale", "swiglu"), ("clustered", "swiglu")])
 def test_no_output_depends_on_a_later_input(kind, activation):
     module, tree = attention(kind)
     sizes = {"kv_heads": KV, "feed_forward": 11, "activation": activation}
@@ -42,13 +40,13 @@ def test_feed_forward_and_residuals():
     layer = exact(DecoderLayer(6, 1, CausalFlat(), feed_forward=5))
     x = torch.randn(1, 6, dtype=torch.float64)
     normal = nn.functional.rms_norm(x, (6,), layer.norm_attention.weight)
-    x1 = x + normal @ layer.project.weight[12:].T @ layer.output.weight.T  # the only token sees itself
+    x1 = x + normal @ layer.project.weight[12:].T @ layer.output.weight.T  # the only token attends to itself
     inner = nn.functional.rms_norm(x1, (6,), layer.norm_feed_forward.weight) @ layer.feed_forward.into.weight.T
     wanted = x1 + (nn.functional.silu(inner[:, :5]) * inner[:, 5:]) @ layer.feed_forward.out.weight.T
     torch.testing.assert_close(layer(x, Hierarchy.flat([1])), wanted)
 
 
-def test_cross_attention_comes_between():
+def test_cross_attention_comes_before_the_feed_forward_network():
     class Cross(nn.Module):
         def forward(self, x, memory):
             return x * memory
@@ -64,7 +62,7 @@ def test_cross_attention_comes_between():
     torch.testing.assert_close(crossed(x, tree, memory=2.0), wanted)
 
 
-def test_dropout_is_on_while_training():
+def test_dropout_only_in_training():
     layer = DecoderLayer(6, 1, CausalFlat(), dropout=0.5)
     x, tree = torch.randn(4, 6), Hierarchy.flat([4])
     assert not torch.equal(layer(x, tree), layer(x, tree))
@@ -72,7 +70,7 @@ def test_dropout_is_on_while_training():
     assert torch.equal(layer(x, tree), layer(x, tree))
 
 
-def test_what_adds_to_the_stream_starts_smaller():
+def test_projections_that_add_to_the_residual_stream_start_smaller():
     layer = DecoderLayer(128, 2, CausalMultiscale(2))
     initialise(layer, 8)
     assert layer.project.weight.std().item() == pytest.approx(0.02, rel=0.05)

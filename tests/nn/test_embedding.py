@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 
 from hsa.errors import InvalidInput
-from hsa.nn.embedding import Embedding, Modality
+from hsa.nn import Embedding, Modality
 from hsa.signals import Leaf, Signal
 from hsa.signals.batch import collate
 from tests.model_inputs import MODALITIES, exact, readable
@@ -35,7 +35,7 @@ def test_every_leaf_is_embedded_by_its_modality(listed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_numbers_take_the_precision_of_the_model(dtype):
+def test_numbers_take_the_dtype_of_the_model(dtype):
     embedding = Embedding(MODALITIES, WIDTH).to(dtype)
     batch = collate([Signal.of([0.5, -0.5], "number"), Signal.of([3, 1], "text")])
     assert embedding(batch.values, batch.leaves, 4).dtype == dtype
@@ -47,7 +47,7 @@ def test_tokens_of_the_width_of_the_model_need_no_map():
     assert torch.equal(embedding({"text": ids}, {"text": torch.arange(3)}, 3), embedding.tables["text"].weight[ids])
 
 
-def test_frozen_vectors_are_kept():
+def test_frozen_vectors_are_not_trained():
     embedding = Embedding({"text": Modality(tokens=11, width=7, frozen=True)}, WIDTH)
     vectors = torch.randn(11, 7)
     embedding.set_vectors("text", vectors)
@@ -56,13 +56,13 @@ def test_frozen_vectors_are_kept():
         "maps.text.weight",
         "maps.text.bias",
     }
-    with pytest.raises(InvalidInput, match=r"vectors\['text'\]: given shape \(11, 13\)"):
+    with pytest.raises(InvalidInput, match=r"vectors\['text'\]: expected one row per token.*, got shape \(11, 13\)"):
         embedding.set_vectors("text", torch.randn(11, 13))
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tokens": 3, "numbers": 5}])
 def test_a_modality_is_ids_or_numbers(sizes):
-    with pytest.raises(InvalidInput, match="modality: given tokens="):
+    with pytest.raises(InvalidInput, match=r"modality: expected either tokens or numbers.*, got tokens="):
         Modality(**sizes)
 
 
@@ -71,11 +71,17 @@ def test_a_modality_is_ids_or_numbers(sizes):
     [
         (
             [Leaf(1, "audio")],
-            r"values: given leaves of modality 'audio', expected some of \('text', 'number', 'patch'\)",
+            r"values: expected some of \('text', 'number', 'patch'\), got leaves of modality 'audio'",
         ),
-        ([Leaf("cat", "text")], r"values\['text'\]: given leaves of several kinds, or strings.*tokenizer"),
-        ([Leaf(1, "number"), Leaf(0.5, "number")], r"values\['number'\]: given leaves of several kinds"),
-        ([Leaf(torch.ones(5), "patch")], r"values\['patch'\]: given 5 numbers per leaf, expected 18"),
+        (
+            [Leaf("cat", "text")],
+            r"values\['text'\]: expected one tensor, got leaves of several kinds, or strings.*tokenizer",
+        ),
+        (
+            [Leaf(1, "number"), Leaf(0.5, "number")],
+            r"values\['number'\]: expected one tensor, got leaves of several kinds",
+        ),
+        ([Leaf(torch.ones(5), "patch")], r"values\['patch'\]: expected 18 numbers per leaf, got 5"),
     ],
 )
 def test_leaves_that_do_not_fit(listed, message):

@@ -9,10 +9,8 @@ from torch import nn
 
 from hsa import Hierarchy
 from hsa.errors import InvalidInput
+from hsa.nn import EncoderConfig, HierarchicalEncoder, Modality
 from hsa.nn.attention import counting_operations
-from hsa.nn.embedding import Modality
-from hsa.nn.encoder import HierarchicalEncoder
-from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals import Graph, Grid, Leaf, Sequence, Set, Signal, Table
 from hsa.signals.batch import Batch, collate
 from hsa.tree.positions import KINDS, NodePositions
@@ -43,7 +41,7 @@ def test_a_tree_does_not_depend_on_the_others_in_its_batch(name, listed):
 
 
 @pytest.mark.parametrize("name", ["flat", "clustered"])
-def test_nor_on_more_than_eight_others(name):
+def test_a_tree_does_not_depend_on_more_than_eight_others(name):
     lengths = (1, 5, 70, 3, 64, 65, 2, 11, 1, 13)
     listed = [Signal.of(torch.randperm(499)[:n], "text") for n in lengths]
     model = encoder_named(name)
@@ -53,7 +51,7 @@ def test_nor_on_more_than_eight_others(name):
 
 
 def shuffled(node, generator, leaves):
-    """The members of every set in another order; and the number each leaf had, in the new order."""
+    """Return the node with the members of every set shuffled, and the old index of each leaf in the new order."""
     if isinstance(node, Leaf):
         return node, [next(leaves)]
     pairs = [shuffled(member, generator, leaves) for member in node.members]
@@ -67,27 +65,27 @@ def shuffled(node, generator, leaves):
 )
 @settings(max_examples=10)
 @given(readable(kinds=("set", "set", "sequence", "table"), trees=(1, 2)), st.integers(0, 99))
-def test_the_order_of_a_set_means_nothing(name, listed, seed):
+def test_leaf_vectors_do_not_depend_on_the_order_of_a_set(name, listed, seed):
     leaves = iter(range(sum(map(num_leaves, listed))))
-    turned, was = zip(*(shuffled(signal, random.Random(seed), leaves) for signal in listed), strict=True)
+    reordered, old = zip(*(shuffled(signal, random.Random(seed), leaves) for signal in listed), strict=True)
     model = encoder_named(name)
     with torch.no_grad():
-        close(model(collate(turned))[0], model(collate(listed))[0][[i for part in was for i in part]])
+        close(model(collate(reordered))[0], model(collate(listed))[0][[i for part in old for i in part]])
 
 
 @pytest.mark.parametrize("name", ["bottom-up", "hierarchical pooled"])
 @settings(max_examples=10)
 @given(readable(kinds=("set", "set", "sequence"), trees=(1, 2), depth=2), st.integers(0, 99))
-def test_nor_does_it_for_the_roots(name, listed, seed):
-    turned = [shuffled(signal, random.Random(seed), iter(range(99)))[0] for signal in listed]
+def test_root_vectors_do_not_depend_on_the_order_of_a_set(name, listed, seed):
+    reordered = [shuffled(signal, random.Random(seed), iter(range(99)))[0] for signal in listed]
     model = encoder_named(name)
     with torch.no_grad():
         x, forest = model(collate(listed))
         assert forest.depth == 0
-        close(model(collate(turned))[0], x)
+        close(model(collate(reordered))[0], x)
 
 
-def test_the_order_of_a_sequence_means_something():
+def test_leaf_vectors_depend_on_the_order_of_a_sequence():
     model = encoder(modalities=TEXT)
     ours, theirs = (model(collate([Signal.of(ids, "text")]))[0] for ids in ([3, 1, 4], [4, 1, 3]))
     assert (ours - theirs.flip(0)).abs().max() > 1e-3
@@ -106,15 +104,15 @@ def test_flat_is_hierarchical_with_self_on_flattened_signals(listed):
     tree.load_state_dict(flat.state_dict())
     with torch.no_grad():
         wanted, forest = tree(collate(flattened))
-        for given_signals in (listed, flattened):
-            x, flat_forest = flat(collate(given_signals))
+        for signals in (listed, flattened):
+            x, flat_forest = flat(collate(signals))
             assert flat_forest == forest
             close(x, wanted)
 
 
 @dataclass
 class Bare:
-    """Inputs that are no batch."""
+    """Inputs that are not an `hsa.Batch`."""
 
     values: dict
     leaves: dict
@@ -125,7 +123,7 @@ class Bare:
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up"])
 @settings(max_examples=8)
 @given(readable())
-def test_windows_take_the_place_of_the_tree(kind, listed):
+def test_windows_replace_the_tree(kind, listed):
     batch = collate(listed)
     regular = Hierarchy.regular(batch.hierarchy.lengths, (3, 2))
     inputs = Bare(batch.values, batch.leaves, regular, NodePositions.of_sequences(regular))
@@ -156,11 +154,11 @@ def test_positions_can_stay_out_of_the_logits():
     assert model.input_position is not None
     assert not model.positions
     bare = encoder("multiscale", position_dim=0)
-    assert bare.features is None  # nothing that would never be trained
+    assert bare.features is None  # no parameters that would never be trained
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_without_positions_a_model_has_none(name):
+def test_no_position_parameters_without_positions(name):
     model = encoder_named(name, position_width=0)
     assert model.features is model.input_position is None
     assert len(model.positions) == 0
@@ -171,7 +169,7 @@ def test_without_positions_a_model_has_none(name):
 @pytest.mark.parametrize("name", ENCODERS)
 @settings(max_examples=3)
 @given(readable())
-def test_prepare_changes_nothing(name, listed):
+def test_prepare_does_not_change_results(name, listed):
     model = encoder_named(name)
     prepared = collate(listed)
     model.prepare(prepared)
@@ -182,7 +180,7 @@ def test_prepare_changes_nothing(name, listed):
 
 
 def page():
-    """Text, an image in patches of uint8, and numbers."""
+    """Build a signal of text, an image in patches of uint8, and numbers."""
     image = Signal.of(torch.randint(0, 256, (2, 3, 2, 3, 3), dtype=torch.uint8), "patch", Grid((2, 3)))
     links = Signal.of([0.5, 1.5, 2.5], "number", Graph(3, [(0, 1), (1, 2)]))
     text = Signal(Sequence(2), [Signal.of([3, 1], "text"), Signal.of([4, 1, 5], "text")])
@@ -211,7 +209,7 @@ def test_mixed_precision_is_near_full_precision(name):
         with torch.autocast("cpu", torch.bfloat16):
             x, _ = model(batch)
     assert x.isfinite().all()
-    if name not in ("clustered", "multiscale refined"):  # whose choices differ where scores are near
+    if name not in ("clustered", "multiscale refined"):  # their selections differ if scores are close
         assert (x.float() - wanted).norm() < 0.05 * wanted.norm()
 
 
@@ -231,29 +229,31 @@ def test_an_unknown_modality(name, known):
     model = encoder_named(name, modalities={modality: MODALITIES[modality] for modality in known})
     listed = [Signal(Sequence(3), [Leaf(1, "text"), Leaf(1.5, "audio"), Leaf(2.5, "number")]), Leaf(1.5, "audio")]
     for signals in (listed, listed[1:]):
-        with pytest.raises(InvalidInput, match=r"values: given leaves of modality '\w+', expected some of \('text'"):
+        with pytest.raises(InvalidInput, match=r"values: expected some of \('text'.*\), got leaves of modality '\w+'"):
             model(collate(signals))
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "bottom-up"])
 def test_unknown_keys_and_kinds(kind):
     model = encoder(kind, kinds=("sequence", "table"))
-    with pytest.raises(InvalidInput, match="table: given the key 'odd', expected one of"):
+    with pytest.raises(InvalidInput, match=r"table: expected one of.*, got the key 'odd'"):
         model(collate([Signal.of([3, 1], "text", Table(["title", "odd"]))]))
-    with pytest.raises(InvalidInput, match=r"positions: given members of a grid.*add 'grid' to the kinds"):
+    with pytest.raises(
+        InvalidInput, match=r"positions: expected only .*, got members of a grid. Add 'grid' to the kinds"
+    ):
         model(collate([Signal.of([3, 1], "text", Grid((2, 1)))]))
-    with pytest.raises(InvalidInput, match=r"kinds: given \['line'\]"):
+    with pytest.raises(InvalidInput, match=r"kinds: expected some of .*, got \['line'\]"):
         encoder(kind, kinds=("line",))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"kind": "dense"}, "kind: given 'dense', expected one of hierarchical"),
-        ({"layers": 0}, "layers: given 0, expected 1 or more"),
-        ({"width": 13, "heads": 2}, "heads: given 2 heads of a width of 13"),
-        ({"position_width": 7}, "position_width: given 7, expected an even number"),
-        ({"dropout": 1.0}, "dropout: given 1.0, expected 0 or more and less than 1"),
+        ({"kind": "dense"}, "kind: expected one of hierarchical.*, got 'dense'"),
+        ({"layers": 0}, "layers: expected 1 or more, got 0"),
+        ({"width": 13, "heads": 2}, "heads: expected heads that divide the width, got 2 heads of a width of 13"),
+        ({"position_width": 7}, "position_width: expected an even number.*, got 7"),
+        ({"dropout": 1.0}, "dropout: expected 0 or more and less than 1, got 1.0"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes, message):
@@ -262,7 +262,7 @@ def test_sizes_that_do_not_fit(sizes, message):
 
 
 def test_pooled_leaves_have_projections_of_their_own():
-    """Whatever the depth of the others: a lone leaf is pooled, as its tree would have been."""
+    """Pool a tree of one leaf too, so that its result does not depend on the depth of the other trees."""
     for modalities, groups in ((TEXT, 1), (MODALITIES, 4)):
         model = HierarchicalEncoder(EncoderConfig(width=WIDTH, heads=1, pool="families"), modalities, KINDS)
         assert len(model.layers[0].project.weight) == groups
@@ -278,7 +278,7 @@ def test_dropout_only_in_training():
     assert not torch.equal(model.train()(batch)[0], model(batch)[0])
 
 
-def test_select_then_encode_is_encode_then_take():
+def test_selected_and_joined_batches_are_encoded_alike():
     listed = [page(), Leaf(7, "text"), Signal.of([3, 1], "text"), page()]
     whole, model = collate(listed), encoder()
     parts = per_tree(model(whole))
@@ -286,7 +286,7 @@ def test_select_then_encode_is_encode_then_take():
     close(model(Batch.join([whole, whole.select([1])]))[0], torch.cat([*parts, parts[1]]))
 
 
-def test_a_vocabulary_that_is_too_small():
+def test_a_token_outside_the_vocabulary():
     model = encoder(modalities={"text": Modality(tokens=3)})
     with pytest.raises((IndexError, InvalidInput)):
         model(collate([Signal.of([1, 3], "text")]))

@@ -11,10 +11,10 @@ INPUTS, OUTPUTS = 5, 7
 
 
 def leaves_of(modality):
-    """modality → its leaves, from the modality of every leaf."""
+    """Return the leaves of each modality, from the modality of every leaf."""
     numbers = torch.tensor(modality, dtype=torch.int64)
-    found = {name: (numbers == i).nonzero()[:, 0] for i, name in enumerate(NAMES)}
-    return {name: leaves for name, leaves in found.items() if len(leaves)}
+    by_name = {name: (numbers == i).nonzero()[:, 0] for i, name in enumerate(NAMES)}
+    return {name: leaves for name, leaves in by_name.items() if len(leaves)}
 
 
 def layer(groups=3, bias=True):
@@ -25,7 +25,7 @@ def layer(groups=3, bias=True):
 
 
 def by_leaf(made, x, modality):
-    """W_m x + b_m, leaf after leaf."""
+    """Compute W_m x + b_m leaf by leaf."""
     rows = [
         row @ made.weight[m] + (0 if made.bias is None else made.bias[m]) for row, m in zip(x, modality, strict=True)
     ]
@@ -44,7 +44,7 @@ def test_every_leaf_is_mapped_by_its_modality(modality, bias):
 
 
 @pytest.mark.parametrize("only", range(len(NAMES)))
-def test_one_modality_takes_the_short_way_to_the_same(only):
+def test_the_short_path_of_one_modality_is_the_same(only):
     made, x = layer(), torch.randn(11, INPUTS, dtype=torch.float64)
     every = torch.arange(11)
     short = Groups.of({NAMES[only]: every}, NAMES)
@@ -63,7 +63,7 @@ def test_more_groups_than_modalities_are_empty():
     assert not torch.autograd.grad(y.sum(), made.weight)[0][2:].any()
 
 
-def test_the_last_group_alone():
+def test_only_the_last_group_has_leaves():
     made, x = layer(), torch.randn(11, INPUTS, dtype=torch.float64)
     torch.testing.assert_close(made(x, Groups((0, 0, 11), None, None)), by_leaf(made, x, [2] * 11), rtol=0, atol=1e-12)
 

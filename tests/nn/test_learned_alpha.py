@@ -1,4 +1,4 @@
-"""α as a parameter: always in range, in float32 whatever the model is in, not decayed, and used where it is said to be."""
+"""Learned α: always in range, in float32 whatever the dtype of the model, without weight decay, and used by attention."""
 
 from dataclasses import replace
 
@@ -22,14 +22,16 @@ from tests.forests import forests, random_inputs
 from tests.model_inputs import encoder, readable
 from tests.tasks import classifier, data, trainer
 
-TREE = Hierarchy.from_nested([[[[3, 2], 4], [2, 1, 5]], [7]])  # of heights 4 and 1
+TREE = Hierarchy.from_nested([[[[3, 2], 4], [2, 1, 5]], [7]])  # trees of heights 4 and 1
 EXTREMES = (1e4, -1e4, 1e30, -1e30, 3.4e38)
 
 
 def filled(value, levels=2, heads=3, dtype=torch.float32):
     alpha = LearnedAlpha(levels, heads).to(dtype)
     with torch.no_grad():
-        alpha.raw.copy_(torch.full_like(alpha.raw, value, dtype=torch.float64))  # in half precision perhaps infinite
+        alpha.raw.copy_(
+            torch.full_like(alpha.raw, value, dtype=torch.float64)
+        )  # may overflow to infinity in half precision
     return alpha
 
 
@@ -49,12 +51,12 @@ def test_alpha_cannot_leave_its_range(dtype, raw):
     assert alpha.shape == (2, 3)
     assert alpha.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert bool(((alpha >= LOWEST) & (alpha <= 2)).all())
-    Entmax(alpha)  # does not complain
+    Entmax(alpha)  # raises no error
     alpha.sum().backward()
     assert bool(result.raw.grad.isfinite().all())
 
 
-def test_it_begins_with_one_and_a_half_and_reaches_both_ends():
+def test_alpha_starts_at_one_and_a_half_and_reaches_both_ends():
     torch.testing.assert_close(LearnedAlpha(5, 7)(), torch.full((5, 7), 1.5))
     assert (filled(1e4)() == 2).all()
     assert (filled(-1e4)() == LOWEST).all()
@@ -63,7 +65,7 @@ def test_it_begins_with_one_and_a_half_and_reaches_both_ends():
 
 @pytest.mark.parametrize("raw", EXTREMES)
 def test_attention_at_the_ends(raw):
-    """Numbers, rows that sum to one, and gradients, all finite."""
+    """Check that rows sum to one and that results and gradients are finite."""
     alpha = filled(raw)
     q, k, v = random_inputs(TREE, 5, heads=3, kv_heads=3, dtype=torch.float32, requires_grad=True)
     layer = Hierarchical(alpha=alpha, include_self=True)
@@ -77,18 +79,18 @@ def test_gradcheck():
     alpha = LearnedAlpha(2, 3).double()
     q, k, v = random_inputs(TREE, 5, heads=3, kv_heads=3)
 
-    def of(raw):
+    def attended(raw):
         result = torch.func.functional_call(alpha, {"raw": raw}, ())
         return hierarchical_attention(q, k, v, TREE, normalizer=Entmax(result))
 
     raw = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) / 10
-    assert torch.autograd.gradcheck(of, raw.requires_grad_())
+    assert torch.autograd.gradcheck(attended, raw.requires_grad_())
 
 
-# What attention does with it
+# Attention
 
 
-def test_a_number_and_a_learned_one_are_the_same():
+def test_a_fixed_alpha_and_a_learned_one_of_equal_value_agree():
     for layer in (Hierarchical, lambda **options: Multiscale(3, **options)):
         q, k, v = random_inputs(TREE, 5, heads=3, kv_heads=3, dtype=torch.float32)
         outs = [layer(alpha=alpha)(q, k, v, TREE, None) for alpha in (1.5, LearnedAlpha(3, 3), None)]
@@ -96,7 +98,7 @@ def test_a_number_and_a_learned_one_are_the_same():
         assert (outs[0] - outs[2]).abs().max() > 0.01
 
 
-def test_higher_families_have_the_last_row():
+def test_taller_families_share_the_last_row():
     alpha = LearnedAlpha(2, 3)
     with torch.no_grad():
         alpha.raw.copy_(torch.tensor([[0.1, -0.1, 0.0], [-0.2, 0.3, 0.05]]))
@@ -116,7 +118,7 @@ def test_alpha_1_is_softmax(hierarchy, kind):
 
 
 def seen_by_operators(monkeypatch, model, example):
-    """The normalizers and dtypes of queries that operators are called with."""
+    """Run the model and record the dtype of the queries and the normalizer of each operator call."""
     seen = []
     for name in ("hierarchical_attention", "multiscale_attention"):
         operator = getattr(attentions, name)
@@ -131,7 +133,7 @@ def seen_by_operators(monkeypatch, model, example):
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale"])
-def test_in_bf16_alpha_stays_exact(monkeypatch, kind):
+def test_alpha_stays_in_float32_under_autocast(monkeypatch, kind):
     model = classifier(kind, layers=2, entmax="learned").eval()
     for layer in model.encoder.layers:
         with torch.no_grad():
@@ -148,7 +150,7 @@ def test_in_bf16_alpha_stays_exact(monkeypatch, kind):
     torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0)
 
 
-def test_every_layer_level_and_head_has_its_own():
+def test_every_layer_level_and_head_has_its_own_alpha():
     model = classifier("hierarchical", layers=3, entmax="learned", entmax_levels=4)
     shapes = [tuple(p.shape) for name, p in model.named_parameters() if name.endswith("alpha.raw")]
     assert shapes == [(4, 2)] * 3
@@ -161,7 +163,7 @@ def test_every_layer_level_and_head_has_its_own():
 
 @settings(max_examples=10)
 @given(readable(names=("text",), kinds=("sequence",), trees=(1, 3)))
-def test_the_encoder_begins_as_with_a_number(listed):
+def test_the_encoder_starts_as_with_a_fixed_alpha(listed):
     learned, number = encoder(entmax="learned"), encoder(entmax=1.5)
     weights = learned.state_dict()
     number.load_state_dict({name: weight for name, weight in weights.items() if not name.endswith("alpha.raw")})
@@ -171,18 +173,18 @@ def test_the_encoder_begins_as_with_a_number(listed):
     torch.testing.assert_close(learned(collate(listed))[0], number(collate(listed))[0], atol=1e-6, rtol=0)
 
 
-def test_what_depends_on_the_forest_is_built_ahead(monkeypatch):
+def test_prepare_builds_the_entries_of_entmax(monkeypatch):
     model = classifier("hierarchical", entmax="learned", include_self=True)
     batch = data(7).batch
     model.encoder.prepare(batch)
-    monkeypatch.setattr(sparse_entries, "_bucket_entries", None)  # no more of it
+    monkeypatch.setattr(sparse_entries, "_bucket_entries", None)  # a call would fail
     model(batch)
 
 
 # Training
 
 
-def test_weight_decay_leaves_it_alone():
+def test_alpha_has_no_weight_decay():
     model = classifier("hierarchical", entmax="learned", layers=2)
     decayed, others = parameter_groups(model, TrainingOptions(weight_decay=0.3))
     raws = {id(layer.attention.alpha.raw) for layer in model.encoder.layers}
@@ -192,7 +194,7 @@ def test_weight_decay_leaves_it_alone():
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
 
 
-def test_training_moves_it():
+def test_training_changes_alpha():
     model = classifier("hierarchical", entmax="learned")
     trainer(TrainingOptions(epochs=2, learning_rate=1e-2, batch_size=5, patience=0), model=model).fit()
     alpha = model.encoder.layers[0].attention.alpha()[:2]
@@ -200,25 +202,29 @@ def test_training_moves_it():
     assert (alpha - 1.5).abs().max() < 0.5
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.1, float("nan"), True, "leaned", -1])
 @pytest.mark.parametrize("make", [EncoderConfig, ModelOptions])
-def test_no_alpha(make, alpha):
-    with pytest.raises(InvalidInput, match=r"entmax: given .*, expected 'learned', or a number from 1 .softmax. to 2"):
+def test_invalid_alpha(make, alpha):
+    with pytest.raises(
+        InvalidInput, match=r"entmax: expected 'learned', or a number from 1 .softmax. to 2 .sparsemax., got "
+    ):
         make(entmax=alpha)
 
 
 @pytest.mark.parametrize("kind", ["flat", "clustered", "bottom-up", "none", "trilinear", "hierarchical-trilinear"])
-def test_operators_without_it(kind):
-    with pytest.raises(InvalidInput, match=f"entmax: given 1.5 for attention of the kind '{kind}', expected one of"):
+def test_kinds_without_entmax(kind):
+    with pytest.raises(
+        InvalidInput, match=f"entmax: expected one of the kinds .*, got 1.5 for attention of the kind '{kind}'"
+    ):
         EncoderConfig(kind=kind, entmax=1.5)
 
 
-def test_what_else_does_not_fit():
+def test_options_that_do_not_fit_entmax():
     config = EncoderConfig(entmax="learned")
-    with pytest.raises(InvalidInput, match="entmax: given learned with heads that talk"):
+    with pytest.raises(InvalidInput, match=r"entmax: expected a fusion .*, got learned with heads that talk"):
         replace(config, fusion="talking")
-    with pytest.raises(InvalidInput, match="entmax_levels: given 0, expected 1 or more"):
+    with pytest.raises(InvalidInput, match=r"entmax_levels: expected 1 or more, got 0"):
         replace(config, entmax_levels=0)

@@ -34,32 +34,32 @@ def children(hierarchy, node):
 
 
 def rebuilt(hierarchy, x, members):
-    """What a pooling should give, by recursion: the forest, the vectors of its leaves, and the node that each one was.
+    """Pool by recursion: return the vectors of the new leaves, the new forest, and the old node of each of its nodes.
 
-    `members(node)` gives a vector for a node that becomes a leaf, else [(a node, its vector or None), …].
+    `members(node)` returns a vector for a node that becomes a leaf, else a list of (child, its vector or None).
     """
-    parent, was, leaves = [], [], []
+    parent, old, leaves = [], [], []
 
     def add(node, above, vector):
         here = len(parent)
         parent.append(above)
-        was.append(node)
+        old.append(node)
         below = vector if vector is not None else members(node)
         if isinstance(below, torch.Tensor):
             leaves.append(below)
         else:
-            for member, known in below:
-                add(member, here, known)
+            for member, merged in below:
+                add(member, here, merged)
 
     for root in range(hierarchy.num_trees):
         add(root, -1, None)
     wanted = Hierarchy.from_parents(torch.tensor(parent, dtype=torch.int64))
     empty = x.new_empty(0, x.shape[1])
-    return (torch.stack(leaves) if leaves else empty), wanted, torch.tensor(was)[wanted.node_ids]
+    return (torch.stack(leaves) if leaves else empty), wanted, torch.tensor(old)[wanted.node_ids]
 
 
-def assert_pooled(given_back, wanted):
-    (x, coarser, positions), (vectors_wanted, tree, nodes) = given_back, wanted
+def assert_pooled(pooled, wanted):
+    (x, coarser, positions), (vectors_wanted, tree, nodes) = pooled, wanted
     assert coarser == tree
     assert torch.equal(positions.row, nodes)
     torch.testing.assert_close(x, vectors_wanted, rtol=0, atol=1e-12)
@@ -83,7 +83,7 @@ def test_leaf_families_become_their_parents(hierarchy):
 
 @settings(max_examples=25)
 @given(forests())
-def test_a_forest_is_down_to_its_roots_after_as_many_calls_as_it_is_high(hierarchy):
+def test_as_many_calls_as_the_height_leave_the_roots_alone(hierarchy):
     def mean(node):
         below = children(hierarchy, node)
         return torch.stack([mean(child) for child in below]).mean(0) if below else x[s.first_leaf[node]]
@@ -97,12 +97,14 @@ def test_a_forest_is_down_to_its_roots_after_as_many_calls_as_it_is_high(hierarc
     assert tree.num_nodes == hierarchy.num_trees
     assert positions.row.tolist() == list(range(hierarchy.num_trees))
     torch.testing.assert_close(pooled, wanted, rtol=0, atol=1e-12)
-    assert_pooled(pool_families(pooled, tree, positions), (wanted, tree, positions.row))  # and stays so
+    assert_pooled(
+        pool_families(pooled, tree, positions), (wanted, tree, positions.row)
+    )  # a further call changes nothing
 
 
 @settings(max_examples=25)
 @given(forests(), st.integers(1, 4))
-def test_runs_of_neighbouring_leaves_become_their_first(hierarchy, size):
+def test_runs_of_neighbouring_leaves_are_merged_at_the_first_position(hierarchy, size):
     x, s = vectors(hierarchy), hierarchy.structure
 
     def members(node):
@@ -124,13 +126,13 @@ def test_runs_of_neighbouring_leaves_become_their_first(hierarchy, size):
     assert_pooled(merged, rebuilt(hierarchy, x, members))
 
 
-def test_runs_of_one_leaf_change_nothing():
+def test_runs_of_one_leaf_are_not_changed():
     tree = Hierarchy.from_nested([[3, [2, 1]]])
     x = vectors(tree)
     merged, same, _ = merge_leaves(x, tree, NodePositions.of_sequences(tree), 1)
     assert same == tree
     assert torch.equal(merged, x)
-    with pytest.raises(InvalidInput, match="size: given 0"):
+    with pytest.raises(InvalidInput, match=r"size: expected 1 or more leaves to merge into one, got 0"):
         merge_leaves(x, tree, NodePositions.of_sequences(tree), 0)
 
 
@@ -146,7 +148,7 @@ LOOPS = {
 @pytest.mark.parametrize("kind", LOOPS)
 @settings(max_examples=25)
 @given(forests())
-def test_a_tree_becomes_one_vector(kind, hierarchy):
+def test_global_pooling_of_each_tree(kind, hierarchy):
     pool, x = GlobalPool(kind, WIDTH).double(), vectors(hierarchy, requires_grad=True)
     parts = x.split(hierarchy.lengths)
     wanted = torch.stack([LOOPS[kind](pool, rows) for rows in parts])
@@ -176,8 +178,8 @@ def test_attention_pooling_of_large_scores():
 
 @settings(max_examples=25)
 @given(forests())
-def test_weights_of_runs(hierarchy):
-    """However large their logits are."""
+def test_softmax_over_runs(hierarchy):
+    """Check it with large logits, which would overflow."""
     lengths, logits = torch.tensor(hierarchy.lengths), 300 * torch.randn(hierarchy.num_leaves, 1, dtype=torch.float64)
     weights, x = segment_softmax(logits, lengths), vectors(hierarchy)
     wanted = torch.cat([part.softmax(0) for part in logits.split(hierarchy.lengths)])
@@ -188,13 +190,13 @@ def test_weights_of_runs(hierarchy):
 
 
 def test_an_unknown_pooling():
-    with pytest.raises(InvalidInput, match="pooling: given 'median', expected one of mean, max"):
+    with pytest.raises(InvalidInput, match=r"pooling: expected one of mean, max, attention, first, last, got 'median'"):
         GlobalPool("median", WIDTH)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_sums_in_full(dtype):
-    """The mean of many, to the last bit that the type has: a sum in half precision would have stopped growing."""
+def test_half_precision_is_summed_in_float32(dtype):
+    """Expect the exact mean of many rows up to rounding: a sum in half precision would stop growing."""
     x, lengths = (torch.rand(5003, WIDTH) + 1).to(dtype), torch.tensor([5000, 1, 2])
     for kind in (segment_mean, segment_max):
         result = kind(x, lengths)

@@ -31,25 +31,25 @@ def test_positions_are_those_of_the_causal_tree(tree, seed):
 
 
 @given(trees, st.integers(0, 20), st.booleans())
-def test_nothing_later_matters_and_counters_count_the_same(tree, seed, with_closes):
+def test_counters_return_the_positions_of_the_whole_sequence(tree, seed, with_closes):
     lengths, branching, sinks = tree
     longest = max(lengths)
     lengths = [longest] * len(lengths)
     closes = heights(seed, lengths) if with_closes else None
     wanted = token_positions(lengths, branching, closes, sinks, 3).reshape(len(lengths), longest, 3)
-    by_text = None if closes is None else closes.reshape(len(lengths), longest)
+    by_sequence = None if closes is None else closes.reshape(len(lengths), longest)
     counters = TreePositionCounters(len(lengths), branching, sinks, 3)
     for i in range(longest):
         assert (counters.positions == wanted[:, i]).all()
         if i == longest // 2:
             counters.reorder(range(len(lengths)))
-        counters.append(None if by_text is None else by_text[:, i].tolist())
+        counters.append(None if by_sequence is None else by_sequence[:, i].tolist())
     counters.crop([longest // 3] * len(lengths))
     if longest // 3 < longest:
         assert (counters.positions == wanted[:, longest // 3]).all()
 
 
-def test_reordered_counters_go_on_alone():
+def test_reordered_counters_are_independent():
     counters = TreePositionCounters(2, (3, 2), 0, 2)
     for closes in ([0, 1], [0, 0]):
         counters.append(closes)

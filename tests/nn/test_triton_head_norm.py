@@ -1,4 +1,4 @@
-"""The kernels of head norms against PyTorch's layer norm in float64."""
+"""Kernels of HeadNorm, compared with PyTorch's layer norm in float64."""
 
 import pytest
 
@@ -34,8 +34,8 @@ def compare(x, dim, tolerance):
 
 @pytest.mark.parametrize("dim", [1, 5, 16, 32, 100])
 @pytest.mark.parametrize("leaves", [1, 3, 200])
-def test_it_is_layer_norm(dim, leaves, monkeypatch):
-    monkeypatch.setattr(kernels, "PROGRAMS", 2)  # each takes several blocks
+def test_head_norm_is_layer_norm(dim, leaves, monkeypatch):
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)  # so that each program processes several blocks
     compare(torch.randn(leaves, 3, dim).add(0.5).to(DEVICE), dim, 2e-5)
 
 
@@ -46,7 +46,7 @@ def test_half_precision(dtype, tolerance):
     compare(torch.randn(150, 2, 32).to(DEVICE, dtype), 32, tolerance)
 
 
-def test_rows_may_lie_apart():
+def test_rows_with_strides():
     projected = torch.randn(40, 3 * 4 * 8, device=DEVICE)
     compare(projected.split(32, -1)[1].unflatten(-1, (4, 8)), 8, 2e-5)
 
@@ -61,7 +61,7 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def test_no_gradient_comes_back():
+def test_no_gradient_of_the_output():
     x = torch.randn(5, 2, 8, device=DEVICE, requires_grad=True)
     weight, bias = torch.ones(8, device=DEVICE, requires_grad=True), torch.zeros(8, device=DEVICE)
     out = head_norm(x, weight, bias, EPSILON)
@@ -80,7 +80,7 @@ def test_custom_operators(dim):
 
 
 def test_compiles_without_graph_breaks():
-    x, weight, bias = given = [
+    x, weight, bias = inputs = [
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((7, 2, 8), (8,), (8,))
     ]
 
@@ -90,7 +90,7 @@ def test_compiles_without_graph_breaks():
     expected = normed(x, weight, bias)
     out = torch.compile(normed, fullgraph=True, backend="aot_eager")(x, weight, bias)
     torch.testing.assert_close(out, expected)
-    for a, b in zip(*(torch.autograd.grad(y.sum(), given) for y in (out, expected)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (out, expected)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -105,7 +105,7 @@ def test_no_leaves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_module_is_layer_norm_and_keeps_the_dtype(dtype):
-    """Whichever way it takes."""
+    """Check both the kernel and PyTorch's implementation."""
     module = HeadNorm(24).to(DEVICE)
     torch.nn.init.normal_(module.weight)
     x = torch.randn(7, 2, 24, device=DEVICE).to(dtype)

@@ -16,13 +16,13 @@ def tokens(signal):
 
 
 def text(ids):
-    """As it is written: `[MAX 2 [MIN 4 7 ] ]`."""
+    """Return the written form, such as `[MAX 2 [MIN 4 7 ] ]`."""
     names = [*map(str, range(10)), *(f"[{name}" for name in OPERATORS), "]"]
     return " ".join(names[i] for i in ids)
 
 
 def evaluated(written):
-    """By a stack, from the written expression alone."""
+    """Evaluate a written expression with a stack."""
     stack = []
     for word in written.split():
         if word == "]":
@@ -41,7 +41,7 @@ def evaluated(written):
 
 @settings(max_examples=10)
 @given(st.integers(0, 999))
-def test_the_value_is_that_of_the_written_expression(seed):
+def test_value_equals_that_of_the_written_expression(seed):
     for expression in expressions(7, seed, **SMALL):
         ids = tokens(expression.signal())
         assert expression.value == evaluated(text(ids))
@@ -58,7 +58,7 @@ def families(signal):
             yield from families(member)
 
 
-def test_a_family_is_an_operator_its_operands_and_a_bracket():
+def test_families_consist_of_operator_operands_and_bracket():
     for expression in expressions(11, 0, **SMALL):
         signal = expression.signal()
         assert signal.depth < SMALL["depth"]
@@ -70,14 +70,14 @@ def test_a_family_is_an_operator_its_operands_and_a_bracket():
             assert all(not isinstance(o, Leaf) or o.value in range(10) for o in operands)
 
 
-def test_the_sizes_of_the_long_range_arena():
+def test_sizes_of_the_long_range_arena():
     for expression in expressions(3, 0):
         assert 500 < expression.length < 2000
         assert expression.signal().depth <= 10
         assert max(family.domain.size for family in families(expression.signal())) <= 12
 
 
-def test_a_seed_is_a_sequence_of_expressions():
+def test_seed_determines_the_expressions():
     ours, again, theirs = (list(expressions(7, seed, **SMALL)) for seed in (0, 0, 1))
     assert ours == again
     assert ours != theirs
@@ -89,12 +89,12 @@ def test_a_seed_is_a_sequence_of_expressions():
     "sizes",
     [
         {"shortest": 9, "longest": 9},
-        {"shortest": 9, "longest": 10},  # nothing lies between
+        {"shortest": 9, "longest": 10},  # no length in between
         {"operands": 1},
         {"depth": 1},
-        {"depth": 2, "operands": 4},  # six tokens at most
+        {"depth": 2, "operands": 4},  # at most six tokens
     ],
 )
-def test_sizes_that_no_expression_has(sizes):
-    with pytest.raises(InvalidInput, match="listops: given lengths"):
+def test_impossible_sizes(sizes):
+    with pytest.raises(InvalidInput, match=r"listops: expected .*, got lengths"):
         next(expressions(1, 0, **sizes))

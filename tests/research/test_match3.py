@@ -1,4 +1,4 @@
-"""Match3: right answers, balanced data, and the whole way from the command line."""
+"""Match3: correct answers, balanced data, options, costs and training."""
 
 from dataclasses import replace
 from itertools import product
@@ -37,7 +37,7 @@ SMALL = Match3Options(sequences=300)
 @given(
     st.integers(2, 13).flatmap(lambda m: st.tuples(st.just(m), st.lists(st.integers(0, m - 1), min_size=1, max_size=6)))
 )
-def test_labels_are_those_of_the_definition(case):
+def test_labels_match_the_definition(case):
     modulus, x = case
     everything = list(product(x, x))
     wanted = [any((a + b + c) % modulus == 0 for b, c in everything) for a in x]
@@ -53,7 +53,7 @@ def prepared():
     return prepare_match3(None, Match3Options(sequences=20_000), seed=3)
 
 
-def test_data_sets_hold_numbers_and_their_answers(prepared):
+def test_data_sets_hold_numbers_and_answers(prepared):
     for part in (prepared.train, prepared.validation, prepared.test):
         offsets = part.batch.hierarchy.structure.leaf_offsets
         numbers = part.batch.values[MODALITY].numpy()
@@ -69,17 +69,17 @@ def test_data_sets_hold_numbers_and_their_answers(prepared):
     assert prepared.test.classes == CLASSES
 
 
-def test_half_of_the_answers_are_yes_and_no_simple_rule_knows_which(prepared):
+def test_about_half_of_the_answers_are_yes_and_simple_rules_fail(prepared):
     assert 0.4 < float(prepared.test.targets.float().mean()) < 0.62
     result = list(rules(prepared, 41).values())
     assert all(0.5 <= accuracy < 0.63 for accuracy in result[:2]), result
-    assert 0.65 < result[2] < 0.8  # what two numbers can tell
-    for modulus, length in ((23, 6), (59, 9), (101, 12), (181, 16)):  # the advice of the options, about 0.65 · length²
+    assert 0.65 < result[2] < 0.8  # the rule of two numbers
+    for modulus, length in ((23, 6), (59, 9), (101, 12), (181, 16)):  # about 0.65 · length², as the options advise
         data = match3_data(Match3Options(modulus, length), 2_000, length, (0, 0), "test")
         assert 0.4 < float(data.targets.float().mean()) < 0.62
 
 
-@pytest.mark.parametrize("modulus", [5, 11])  # where yes is the more frequent answer, and where it is not
+@pytest.mark.parametrize("modulus", [5, 11])  # the more frequent answer is yes for 5, no for 11
 def test_rules_are_measured_on_the_test_data(modulus):
     data = prepare_match3(None, Match3Options(modulus=modulus, length=2, shortest=2, sequences=2_000))
     numbers = data.test.batch.values[MODALITY].numpy()
@@ -92,7 +92,7 @@ def test_rules_are_measured_on_the_test_data(modulus):
     )
 
 
-def test_seeds_decide_everything_and_parts_differ():
+def test_seed_determines_the_data_and_parts_differ():
     first, again, other = (prepare_match3(None, SMALL, seed=seed) for seed in (0, 0, 1))
     assert first.train.digest == again.train.digest
     assert first.test.digest == again.test.digest
@@ -103,33 +103,41 @@ def test_seeds_decide_everything_and_parts_differ():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modulus": 1}, "modulus: given 1, expected 2 or more"),
-        ({"length": 0}, "length: given 0, expected 1 or more"),
-        ({"shortest": 0}, "shortest: given 0, expected 1 or more"),
-        ({"shortest": 9}, "shortest: given 9, expected at most 8, the length"),
-        ({"sequences": 9}, "sequences: given 9, expected 10 or more"),
+        ({"modulus": 1}, "modulus: expected 2 or more, got 1"),
+        ({"length": 0}, "length: expected 1 or more, got 0"),
+        ({"shortest": 0}, "shortest: expected 1 or more, got 0"),
+        ({"shortest": 9}, "shortest: expected at most 8, the length, got 9"),
+        ({"sequences": 9}, "sequences: expected 10 or more, got 9"),
     ],
 )
-def test_options_that_do_not_fit(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(InvalidInput) as caught:
         Match3Options(**options)
     assert message in str(caught.value)
 
 
-def test_a_task_with_one_answer_is_none():
-    with pytest.raises(InvalidInput, match=r"modulus: given 3 for sequences of 40, where all answers are yes.*1040"):
+def test_modulus_with_only_one_answer():
+    message = r"modulus: expected .*, got 3, with which all answers are yes for sequences of 40\. .*1040"
+    with pytest.raises(InvalidInput, match=message):
         prepare_match3(None, Match3Options(modulus=3, length=40, shortest=40, sequences=20))
+
+
+def test_data_are_refused():
+    with pytest.raises(
+        InvalidInput, match=r"numbers\.csv: the task match3 generates its own numbers; expected no data"
+    ):
+        prepare_match3(Path("numbers.csv"), SMALL)
 
 
 # Models
 
 
-def test_models_have_as_many_parameters_as_the_first(prepared):
+def test_models_match_the_parameters_of_the_reference(prepared):
     sizes = ModelOptions(width=16, heads=2, head_dim=8, position_width=0)
-    meant = model_config(prepared, sizes, "trilinear", "trilinear")
-    assert meant.encoder.feed_forward is None
-    assert (meant.task, meant.outputs, meant.modalities[MODALITY].tokens) == ("tokens", 2, 41)
-    wanted = count_parameters(Classifier(meant))
+    reference = model_config(prepared, sizes, "trilinear", "trilinear")
+    assert reference.encoder.feed_forward is None
+    assert (reference.task, reference.outputs, reference.modalities[MODALITY].tokens) == ("tokens", 2, 41)
+    wanted = count_parameters(Classifier(reference))
     for name, kind in (("flat", "flat"), ("deepsets", "none"), ("hierarchical", "hierarchical")):
         config = model_config(prepared, sizes, name, "trilinear")
         assert (config.encoder.kind, config.encoder.position_input) == (kind, False)
@@ -137,8 +145,8 @@ def test_models_have_as_many_parameters_as_the_first(prepared):
     assert model_config(prepared, sizes, "hierarchical").encoder.feed_forward is None
 
 
-def test_recipe_and_command_say_the_same():
-    NAMED.set(frozenset())  # whatever command ran before in this process
+def test_recipe_equals_the_preset_of_the_command():
+    NAMED.set(frozenset())  # forget options of commands that ran in this process
     recipe = load_recipe(RECIPE)
     assert replace(recipe, extra={"match3": recipe.group("match3")}) == preset(None, quick=False)
     assert recipe.group("match3") == Match3Options()
@@ -150,7 +158,7 @@ def test_recipe_and_command_say_the_same():
 def test_costs_by_length(monkeypatch):
     lengths, timed = (8, 64, 512), []
     seconds = trilinear_costs._seconds
-    monkeypatch.setattr(trilinear_costs, "_seconds", lambda *given: timed.append(given) or seconds(*given))
+    monkeypatch.setattr(trilinear_costs, "_seconds", lambda *args: timed.append(args) or seconds(*args))
     result = costs(2, 12, lengths, most=2_000_000, repeats=1)
     used = {(type(attention), getattr(attention, "window", None)) for attention, *_ in timed}
     assert used == {(Flat, None), (Trilinear, None), (Trilinear, WINDOW), (HierarchicalTrilinear, None)}
@@ -177,7 +185,7 @@ def test_costs_by_length(monkeypatch):
     assert rows[0][1].endswith(" ms")
 
 
-def test_a_set_has_no_order():
+def test_order_of_a_set_does_not_matter():
     data = prepare_match3(None, replace(SMALL, modulus=7, length=3, shortest=3, sequences=600))
     sizes = ModelOptions(width=16, heads=2, head_dim=16, dropout=0.0, position_width=0)
     config = model_config(data, sizes, "trilinear", "trilinear")
@@ -188,11 +196,11 @@ def test_a_set_has_no_order():
     turned = replace(
         data.test.batch, values={MODALITY: data.test.batch.values[MODALITY].view(-1, 3)[:, order].reshape(-1)}
     )
-    assert torch.allclose(model(turned).view(-1, 3, 2), out.view(-1, 3, 2)[:, order], atol=1e-6)  # a set has no order
+    assert torch.allclose(model(turned).view(-1, 3, 2), out.view(-1, 3, 2)[:, order], atol=1e-6)
 
 
 @pytest.mark.slow
-def test_three_way_attention_learns_what_pairs_do_not():
+def test_three_way_attention_learns_more_than_pairwise():
     data = prepare_match3(None, Match3Options(modulus=13, length=4, shortest=3, sequences=6_000))
     sizes = ModelOptions(width=32, head_dim=16, dropout=0.0, position_width=0)
     options = TrainingOptions(epochs=15, learning_rate=3e-3, batch_size=128, patience=0)

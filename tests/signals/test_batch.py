@@ -17,7 +17,7 @@ batches = st.lists(signals | leaves, max_size=4)
 
 
 def depth_first(node, path=""):
-    """Every leaf with its path, by recursion over `members`."""
+    """Return every leaf with its path, by recursion over `members`."""
     if isinstance(node, Leaf):
         yield path, node
     else:
@@ -26,7 +26,7 @@ def depth_first(node, path=""):
 
 
 def parents(roots):
-    """The parent vector of the forest and the domain of every internal node, by recursion, depth-first."""
+    """Return the parent vector of the forest and the domain of every internal node, by depth-first recursion."""
     parent, domain = [], []
 
     def add(node, above):
@@ -112,15 +112,15 @@ def test_declared_modalities():
     with pytest.raises(InvalidInput) as caught:
         collate(website()[::-1], ["text", "audio"])
     assert str(caught.value) == (
-        "signals[0].image[0]: given modality 'patch', expected one of ('text', 'audio'); "
-        "add 'patch' to modalities, or leave these leaves out"
+        "signals[0].image[0]: expected one of ('text', 'audio'), got modality 'patch'. "
+        "Add 'patch' to modalities, or leave these leaves out"
     )
 
 
 def test_bad_arguments():
-    with pytest.raises(InvalidInput, match=r"signals\[1\]: given list, expected a Signal or a Leaf"):
+    with pytest.raises(InvalidInput, match=r"signals\[1\]: expected a Signal or a Leaf, got a value of type list"):
         collate([Leaf(1, "x"), [1]])
-    with pytest.raises(InvalidInput, match=r"leaf: given 16, expected 0\.\.15"):
+    with pytest.raises(InvalidInput, match=r"leaf: expected a leaf in 0\.\.15, got 16"):
         collate(website()).path(16)
 
 
@@ -166,20 +166,20 @@ def test_uncollate_from_another_device():
     assert uncollate(collate(website()).to("cuda")) == website()
 
 
-def assert_same_batch(given, wanted):
-    """All but the order of the modalities, and lists that could be tensors now."""
-    assert given.hierarchy == wanted.hierarchy
-    assert given.domains == wanted.domains
-    assert set(given.distinct_domains) == set(wanted.domains)
-    assert given.leaves.keys() == given.values.keys() == wanted.values.keys()
+def assert_same_batch(actual, wanted):
+    """Check all but the order of the modalities; a list of values may be a tensor in the other batch."""
+    assert actual.hierarchy == wanted.hierarchy
+    assert actual.domains == wanted.domains
+    assert set(actual.distinct_domains) == set(wanted.domains)
+    assert actual.leaves.keys() == actual.values.keys() == wanted.values.keys()
     for name, numbers in wanted.leaves.items():
-        assert torch.equal(given.leaves[name], numbers)
-    assert position_of_nodes(given.positions) == position_of_nodes(wanted.positions)
+        assert torch.equal(actual.leaves[name], numbers)
+    assert position_of_nodes(actual.positions) == position_of_nodes(wanted.positions)
 
 
 @given(batches, st.data())
-def test_a_selection_is_the_batch_of_the_chosen_signals(listed, data):
-    """In any order, with repeats, and of nothing at all."""
+def test_a_selection_is_the_batch_of_the_selected_signals(listed, data):
+    """Trees may be selected in any order, repeatedly, or not at all."""
     chosen = data.draw(st.lists(st.integers(0, len(listed) - 1), max_size=5)) if listed else []
     whole = collate(listed)
     selected = whole.select(chosen)
@@ -196,7 +196,7 @@ def test_selections_of_selections(listed, data):
 
 
 @given(readable(trees=(0, 4)), st.data())
-def test_a_selection_of_uniform_values_has_the_tensors_of_the_chosen(listed, data):
+def test_a_selection_of_uniform_values_has_the_tensors_of_the_selected_signals(listed, data):
     chosen = data.draw(st.lists(st.integers(0, len(listed) - 1), max_size=5)) if listed else []
     selected, wanted = collate(listed).select(chosen), collate([listed[i] for i in chosen])
     assert selected.values.keys() == wanted.values.keys()
@@ -212,13 +212,13 @@ def test_a_selection_takes_any_integers(trees):
 @pytest.mark.parametrize(
     ("trees", "message"),
     [
-        ([0, 2], r"trees\[1\]: given 2, expected 0\.\.1"),
-        ([-1], r"trees\[0\]: given -1, expected 0\.\.1"),
-        ([True, False], r"trees: given bool values, expected integers"),
-        ([0.5], r"trees: given float64 values, expected integers"),
+        ([0, 2], r"trees\[1\]: expected a tree in 0\.\.1, got 2"),
+        ([-1], r"trees\[0\]: expected a tree in 0\.\.1, got -1"),
+        ([True, False], r"trees: expected integers, got bool values"),
+        ([0.5], r"trees: expected integers, got float64 values"),
     ],
 )
-def test_a_selection_that_is_not_there(trees, message):
+def test_selections_of_trees_that_do_not_exist(trees, message):
     with pytest.raises(InvalidInput, match=message):
         collate(website()).select(trees)
 

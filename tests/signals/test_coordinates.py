@@ -10,7 +10,7 @@ from hsa.signals.coordinates import EIGENVECTORS, WALK_STEPS, coordinates, graph
 
 @st.composite
 def connected_graphs(draw, max_nodes: int = 13):
-    """A random tree of nodes, and further edges."""
+    """Draw a random tree with some further edges."""
     nodes = draw(st.integers(2, max_nodes))
     edges = [(draw(st.integers(0, i - 1)), i) for i in range(1, nodes)]
     node = st.integers(0, nodes - 1)
@@ -26,11 +26,11 @@ def laplacian(graph):
 
 
 def permuted(graph, order):
-    """Node i of the given graph is node order[i] of this one."""
+    """Return the graph with node i renamed to order[i]."""
     return Graph(graph.num_nodes, [(order[a], order[b]) for a, b in graph.edges])
 
 
-def test_a_sequence_counts():
+def test_members_of_a_sequence_have_an_index():
     assert coordinates(Sequence(5)).numbers.tolist() == [[0], [1], [2], [3], [4]]
 
 
@@ -43,28 +43,28 @@ def test_a_grid_has_an_index_per_axis(shape):
 
 
 def test_a_grid_of_four_axes():
-    with pytest.raises(InvalidInput, match=r"Grid\.shape: given 4 axes, expected at most 3"):
+    with pytest.raises(InvalidInput, match=r"Grid\.shape: expected at most 3 for positions, got 4 axes"):
         coordinates(Grid((1, 2, 3, 5)))
 
 
-def test_a_table_has_keys_and_a_set_nothing():
+def test_a_table_has_keys_and_a_set_no_coordinates():
     assert coordinates(Table(["b", "a"])).keys == ("b", "a")
     assert coordinates(Set(3)).kind is coordinates(Set(3)).numbers is None
 
 
 @given(connected_graphs())
 def test_the_eigenvectors_are_those_of_the_laplacian(graph):
-    """Orthogonal, of length √nodes, orthogonal to the constant one, with rising eigenvalues, and pointing up."""
+    """They are orthogonal, also to the constant vector, of length √nodes, with rising eigenvalues and a positive peak."""
     matrix, adjacency = laplacian(graph)
-    found = min(graph.num_nodes - 1, EIGENVECTORS)
+    count = min(graph.num_nodes - 1, EIGENVECTORS)
     vectors = graph_features(graph)[:, :EIGENVECTORS].astype(float)
-    assert (vectors[:, found:] == 0).all()
-    vectors = vectors[:, :found]
+    assert (vectors[:, count:] == 0).all()
+    vectors = vectors[:, :count]
     values = (vectors * (matrix @ vectors)).sum(0) / graph.num_nodes
     np.testing.assert_allclose(matrix @ vectors, vectors * values, atol=1e-5)
-    np.testing.assert_allclose(vectors.T @ vectors, graph.num_nodes * np.eye(found), atol=1e-4)
+    np.testing.assert_allclose(vectors.T @ vectors, graph.num_nodes * np.eye(count), atol=1e-4)
     np.testing.assert_allclose(np.sqrt(adjacency.sum(1)) @ vectors, 0, atol=1e-4)
-    np.testing.assert_allclose(values, np.linalg.eigvalsh(matrix)[1 : found + 1], atol=1e-5)
+    np.testing.assert_allclose(values, np.linalg.eigvalsh(matrix)[1 : count + 1], atol=1e-5)
     assert (vectors.max(0) >= -vectors.min(0) - 1e-5).all()
 
 
@@ -97,7 +97,7 @@ def test_directions_repeats_and_order_of_edges_do_not_matter(graph):
     np.testing.assert_array_equal(graph_features(turned), graph_features(graph))
 
 
-def test_linked_nodes_are_alike_and_a_hub_is_told_from_its_leaves():
+def test_linked_nodes_have_similar_features_and_a_hub_differs_from_its_leaves():
     two_halves = [(a, b) for half in (range(5), range(5, 11)) for a in half for b in half if a < b]
     first = graph_features(Graph(11, [*two_halves, (0, 5)]))[:, 0]
     assert (np.sign(first[:5]) == np.sign(first[0])).all()

@@ -47,34 +47,39 @@ def test_steps_name_members():
     assert Grid((2, 3)).step(5) == "[1, 2]"
     assert Set(3).step(1) == Graph(3, []).step(1) == "[1]"
     assert [Table(["image", "two words"]).step(i) for i in range(2)] == [".image", "['two words']"]
-    with pytest.raises(InvalidInput, match=r"given 3, expected 0\.\.2, a member of Sequence\(3\)"):
+    with pytest.raises(InvalidInput, match=r"expected a member of Sequence\(3\), 0\.\.2, got 3"):
         Sequence(3).step(3)
 
 
 @pytest.mark.parametrize(
-    ("make", "where", "given", "expected"),
+    ("make", "where", "wrong", "expected"),
     [
-        (lambda: Sequence(0), "Sequence.length", 0, "1 or more: a family has at least one member"),
-        (lambda: Sequence(-3), "Sequence.length", -3, "1 or more: a family has at least one member"),
+        (lambda: Sequence(0), "Sequence.length", 0, "1 or more: families have at least one member"),
+        (lambda: Sequence(-3), "Sequence.length", -3, "1 or more: families have at least one member"),
         (lambda: Set(2.0), "Set.size", "2.0", "a positive integer"),
         (lambda: Set(True), "Set.size", "True", "a positive integer"),
         (lambda: Grid(()), "Grid.shape", "()", "at least one axis"),
         (lambda: Grid(5), "Grid.shape", "5", "one length per axis"),
-        (lambda: Grid((2, 0)), "Grid.shape[1]", 0, "1 or more: a family has at least one member"),
+        (lambda: Grid((2, 0)), "Grid.shape[1]", 0, "1 or more: families have at least one member"),
         (lambda: Graph(3, [(0, 1), (1, 3)]), "Graph.edges[1]", (1, 3), "a pair of nodes in 0..2"),
         (lambda: Graph(3, [(-1, 0)]), "Graph.edges[0]", (-1, 0), "a pair of nodes in 0..2"),
-        (lambda: Graph(3, [(0, 1), (1,)]), "Graph.edges", "[(0, 1), (1,)]", "pairs (from, to) of node numbers"),
-        (lambda: Graph(3, [(0.5, 1)]), "Graph.edges", "[(0.5, 1)]", "pairs (from, to) of node numbers"),
-        (lambda: Table([]), "Table.keys", "no keys", "at least one: a family has at least one member"),
+        (lambda: Graph(3, [(0, 1), (1,)]), "Graph.edges", "[(0, 1), (1,)]", "pairs (from, to) of nodes"),
+        (lambda: Graph(3, [(0.5, 1)]), "Graph.edges", "[(0.5, 1)]", "pairs (from, to) of nodes"),
+        (lambda: Table([]), "Table.keys", "no keys", "at least one: families have at least one member"),
         (lambda: Table("ab"), "Table.keys", "'ab'", "a list of keys"),
         (lambda: Table(["a", 3]), "Table.keys[1]", "3", "a string"),
         (lambda: Table(["a", "b", "a"]), "Table.keys[2]", "'a'", "a key other than that of Table.keys[0]"),
     ],
 )
-def test_errors_say_where_what_and_what_was_expected(make, where, given, expected):
+def test_errors_have_location_input_and_expectation(make, where, wrong, expected):
     with pytest.raises(InvalidInput) as caught:
         make()
-    assert (caught.value.where, caught.value.given, caught.value.expected) == (where, given, expected)
+    error = caught.value
+    assert (error.where, error.got if error.problem is None else error.problem, error.expected) == (
+        where,
+        wrong,
+        expected,
+    )
 
 
 def test_first_members():
@@ -89,11 +94,11 @@ def test_first_members():
 @pytest.mark.parametrize(
     ("domain", "count", "message"),
     [
-        (Sequence(3), 0, "count: given 0, expected 1 or more: a family has at least one member"),
-        (Sequence(3), 4, r"count: given 4, expected at most 3, the members of Sequence\(3\)"),
-        (Grid((2, 3)), 3, r"count: given 3, expected 6, all members of Grid\(\(2, 3\)\); keep a grid whole or leave"),
+        (Sequence(3), 0, "count: expected 1 or more: families have at least one member, got 0"),
+        (Sequence(3), 4, r"count: expected at most 3, the members of Sequence\(3\), got 4"),
+        (Grid((2, 3)), 3, r"count: expected 6, all members of Grid\(\(2, 3\)\), got 3. Keep a grid whole or leave"),
     ],
 )
-def test_parts_that_are_none(domain, count, message):
+def test_counts_that_no_domain_has(domain, count, message):
     with pytest.raises(InvalidInput, match=message):
         domain.first(count)

@@ -57,7 +57,7 @@ def test_members_give_the_signal_back(signal):
 
 
 @given(leaves, leaves)
-def test_leaves_equal_in_all_or_differ(a, b):
+def test_leaves_are_equal_only_in_value_dtype_and_modality(a, b):
     assert a == copy.deepcopy(a)
     as_tensors = [torch.as_tensor(leaf.value) for leaf in (a, b) if not isinstance(leaf.value, str)]
     if len(as_tensors) == 2 and (as_tensors[0].dtype, as_tensors[0].shape) != (
@@ -83,11 +83,11 @@ def test_leaves_equal_in_all_or_differ(a, b):
     ],
     ids=repr,
 )
-def test_what_differs_is_not_equal(other):
+def test_signals_that_differ_are_not_equal(other):
     assert Signal.of([3, 1, 4], "token") != other
 
 
-def test_the_form_it_was_given_in_does_not_matter():
+def test_signals_built_in_different_ways_are_equal():
     forms = [[3, 1, 4], (3, 1, 4), np.array([3, 1, 4]), torch.tensor([3, 1, 4]), [np.int64(3), 1, torch.tensor(4)]]
     made = [Signal.of(form, "token") for form in forms]
     made.append(Signal(Sequence(3), [Leaf(i, "token") for i in (3, 1, 4)]))
@@ -119,7 +119,7 @@ def test_dtypes_of_scalars_survive():
     ],
     ids=repr,
 )
-def test_leaves_of_several_kinds_keep_theirs(family):
+def test_leaves_of_several_kinds_keep_their_kinds(family):
     signal = Signal(Sequence(2), family)
     assert signal.values is None
     for member, leaf in zip(signal.members, family, strict=True):
@@ -181,49 +181,49 @@ def test_frozen():
     [
         (
             lambda: Signal(Sequence(3), [Leaf(1, "x")] * 2, where="page[2].image"),
-            "page[2].image: given 2 members, expected 3, one per position of Sequence(3)",
+            "page[2].image: expected 3, one per position of Sequence(3), got 2 members",
         ),
         (
             lambda: Signal.of(torch.zeros(3, 8), "x", Grid((2, 4)), where="page[2].image"),
-            "page[2].image: given values of shape (3, 8), expected shape (2, 4) + the shape of a leaf, "
-            "as the domain is Grid((2, 4))",
+            "page[2].image: expected shape (2, 4) + the shape of a leaf, "
+            "as the domain is Grid((2, 4)), got values of shape (3, 8)",
         ),
         (
             lambda: Signal.of([1, 2, 3], "x", Table(["a", "b"]), where="row"),
-            "row: given 3 members, expected 2, one per position of Table('a', 'b')",
+            "row: expected 2, one per position of Table('a', 'b'), got 3 members",
         ),
         (
             lambda: Signal(Table(["a", "b"]), [Leaf(1, "x"), 5], where="row"),
-            "row.b: given int, expected a Signal or a Leaf; wrap a value: Leaf(value, modality); "
+            "row.b: expected a Signal or a Leaf, got a value of type int. Wrap a value: Leaf(value, modality); "
             "many of one modality: Signal.of(values, modality)",
         ),
         (
             lambda: Signal([1], [Leaf(1, "x")]),
-            "signal: given a domain of type list, expected Sequence, Grid, Graph, Set or Table",
+            "signal: expected Sequence, Grid, Graph, Set or Table, got a domain of type list",
         ),
         (
             lambda: Signal.of([], "x"),
-            "signal: given no values, expected at least one: a family has at least one member",
+            "signal: no values; expected at least one: families have at least one member",
         ),
-        (lambda: Signal.of("abc", "x"), "signal: given values of type str, expected an array or a list"),
-        (lambda: Signal.of(torch.tensor(3), "x"), "signal: given an array without axes, expected one row per member"),
+        (lambda: Signal.of("abc", "x"), "signal: expected an array or a list, got values of type str"),
+        (lambda: Signal.of(torch.tensor(3), "x"), "signal: expected one row per member, got an array without axes"),
         (
             lambda: Signal.of([1, None], "x", where="row"),
-            "row[1]: given a value of type NoneType, expected a string, a number or an array of numbers",
+            "row[1]: expected a string, a number or an array of numbers, got a value of type NoneType",
         ),
-        (lambda: Signal.of([1, 2**63], "x"), f"signal[1]: given {2**63}, expected an integer of at most 64 bits"),
-        (lambda: Leaf(-(2**63) - 1, "x"), f"leaf: given {-(2**63) - 1}, expected an integer of at most 64 bits"),
+        (lambda: Signal.of([1, 2**63], "x"), f"signal[1]: expected an integer of at most 64 bits, got {2**63}"),
+        (lambda: Leaf(-(2**63) - 1, "x"), f"leaf: expected an integer of at most 64 bits, got {-(2**63) - 1}"),
         (
             lambda: Leaf([1.0, 2.0], "x"),
-            "leaf: given a value of type list, expected a string, a number or an array of numbers; "
-            "wrap it: torch.tensor([…])",
+            "leaf: expected a string, a number or an array of numbers, got a value of type list. "
+            "Wrap it: torch.tensor([…])",
         ),
         (
             lambda: Leaf(np.array([None]), "x"),
-            "leaf: given an array of dtype object, expected a string, a number or an array of numbers",
+            "leaf: expected a string, a number or an array of numbers, got an array of dtype object",
         ),
-        (lambda: Leaf(1, ""), "leaf: given modality '', expected a name, such as 'text'"),
-        (lambda: Signal.of([1], None), "signal: given modality None, expected a name, such as 'text'"),
+        (lambda: Leaf(1, ""), "leaf: expected a name, such as 'text', got modality ''"),
+        (lambda: Signal.of([1], None), "signal: expected a name, such as 'text', got modality None"),
     ],
 )
 def test_errors(make, message):
@@ -268,7 +268,7 @@ def has_grid(signal):
 
 
 def is_cut_of(part, signal):
-    """Whether members are the same, but for the last, which may itself be cut."""
+    """Return whether all members are the same objects, except for the last, which may be cut."""
     *before, last = part.members
     same = all(a == b for a, b in zip(before, signal.members, strict=False))
     whole = signal.members[len(before)]
@@ -293,7 +293,7 @@ def test_first_is_a_prefix(signal, count):
         assert len(kept) == count
 
 
-def test_first_leaves_grids_whole():
+def test_first_does_not_divide_grids():
     site = website()  # 3 words, a grid of 6, a title and a number, a word
     kept = {count: site.first(count) for count in range(13)}
     assert kept[0] is None
@@ -309,10 +309,10 @@ def test_first_leaves_grids_whole():
     assert Signal(Sequence(2), [Leaf(0, "x"), inside]).first(3) == Signal.of([0], "x")
 
 
-def test_first_shares_what_it_keeps():
+def test_first_shares_whole_members():
     tokens = Signal.of(range(100), "token")
     assert tokens.first(30).values.data_ptr() == tokens.values.data_ptr()
-    with pytest.raises(InvalidInput, match="leaves: given -1, expected 0 or more"):
+    with pytest.raises(InvalidInput, match=r"leaves: expected 0 or more, got -1"):
         tokens.first(-1)
 
 

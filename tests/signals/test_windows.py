@@ -49,14 +49,14 @@ def test_short_families_are_the_same_objects(signal, most):
     assert in_windows(windowed, most) is windowed
 
 
-def test_what_need_not_change_is_shared():
+def test_members_without_long_sequences_are_shared():
     kept = Signal.of(range(3), "token")
     cut = in_windows(Signal(Set(2), [kept, Signal.of(range(5), "token")]), 3)
     assert cut.members[0] is kept
 
 
 @given(st.integers(1, 200), sizes)
-def test_windows_are_equal_to_within_one(length, most):
+def test_sizes_of_windows_differ_by_at_most_one(length, most):
     level = [in_windows(Signal.of(range(length), "token"), most)]
     while isinstance(level[0], Signal):
         sizes = {family.domain.size for family in level}
@@ -66,8 +66,8 @@ def test_windows_are_equal_to_within_one(length, most):
 
 
 @pytest.mark.parametrize("most", [1, 0, -3])
-def test_windows_that_never_end(most):
-    with pytest.raises(InvalidInput, match=f"most: given {most}, expected 2 or more"):
+def test_windows_of_one_member_are_refused(most):
+    with pytest.raises(InvalidInput, match=f"most: expected 2 or more, got {most}"):
         in_windows(Signal.of(range(5), "token"), most)
 
 

@@ -23,7 +23,7 @@ def content(seed=0, **progress):
 
 
 def full_disk(monkeypatch, module, name):
-    """The disk is full when some of a file has been written."""
+    """Simulate a disk that becomes full while a file is written."""
     write = getattr(module, name)
 
     def fail(data, target, *more):
@@ -34,7 +34,7 @@ def full_disk(monkeypatch, module, name):
     monkeypatch.setattr(module, name, fail)
 
 
-def test_all_of_it_comes_back(tmp_path):
+def test_save_and_restore(tmp_path):
     path = tmp_path / CHECKPOINT
     model, optimizer, saved = content(steps=[1, 2], best={"score": 0.5, "none": None})
     expected = torch.rand(3)
@@ -54,7 +54,7 @@ def test_all_of_it_comes_back(tmp_path):
             assert torch.equal(other_optimizer.state[mine][name], value)
 
 
-def test_a_full_disk_harms_no_checkpoint(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / CHECKPOINT
     model, _, saved = content()
     checkpoint.save(path, saved)
@@ -62,10 +62,8 @@ def test_a_full_disk_harms_no_checkpoint(tmp_path, monkeypatch):
     full_disk(monkeypatch, torch, "save")
     with pytest.raises(InvalidInput) as caught:
         checkpoint.save(path, content(seed=5)[2])
-    assert str(caught.value) == (
-        f"{path}: given a file that cannot be written ([Errno 28] No space left on device), "
-        "expected room to write; the file that was there is unharmed"
-    )
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "[Errno 28] No space left on device" in str(caught.value)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [CHECKPOINT]
     for name, tensor in model.state_dict().items():
@@ -73,7 +71,7 @@ def test_a_full_disk_harms_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_while_training(tmp_path, monkeypatch):
-    """The run stops with one line, and goes on from the last checkpoint when there is room again."""
+    """The run stops with a one-line error, and can be resumed from the last checkpoint."""
     run = trainer(folder=tmp_path)
     save, saves = torch.save, []
 
@@ -84,7 +82,7 @@ def test_a_disk_that_fills_up_while_training(tmp_path, monkeypatch):
             raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
 
     monkeypatch.setattr(torch, "save", fill_up)
-    with pytest.raises(InvalidInput, match=r"cannot be written .*the file that was there is unharmed"):
+    with pytest.raises(InvalidInput, match=r"cannot be written"):
         run.fit()
     assert [p.name for p in tmp_path.iterdir()] == [CHECKPOINT]
     again = trainer(folder=tmp_path)
@@ -94,31 +92,31 @@ def test_a_disk_that_fills_up_while_training(tmp_path, monkeypatch):
     assert [record.loss for record in history] == [record.loss for record in trainer().fit()]
 
 
-def test_a_full_disk_harms_no_model(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_previous_model(tmp_path, monkeypatch):
     save_model(tmp_path, classifier(), ("no", "yes"))
     full_disk(monkeypatch, safetensors.torch, "save_file")
-    with pytest.raises(InvalidInput, match=r"model.safetensors: given a file that cannot be written"):
+    with pytest.raises(InvalidInput, match=r"model\.safetensors: .*cannot be written"):
         save_model(tmp_path, classifier(seed=5), ("no", "yes"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     model, _ = load_model(tmp_path)
     assert all(torch.equal(t, classifier().state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def test_a_first_file_on_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
     full_disk(monkeypatch, safetensors.torch, "save_file")
-    with pytest.raises(InvalidInput, match="nothing was there before"):
+    with pytest.raises(InvalidInput, match="No file was written"):
         save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(99)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_a_file(tmp_path):
+def test_writing_below_a_file(tmp_path):
     (tmp_path / "a").write_text("")
     for write in (write_text, write_json):
         with pytest.raises(InvalidInput, match="cannot be written"):
             write(tmp_path / "a" / "b", "text")
 
 
-def test_files_can_be_read_by_others(tmp_path):
+def test_files_have_default_permissions(tmp_path):
     save_tensors(tmp_path / "a", {"a": torch.ones(3)})
     (tmp_path / "b").write_text("")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
@@ -127,9 +125,9 @@ def test_files_can_be_read_by_others(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[: len(data) // 2], r"given a damaged file \(.*\), expected a checkpoint of hsa; remove it"),
-        (lambda data: b"", "given a damaged file"),
-        (lambda data: b"not at all\n" * 99, "given a damaged file"),
+        (lambda data: data[: len(data) // 2], r"expected a checkpoint of hsa, got a damaged file \(\w+\)\. Delete it"),
+        (lambda data: b"", "got a damaged file"),
+        (lambda data: b"not at all\n" * 99, "got a damaged file"),
     ],
 )
 def test_damaged_checkpoints(tmp_path, damage, message):
@@ -143,35 +141,37 @@ def test_damaged_checkpoints(tmp_path, damage, message):
 
 
 @pytest.mark.parametrize("other", [{"model": {}}, [1, 2], torch.ones(3)])
-def test_checkpoints_of_something_else(tmp_path, other):
+def test_files_that_are_not_checkpoints(tmp_path, other):
     path = tmp_path / CHECKPOINT
     torch.save(other, path)
-    with pytest.raises(InvalidInput, match="given something else, expected a checkpoint of hsa, format 2"):
+    with pytest.raises(InvalidInput, match=r"expected a checkpoint of hsa, format 2, got another kind of file"):
         checkpoint.load(path)
 
 
-def test_a_file_can_do_no_harm(tmp_path):
+def test_a_checkpoint_cannot_run_code(tmp_path):
     class Harm:
         def __reduce__(self):
             return Path.touch, (tmp_path / "harm",)
 
     torch.save({"format": checkpoint.FORMAT, "model": Harm()}, tmp_path / CHECKPOINT)
-    with pytest.raises(InvalidInput, match="given a damaged file"):
+    with pytest.raises(InvalidInput, match="got a damaged file"):
         checkpoint.load(tmp_path / CHECKPOINT)
     assert not (tmp_path / "harm").exists()
 
 
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(InvalidInput, match="given no such file, expected a checkpoint; start without --resume"):
+def test_missing_checkpoint(tmp_path):
+    with pytest.raises(
+        InvalidInput, match=r"no such file; expected a checkpoint\. There is nothing to resume; start without --resume"
+    ):
         checkpoint.load(tmp_path / CHECKPOINT)
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (classifier(width=14), r"of shape \(13, 12\), expected shape \(13, 14\); they belong to another model"),
-        (classifier(layers=2), "weights without 'encoder.layers.1"),
-        (classifier(position_width=0), "weights with 'encoder.features"),
+        (classifier(width=14), r"shape \(13, 14\), got .*\(13, 12\).*another model"),
+        (classifier(layers=2), "'encoder.layers.1"),
+        (classifier(position_width=0), "'encoder.features"),
     ],
 )
 def test_the_weights_of_another_model(tmp_path, model, message):

@@ -25,7 +25,7 @@ SHORT = Plan(("hierarchical", "deepsets"), (1e-3, 1e-2), (5, 6))
 
 
 class Notes:
-    """An observer that keeps what it is told."""
+    """Observer that records its calls."""
 
     def __init__(self, stop_at=None):
         self.begun, self.ended, self.stop_at = [], [], stop_at
@@ -39,7 +39,7 @@ class Notes:
 
 
 class Stopping(Silent):
-    """Presses Ctrl-C after the first step."""
+    """Watcher that presses Ctrl-C after the first step."""
 
     def step(self, done, total, loss, learning_rate):
         if done == 1:
@@ -51,7 +51,7 @@ def compare(folder, plan=PLAN, **more):
 
 
 def scripted(monkeypatch, actual):
-    """Runs end as the test wants: `actual(model, rate, seed)` gives a result, or the error it ends with."""
+    """Replace training: `actual(model, rate, seed)` returns the result of a run, or the error it ends with."""
 
     def train(name, config, data, options, folder, accelerator, **more):
         ended = actual(name, options.learning_rate, options.seed)
@@ -64,7 +64,7 @@ def scripted(monkeypatch, actual):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A comparison that was never stopped: its folder, what was actual, what an observer was told."""
+    """Comparison without interruption: its folder, its result, and the observer."""
     folder, notes = tmp_path_factory.mktemp("whole"), Notes()
     return folder, compare(folder, SHORT, observer=notes), notes
 
@@ -73,26 +73,26 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             {"models": ("hierarchical", "flt")},
-            r"^models: given 'flt', expected one of hierarchical, .*; did you mean 'flat'\?$",
+            r"^models: expected one of hierarchical, .*, got 'flt'\. Did you mean 'flat'\?$",
         ),
-        ({"models": ()}, "^models: given none, expected one or more$"),
-        ({"models": ("hierarchical", "hierarchical")}, "^models: given hierarchical twice, expected each once$"),
-        ({"rates": ()}, "^rates: given none"),
-        ({"rates": (1e-3, 0.0)}, "^rates: given 0, expected learning rates above 0"),
-        ({"rates": (-1e-3,)}, "^rates: given -0.001, expected"),
-        ({"rates": (math.nan,)}, "^rates: given nan, expected"),
-        ({"rates": (math.inf,)}, "^rates: given inf, expected"),
-        ({"rates": (1e-3, 0.0010000001)}, "^rates: given 0.001 twice"),
-        ({"seeds": ()}, "^seeds: given none"),
-        ({"seeds": (0, 0)}, "^seeds: given 0 twice"),
+        ({"models": ()}, "^models: expected one or more models, got an empty list$"),
+        ({"models": ("hierarchical", "hierarchical")}, "^models: expected different models, got hierarchical twice$"),
+        ({"rates": ()}, "^rates: expected one or more rates, got an empty list"),
+        ({"rates": (1e-3, 0.0)}, "^rates: expected learning rates above 0, such as 1e-3, got 0"),
+        ({"rates": (-1e-3,)}, "^rates: expected .*, got -0.001"),
+        ({"rates": (math.nan,)}, "^rates: expected .*, got nan"),
+        ({"rates": (math.inf,)}, "^rates: expected .*, got inf"),
+        ({"rates": (1e-3, 0.0010000001)}, "^rates: expected different rates, got 0.001 twice"),
+        ({"seeds": ()}, "^seeds: expected one or more seeds, got an empty list"),
+        ({"seeds": (0, 0)}, "^seeds: expected different seeds, got 0 twice"),
     ],
 )
-def test_plans_that_are_none(change, said):
-    with pytest.raises(InvalidInput, match=said):
+def test_invalid_plans(change, message):
+    with pytest.raises(InvalidInput, match=message):
         replace(PLAN, **change)
 
 
@@ -122,7 +122,7 @@ def test_every_rate_then_every_seed_of_the_best(whole):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_on_a_device(tmp_path, device, precision):
-    """Ours, a published one, and what comes of the second when its run is loaded there again."""
+    """Train our model and a baseline, and load the result of the second again."""
     plan = Plan(("hierarchical", "transformer-xl"), (1e-2,), (5,))
     recipe = replace(RECIPE, training=replace(RECIPE.training, mixed_precision=precision))
     data, accelerator = prepared(), make_accelerator(recipe.training, cpu=device == "cpu")
@@ -137,8 +137,8 @@ def test_on_a_device(tmp_path, device, precision):
             assert result.peak_memory > 4 * 4 * result.parameters / 2**20
     loaded, classes = load_model(actual[1].runs[0].folder(tmp_path), device)
     with torch.no_grad(), accelerator.autocast():
-        said = loaded(data.test.batch.to(device)).argmax(-1).cpu()
-    right = (said == data.test.targets).float().mean()
+        predicted = loaded(data.test.batch.to(device)).argmax(-1).cpu()
+    right = (predicted == data.test.targets).float().mean()
     assert classes == data.test.classes
     assert float(right) == pytest.approx(actual[1].scores[0], abs=1.5 / len(data.test))  # rounding may decide a tie
 
@@ -176,14 +176,16 @@ def test_a_result_means_finished():
         ("begun", result("hierarchical", 0.5)),
         ("diverged", result("hierarchical", 0.5)),
     ):
-        with pytest.raises(InvalidInput, match=f"^result: given .* of a run that is {state}, expected"):
+        with pytest.raises(
+            InvalidInput, match=f"^result: expected a result for a finished run, .*, got .* for a run that is {state}"
+        ):
             Run("hierarchical", 1e-3, 0, state, actual)
 
 
 @pytest.mark.parametrize(
     ("error", "state"), [(Diverged("no number"), "diverged"), (OutOfMemory("full"), "out of memory")]
 )
-def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, error, state):
+def test_failed_runs_do_not_stop_the_others(tmp_path, monkeypatch, error, state):
     def actual(model, rate, seed):
         if model == "deepsets" or rate == 3e-2 or (rate == 1e-2 and seed == 6):
             return error
@@ -197,7 +199,7 @@ def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, erro
     assert [(run.rate, run.seed, run.state) for run in hsa.failed] == [(3e-2, 5, state), (1e-2, 6, state)]
     assert (deepsets.rate, deepsets.runs, deepsets.scores) == (None, (), [])
     assert [(run.rate, run.seed, run.state) for run in deepsets.failed] == [(rate, 5, state) for rate in PLAN.rates]
-    assert len(notes.ended) == 7  # no further seeds of what has no rate
+    assert len(notes.ended) == 7  # no further seeds for a model without a rate
 
     again = []
     scripted(monkeypatch, lambda *run: again.append(run) or error)
@@ -205,13 +207,13 @@ def test_what_has_no_result_does_not_stop_the_others(tmp_path, monkeypatch, erro
         Result, "load", lambda folder: result(folder.parent.parent.name, 0.5, float(folder.parent.name))
     )
     assert compare(tmp_path, resume=True) == [hsa, deepsets]
-    # What diverged would diverge again; there may be room another time.
+    # A diverged run would diverge again, but there may be more memory another time.
     failed = [(run.model, run.rate, run.seed) for run in notes.ended if run.result is None]
     assert again == ([] if state == "diverged" else failed)
 
 
-def test_memory_that_is_full(tmp_path, monkeypatch):
-    """One model asks for too much in its second epoch; with --resume it goes on where it was."""
+def test_out_of_memory(tmp_path, monkeypatch):
+    """One run needs too much memory in its second epoch; with `resume` it continues there."""
     step, full, epochs = Trainer._step, True, []
 
     def greedy(self, *batch):
@@ -225,7 +227,7 @@ def test_memory_that_is_full(tmp_path, monkeypatch):
     assert [run.state for run in actual.tried] == ["out of memory", "finished"]
     note = json.loads((tmp_path / "deepsets/0.001/5" / ENDED).read_text())
     assert note["state"] == "out of memory"
-    assert note["message"].startswith("memory is full; try fewer --batch-tokens")
+    assert note["message"].startswith("out of memory; try a smaller --batch-tokens")
     full = False
     epochs.clear()
     (actual,) = compare(tmp_path, Plan(("deepsets",), (1e-3, 1e-2), (5,)), resume=True)
@@ -235,7 +237,7 @@ def test_memory_that_is_full(tmp_path, monkeypatch):
     assert actual.tried[0].validation == whole.tried[0].validation
 
 
-def test_a_learning_rate_that_is_far_too_high(tmp_path):
+def test_a_learning_rate_that_diverges(tmp_path):
     actual = compare(tmp_path, Plan(("hierarchical", "deepsets"), (1e-2, 1e30), (0,)))
     for model in actual:
         assert model.rate == 1e-2
@@ -243,21 +245,21 @@ def test_a_learning_rate_that_is_far_too_high(tmp_path):
         assert "the loss is no longer a number" in (tmp_path / model.model / "1e+30/0" / ENDED).read_text()
 
 
-# Stopping and going on
+# Resuming
 
 
-def test_going_on_finds_the_same(tmp_path, whole):
+def test_resumed_runs_have_the_same_results(tmp_path, whole):
     for stop_at in (1, 3, 5):
         with pytest.raises(Interrupted) as caught:
             compare(tmp_path, SHORT, observer=Notes(stop_at), resume=stop_at > 1)
-        assert str(caught.value).endswith(f"go on with --resume; {stop_at - 1} of 6 runs are finished")
+        assert str(caught.value).endswith(f"continue with --resume; {stop_at - 1} of 6 runs are finished")
     again = compare(tmp_path, SHORT, resume=True)
     for model, other in zip(whole[1], again, strict=True):
         assert (model.rate, model.scores) == (other.rate, other.scores)
         assert [run.validation for run in model.tried] == [run.validation for run in other.tried]
 
 
-def test_finished_runs_are_taken_as_they_are(whole):
+def test_finished_runs_are_not_repeated(whole):
     folder, actual, _ = whole
     before = {path: path.stat().st_mtime_ns for path in folder.glob("**/*")}
     assert compare(folder, SHORT, resume=True) == actual
@@ -271,7 +273,7 @@ def test_finished_runs_keep_the_model_and_no_checkpoint(whole):
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])
-def test_a_run_that_lost_its_checkpoint_begins_again(tmp_path, whole, stop_at):
+def test_a_run_without_its_checkpoint_starts_again(tmp_path, whole, stop_at):
     with pytest.raises(Interrupted):
         compare(tmp_path, SHORT, observer=Notes(stop_at))
     (saved,) = tmp_path.glob(f"**/{CHECKPOINT}")
@@ -279,8 +281,8 @@ def test_a_run_that_lost_its_checkpoint_begins_again(tmp_path, whole, stop_at):
     assert [model.scores for model in compare(tmp_path, SHORT, resume=True)] == [m.scores for m in whole[1]]
 
 
-def test_a_folder_of_before_has_checkpoints(tmp_path):
-    """Where nothing says how a finished run ended, its checkpoint does."""
+def test_resuming_from_a_checkpoint_at_the_end(tmp_path):
+    """A run that was stopped between its last checkpoint and `ended.json` has the same result."""
     plan, kept = Plan(("deepsets",), (1e-2,), (5,)), []
 
     class Keeping(Silent):
@@ -306,12 +308,15 @@ def test_models_rates_and_seeds_can_be_added(tmp_path):
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e30])
-def test_going_on_with_other_options(tmp_path, rate):
-    """Of runs that ended well, and of those that diverged."""
+def test_resuming_with_other_options(tmp_path, rate):
+    """Both finished and diverged runs are checked."""
     plan = Plan(("deepsets",), (rate,), (0,))
     compare(tmp_path, plan)
     other = replace(RECIPE, training=replace(RECIPE.training, epochs=3))
-    with pytest.raises(InvalidInput, match=r"trained with epochs = 2, expected epochs = 3; resume with the options"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"expected epochs = 3, got a checkpoint trained with epochs = 2\. Resume with the options and the data",
+    ):
         compare_models(plan, other, prepared(), tmp_path, make_accelerator(other.training, cpu=True), resume=True)
     with pytest.raises(InvalidInput, match="other data"):
         compare_models(
@@ -319,15 +324,15 @@ def test_going_on_with_other_options(tmp_path, rate):
         )
 
 
-def test_a_note_that_cannot_be_read(tmp_path):
+def test_a_damaged_ended_json(tmp_path):
     plan = Plan(("deepsets",), (1e30,), (0,))
     compare(tmp_path, plan)
     (tmp_path / "deepsets/1e+30/0" / ENDED).write_text("{")
-    with pytest.raises(InvalidInput, match=r"ended.json: given a file that cannot be read"):
+    with pytest.raises(InvalidInput, match=r"ended\.json: .*cannot be read"):
         compare(tmp_path, plan, resume=True)
 
 
-# Means and chance
+# Means and significance
 
 
 def test_means_over_seeds():
@@ -349,7 +354,7 @@ def test_means_over_seeds():
 
 @pytest.mark.parametrize("freedom", [1, 2, 4, 9, 10, 11, 15, 40, 1000])
 def test_students_distribution(freedom):
-    """Nineteen in twenty lie within: by adding up its density."""
+    """The density between both points integrates to 95 %."""
     edge = _student(freedom)
     t = np.linspace(0, edge, 200_001)
     density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
@@ -358,8 +363,8 @@ def test_students_distribution(freedom):
 
 
 @pytest.mark.parametrize("seeds", [(3, 3), (1, 3), (2, 5)])
-def test_the_margin_is_what_chance_does(seeds):
-    """Of two equally good models, one in twenty pairs of samples lies further apart."""
+def test_the_margin_covers_chance(seeds):
+    """About 5 % of all pairs of samples of equally good models differ by more than the margin."""
     generator = np.random.default_rng(0)
     wide = 0
     for _ in range(2000):
@@ -378,7 +383,7 @@ def test_margins():
     assert margin([0.4, 0.6], [0.5], None) == pytest.approx(12.706 * math.sqrt(0.02 * 1.5))
 
 
-def test_results_of_before_have_no_memory(tmp_path):
+def test_results_without_peak_memory(tmp_path):
     compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
     folder = tmp_path / "deepsets/0.01/0"
     actual = json.loads((folder / RESULT).read_text())
@@ -389,7 +394,9 @@ def test_results_of_before_have_no_memory(tmp_path):
 
 def test_the_first_model_stays_first(tmp_path):
     compare(tmp_path, Plan(("deepsets",), (1e-2,), (0,)))
-    with pytest.raises(InvalidInput, match="flat first, in a comparison that began with deepsets"):
+    with pytest.raises(
+        InvalidInput, match=r"expected deepsets first, as when this comparison began .*, got flat first"
+    ):
         compare(tmp_path, Plan(("flat", "deepsets"), (1e-2,), (0,)), resume=True)
     actual = compare(tmp_path, Plan(("deepsets", "flat"), (1e-2,), (0,)), resume=True)
     assert [one.model for one in actual] == ["deepsets", "flat"]

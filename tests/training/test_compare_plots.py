@@ -12,7 +12,7 @@ NAMES = ("hierarchical", "multiscale", "flat", "deepsets", "han", "hat", "transf
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What was drawn, before it is a file."""
+    """Collect the figures before they are saved."""
     kept = []
 
     def keep(figure, path):
@@ -44,7 +44,7 @@ CROWDS = {
 
 
 @pytest.mark.parametrize("crowd", CROWDS)
-def test_every_model_has_a_name_that_can_be_read(figures, tmp_path, crowd):
+def test_labels_do_not_overlap(figures, tmp_path, crowd):
     points = [Point(name, *values) for name, values in zip(NAMES, CROWDS[crowd], strict=True)]
     plot_frontiers(tmp_path / "a.png", {"seconds": points, "operations": points}, "accuracy", "Title with $x_3")
     with Image.open(tmp_path / "a.png") as image:
@@ -73,7 +73,7 @@ def test_the_frontier_is_drawn(figures, tmp_path):
     assert axes.get_ylabel() == "accuracy"
 
 
-def test_nothing_has_a_place_on_a_logarithmic_axis(figures, tmp_path):
+def test_zero_cost_has_a_position_on_the_logarithmic_axis(figures, tmp_path):
     points = [Point("deepsets", 0, 0.6), Point("hierarchical", 1000, 0.8)]
     plot_frontiers(tmp_path / "a.png", {"operations": points}, "accuracy", "")
     (axes,) = figures[0].axes
@@ -91,7 +91,7 @@ def test_one_model(tmp_path, point):
     assert (tmp_path / "a.png").stat().st_size > 5000
 
 
-def test_error_bars_are_as_long_as_the_spread(figures, tmp_path):
+def test_length_of_error_bars(figures, tmp_path):
     plot_frontiers(tmp_path / "a.png", {"seconds": [Point("hierarchical", 3.0, 0.5, 0.07)]}, "accuracy", "")
     (axes,) = figures[0].axes
     (bar,) = axes.collections

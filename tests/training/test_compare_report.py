@@ -16,7 +16,7 @@ TEST = 17  # examples
 
 
 def compared(model, scores, rate=1e-2, seeds=(0, 1, 2), **more):
-    """A model that was best at this rate, with a score per seed, or how else that seed's run ended."""
+    """Model that was best at this rate, with a score or a failure per seed."""
     runs = tuple(
         run(model, rate, seed, score if isinstance(score, str) else result(model, score, 0.9, **more))
         for seed, score in zip(seeds, scores, strict=False)
@@ -26,15 +26,15 @@ def compared(model, scores, rate=1e-2, seeds=(0, 1, 2), **more):
 
 
 def lost(model, *endings):
-    """A model without a result at any rate: it diverged, unless it ended otherwise."""
+    """Model without a result at any rate: diverged by default."""
     states = endings or ("diverged",) * len(RATES)
     return Compared(model, tuple(run(model, rate, 0, state) for rate, state in zip(RATES, states, strict=True)), ())
 
 
 OUT_OF_MEMORY = ("out of memory",) * len(RATES)
-HOW_TO_GET_ON = (
-    "where memory ran out: --resume tries again, for when there is more; else compare into another folder with fewer "
-    "--batch-tokens, shorter texts (--max-tokens, or --context of a language model) or a smaller --width"
+WHAT_TO_DO = (
+    "to retry the runs that ran out of memory, free some and use --resume; or compare in another folder with a smaller "
+    "--batch-tokens, --max-tokens (--context for a language model) or --width"
 )
 
 
@@ -102,82 +102,82 @@ def test_the_table():
     ]
 
 
-def test_what_it_means():
+def test_findings():
     assert comparison(HSA, FLAT, DEEPSETS).findings() == [
-        "hierarchical against flat: +14.0 points (within chance: ± 28.4 for 17 test examples and 3 seeds), 4.0 × fewer "
-        "attention operations, trains 2.0 × faster",
-        "hierarchical against deepsets: +24.0 points (within chance: ± 29.3 for 17 test examples and 3 seeds), "
-        "trains 4.0 × as long",
-        "on the frontier of accuracy against training time: hierarchical, deepsets",
+        "hierarchical against flat: +14.0 points (not significant: 95% margin ± 28.4 with 17 test examples and 3 seeds), "
+        "4.0 × fewer attention operations, trains 2.0 × faster",
+        "hierarchical against deepsets: +24.0 points (not significant: 95% margin ± 29.3 with 17 test examples and 3 seeds)"
+        ", trains 4.0 × slower",
+        "on the frontier of accuracy and training time: hierarchical, deepsets",
     ]
 
 
-def test_more_than_chance():
+def test_significant_differences():
     first, second = (
         compared("hierarchical", (0.99, 0.99, 1.0)),
         compared("flat", (0.01, 0.0, 0.0), training_seconds=3.01),
     )
     (line, _) = comparison(first, second).findings()
-    assert line.startswith("hierarchical against flat: +99.0 points (more than chance: ± ")
-    assert line.endswith(", as many attention operations, trains as long")
+    assert line.startswith("hierarchical against flat: +99.0 points (significant: 95% margin ± ")
+    assert line.endswith(", equal attention operations, equal training time")
     (line, _) = comparison(second, first).findings()
-    assert line.startswith("flat against hierarchical: -99.0 points (more than chance: ± ")
+    assert line.startswith("flat against hierarchical: -99.0 points (significant: 95% margin ± ")
 
 
 def test_one_seed():
     actual = comparison(compared("hierarchical", (0.8,)), compared("flat", (0.7,)), seeds=(0,))
     assert actual.columns()[1][0][3] == "0.8000"
-    assert "(within chance: ± 28.3 for 17 test examples and one seed)" in actual.findings()[0]
+    assert "(not significant: 95% margin ± 28.3 with 17 test examples and one seed)" in actual.findings()[0]
     assert actual.to_json()["models"][0]["accuracy_std"] is None
 
 
-def test_equal_minutes_are_no_cost():
+def test_training_time_is_no_cost_if_it_is_fixed():
     first, second = compared("hierarchical", (0.9, 0.9, 0.9), training_seconds=60.0), compared("flat", (0.1, 0.1, 0.1))
     actual = comparison(first, second)
     timed = replace(actual, recipe=replace(actual.recipe, training=replace(actual.recipe.training, minutes=1.0)))
     assert "training" in actual.frontiers()["flat"]  # 3 s against 60
     assert not any("training" in costs for costs in timed.frontiers().values())
     lines = timed.findings()
-    assert "on the frontier of accuracy against test time: hierarchical" in lines
-    assert "flat trained for less than 1 minutes: epochs or patience ended first" in lines
-    assert not any("minutes" in line for line in actual.findings())
+    assert "on the frontier of accuracy and test time: hierarchical" in lines
+    assert "flat stopped before 1 min because of --epochs or --patience" in lines
+    assert not any("--patience" in line for line in actual.findings())
 
 
-def test_numbers():
+def test_regression():
     first, second = (compared(name, (-0.5, 0.7), regression=True) for name in ("hierarchical", "flat"))
     actual = comparison(first, second, task="regression", seeds=(0, 1))
     header, rows = actual.columns()
     assert header[3:5] == ["R²", "error"]
     assert rows[0][3:5] == ["0.1000 ± 0.8485", "2.0000"]
     assert actual.findings()[0].startswith(
-        "hierarchical against flat: R² +0.000 (within chance: ± 3.651 for 2 seeds, whatever the test examples"
+        "hierarchical against flat: R² +0.000 (not significant: 95% margin ± 3.651 with 2 seeds)"
     )
-    assert actual.findings()[1] == "on the frontier of R² against training time: hierarchical, flat"
+    assert actual.findings()[1] == "on the frontier of R² and training time: hierarchical, flat"
     model = actual.to_json()["models"][0]
     assert model["r2"] == pytest.approx(0.1)
     assert model["mean_absolute_error"] == 2
     one = comparison(
         compared("hierarchical", (0.5,), regression=True), compared("flat", (0.4,), regression=True), task="regression"
     )
-    assert "R² +0.100 (one seed does not tell whether by chance)" in one.findings()[0]
+    assert "R² +0.100 (significance unknown: one seed)" in one.findings()[0]
 
 
-def test_rates_at_the_end():
-    """Better ones may lie beyond; one rate alone is no end."""
+def test_best_rates_at_the_end_of_the_range():
+    """A better rate may lie beyond the range; a single rate has no range."""
     actual = comparison(HSA, compared("flat", (0.7,), rate=1e-1), compared("deepsets", (0.7,), rate=1e-3)).findings()
     assert actual[-2:] == [
-        "the highest rate, 0.1, was the best for flat; higher ones may be better still",
-        "the lowest rate, 0.001, was the best for deepsets; lower ones may be better still",
+        "flat did best at the highest rate, 0.1; higher rates may be better",
+        "deepsets did best at the lowest rate, 0.001; lower rates may be better",
     ]
     only = replace(comparison(HSA), plan=Plan(("hierarchical",), (1e-2,), (0,)))
-    assert only.findings() == ["on the frontier of accuracy against training time: hierarchical"]
+    assert only.findings() == ["on the frontier of accuracy and training time: hierarchical"]
 
 
-def test_what_diverged():
+def test_diverged_runs():
     half = compared("flat", (0.7, "diverged", 0.9))
     actual = comparison(lost("hierarchical"), half, DEEPSETS)
     lines = actual.findings()
-    assert lines[0].startswith("flat against deepsets: ")  # the first that has something to compare
+    assert lines[0].startswith("flat against deepsets: ")  # the first model with a result
     assert "and 2 seeds)" in lines[0]
     assert lines[-2:] == ["hierarchical diverged at every rate; try lower ones", "flat diverged at rate 0.01, seed 1"]
     assert comparison(lost("hierarchical"), lost("flat")).findings() == [
@@ -186,13 +186,13 @@ def test_what_diverged():
     ]
 
 
-def test_what_had_out_of_memory():
+def test_runs_out_of_memory():
     half = compared("flat", (0.7, "out of memory", 0.9))
     actual = comparison(lost("hierarchical", *OUT_OF_MEMORY), half, DEEPSETS)
     assert actual.findings()[-3:] == [
         "hierarchical ran out of memory at every rate",
         "flat ran out of memory at rate 0.01, seed 1",
-        HOW_TO_GET_ON,
+        WHAT_TO_DO,
     ]
     assert actual.columns()[1][0] == ["hierarchical", "–", "–", "out of memory", *["–"] * 6]
     hsa, flat, _ = actual.to_json()["models"]
@@ -209,7 +209,7 @@ def test_out_of_memory_and_divergence():
         "hierarchical ran out of memory at rate 0.001, seed 0",
         "hierarchical ran out of memory at rate 0.01, seed 0",
         "hierarchical diverged at rate 0.1, seed 0",
-        HOW_TO_GET_ON,
+        WHAT_TO_DO,
     ]
 
 
@@ -217,10 +217,13 @@ def test_a_warm_start_keeps_its_own_size(monkeypatch):
     pretrained = HatConfig(width=24, layers=1, warm_start="bert"), {}
     monkeypatch.setattr("hsa.baselines.hat.warm_start.warm_start", lambda name, **options: pretrained)
     actual = comparison(HSA, compared("hat", (0.7,), parameters=1250))
-    assert actual.findings()[-1] == "hat has 25% more parameters: no size of it fits"
+    assert (
+        actual.findings()[-1]
+        == "hat has 25% more parameters than hierarchical: its size cannot be matched more closely"
+    )
     recipe = replace(actual.recipe, extra={"documents": DocumentOptions(warm_start="bert")})
-    said = "hat has 25% more parameters: it keeps the size of the encoder that it starts from"
-    assert replace(actual, recipe=recipe).findings()[-1] == said
+    expected = "hat has 25% more parameters than hierarchical: it keeps the size of its pre-trained encoder"
+    assert replace(actual, recipe=recipe).findings()[-1] == expected
 
 
 def test_models_of_other_sizes_are_named():
@@ -228,8 +231,8 @@ def test_models_of_other_sizes_are_named():
     smaller = compared("deepsets", (0.7,), parameters=900)
     alike = compared("multiscale", (0.7,), parameters=1015)
     assert comparison(HSA, larger, smaller, alike).findings()[-2:] == [
-        "flat has 25% more parameters: no size of it fits",
-        "deepsets has 10% fewer parameters: no size of it fits",
+        "flat has 25% more parameters than hierarchical: its size cannot be matched more closely",
+        "deepsets has 10% fewer parameters than hierarchical: its size cannot be matched more closely",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs without a result."""
+"""Tests of failed runs."""
 
 import gc
 import weakref
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hsa.training import failures as endings
+from hsa.training import failures
 from hsa.training.failures import Diverged, OutOfMemory, catch_oom, reported
 
 
 class Large:
-    """Something that a run holds while it fails."""
+    """Object that a run holds while it fails."""
 
 
 def full_cpu():
@@ -41,7 +41,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_full_memory_is_noticed_and_what_was_held_is_free(name):
+def test_out_of_memory_is_caught_and_memory_is_freed(name):
     held = []
 
     @catch_oom
@@ -50,9 +50,9 @@ def test_full_memory_is_noticed_and_what_was_held_is_free(name):
         held.append(weakref.ref(large))
         FULL[name]()
 
-    gc.disable()  # nothing may wait for it
+    gc.disable()  # memory must be freed without it
     try:
-        with pytest.raises(OutOfMemory, match=r"^memory is full; try fewer --batch-tokens") as caught:
+        with pytest.raises(OutOfMemory, match=r"^out of memory; try a smaller --batch-tokens") as caught:
             run()
         assert held[0]() is None
         assert caught.value.__context__ is None
@@ -63,24 +63,24 @@ def test_full_memory_is_noticed_and_what_was_held_is_free(name):
 @pytest.mark.parametrize(
     ("kind", "message"), [(RuntimeError, "shapes do not fit"), (ValueError, "out of memory"), (Diverged, "no number")]
 )
-def test_other_errors_stay_what_they_are(kind, message):
+def test_other_errors_are_not_converted(kind, message):
     with pytest.raises(kind, match=message) as caught:
         catch_oom(raising(kind, message))()
     assert type(caught.value) is kind
 
 
-def test_processes_that_wait_for_each_other_end_together(monkeypatch):
-    monkeypatch.setattr(endings, "_waited_for", lambda: True)
+def test_with_several_processes_the_original_error_is_raised(monkeypatch):
+    monkeypatch.setattr(failures, "_has_other_processes", lambda: True)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         catch_oom(full_cpu)()
 
 
-def test_the_function_is_the_same_otherwise():
+def test_the_wrapper_keeps_name_and_result():
     assert catch_oom(asdict) is not asdict
     assert catch_oom(lambda a, *, b: (a, b))(3, b=5) == (3, 5)
 
 
-def test_the_others_go_on_and_nothing_is_kept():
+def test_a_failure_is_reported_without_traceback():
     held, failed = [], {}
 
     def train(name):

@@ -22,13 +22,13 @@ from tests.tasks import TOKENS
 
 
 def with_train(examples, **more):
-    """PreparedData data with these signals to train on."""
+    """Prepared data with these signals as training data."""
     made = [Example(signal, ("no", "yes")[i % 2], str(i)) for i, signal in enumerate(examples)]
     return replace(prepared(), train=build(made, "classification"), **more)
 
 
 @pytest.mark.parametrize("length", [1, 5, 7, 64, 257, 1031])
-def test_documents_have_the_length_that_was_asked_for(length):
+def test_documents_have_the_requested_length(length):
     data = prepared()
     document = document_of(data, length)
     assert (document.hierarchy.num_trees, document.hierarchy.num_leaves) == (1, length)
@@ -36,7 +36,7 @@ def test_documents_have_the_length_that_was_asked_for(length):
     assert torch.equal(document.values["text"], values.repeat(-(-length // len(values)))[:length])
 
 
-def test_documents_of_parts_give_their_parts():
+def test_documents_of_parts_contribute_their_parts():
     data = prepared()
     document = document_of(data, 40)
     sentences = [signal for tree in uncollate(data.train.batch) for signal in tree.members]
@@ -46,14 +46,14 @@ def test_documents_of_parts_give_their_parts():
 
 
 def test_documents_without_parts_are_parts():
-    """A sentence, a single leaf, and leaves beside sentences."""
+    """Cases: a sentence, a single leaf, and leaves beside sentences."""
     mixed = Signal.of([1, 2], "text")
     trees = [Signal.of([3, 4, 5], "text"), Leaf(6, "text"), Signal(mixed.domain, [mixed, Leaf(7, "text")])]
     (result,) = uncollate(document_of(with_train(trees), 7))
     assert list(result.members) == trees
 
 
-def test_families_stay_as_large_as_the_data_may_have():
+def test_families_obey_max_family():
     data = prepared()
     data = replace(data, input_spec=replace(data.input_spec, max_family=5))
     document = document_of(data, 211)
@@ -61,16 +61,16 @@ def test_families_stay_as_large_as_the_data_may_have():
     assert max(document.hierarchy.structure.num_children) <= 5
 
 
-def test_data_that_cannot_be_put_in_a_row():
-    pictures = [Signal.of(np.arange(size), "text", Grid((size,))) for size in (3, 7, 5)]
-    data = with_train(pictures, kinds=("grid",))
+def test_data_that_cannot_be_concatenated():
+    images = [Signal.of(np.arange(size), "text", Grid((size,))) for size in (3, 7, 5)]
+    data = with_train(images, kinds=("grid",))
     assert document_of(data, 7).hierarchy.num_leaves == 7
     assert document_of(data, 8) is None
-    assert document_of(data, 4) is None  # a grid is whole or not there
+    assert document_of(data, 4) is None  # grids cannot be cut
 
 
-def test_no_length():
-    with pytest.raises(InvalidInput, match=r"^length: given 0, expected 1 or more$"):
+def test_length_zero():
+    with pytest.raises(InvalidInput, match=r"^length: expected 1 or more, got 0$"):
         document_of(prepared(), 0)
 
 
@@ -93,10 +93,10 @@ def measure(folders, **more):
 
 
 def test_costs_of_every_model_and_length(folders):
-    told = []
-    result = measure(folders, lengths=(13, 29), watch=lambda *next_one: told.append(next_one))
-    assert told == [(name, length) for name in ("flat", "none") for length in (13, 29)]
-    assert [(cost.kind, cost.length) for cost in result] == told
+    calls = []
+    result = measure(folders, lengths=(13, 29), watch=lambda *next_one: calls.append(next_one))
+    assert calls == [(name, length) for name in ("flat", "none") for length in (13, 29)]
+    assert [(cost.kind, cost.length) for cost in result] == calls
     # Softmax attention: the square of the length.
     assert result[1].operations / result[0].operations == pytest.approx((29 / 13) ** 2, rel=1e-9)
     assert [cost.operations for cost in result[2:]] == [0, 0]
@@ -118,7 +118,7 @@ def test_out_of_memory(folders, monkeypatch, error):
     assert measure(folders, lengths=(13, 29)) == []
 
 
-def test_vectors_of_a_frozen_encoder_are_made_once(folders):
+def test_a_frozen_encoder_runs_once_per_model(folders):
     calls = []
 
     def transform(batch):

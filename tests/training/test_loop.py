@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Interrupting(Log):
-    """Presses Ctrl-C after so many steps."""
+    """Watcher that presses Ctrl-C after some steps."""
 
     def __init__(self, after):
         super().__init__()
@@ -39,12 +39,12 @@ class Interrupting(Log):
 
 
 def plain(history):
-    """Without the times, the only thing that may differ."""
+    """Return the history without times, which may differ."""
     return [{name: value for name, value in asdict(record).items() if name != "seconds"} for record in history]
 
 
 def assert_same(run, other):
-    """Bit for bit: weights, history, predictions."""
+    """Compare weights, history and predictions bit for bit."""
     for name, tensor in other.model.state_dict().items():
         assert torch.equal(run.model.state_dict()[name], tensor), name
     test = data(11, run.config.task, seed=2)
@@ -52,7 +52,7 @@ def assert_same(run, other):
 
 
 @pytest.mark.parametrize("kind", OPERATORS)
-def test_every_operator_learns(kind):
+def test_training_with_every_kind_of_attention(kind):
     run = trainer(replace(QUICK, epochs=6), model=classifier(kind))
     before = run.evaluate(run.validation)
     history = run.fit()
@@ -65,7 +65,7 @@ def test_every_operator_learns(kind):
 
 @pytest.mark.parametrize("kind", ["hierarchical", "flat"])
 @pytest.mark.parametrize("task", ["regression", "tokens"])
-def test_other_tasks_learn(kind, task):
+def test_training_with_other_tasks(kind, task):
     run = trainer(replace(QUICK, epochs=5), model=classifier(kind, task), task=task)
     before = run.evaluate(run.validation)
     run.fit()
@@ -113,7 +113,10 @@ def test_a_gpu_after_the_cpu_and_the_cpu_after_a_gpu():
 
 
 def test_sharding_needs_several_processes():
-    with pytest.raises(InvalidInput, match=r"^fsdp: given one process, expected several.*torchrun --nproc-per-node"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"^fsdp: expected several processes to shard the model over, got one\. .*torchrun --nproc-per-node",
+    ):
         make_accelerator(QUICK, fsdp=True, cpu=True)
 
 
@@ -135,7 +138,7 @@ def test_every_example_is_seen_once_per_epoch(tokens):
     assert np.concatenate(trainer(run.options)._epoch_batches(1)).tolist() == second
 
 
-def test_the_watcher_hears_of_every_step_and_epoch():
+def test_the_watcher_is_called_for_every_step_and_epoch():
     log = Log()
     run = trainer(replace(QUICK, batch_tokens=40), watcher=log)
     history = run.fit()
@@ -187,7 +190,7 @@ def test_the_optimizer_follows_the_schedule():
     assert used == [{learning_rate(run.options, i, run.total_steps)} for i in range(run.total_steps)]
 
 
-def test_weight_decay_is_for_matrices():
+def test_only_matrices_are_decayed():
     run = trainer(replace(QUICK, weight_decay=0.3))
     decayed, kept = run.optimizer.param_groups
     names = {id(p): name for name, p in run.model.named_parameters()}
@@ -201,16 +204,16 @@ def test_weight_decay_is_for_matrices():
 
 
 def scripted(run, scores, monkeypatch):
-    """Validation says what the test wants, and the weights of every epoch are kept."""
+    """Train with these validation scores and losses; return the history and the weights of every epoch."""
     weights, evaluate = [], Trainer.evaluate
 
-    def say(self, found_on):
-        result = evaluate(self, found_on)
+    def scripted_evaluate(self, data):
+        result = evaluate(self, data)
         weights.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
         score, loss = scores[len(weights) - 1]
         return replace(result, scores=replace(result.scores, accuracy=score), loss=loss)
 
-    monkeypatch.setattr(Trainer, "evaluate", say)
+    monkeypatch.setattr(Trainer, "evaluate", scripted_evaluate)
     history = run.fit()
     monkeypatch.undo()
     return history, weights
@@ -224,7 +227,7 @@ def test_the_best_epoch_is_kept(monkeypatch):
     assert any(not torch.equal(weights[1][name], weights[3][name]) for name in weights[1])
 
 
-def test_among_equal_scores_the_lower_loss_is_better(monkeypatch):
+def test_the_lower_loss_breaks_ties(monkeypatch):
     run = trainer(replace(QUICK, epochs=4))
     _, weights = scripted(run, [(0.8, 1.0), (0.8, 0.6), (0.8, 0.9), (0.7, 0.1)], monkeypatch)
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in run.model.state_dict().items())
@@ -237,7 +240,7 @@ def test_patience(monkeypatch, patience, epochs):
     assert len(history) == epochs
 
 
-# Stopping and going on
+# Resuming
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_patience(monkeypatch, patience, epochs):
         ("multiscale", "tokens"),
     ],
 )
-def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, kind, task):
+def test_resuming_within_an_epoch_is_exact(tmp_path, kind, task):
     if kind == "multiscale" and torch.cuda.is_available():
         pytest.skip("on a GPU its gradients add up in no fixed order")
     options = replace(QUICK, batch_size=5)
@@ -261,12 +264,12 @@ def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, kind, task)
     whole = start("a")
     history = whole.fit()
 
-    stopped = start("b", Interrupting(after=11))  # of 8 steps per epoch
-    with pytest.raises(Interrupted, match=rf"^stopped after 12 of 24 steps; .*{CHECKPOINT}, go on with --resume$"):
+    stopped = start("b", Interrupting(after=11))  # 8 steps per epoch
+    with pytest.raises(Interrupted, match=rf"^stopped after 12 of 24 steps; .*{CHECKPOINT}, continue with --resume$"):
         stopped.fit()
     assert (stopped.progress.epoch, stopped.progress.step) == (1, 4)
 
-    torch.manual_seed(99)  # what random numbers come next is in the checkpoint
+    torch.manual_seed(99)  # the checkpoint restores the random state
     resumed = start("b")
     resumed.resume()
     assert plain(resumed.fit()) == plain(history)
@@ -274,7 +277,7 @@ def test_going_on_in_the_middle_of_an_epoch_is_bit_for_bit(tmp_path, kind, task)
 
 
 @pytest.mark.parametrize("after", [7, 8])
-def test_going_on_at_the_end_of_an_epoch(tmp_path, after):
+def test_resuming_at_the_end_of_an_epoch(tmp_path, after):
     options = replace(QUICK, batch_size=5)
     whole = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
     history = whole.fit()
@@ -289,7 +292,7 @@ def test_going_on_at_the_end_of_an_epoch(tmp_path, after):
     assert_same(resumed, whole)
 
 
-def test_stopped_twice(tmp_path):
+def test_interrupted_twice(tmp_path):
     options = replace(QUICK, batch_size=5)
     whole = trainer(options, model=classifier("none", dropout=0.3), folder=tmp_path / "a")
     history = whole.fit()
@@ -339,7 +342,7 @@ def test_a_run_that_ran_out_of_patience_has_nothing_left_to_do(tmp_path, monkeyp
 
 def test_a_second_ctrl_c_ends_at_once():
     class Impatient(Log):
-        def step(self, *told):
+        def step(self, *arguments):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -362,11 +365,11 @@ def test_no_thread_is_left_behind(tmp_path):
     trainer(options).fit()
     with pytest.raises(Interrupted) as stop:
         trainer(options, folder=tmp_path, watcher=Interrupting(3)).fit()
-    assert stop.tb is not None  # it holds on to the loop, which must not hold on to its thread
+    assert stop.tb is not None  # keeps the frame of the loop alive, which must not keep the thread
     assert [thread for thread in threading.enumerate() if thread.name.startswith("hsa-prefetch")] == []
 
 
-# What does not fit
+# Invalid checkpoints
 
 
 @pytest.mark.parametrize(
@@ -374,18 +377,27 @@ def test_no_thread_is_left_behind(tmp_path):
     [
         (
             {"options": replace(QUICK, learning_rate=0.5)},
-            "learning_rate = 0.01, expected learning_rate = 0.5; resume with",
+            r"learning_rate = 0.5, got a checkpoint trained with learning_rate = 0.01\. Resume with the options",
         ),
-        ({"options": replace(QUICK, epochs=4)}, "epochs = 3, expected epochs = 4"),
-        ({"model": classifier("none", width=14)}, r"encoder.width = 12, expected encoder.width = 14"),
-        ({"model": classifier("flat")}, "encoder.kind = none, expected encoder.kind = flat"),
-        ({"model": classifier("none", include_self=False)}, "encoder.include_self = True, expected"),
-        ({"train": data(41)}, "examples = 40, expected examples = 41"),
-        ({"train": data(40, seed=7)}, "a checkpoint of a run on other data, expected the data of the first start"),
-        ({"validation": data(20, seed=7)}, "a checkpoint of a run on other data"),
+        ({"options": replace(QUICK, epochs=4)}, "epochs = 4, got a checkpoint trained with epochs = 3"),
+        (
+            {"model": classifier("none", width=14)},
+            "encoder.width = 14, got a checkpoint trained with encoder.width = 12",
+        ),
+        ({"model": classifier("flat")}, "encoder.kind = flat, got a checkpoint trained with encoder.kind = none"),
+        (
+            {"model": classifier("none", include_self=False)},
+            "encoder.include_self = False, got a checkpoint trained with encoder.include_self = True",
+        ),
+        ({"train": data(41)}, "examples = 41, got a checkpoint trained with examples = 40"),
+        (
+            {"train": data(40, seed=7)},
+            "expected a checkpoint of a run on these data, got a checkpoint of a run on other data",
+        ),
+        ({"validation": data(20, seed=7)}, "got a checkpoint of a run on other data"),
     ],
 )
-def test_going_on_with_something_else(tmp_path, change, message):
+def test_resuming_with_other_options_or_data(tmp_path, change, message):
     trainer(replace(QUICK), folder=tmp_path).fit()
     other = trainer(folder=tmp_path, **change)
     before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
@@ -408,17 +420,19 @@ def test_time_between_checkpoints_may_change(tmp_path):
 
 
 def test_nothing_to_resume(tmp_path):
-    with pytest.raises(InvalidInput, match=f"{CHECKPOINT}: given no such file, expected a checkpoint; start without"):
+    with pytest.raises(
+        InvalidInput, match=rf"{CHECKPOINT}: no such file; expected a checkpoint\. There is nothing to resume"
+    ):
         trainer(folder=tmp_path).resume()
-    with pytest.raises(InvalidInput, match="given no folder"):
+    with pytest.raises(InvalidInput, match="folder: not given; expected a folder with a checkpoint to resume from"):
         trainer().resume()
 
 
-# Numbers that are none
+# Divergence
 
 
 def poisoned(run, step):
-    """The loss of one step is not a number."""
+    """Make the loss of one step NaN."""
     losses = run._losses
 
     def worse(out, targets):
@@ -430,14 +444,14 @@ def poisoned(run, step):
     return run
 
 
-def test_a_loss_that_is_no_number(tmp_path):
-    run = poisoned(trainer(folder=tmp_path), step=8)  # of 6 per epoch
+def test_divergence(tmp_path):
+    run = poisoned(trainer(folder=tmp_path), step=8)  # 6 per epoch
     path = tmp_path / CHECKPOINT
     with pytest.raises(Diverged) as caught:
         run.fit()
-    said = str(caught.value)
-    assert said.startswith("the loss is no longer a number (epoch 2, step 6, learning rate 0.")
-    assert said.endswith(f"); try a lower learning rate; the last good checkpoint is {path}")
+    message = str(caught.value)
+    assert message.startswith("the loss is no longer a number (epoch 2, step 6, learning rate 0.")
+    assert message.endswith(f"); try a lower learning rate; the last good checkpoint is {path}")
     content = checkpoint.load(path)
     assert content["progress"]["state"]["epoch"] == 1
     assert all(tensor.isfinite().all() for tensor in content["model"].values())
@@ -447,13 +461,13 @@ def test_a_loss_that_is_no_number(tmp_path):
     assert plain(again.fit()) == plain(trainer().fit())
 
 
-def test_a_loss_that_is_no_number_before_the_first_checkpoint(tmp_path):
-    with pytest.raises(Diverged, match=r"there is no checkpoint from before$"):
+def test_divergence_before_the_first_checkpoint(tmp_path):
+    with pytest.raises(Diverged, match=r"there is no earlier checkpoint$"):
         poisoned(trainer(folder=tmp_path), step=1).fit()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gradients_that_are_no_numbers_behind_a_finite_loss():
+def test_infinite_gradients_of_a_finite_loss():
     run = trainer()
     first = next(run.model.parameters())
     first.register_hook(lambda gradient: gradient * math.inf)
@@ -461,7 +475,7 @@ def test_gradients_that_are_no_numbers_behind_a_finite_loss():
         run.fit()
 
 
-def test_mixed_precision_is_named_as_a_way_out():
+def test_the_message_suggests_full_precision():
     options = replace(QUICK, mixed_precision="bf16")
     run = trainer(options, accelerator=make_accelerator(options, cpu=True))
     with pytest.raises(Diverged, match="try a lower learning rate or mixed_precision no; "):
@@ -472,7 +486,7 @@ def test_mixed_precision_is_named_as_a_way_out():
 
 
 def test_batches_without_a_modality():
-    """Weights of numbers are left alone by batches that have none."""
+    """Batches without numbers do not change the weights for numbers."""
     model, rows = mixed()
     run = trainer(replace(QUICK, batch_size=2), model=model, train=rows, validation=rows)
     assert math.isfinite(run.fit()[-1].loss)
@@ -518,7 +532,7 @@ def several_modalities():
 
 
 class LastProcessIsSlow(Log):
-    def step(self, *told):
+    def step(self, *arguments):
         time.sleep(0.003 * accelerator.process_index)
 
 
@@ -557,7 +571,7 @@ if accelerator.is_main_process:
 """
 
 
-def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
+def test_two_processes_match_one(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(WORKER)
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -577,9 +591,9 @@ def test_two_processes_do_what_one_does(tmp_path, monkeypatch):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         np.testing.assert_allclose(b["outputs"], a["outputs"], atol=1e-3)
     for a, b, tolerance in zip(one["modalities"], two["modalities"], (1e-4, 1e-3), strict=True):
-        # Where no process has a number, Adam leaves their weights alone; sharded, it goes on with its momentum.
+        # Adam skips weights without gradients on all processes; sharded, it still applies their momentum.
         assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=tolerance)
-    first, second = two["limited"]  # the same time for all, else the same learning rate for none
+    first, second = two["limited"]  # all processes count the same time, or their learning rates would differ
     assert first == second
     assert first[0] >= 0.6
     assert first[1] < 500

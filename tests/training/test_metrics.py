@@ -50,7 +50,7 @@ def test_scores_of_numbers(listed):
 
 
 @given(st.lists(numbers, min_size=2, max_size=30, unique=True))
-def test_the_best_the_mean_and_no_spread(listed):
+def test_r2_of_perfect_mean_and_constant_predictions(listed):
     true = np.array(listed)
     assert number_scores(true, true).r2 == 1
     assert number_scores(np.full_like(true, true.mean()), true).r2 == pytest.approx(0, abs=1e-9)

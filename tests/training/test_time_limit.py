@@ -1,4 +1,4 @@
-"""Training for so many minutes: the clock of these tests says one second per step."""
+"""Tests of the time limit, with a clock on which each step takes one second."""
 
 import math
 from dataclasses import replace
@@ -12,13 +12,13 @@ from hsa.training.options import TrainingOptions
 from tests.tasks import QUICK, Log, classifier, data, trainer
 from tests.training.test_loop import Interrupting, assert_same, plain
 
-STEPS = 6  # of an epoch of the tiny task
+STEPS = 6  # per epoch of the tiny task
 TEN_SECONDS = replace(QUICK, epochs=5, minutes=10 / 60)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """A step takes a second, validation a thousand."""
+    """Clock on which a step takes one second and a validation a thousand."""
 
     class Clock:
         now = 0.0
@@ -43,7 +43,7 @@ def clock(monkeypatch):
     return result
 
 
-def test_training_ends_when_time_is_up_and_is_validated():
+def test_training_ends_and_is_validated_when_time_is_up():
     log = Log()
     run = trainer(TEN_SECONDS, watcher=log)
     losses, plain_losses = [], run._losses
@@ -68,8 +68,8 @@ def test_training_ends_when_time_is_up_and_is_validated():
     assert run.progress.seconds == 10
 
 
-def test_what_takes_time_once_is_not_counted(clock, monkeypatch):
-    """Kernels are compiled when they are first used, say."""
+def test_the_first_call_is_not_counted(clock, monkeypatch):
+    """Kernels are compiled on first use, for example."""
     backward, known = Trainer._backward, []
 
     def compiled(self, *batch):
@@ -82,8 +82,8 @@ def test_what_takes_time_once_is_not_counted(clock, monkeypatch):
     assert len(known) == 11
 
 
-def test_the_warm_up_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Neither weights nor the numbers that dropout draws, in a run that was stopped either."""
+def test_the_warm_up_has_no_side_effects(tmp_path, monkeypatch):
+    """Neither weights nor random numbers change, also in a resumed run."""
 
     def run(folder, **more):
         return trainer(replace(QUICK, epochs=2), model=classifier(dropout=0.3), folder=folder, **more)
@@ -108,7 +108,7 @@ def test_a_finished_run_needs_no_warm_up(tmp_path, monkeypatch):
     assert len(again.fit()) == 2
 
 
-def test_the_learning_rate_falls_with_the_larger_share():
+def test_the_learning_rate_decays_with_steps_or_time():
     total = 5 * STEPS
     for minutes, shares in ((10 / 60, [i / 10 for i in range(10)]), (1000, [i / total for i in range(total)])):
         log, used = Log(), []
@@ -123,17 +123,17 @@ def test_the_learning_rate_falls_with_the_larger_share():
         run.fit()
         assert used == pytest.approx([learning_rate(run.options, share * total, total) for share in shares])
         done = [math.floor(total * share + 1e-9) for share in [*shares[1:], 1.0]]
-        assert [told[0] for told in log.steps] == done  # so that a bar is full when time is up
-        assert {told[1] for told in log.steps} == {total}
+        assert [call[0] for call in log.steps] == done  # a progress bar is full when time is up
+        assert {call[1] for call in log.steps} == {total}
 
 
-def test_time_enough_changes_nothing():
+def test_a_long_limit_changes_nothing():
     limited, free = trainer(replace(QUICK, minutes=1000)), trainer(QUICK)
     assert plain(limited.fit()) == plain(free.fit())
     assert_same(limited, free)
 
 
-def test_time_already_spent_counts(tmp_path):
+def test_resumed_runs_count_their_earlier_time(tmp_path):
     whole = trainer(TEN_SECONDS)
     history = whole.fit()
     with pytest.raises(Interrupted):
@@ -148,8 +148,8 @@ def test_time_already_spent_counts(tmp_path):
 
 
 @pytest.mark.parametrize("after", [27, 30])
-def test_stopped_when_time_is_up(tmp_path, after):
-    """Ctrl-C in the last step or the one before: the epoch is validated, now or after --resume."""
+def test_interrupted_when_time_is_up(tmp_path, after):
+    """An epoch that was interrupted in its last two steps is validated, now or after `resume`."""
     history = trainer(TEN_SECONDS).fit()
     stopped = trainer(TEN_SECONDS, folder=tmp_path, watcher=Interrupting(after))
     with pytest.raises(Interrupted):
@@ -159,15 +159,15 @@ def test_stopped_when_time_is_up(tmp_path, after):
     assert plain(resumed.fit()) == plain(history)
 
 
-def test_time_that_is_up_while_it_is_saved(tmp_path, clock, monkeypatch):
-    """Waiting for the device takes five seconds: half of the time, and it is up when the checkpoint is made."""
-    look = Trainer._look
+def test_time_is_up_during_a_checkpoint(tmp_path, clock, monkeypatch):
+    """Waiting for the device takes five seconds, so that the time is up when the checkpoint is saved."""
+    check = Trainer._check_losses
 
-    def slow_look(self, running):
+    def slow_check(self, running):
         clock.now += 5
-        return look(self, running)
+        return check(self, running)
 
-    monkeypatch.setattr(Trainer, "_look", slow_look)
+    monkeypatch.setattr(Trainer, "_check_losses", slow_check)
     stopped = trainer(TEN_SECONDS, folder=tmp_path, watcher=Interrupting(after=3 * 4))
     with pytest.raises(Interrupted):
         stopped.fit()
@@ -186,12 +186,12 @@ def test_a_run_out_of_time_has_nothing_left_to_do(tmp_path):
     assert (again.fit(), log.steps) == (history, [])
 
 
-def test_less_than_a_step_is_a_step():
+def test_at_least_one_step_is_trained():
     history = trainer(replace(TEN_SECONDS, minutes=1e-6)).fit()
     assert [record.seconds for record in history] == [1]
 
 
-def test_memory_is_measured_and_goes_on(tmp_path):
+def test_peak_memory_is_kept_on_resume(tmp_path):
     run = trainer(folder=tmp_path)
     run.fit()
     peak = run.progress.peak_memory
@@ -201,7 +201,7 @@ def test_memory_is_measured_and_goes_on(tmp_path):
     assert again.progress.peak_memory == peak
 
 
-def test_the_highest_peak_counts(monkeypatch):
+def test_peak_memory_is_the_maximum_over_epochs(monkeypatch):
     peaks = iter([5.0, 9.0, 7.0])
     monkeypatch.setattr("hsa.training.loop.PeakMemory.so_far", lambda memory: next(peaks, 1.0))
     run = trainer()
@@ -210,7 +210,7 @@ def test_the_highest_peak_counts(monkeypatch):
 
 
 def test_only_training_measures_memory(monkeypatch):
-    """Whoever tests a model may have a measurement of their own running. A GPU's counts from before the model was there."""
+    """Evaluation does not reset the peak, which others may measure; a GPU's peak counts from before the model was moved."""
     begun = []
 
     class Noted(loop.PeakMemory):
@@ -229,14 +229,14 @@ def test_only_training_measures_memory(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_model_itself_is_part_of_the_peak():
+def test_peak_memory_includes_the_model():
     run = trainer(model=classifier(width=256))
     run.fit()
     assert run.progress.peak_memory > sum(4 * p.nbytes for p in run.model.parameters()) / 2**20
 
 
-def test_less_than_no_time():
-    with pytest.raises(InvalidInput, match=r"^minutes: given -1, expected 0 or more$"):
+def test_invalid_minutes():
+    with pytest.raises(InvalidInput, match=r"^minutes: expected 0 or more, got -1$"):
         TrainingOptions(minutes=-1)
-    with pytest.raises(InvalidInput, match=r"^minutes: given nan"):
+    with pytest.raises(InvalidInput, match=r"^minutes: expected 0 or more, got nan"):
         TrainingOptions(minutes=math.nan)

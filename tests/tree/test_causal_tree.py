@@ -1,4 +1,4 @@
-"""Trees of growing sequences: fixed windows, tokens that close families, and a past that never changes."""
+"""Trees of growing sequences: windows, tokens that close families, and nodes that never change once they are closed."""
 
 import numpy as np
 import pytest
@@ -17,27 +17,27 @@ HEIGHTS = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 7])
 
 @st.composite
 def texts(draw, trees=3, longest=40):
-    """Lengths, and the heights that their tokens close."""
+    """Draw lengths, and the heights up to which each token closes families."""
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=trees))
     return lengths, draw(st.lists(HEIGHTS, min_size=sum(lengths), max_size=sum(lengths)))
 
 
 def nodes(tree, sinks=0):
-    """Tree, height, first leaf, end and members of every node that is not made of sinks, bottom up and left to right."""
+    """Return tree, height, first leaf, end and members of every node without the sinks, bottom up and left to right."""
     s = tree.structure
     start = s.leaf_offsets[s.tree]
     rows = zip(s.tree, s.height, s.first_leaf - start, s.end_leaf - start, s.num_children, strict=True)
-    found = [tuple(map(int, row)) for row in rows if row[3] > sinks]
-    return sorted(found, key=lambda row: (*row[:3], row[3]))
+    kept = [tuple(map(int, row)) for row in rows if row[3] > sinks]
+    return sorted(kept, key=lambda row: (*row[:3], row[3]))
 
 
 def ranges(tree):
-    """Leaves of every node; a chain of nodes with one member each counts once."""
+    """Return the range of leaves of every node; the nodes of a one-child chain count once."""
     return {(tree, first, end) for tree, _, first, end, _ in nodes(tree)}
 
 
 def by_hand(length, branching, closes, sinks):
-    """First and end of every node per level, from level 1 up, token by token: (first, end, members, closed)."""
+    """Build the levels of one tree node by node: a list of [first, end, members, closed] per level, tokens first."""
     made = [[[t, t + 1, 0, True] for t in range(sinks, length)]]
     while len(made) == 1 or len(made[-1]) > 1:
         cap, level = branching[min(len(made), len(branching)) - 1], len(made)
@@ -53,26 +53,26 @@ def by_hand(length, branching, closes, sinks):
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=3), BRANCHING, SINKS)
-def test_without_closing_tokens_they_are_fixed_windows(lengths, branching, sinks):
+def test_without_closing_tokens_families_are_windows(lengths, branching, sinks):
     windows = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks or None)
     assert causal_tree(lengths, branching, sinks=sinks) == windows
-    nobody_closes = causal_tree(lengths, branching, [0] * sum(lengths), sinks)
-    assert nobody_closes.lengths == lengths
-    assert ranges(nobody_closes) == ranges(windows)
+    none_closed = causal_tree(lengths, branching, [0] * sum(lengths), sinks)
+    assert none_closed.lengths == lengths
+    assert ranges(none_closed) == ranges(windows)
 
 
 @given(texts(), BRANCHING, SINKS)
-def test_token_by_token(text, branching, sinks):
+def test_levels_equal_those_built_node_by_node(text, branching, sinks):
     lengths, closes = text
     first = 0
-    found = levels(lengths, branching, np.array(closes), sinks)
+    built = levels(lengths, branching, np.array(closes), sinks)
     expected = {(tree, 0, n) for tree, n in enumerate(lengths)}  # roots
     for tree, length in enumerate(lengths):
         expected |= {(tree, t, t + 1) for t in range(length)}
         if length > sinks:
             made = by_hand(length, branching, closes[first : first + length], sinks)
             expected |= {(tree, a, b) for level in made for a, b, *_ in level}
-            for level, wanted in zip(found, made, strict=False):
+            for level, wanted in zip(built, made, strict=False):
                 ours = (level.tree == tree) & (level.end > sinks)
                 assert level.end[ours].tolist() == [end for _, end, *_ in wanted]
                 assert level.leaves[ours].tolist() == [end - begin for begin, end, *_ in wanted]
@@ -82,7 +82,7 @@ def test_token_by_token(text, branching, sinks):
 
 
 @given(texts(), BRANCHING, SINKS)
-def test_nodes_are_within_their_caps_and_close_where_told(text, branching, sinks):
+def test_families_have_at_most_branching_members_and_end_at_closing_tokens(text, branching, sinks):
     lengths, closes = text
     tree = causal_tree(lengths, branching, closes, sinks)
     assert tree.lengths == lengths
@@ -94,12 +94,12 @@ def test_nodes_are_within_their_caps_and_close_where_told(text, branching, sinks
         heights = np.array(closes[start[number] + first : start[number] + end])
         assert members <= cap
         assert (heights[:-1] < height).all()  # a token that closes a family is its last
-        if end < lengths[number]:  # something came after it: it was full, or told to close
+        if end < lengths[number]:  # another node follows: this one was full, or a token closed it
             assert members == cap or heights[-1] >= height
 
 
 @given(texts(trees=1), BRANCHING, SINKS, st.data())
-def test_the_tree_of_a_longer_text_keeps_every_closed_node_of_its_beginning(text, branching, sinks, data):
+def test_closed_nodes_do_not_change_as_the_text_grows(text, branching, sinks, data):
     (length,), closes = text
     shorter = data.draw(st.integers(1, length))
     before = levels([shorter], branching, np.array(closes[:shorter]), sinks)
@@ -107,7 +107,7 @@ def test_the_tree_of_a_longer_text_keeps_every_closed_node_of_its_beginning(text
     later = ranges(causal_tree([length], branching, closes, sinks))
     for old, new in zip(before, after, strict=True):
         number = int(old.closed.sum())
-        assert old.closed[:number].all()  # all but the last
+        assert old.closed[:number].all()  # all except perhaps the last
         assert number >= len(old.end) - 1
         for name in ("end", "leaves", "closed"):
             assert getattr(old, name)[:number].tolist() == getattr(new, name)[:number].tolist()
@@ -116,8 +116,8 @@ def test_the_tree_of_a_longer_text_keeps_every_closed_node_of_its_beginning(text
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=40), BRANCHING, SINKS, st.integers(0, 3), st.data())
-def test_no_output_depends_on_a_later_token_that_may_close_families(ids, branching, sinks, near, data):
-    """Whether a token closes families is read off that token, as everything else about it."""
+def test_no_output_depends_on_a_later_token_even_if_tokens_close_families(ids, branching, sinks, near, data):
+    """A token determines its query, key, value and the height that it closes."""
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randn(6, heads, dim, generator=generator).double() for heads, dim in ((4, 3), (2, 3), (2, 5))]
     heights = np.array([0, 0, 0, 1, 2, 3])
@@ -128,28 +128,28 @@ def test_no_output_depends_on_a_later_token_that_may_close_families(ids, branchi
         selection = select(q, k, tree, near=near, causal=True)
         return multiscale_attention(q, k, v, tree, selection=selection, causal=True, pooled_bias=0.3)
 
-    place = data.draw(st.integers(1, len(ids) - 1))
-    others = [*ids[:place], (ids[place] + data.draw(st.integers(1, 5))) % 6, *ids[place + 1 :]]
-    ours, theirs = outputs(ids), outputs(others)
-    torch.testing.assert_close(theirs[:place], ours[:place], rtol=0, atol=1e-12)
-    assert (theirs[place] - ours[place]).abs().max() > 1e-6
+    index = data.draw(st.integers(1, len(ids) - 1))
+    changed = [*ids[:index], (ids[index] + data.draw(st.integers(1, 5))) % 6, *ids[index + 1 :]]
+    before, after = outputs(ids), outputs(changed)
+    torch.testing.assert_close(after[:index], before[:index], rtol=0, atol=1e-12)
+    assert (after[index] - before[index]).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("branching", [(), 4, (1,), (4, 0), (4.0,), (True, 4), "44"])
-def test_branching_that_is_refused(branching):
-    with pytest.raises(InvalidInput, match="branching: given"):
+def test_invalid_branching(branching):
+    with pytest.raises(InvalidInput, match="branching: expected"):
         causal_tree([9], branching)
 
 
 @pytest.mark.parametrize("closes", [[0, 1], [0, 0, 0, -1], [[0, 0, 0, 0]], [0.0, 0, 0, 0], torch.zeros(5).long()])
-def test_closes_that_are_refused(closes):
-    with pytest.raises(InvalidInput, match="closes: given"):
+def test_invalid_closes(closes):
+    with pytest.raises(InvalidInput, match="closes: expected"):
         causal_tree([4], (2,), closes)
 
 
 @pytest.mark.parametrize("closes", [None, [0, 1, 0]])
-def test_lengths_and_sinks_that_are_refused(closes):
+def test_invalid_lengths_and_sinks(closes):
     with pytest.raises(InvalidInput, match="lengths"):
         causal_tree([3, 0], (2,), closes)
-    with pytest.raises(InvalidInput, match="sinks: given -1"):
+    with pytest.raises(InvalidInput, match=r"sinks: expected .*, got -1"):
         causal_tree([3], (2,), closes, sinks=-1)

@@ -1,4 +1,4 @@
-"""The forest: its constructors agree, its invariants hold, bad input is named."""
+"""Forests: constructors agree, invariants hold, and errors name the invalid entry."""
 
 import resource
 import time
@@ -17,7 +17,7 @@ from tests.forests import forests, nested_lists, parent_vectors
 def test_invariants(forest):
     s = forest.structure
     assert (np.diff(s.depth) >= 0).all()  # nodes by depth
-    for node in np.flatnonzero(s.num_children):  # every family one slice, every node's leaves one slice
+    for node in np.flatnonzero(s.num_children):  # every family is one slice, and so are the leaves of every node
         children = np.flatnonzero(s.parent == node)
         assert children.tolist() == list(range(s.first_child[node], s.first_child[node] + s.num_children[node]))
         assert s.leaf_count[node] == s.leaf_count[children].sum()
@@ -31,7 +31,7 @@ def test_invariants(forest):
 
 
 @given(parent_vectors())
-def test_from_parents_keeps_the_given_tree(parent):
+def test_from_parents_keeps_the_tree(parent):
     forest = Hierarchy.from_parents(parent)
     ids = forest.node_ids.numpy()
     above = forest.structure.parent
@@ -93,7 +93,7 @@ def test_from_offsets_equals_nested():
 
 
 @given(st.lists(nested_lists(), min_size=1, max_size=3), st.data())
-def test_sinks_hang_from_the_root_and_split_what_spanned_them(nested, data):
+def test_sinks_are_children_of_the_root_and_split_the_nodes_that_contained_them(nested, data):
     plain = Hierarchy.from_nested(nested)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=plain.num_leaves, max_size=plain.num_leaves)))
     forest = Hierarchy.from_nested(nested, sinks=mask)
@@ -103,7 +103,7 @@ def test_sinks_hang_from_the_root_and_split_what_spanned_them(nested, data):
         assert s.depth[s.leaf_nodes[leaf]] == 1
         spanning = (s.first_leaf <= leaf) & (leaf < s.end_leaf) & (s.depth > 0)
         assert spanning.sum() == 1  # itself
-    # Leaves that shared a family and have no sink between them still do.
+    # Neighbouring leaves that are not sinks share a family as before.
     for a in range(plain.num_leaves - 1):
         if not mask[a] and not mask[a + 1]:
             was = plain.structure.parent[plain.structure.leaf_nodes]
@@ -126,7 +126,7 @@ def test_a_million_leaves():
     assert forest.num_leaves == 1_000_000
     assert forest.num_families == 62_500 + 7_813 + 977 + 62 + 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: 1 GiB
-    assert seconds < 20  # a loop over leaves would take far longer; the benchmark has the real figure
+    assert seconds < 20  # a loop over leaves would take far longer; the benchmark measures the time
 
 
 def test_a_chain_deeper_than_pythons_stack():
@@ -154,32 +154,35 @@ def test_empty():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Hierarchy.from_parents([1, 2, 0]), r"parent\[0\]: given a cycle 0 → 1 → 2 → 0, expected a forest"),
-        (lambda: Hierarchy.from_parents([0]), r"parent\[0\]: given a cycle 0 → 0"),
+        (lambda: Hierarchy.from_parents([1, 2, 0]), r"parent\[0\]: expected a forest, got the cycle 0 → 1 → 2 → 0"),
+        (lambda: Hierarchy.from_parents([0]), r"parent\[0\]: expected a forest, got the cycle 0 → 0"),
         (lambda: Hierarchy.from_parents([[1, 2], [-1, -1]]), r"shape \(2, 2\).*exactly one parent"),
-        (lambda: Hierarchy.from_parents([-1, 5]), r"parent\[1\]: given 5, expected −1 \(a root\) or a node in 0..1"),
-        (lambda: Hierarchy.from_parents([-1.0, 0.0]), r"parent: given float64 values, expected integers"),
-        (lambda: Hierarchy.from_nested([[3, []]]), r"nested\[0\]\[1\]: given an empty list"),
-        (lambda: Hierarchy.from_nested([[3, 0]]), r"nested\[0\]\[1\]: given 0, expected a positive integer"),
-        (lambda: Hierarchy.from_nested([[3, "a"]]), r"nested\[0\]\[1\]: given 'a'"),
-        (lambda: Hierarchy.from_nested(3), r"nested: given int, expected a list"),
-        (lambda: Hierarchy.from_offsets([0, 3, 3]), r"levels\[0\]\[1:3\]: given \[3, 3\].*empty families"),
-        (lambda: Hierarchy.from_offsets([0, 3, 5], [0, 3]), r"levels\[1\]\[-1\]: given 3, expected 2"),
+        (lambda: Hierarchy.from_parents([-1, 5]), r"parent\[1\]: expected −1 \(a root\) or a node in 0..1, got 5"),
+        (lambda: Hierarchy.from_parents([-1.0, 0.0]), r"parent: expected integers, got float64 values"),
+        (lambda: Hierarchy.from_nested([[3, []]]), r"nested\[0\]\[1\]: expected at least one child, got an empty list"),
+        (lambda: Hierarchy.from_nested([[3, 0]]), r"nested\[0\]\[1\]: expected a positive integer, got 0"),
+        (lambda: Hierarchy.from_nested([[3, "a"]]), r"nested\[0\]\[1\]: expected a positive integer, got 'a'"),
+        (lambda: Hierarchy.from_nested(3), r"nested: expected a list with one entry per tree, got int"),
+        (lambda: Hierarchy.from_offsets([0, 3, 3]), r"levels\[0\]\[1:3\]: expected .*, got \[3, 3\].*empty families"),
+        (lambda: Hierarchy.from_offsets([0, 3, 5], [0, 3]), r"levels\[1\]\[-1\]: expected 2,.*, got 3"),
         (lambda: Hierarchy.from_offsets([1, 3]), r"starts with 0"),
-        (lambda: Hierarchy.from_offsets(), r"at least one offsets vector"),
-        (lambda: Hierarchy.regular([5], (4, -1)), r"branching\[1\]: given -1, expected a positive integer"),
-        (lambda: Hierarchy.regular([5], ()), r"branching: given \(\).*Hierarchy.flat"),
+        (lambda: Hierarchy.from_offsets(), r"levels: not given; expected at least one vector of offsets"),
+        (lambda: Hierarchy.regular([5], (4, -1)), r"branching\[1\]: expected a positive integer, got -1"),
+        (lambda: Hierarchy.regular([5], ()), r"branching: expected at least one factor, got \(\).*Hierarchy.flat"),
         (lambda: Hierarchy.regular([5], (1,), repeat_last=True), r"a last factor of 1"),
-        (lambda: Hierarchy.regular([5, 0], (4,)), r"lengths\[1\]: given 0, expected at least one leaf"),
-        (lambda: Hierarchy.flat([[5]]), r"lengths: given shape \(1, 1\)"),
-        (lambda: Hierarchy.regular([5, 2], (4,), sinks=(0, 3)), r"sinks\[1\]: given 3.*shortest has 2 leaves"),
-        (lambda: Hierarchy.regular([5], (4,), sinks=-1), r"sinks: given -1"),
-        (lambda: Hierarchy.regular([5], (4,), sinks=1.5), r"sinks: given 1.5"),
-        (lambda: Hierarchy.regular([5], 4), r"branching: given 4, expected factors"),
+        (lambda: Hierarchy.regular([5, 0], (4,)), r"lengths\[1\]: expected at least one leaf per tree, got 0"),
+        (lambda: Hierarchy.flat([[5]]), r"lengths: expected a vector, .*, got shape \(1, 1\)"),
+        (
+            lambda: Hierarchy.regular([5, 2], (4,), sinks=(0, 3)),
+            r"sinks\[1\]: expected .* shortest has 2 leaves\), got 3",
+        ),
+        (lambda: Hierarchy.regular([5], (4,), sinks=-1), r"sinks: expected .*, got -1"),
+        (lambda: Hierarchy.regular([5], (4,), sinks=1.5), r"sinks: expected .*, got 1.5"),
+        (lambda: Hierarchy.regular([5], 4), r"branching: expected factors, such as \(16, 8\), got 4"),
         (lambda: Hierarchy.regular([5], (4,), sinks=torch.ones(4, dtype=torch.bool)), r"shape \(4,\)"),
     ],
 )
-def test_bad_input(make, message):
+def test_invalid_input(make, message):
     with pytest.raises(HsaError, match=message):
         make()
 

@@ -1,4 +1,4 @@
-"""Between padded and packed."""
+"""Conversion between padded and packed tensors."""
 
 import pytest
 import torch
@@ -35,14 +35,21 @@ def test_left_and_right_padding_agree():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Padding(), "exactly one of them"),
-        (lambda: Padding(torch.ones(2)), r"mask: given shape \(2,\)"),
-        (lambda: Padding(torch.tensor([[1, 0], [0, 0]])), r"mask\[1\]: given no token"),
-        (lambda: Padding(lengths=[3, 9], width=8), "lengths: given 9 tokens, expected at most width=8"),
-        (lambda: Padding(lengths=[3]).pack(torch.zeros(1, 2, 4, 5)), r"x: given shape .* expected \[1, heads, 3"),
-        (lambda: Padding(lengths=[3]).unpack(torch.zeros(4, 2, 5)), r"x: given shape .* expected \[3, heads"),
+        (lambda: Padding(), "Padding: expected exactly one of mask and lengths, got neither"),
+        (lambda: Padding(torch.ones(1, 2), lengths=[2]), "Padding: expected exactly one of mask and lengths, got both"),
+        (lambda: Padding(torch.ones(2)), r"mask: expected shape \[batch, seq\], got \(2,\)"),
+        (lambda: Padding(torch.tensor([[1, 0], [0, 0]])), r"mask\[1\]: no token; expected at least one token"),
+        (lambda: Padding(lengths=[3, 9], width=8), "lengths: expected at most width=8, got 9 tokens"),
+        (
+            lambda: Padding(lengths=[3]).pack(torch.zeros(1, 2, 4, 5)),
+            r"x: expected shape \[1, heads, 3, head_dim\], got \(1, 2, 4, 5\)",
+        ),
+        (
+            lambda: Padding(lengths=[3]).unpack(torch.zeros(4, 2, 5)),
+            r"x: expected shape \[3, heads, head_dim\], got \(4, 2, 5\)",
+        ),
     ],
 )
-def test_bad_input(make, message):
+def test_invalid_input(make, message):
     with pytest.raises(HsaError, match=message):
         make()

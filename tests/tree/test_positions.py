@@ -1,3 +1,5 @@
+"""Positions of nodes in their families, against a recursion over the domains."""
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.model_inputs import position_of_nodes, readable
 
 
 def position(domain, member):
-    """Of one member, by what the domain says."""
+    """Return the position of one member of a domain."""
     if isinstance(domain, Sequence):
         return "sequence", (float(member),)
     if isinstance(domain, Grid):
@@ -27,24 +29,24 @@ def position(domain, member):
 
 
 def positions_by_recursion(roots):
-    """Breadth-first, which is the order of the nodes."""
-    found, level = [None for _ in roots], list(roots)
+    """Return the position of every node, breadth-first."""
+    positions, level = [None for _ in roots], list(roots)
     while level:
         families = [node for node in level if isinstance(node, Signal)]
-        found += [position(node.domain, i) for node in families for i in range(node.domain.size)]
+        positions += [position(node.domain, i) for node in families for i in range(node.domain.size)]
         level = [member for node in families for member in node.members]
-    return found
+    return positions
 
 
 @given(readable(trees=(0, 4)))
-def test_every_node_lies_where_its_domain_says(listed):
+def test_positions_follow_from_the_domains(listed):
     positions = collate(listed).positions
     assert position_of_nodes(positions) == positions_by_recursion(listed)
     assert all(numbers.dtype == torch.float32 for numbers in positions.numbers.values())
 
 
 @given(readable(trees=(0, 4)))
-def test_rows_count_the_positions_of_all_kinds(listed):
+def test_rows_index_the_positions_of_all_kinds(listed):
     positions = collate(listed).positions
     assert list(positions.numbers) == [kind for kind in KINDS if kind in positions.numbers]
     rows = sum(map(len, positions.numbers.values())) + len(positions.keys)
@@ -52,7 +54,7 @@ def test_rows_count_the_positions_of_all_kinds(listed):
     assert (positions.row <= rows).all()
 
 
-def test_roots_and_members_of_sets_lie_nowhere():
+def test_roots_and_members_of_sets_have_no_position():
     listed = [Signal.of([3, 1, 4], "text", Set(3)), Leaf(1, "text"), Signal.of([5, 9], "text")]
     row = collate(listed).positions.row
     assert row[:3].tolist() == [0, 0, 0]
@@ -60,7 +62,7 @@ def test_roots_and_members_of_sets_lie_nowhere():
     assert (row[6:] > 0).all()
 
 
-def test_the_same_key_is_the_same_position_in_every_table():
+def test_a_key_has_the_same_position_in_every_table():
     tables = [Table(["a", "b"]), Table(["b", "c"])]
     positions = collate([Signal.of([1, 2], "text", table) for table in tables]).positions
     assert positions.keys == ("a", "b", "c")
@@ -69,7 +71,7 @@ def test_the_same_key_is_the_same_position_in_every_table():
 
 
 @given(forests())
-def test_sequence_positions_are_those_of_sequences(hierarchy):
+def test_sequence_positions_are_indices_in_the_family(hierarchy):
     positions = NodePositions.of_sequences(hierarchy)
     first = hierarchy.structure.first_child
     wanted = [
@@ -85,14 +87,14 @@ def test_sequence_positions_agree_with_those_of_a_batch():
     assert position_of_nodes(NodePositions.of_sequences(batch.hierarchy)) == position_of_nodes(batch.positions)
 
 
-def test_keep_leaves_the_positions_of_the_kept():
+def test_keep_selects_nodes():
     positions = NodePositions.of_sequences(Hierarchy.from_nested([[3, 2], [4]]))
     nodes = torch.tensor([1, 2, 5, 9])
     assert position_of_nodes(positions.keep(nodes)) == [position_of_nodes(positions)[node] for node in nodes.tolist()]
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_positions_move_with_their_batch(before):
+def test_positions_move_with_their_batch_whether_or_not_they_were_built_before(before):
     batch = collate([Signal.of([3, 1], "text"), Signal.of([1, 5], "text", Grid((2, 1)))])
     if before:
         assert batch.positions is batch.positions
@@ -101,6 +103,6 @@ def test_positions_move_with_their_batch(before):
     assert moved.keys == batch.positions.keys
 
 
-def test_batches_without_positions_move_all_the_same():
+def test_a_batch_whose_domains_have_no_positions_moves():
     four_axes = Signal.of(torch.zeros(1, 2, 3, 5), "voxel", Grid((1, 2, 3, 5)))
     assert collate([four_axes]).to("meta").hierarchy.device.type == "meta"

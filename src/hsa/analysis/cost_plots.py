@@ -1,4 +1,4 @@
-"""Cost of attention by length: a table and a picture of operations and seconds."""
+"""Table and plot of the cost of attention by length, in operations and in seconds."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def plot_costs(path: Path, costs: Sequence[Cost], device: str = "this CPU") -> N
         left.plot([n for n, _ in counted], [o for _, o in counted], color=color, marker="o", ms=3, label=kind)
         timed = [(c.length, c.seconds) for c in own if c.seconds is not None]
         right.plot([n for n, _ in timed], [s for _, s in timed], color=color, marker="o", ms=3, label=kind)
-    left.set(ylabel="operations", title="Operations of attention")
-    right.set(ylabel="seconds", title=f"Forward pass, {device}")
+    left.set(ylabel="operations", title="Attention operations")
+    right.set(ylabel="seconds", title=f"Time of a forward pass, {device}")
     for axes in (left, right):
         if any(len(line.get_xdata()) for line in axes.lines):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-        axes.set_xlabel("leaves")
+        axes.set_xlabel("length in leaves")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     add_legend(figure, left)

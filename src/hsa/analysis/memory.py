@@ -1,4 +1,4 @@
-"""How much memory a call needs."""
+"""Measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def extra_memory(run: Callable[[], Any], device: torch.device | str = "cpu") -> float | None:
-    """MiB that a call needs at its peak beyond what is held before it; None where the system cannot say."""
+    """Return the peak memory of a call beyond what was in use before, in MiB; None if it cannot be measured."""
     peak = PeakMemory(device)
     run()
     return peak.so_far()
 
 
 def allocated(device: torch.device | str) -> float | None:
-    """MiB that the allocator of a GPU has given out; None for other devices."""
+    """Return the memory that is allocated on a GPU, in MiB; None for other devices."""
     device = torch.device(device)
     return torch.cuda.memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
 class PeakMemory:
-    """MiB needed at the peak since it was made, beyond what was held then: of a GPU's allocator, else of the process.
+    """Peak memory since this object was created, beyond what was in use then: of the GPU's allocator or of the process.
 
-    There is one peak per process: of two of these at a time, the older one sees what the newer one does.
+    A process has only one peak counter: creating a second object resets the counter of the first.
 
     Args:
-        device: whose memory.
-        held: `allocated` of an earlier time, beyond which to count.
+        device: Device to measure.
+        held: Result of `allocated` at an earlier time, to count from; by default the current one.
     """
 
     def __init__(self, device: torch.device | str = "cpu", held: float | None = None):
@@ -42,14 +42,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken
-            _RESET.write_text("5")  # the peak starts anew
+            ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system, where its reuse would go unnoticed
+            _RESET.write_text("5")  # reset the peak
             self.held = _mib("VmRSS")
         except (OSError, AttributeError, StopIteration):
             return
 
     def so_far(self) -> float | None:
-        """None where the system cannot say."""
+        """Return the peak so far in MiB; None if it cannot be measured."""
         if self.held is None:
             return None
         if self.device.type == "cuda":

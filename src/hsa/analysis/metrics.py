@@ -1,4 +1,4 @@
-"""Counts of right and wrong answers, which scores are computed from."""
+"""Confusion matrix, from which scores are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page of words in a picture: lines of a monospaced font, with boxes behind them."""
+"""Figure with lines of words in a monospaced font, and coloured boxes behind them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from hsa.analysis.plots import DPI, one_line, pyplot
 from hsa.errors import InvalidInput
 
-# Sizes of the picture, in points. A cell is what a character of the monospaced font takes: whole pixels of the picture, as
-# characters are put on whole pixels.
+# Sizes in points. A cell is the width of a character of the monospaced font; it is a whole number of pixels because
+# matplotlib draws characters at whole pixels.
 CELL = 10 * 72 / DPI
 FONT, LINE, MARGIN = CELL / 0.602, 15.0, 14.0
-CELLS, LINES = 92, 60  # of a picture
-DARKEST = 0.85  # of the colours for words
+CELLS, LINES = 92, 60  # maximum per line, per figure
+DARKEST = 0.85  # of the colour map, behind words
 
 
 class Page:
-    """A figure in points, from its upper left corner."""
+    """Figure with coordinates in points from its upper left corner."""
 
     def __init__(self, width: float, height: float):
         self.height = height
@@ -37,7 +37,7 @@ class Page:
         self.axes.axis("off")
 
     def write(self, x: float, y: float, text: str, **look: Any) -> None:
-        """In the line whose upper edge is y."""
+        """Write text into the line with the upper edge `y`."""
         look = {"fontsize": FONT, "color": "#555555", "parse_math": False, **look}
         self.axes.text(x, y + 0.72 * LINE, text, **look)
 
@@ -45,7 +45,7 @@ class Page:
         self.axes.add_patch(self.rectangle((x, y), width, height, color=color, lw=0))
 
     def word(self, x: float, y: float, word: str, strong: float) -> None:
-        """On a box as dark as it is strong, from 0 to 1."""
+        """Write a word on a box whose darkness is `strong`, from 0 to 1."""
         self.box(x, y + 1, cells_of(word) * CELL, LINE - 2, self.shades(DARKEST * strong))
         self.write(x, y, word, family="monospace", color="white" if strong > 0.7 else "#222222")
 
@@ -53,14 +53,14 @@ class Page:
         self.axes.add_patch(self.rectangle((x, y), width, height, fill=False, ec=color, lw=1.4))
 
     def curve(self, points: Sequence[tuple[float, float]], width: float, color: str, alpha: float = 1.0) -> None:
-        """A straight line between two points, or a Bézier curve by four, in points thick."""
+        """Draw a straight line between two points, or a Bézier curve with four control points."""
         from matplotlib.path import Path as Curve
 
         codes = [Curve.MOVETO] + [Curve.LINETO if len(points) == 2 else Curve.CURVE4] * (len(points) - 1)
         self.axes.add_patch(self.patch(Curve(points, codes), fill=False, ec=color, lw=width, alpha=alpha))
 
     def legend(self, x: float, most: float, of: str) -> None:
-        """Draw the scale of the colours, from nothing to the most, in the last lines."""
+        """Draw the colour scale, from 0 to `most`, with the label `of`, at the bottom."""
         y, size = self.height - 1.9 * LINE, 120.0
         scale, extent = np.linspace(0, DARKEST, 64)[None], (x, x + size, y + LINE - 4, y)
         self.axes.imshow(scale, cmap=self.shades, vmin=0, vmax=1, extent=extent, aspect="auto")
@@ -70,30 +70,30 @@ class Page:
 
 
 def lay_out(labels: Sequence[str] | None, rows: np.ndarray) -> tuple[list[str], list[tuple[int, int]]]:
-    """The words of leaves, each on one line, and the line and first cell of each, see `word_cells`.
+    """Return the text of each leaf, and its line and first cell (see `word_cells`).
 
     Args:
-        labels: one that begins a word begins with a space; None: the numbers of the leaves.
-        rows: offsets of the runs of leaves that begin a line.
+        labels: Texts of the leaves, with a leading space at the start of a word; None for the numbers of the leaves.
+        rows: Offsets of the runs of leaves that begin a new line.
 
     Raises:
-        InvalidInput: not one label per leaf.
+        InvalidInput: There is not one label per leaf.
     """
     leaves = int(rows[-1])
     if labels is not None and len(labels) != leaves:
-        raise InvalidInput("labels", given=len(labels), expected=f"{leaves}, one per leaf")
+        raise InvalidInput("labels", got=len(labels), expected=f"{leaves} labels, one per leaf")
     words = [one_line(label, CELLS - 2) for label in labels or map(str, range(leaves))]
     begins = [labels is None or label[:1].isspace() for label in labels or words]
     return words, word_cells(rows, [cells_of(word) for word in words], begins)
 
 
 def word_cells(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) -> list[tuple[int, int]]:
-    """The line and the first cell of every leaf; a row begins a line, and goes on in the next where it is too long.
+    """Return the line and the first cell of every leaf. A row begins a new line and wraps if it is too long.
 
     Args:
-        rows: offsets.
-        cells: the width of every leaf.
-        begins: whether it begins a word, with a space before it. Words are broken only where they fit in no line.
+        rows: Offsets of the rows.
+        cells: Width of every leaf.
+        begins: Whether a leaf begins a word, with a space before it. Words are broken only if they fit in no line.
     """
     starts, line = [], -1
     for first, end in pairwise(rows.tolist()):
@@ -105,14 +105,15 @@ def word_cells(rows: np.ndarray, cells: Sequence[int], begins: Sequence[bool]) -
                 word = cells[i] + sum(cells[j] for j in takewhile(lambda j: not begins[j], range(i + 1, end)))
                 needed = word if word <= CELLS - 2 else needed
             if start and start + needed > CELLS:
-                line, start = line + 1, 2  # further lines stand in
+                line, start = line + 1, 2  # wrapped lines are indented
             starts.append((line, start))
             cell = start + cells[i]
     return starts
 
 
 def percent(share: float) -> str:
-    """
+    """Format a share as a percentage.
+
     >>> percent(0.123), percent(0.0123), percent(0.0), percent(1e-5)
     ('12 %', '1.2 %', '0 %', '< 0.1 %')
     """
@@ -123,11 +124,11 @@ def percent(share: float) -> str:
 
 
 def cells_of(word: str) -> int:
-    """Return the width of a word in a monospaced font: characters of East Asia take two cells, accents none."""
+    """Return the width of a word in cells: East Asian characters take two cells, combining accents none."""
     wide = sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in word)
     return max(1, min(wide, CELLS - 2))
 
 
 def runs(values: np.ndarray) -> np.ndarray:
-    """Offsets of the runs of equal values."""
+    """Return the offsets of the runs of equal values."""
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1], [True]]))

@@ -1,4 +1,4 @@
-"""Pictures of a training run: curves, confusion, and what one example attends to."""
+"""Plots of a training run: learning curves, confusion matrix, and the attention within one example."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ DPI = 140
 
 
 def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> None:
-    """Training loss and validation score by epoch, a line per model.
+    """Plot losses and validation score against epochs, one line per model.
 
     Args:
-        histories: model → epoch records.
-        score: the name of the validation score.
+        path: File to write.
+        histories: Epoch records by model.
+        score: Name of the validation score.
     """
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for color, (name, history) in zip(COLORS * 3, histories.items(), strict=False):
@@ -49,7 +50,7 @@ def plot_curves(path: Path, histories: dict[str, Sequence[Any]], score: str) -> 
 
 
 def add_legend(figure: Any, axes: Any) -> None:
-    """Add a legend of the lines of `axes`; beside the picture if it would cover too much of it."""
+    """Add a legend of the lines of `axes`, outside the axes if it is long."""
     handles, names = axes.get_legend_handles_labels()
     if len(names) > _NAMES_INSIDE:
         figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
@@ -58,7 +59,7 @@ def add_legend(figure: Any, axes: Any) -> None:
 
 
 def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence[str], title: str) -> None:
-    """Which classes are taken for which: a row per true class, shares of the row as colour, counts as text."""
+    """Plot a confusion matrix: a row per true class, with shares of the row as colours and counts as text."""
     counts = np.array(table)
     size = min(12.0, 2.6 + 0.42 * len(classes))
     figure, axes = pyplot().subplots(figsize=(size + 0.8, size), layout="constrained")
@@ -73,23 +74,26 @@ def plot_confusion(path: Path, table: Sequence[Sequence[int]], classes: Sequence
     axes.set_yticks(range(len(classes)), names, fontsize=8, parse_math=False)
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_title(one_line(title, 60), parse_math=False)
-    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the true class")
+    figure.colorbar(image, ax=axes, shrink=0.7, label="share of the examples of the true class")
     save_figure(figure, path)
 
 
 def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequence[str] | None, title: str) -> None:
-    """The attention matrix of one example, first layer, mean over heads; lines where its families begin.
+    """Plot the attention matrix of one example (first layer, mean over heads), with lines between families.
 
     Args:
-        example: a batch of one tree.
-        labels: of its leaves.
+        path: File to write.
+        model: Model.
+        example: Batch of one tree.
+        labels: Texts of its leaves.
+        title: Title of the plot.
     """
     weights, families = attention_matrix(model, example)
-    weights = weights.clip(0)  # heads that talk may subtract
+    weights = weights.clip(0)  # talking heads can have negative weights
     leaves = len(weights)
     size = min(11.0, 3.0 + 0.13 * leaves)
     figure, axes = pyplot().subplots(figsize=(size + 1, size), layout="constrained")
-    # A matrix of attention spans orders of magnitude: a root shows the small weights too.
+    # Attention weights span orders of magnitude: the square root makes small ones visible.
     image = axes.imshow(np.sqrt(weights), cmap="magma_r", vmin=0)
     for leaf, depth in families:
         width = max(0.3, 1.4 - 0.35 * depth)
@@ -101,9 +105,9 @@ def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequen
         look: dict[str, Any] = {"fontsize": font, "fontfamily": "monospace", "parse_math": False}
         axes.set_xticks(range(leaves), shown, rotation=90, **look)
         axes.set_yticks(range(leaves), shown, **look)
-    axes.set(xlabel="attended to", ylabel="attends")
+    axes.set(xlabel="key", ylabel="query")
     axes.set_title(one_line(title, 60), parse_math=False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, label="attention weight: first layer, mean over heads")
     top = float(np.sqrt(weights.max())) or 1.0
     ticks = np.linspace(0, top, 5)
     bar.set_ticks(ticks.tolist(), labels=[f"{tick**2:.2g}" for tick in ticks])
@@ -111,16 +115,18 @@ def plot_attention(path: Path, model: Classifier, example: Batch, labels: Sequen
 
 
 def has_matrix(model: Classifier) -> bool:
-    """Return whether the layers give a weight to every pair of leaves, which can be drawn as a matrix."""
+    """Return whether the attention of a model can be drawn as a matrix over pairs of leaves."""
     encoder: Any = model.config.encoder
     return encoder.architecture == "tree" and KINDS.get(encoder.kind).has_matrix
 
 
 def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """`[leaves, leaves]` weights of the first layer, mean over heads; and the first leaf and depth of every inner family.
+    """Return the weights of the first layer, mean over heads, `[leaves, leaves]`, and (first leaf, depth) of the families.
+
+    Families are those below the root, one per first leaf.
 
     Raises:
-        InvalidInput: there is none, see `has_matrix`.
+        InvalidInput: The model has no such matrix, see `has_matrix`.
     """
     weights, hierarchy = layer_weights(model, example, layer=0)
     s = hierarchy.structure
@@ -131,18 +137,20 @@ def attention_matrix(model: Classifier, example: Batch) -> tuple[np.ndarray, lis
 
 @torch.no_grad()
 def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.ndarray, Hierarchy]:
-    """`[heads, leaves, leaves]` weights of a layer, and the forest that it attends in.
+    """Return the weights of a layer, `[heads, leaves, leaves]`, and the forest that it attends in.
 
     Raises:
-        InvalidInput: there are none, see `has_matrix`; or no such layer.
+        InvalidInput: The model has no such weights, see `has_matrix`, or no such layer.
     """
     if not has_matrix(model):
         encoder = model.config.encoder
-        given = f"a {getattr(encoder, 'kind', encoder.architecture)} encoder"
-        raise InvalidInput("model", given=given, expected="one whose layers see all leaves, one by one")
+        kind = getattr(encoder, "kind", encoder.architecture)
+        raise InvalidInput(
+            "model", got=f"the kind {kind!r}", expected="a model with attention weights for every pair of leaves"
+        )
     layers = model.encoder.layers
     if not 0 <= layer < len(layers):
-        raise InvalidInput("layer", given=layer, expected=f"from 0 to {len(layers) - 1}")
+        raise InvalidInput("layer", got=layer, expected=f"an index from 0 to {len(layers) - 1}")
     caught: list[Any] = []
     attention = layers[layer].attention
     if not isinstance(attention, nn.Module):
@@ -154,22 +162,23 @@ def layer_weights(model: Classifier, example: Batch, layer: int) -> tuple[np.nda
     finally:
         hook.remove()
         model.train(was_training)
-    *compared, v, hierarchy, positions, mixing = caught[0]
+    *queries_and_keys, v, hierarchy, positions, mixing = caught[0]
 
     def operator(q: Tensor, k: Tensor, v: Tensor, hierarchy: Any) -> Tensor:
-        return attention(*compared, v, hierarchy, positions, mixing)
+        return attention(*queries_and_keys, v, hierarchy, positions, mixing)
 
-    weights = dense_weights(operator, v, v, hierarchy)  # which asks queries and keys only for their number
+    weights = dense_weights(operator, v, v, hierarchy)  # v in place of q and k: only their lengths matter
     return weights.float().cpu().numpy(), hierarchy
 
 
 def one_line(text: str, most: int) -> str:
-    """On one line, and no longer than there is room for."""
+    """Return the text on one line of at most `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def pyplot() -> Any:
+    """Import pyplot with a backend that draws to files."""
     try:
         import matplotlib
     except ImportError:
@@ -181,10 +190,11 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
+    """Save a figure in the format of the suffix, and close it."""
     kind = path.suffix.removeprefix(".")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # tokens of other scripts are drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # scripts that the font lacks are drawn as boxes
             write_then_rename(path, lambda beside: figure.savefig(beside, dpi=DPI, format=kind))
     finally:
         pyplot().close(figure)

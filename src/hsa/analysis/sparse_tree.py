@@ -1,4 +1,4 @@
-"""The attention tree of one document, without the branches that get no weight."""
+"""Plot of the attention of one document as a tree, with the branches cut off that receive no weight."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hsa.models.classifier import Classifier
 from hsa.signals.batch import Batch
 from hsa.tree.hierarchy import Structure
 
-_TREE, _COLUMN = 230.0, 74.0  # widths in the picture, in points: of all branches at most, of a level at most
-_THICKEST, _NUMBER = 9.0, 44.0
-_BRANCH, _STUB, _ASKING = COLORS[0], "#c9c9c9", COLORS[1]
+_TREE, _COLUMN = 230.0, 74.0  # maximum widths of all branches and of a level, in points
+_THICKEST, _NUMBER = 9.0, 44.0  # widths of the thickest branch and of the column of numbers
+_BRANCH, _STUB, _QUERY = COLORS[0], "#c9c9c9", COLORS[1]
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTree:
-    """What a leaf of a document looks at, or what its leaves do on average.
+    """Attention weights of one leaf of a document, or the mean over its leaves, summed over the tree.
 
     Attributes:
-        structure: of the one tree.
-        weights: `[nodes]`: how much of the row falls on what is below each node; 1 at the root.
-        leaf: whose row it is; None: the mean of all.
+        structure: Structure of the tree.
+        weights: Total weight of the leaves below each node, `[nodes]`; 1 at the root.
+        leaf: Index of the leaf that attends; None for the mean over all leaves.
     """
 
     structure: Structure
@@ -37,18 +37,18 @@ class AttentionTree:
 
     @property
     def pruned(self) -> np.ndarray:
-        """`[nodes]`: those that get nothing though their parents get something: where branches are cut off."""
+        """Mask of the nodes without weight whose parents have some, `[nodes]`: where branches are cut off."""
         s = self.structure
         return (self.weights == 0) & (s.parent >= 0) & (self.weights[s.parent] > 0)
 
     @property
     def gone(self) -> float:
-        """Share of the leaves that get no weight."""
+        """Share of the leaves without weight."""
         return float((self.weights[self.structure.leaf_nodes] == 0).mean())
 
     @property
     def branches_gone(self) -> tuple[int, int]:
-        """Nodes between root and leaves that get no weight, and how many there are."""
+        """Number of nodes between root and leaves without weight, and number of all such nodes."""
         s = self.structure
         inner = ~s.is_leaf & (s.parent >= 0)
         return int((self.weights[inner] == 0).sum()), int(inner.sum())
@@ -62,22 +62,24 @@ def attention_tree(
     layer: int = 0,
     head: int | None = None,
 ) -> AttentionTree:
-    """The weights of a row, added up over the tree.
+    """Return the attention weights of a leaf, summed over the tree.
 
     Args:
-        example: a batch of one tree.
-        leaf: the one that looks; the mean over all by default.
-        layer, head: of the model; the mean over heads by default.
+        model: Model with a matrix of attention weights.
+        example: Batch of one tree.
+        leaf: Index of the leaf that attends; by default the mean over all leaves.
+        layer: Index of the layer.
+        head: Index of the head; by default the mean over all heads.
 
     Raises:
-        InvalidInput: not one tree; no such leaf, layer or head; a model without a matrix of weights.
+        InvalidInput: There is not exactly one tree, no such leaf, layer or head, or no matrix of weights.
     """
     weights, hierarchy = layer_weights(model, example, layer)
     if hierarchy.num_trees != 1:
-        raise InvalidInput("example", given=f"{hierarchy.num_trees} trees", expected="one document")
+        raise InvalidInput("example", got=hierarchy.num_trees, expected="one tree")
     for name, number, most in (("leaf", leaf, hierarchy.num_leaves), ("head", head, len(weights))):
         if number is not None and not 0 <= number < most:
-            raise InvalidInput(name, given=number, expected=f"from 0 to {most - 1}")
+            raise InvalidInput(name, got=number, expected=f"an index from 0 to {most - 1}")
     matrix = weights.mean(0) if head is None else weights[head]
     row = matrix.mean(0) if leaf is None else matrix[leaf]
     s = hierarchy.structure
@@ -86,16 +88,18 @@ def attention_tree(
 
 
 def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | None, title: str) -> None:
-    """Branches as thick as their weight, from the root to sentences (whatever leaf families are) and their words.
+    """Draw the tree from the root to the leaf families (one line each) and their leaves; thicker branches have more weight.
 
-    Where attention gives nothing a branch ends in a grey stub and the words are grey. Long sentences are wrapped, long
-    documents cut.
+    Without weight, a branch ends in a grey stub and leaves are grey. Long lines are wrapped, long documents truncated.
 
     Args:
-        labels: of the leaves; one that begins a word begins with a space, so that pieces of a word stand together.
+        path: File to write.
+        tree: Result of `attention_tree`.
+        labels: Texts of the leaves, with a leading space at the start of a word; None for the numbers of the leaves.
+        title: Title of the plot.
 
     Raises:
-        InvalidInput: not one label per leaf.
+        InvalidInput: There is not one label per leaf.
     """
     s = tree.structure
     rows = runs(s.parent[s.leaf_nodes])
@@ -109,13 +113,13 @@ def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | No
     cut = len(shown) < len(cells)
     page = Page(left + (CELLS + 1) * CELL + MARGIN, bottom + (cut + 2.8) * LINE)
     page.write(MARGIN, 0.3 * LINE, one_line(title, CELLS), fontsize=10, color="black")
-    page.write(MARGIN, 1.3 * LINE, _what(tree, words))
+    page.write(MARGIN, 1.3 * LINE, _subtitle(tree, words))
 
     line = np.array([cell[0] for cell in shown])
     middle = _heights(s, top + (line + 0.5) * LINE)
     _Branches(page, tree, middle, column).draw(rows, left - _NUMBER)
     weights = tree.weights[s.leaf_nodes]
-    strength = np.sqrt(weights / (weights.max() or 1.0))  # they span orders of magnitude: a root shows small ones too
+    strength = np.sqrt(weights / (weights.max() or 1.0))  # the square root makes small weights visible
     for i, ((row, cell), word) in enumerate(zip(shown, words, strict=False)):
         x, y = left + cell * CELL, top + row * LINE
         if weights[i]:
@@ -123,22 +127,22 @@ def plot_sparse_tree(path: Path, tree: AttentionTree, labels: Sequence[str] | No
         else:
             page.write(x, y, word, family="monospace", color="#b5b5b5")
         if i == tree.leaf:
-            page.frame(x, y + 1, cells_of(word) * CELL, LINE - 2, _ASKING)
+            page.frame(x, y + 1, cells_of(word) * CELL, LINE - 2, _QUERY)
     if cut:
         rest = percent(weights[len(shown) :].sum())
-        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more, which get {rest} together")
-    page.legend(left, float(weights.max()), "of the row's weight")
+        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more leaves, with {rest} of the weight in total")
+    page.legend(left, float(weights.max()), "of the attention weight")
     save_figure(page.figure, path)
 
 
-def _what(tree: AttentionTree, words: Sequence[str]) -> str:
-    who = "What all leaves look at, on average." if tree.leaf is None else f"What “{words[tree.leaf]}” looks at."
+def _subtitle(tree: AttentionTree, words: Sequence[str]) -> str:
+    whose = "Mean attention of all leaves." if tree.leaf is None else f"Attention of “{words[tree.leaf]}”."
     gone, branches = tree.branches_gone
-    return f"{who} No weight at all: {percent(tree.gone)} of the leaves, {gone:,} of {branches:,} branches"
+    return f"{whose} Without any weight: {percent(tree.gone)} of the leaves, {gone:,} of {branches:,} branches"
 
 
 def _heights(s: Structure, of_leaves: np.ndarray) -> np.ndarray:
-    """`[nodes]`: the middle of what is shown of each; no number where nothing is."""
+    """Return the vertical centre of the visible leaves below each node, `[nodes]`; NaN if none is visible."""
     middle = np.full(len(s.parent), np.nan)
     for node in range(len(middle)):
         first, end = int(s.first_leaf[node]), min(int(s.end_leaf[node]), len(of_leaves))
@@ -155,11 +159,11 @@ class _Branches:
     column: float
 
     def draw(self, rows: np.ndarray, words: float) -> None:
-        """To every inner node from its parent, and from there to `words`, the edge of the text, with what a line gets."""
+        """Draw branches from parents to inner nodes, then to the text at x = `words`, with the weight of each line."""
         s, weights, pruned = self.tree.structure, self.tree.weights, self.tree.pruned
         visible = ~np.isnan(self.middle)
         inner = np.flatnonzero(~s.is_leaf & (s.parent >= 0) & visible)
-        for node in sorted(inner.tolist(), key=lambda node: not pruned[node]):  # stubs lie below the others
+        for node in sorted(inner.tolist(), key=lambda node: not pruned[node]):  # stubs first, below the others
             if weights[node] or pruned[node]:
                 self._branch(self._point(int(s.parent[node])), self._point(node), float(weights[node]))
         for first, end in pairwise(rows.tolist()):
@@ -182,12 +186,12 @@ class _Branches:
         curve = [(x0, y0), (bend, y0), (bend, y1), (x1, y1)]
         if weight:
             self.page.curve(curve, max(0.7, _THICKEST * strong), _BRANCH, 0.3 + 0.7 * strong)
-        else:  # half of the way
+        else:
             self.page.curve(_first_half(curve), 0.9, _STUB)
 
 
 def _first_half(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of a Bézier curve, by de Casteljau.
+    """Return the first half of a Bézier curve, by de Casteljau's algorithm.
 
     >>> _first_half([(0, 0), (2, 0), (2, 4), (4, 4)])[-1]
     (2.0, 2.0)

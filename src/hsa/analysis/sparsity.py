@@ -1,4 +1,4 @@
-"""Sparsity of a model's attention: α, weights that are exactly 0, and how much of the tree is entered, level by level."""
+"""Sparsity of entmax attention by level of the tree: α, weights that are exactly 0, and families that are visited."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class LevelSparsity:
     """Sparsity of one layer in the families of one height.
 
     Attributes:
-        layer: from 1.
-        level: the height, from 1: families of leaves only.
-        alpha: of every head.
-        zeros: share of the weights in these families that are exactly 0.
-        visited: share of these families, times heads, that attention enters on its way down; None for multiscale
-            attention, which does not descend.
-        families: how many there were.
+        layer: Number of the layer, from 1.
+        level: Height of the families, from 1 (families of leaves only).
+        alpha: α of every head.
+        zeros: Share of the weights in these families that are exactly 0.
+        visited: Share of these families, per head, that receive weight from above; None for multiscale attention, which
+            does not descend the tree.
+        families: Number of families.
     """
 
     layer: int
@@ -49,21 +49,22 @@ class LevelSparsity:
 
 
 def has_entmax(config: ModelConfig) -> bool:
+    """Return whether a model uses entmax instead of softmax."""
     entmax = getattr(config.encoder, "entmax", None)
     return entmax is not None and entmax != 1
 
 
 @torch.no_grad()
 def measure_sparsity(model: Classifier, batches: Iterable[Inputs]) -> tuple[LevelSparsity, ...]:
-    """Layer by layer, level by level, over all batches.
+    """Measure the sparsity of every layer and level over all batches.
 
     Raises:
-        InvalidInput: a model without entmax.
+        InvalidInput: The model has no entmax attention.
     """
     watched = [(layer.attention, _Counts()) for layer in model.encoder.layers if _normalizer(layer.attention)]
     if not watched:
-        raise InvalidInput("model", given="attention by softmax", expected="entmax: softmax leaves nothing out")
-    hooks = [attention.register_forward_pre_hook(counts.see) for attention, counts in watched]
+        raise InvalidInput("model", got="one with softmax, whose weights are never 0", expected="a model with entmax")
+    hooks = [attention.register_forward_pre_hook(counts.update) for attention, counts in watched]
     was_training = model.training
     try:
         model.eval()
@@ -80,16 +81,16 @@ def measure_sparsity(model: Classifier, batches: Iterable[Inputs]) -> tuple[Leve
 
 @dataclass
 class _Counts:
-    """Counts of one layer, by height less 1."""
+    """Totals of one layer, by height − 1."""
 
     zeros: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
-    entered: list[int] = field(default_factory=list)
+    visited: list[int] = field(default_factory=list)
     families: list[int] = field(default_factory=list)
     heads: int = 1
 
-    def see(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """What the layer is given."""
+    def update(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Add the counts of one call of the layer."""
         q, k, _, hierarchy, positions, *_ = inputs
         normalizer = _normalizer(module)
         assert normalizer is not None
@@ -102,18 +103,19 @@ class _Counts:
             assert isinstance(module, Hierarchical)
             own["include_self"] = module.include_self
             counted = hierarchical_zeros(q, k, hierarchy, **own)
-            _add(self.entered, counted.visited)
+            _add(self.visited, counted.visited)
         _add(self.zeros, counted.zeros)
         _add(self.entries, counted.entries)
         _add(self.families, _families(hierarchy))
 
     def levels(self, layer: int, attention: Attention) -> list[LevelSparsity]:
+        """Return the shares of all levels."""
         normalizer = _normalizer(attention)
         assert normalizer is not None
         levels = []
         for i, families in enumerate(self.families):
             alpha = normalizer.at_height(i + 1, torch.float64).expand(self.heads)
-            visited = self.entered[i] / (families * self.heads) if self.entered and families else None
+            visited = self.visited[i] / (families * self.heads) if self.visited and families else None
             zeros = self.zeros[i] / self.entries[i] if self.entries[i] else 0.0
             levels.append(LevelSparsity(layer, i + 1, tuple(alpha.tolist()), zeros, visited, families))
         return levels
@@ -145,7 +147,7 @@ def visited_fraction(levels: Sequence[LevelSparsity]) -> float | None:
 
 
 def rows(levels: Sequence[LevelSparsity]) -> list[list[str]]:
-    """For a table with `HEADER`; a last row for all levels of a layer."""
+    """Return the rows of a table with `HEADER`: one per level, and one for all levels of a layer."""
     table = []
     for layer in dict.fromkeys(level.layer for level in levels):
         own = [level for level in levels if level.layer == layer]
@@ -160,7 +162,8 @@ def rows(levels: Sequence[LevelSparsity]) -> list[list[str]]:
 
 
 def _level(level: LevelSparsity) -> str:
-    """
+    """Format the level and its number of families.
+
     >>> _level(LevelSparsity(1, 2, (1.5,), 0.0, 1.0, 7))
     '2 (7 families)'
     """
@@ -172,10 +175,11 @@ def _percent(share: float | None) -> str:
 
 
 def plot_sparsity(path: Path, measured: Mapping[str, Sequence[LevelSparsity]]) -> None:
-    """α by level, a line per model and layer and a dot per head; and the shares of zeros and of families entered.
+    """Plot α by level, with a line per layer and a dot per head, beside the shares of zeros and of visited families.
 
     Args:
-        measured: model → its levels.
+        path: File to write.
+        measured: Levels by model.
     """
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     lines = [(model, layer) for model, levels in measured.items() for layer in dict.fromkeys(x.layer for x in levels)]

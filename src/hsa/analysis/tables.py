@@ -1,4 +1,4 @@
-"""Tables, for the terminal and in Markdown."""
+"""Tables for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def terminal_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> Table:
-    """The first column to the left, the others to the right, no cell broken."""
+    """Return a table with the first column left-aligned, the others right-aligned, and no wrapped cells."""
     from rich import box
     from rich.table import Table
 
@@ -31,7 +31,7 @@ def terminal_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption
 
 
 def print_table(console: Console, table: Table) -> None:
-    """With all its columns, however narrow the console is: numbers that are cut off mislead."""
+    """Print a table in full width, even on a narrow console: truncated numbers would mislead."""
     before = console.width
     console.width = max(before, console.measure(table, options=console.options.update(max_width=1000)).maximum)
     console.print(table)
@@ -39,7 +39,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table.
+    """Return the lines of a Markdown table.
 
     >>> markdown_table(["a", "b"], [["1", "2"]])
     ['| a | b |', '|---|---|', '| 1 | 2 |']

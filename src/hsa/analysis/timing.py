@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""Measurement of the time of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 def median_seconds(
     run: Callable[[], Any], repeats: int, most: float = math.inf, device: torch.device | str = "cpu"
 ) -> float:
-    """The median over `repeats` calls, or as many as `most` seconds have room for, at least two."""
+    """Return the median time of `repeats` calls, or of at least two if they take longer than `most` seconds in total."""
     gpu = torch.device(device).type == "cuda"
     times: list[float] = []
     began = time.perf_counter()

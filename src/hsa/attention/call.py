@@ -1,8 +1,8 @@
-"""`Call`: one call of an operator, as its backends see it.
+"""`Call`: the arguments of one call of an operator, as passed to its backends.
 
-The public function of an operator checks its arguments, fills in what they leave open, and describes the call once, as a
-frozen dataclass derived from `Call`. From there on nothing is checked again: every backend is `run(call) → result`, and says
-what it cannot run by `why_not(call) → reasons` (`hsa.attention.dispatch`).
+The public function of an operator checks its arguments, fills in defaults, and stores them in a frozen dataclass derived
+from `Call`. Nothing is checked again after that: a backend is a function `run(call) → result`, with a function
+`why_not(call) → reasons` for the calls that it cannot run (`hsa.attention.dispatch`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Call:
 
     k: Tensor
     hierarchy: Hierarchy
-    backend: str  # as asked for: "auto", or the name of a backend
+    backend: str  # "auto" or the name of a backend, as the user passed it
 
 
 def needs_gradient(*values: object) -> bool:
-    """Return whether a gradient will be asked for, by way of any of the values that are tensors."""
+    """Return whether autograd records the operations on any of the values; those that are not tensors are ignored."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)

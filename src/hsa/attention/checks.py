@@ -1,4 +1,4 @@
-"""Checks of the operators' arguments, the defaults they leave open, and the checking mode for values."""
+"""Validation of the operators' arguments, their defaults, and the checking mode for values."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Inside this context every operator inspects its inputs and names the first leaf with a value that is not finite.
+    """Make operators raise an error that names the first leaf with a NaN or an infinity in their inputs.
 
-    Values are not inspected otherwise: it costs a pass over the data, and a synchronisation on a GPU.
+    Use it as a context manager. It is off by default because it costs a pass over the data, and a synchronisation on a GPU.
 
     >>> import hsa
     >>> q = torch.zeros(3, 1, 2); q[1, 0, 1] = torch.nan
     >>> with checking():
     ...     hsa.hierarchical_attention(q, q, q, Hierarchy.flat([1, 2]))
     Traceback (most recent call last):
-    hsa.errors.NonFinite: q: leaf 1 (tree 1, its leaf 0), head 0 holds nan; find where it comes from before the attention
+    hsa.errors.NonFinite: q: leaf 1 (leaf 0 of tree 1), head 0 is nan. It was computed before the attention
     """
     token = _checking.set(True)
     try:
@@ -39,7 +39,7 @@ def checking() -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Return whether values are to be inspected."""
+    """Return whether the checking mode is on."""
     return not torch.compiler.is_compiling() and _checking.get()
 
 
@@ -50,50 +50,53 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     """Check that q, k and v (or some of them) fit the hierarchy and each other.
 
     Args:
-        rows: number of rows of each tensor that does not have one per leaf.
+        rows: Number of rows of the tensors that do not have one row per leaf, by name.
     """
     if not isinstance(hierarchy, Hierarchy):
-        raise InvalidInput("hierarchy", given=type(hierarchy).__name__, expected="an hsa.Hierarchy")
+        raise InvalidInput("hierarchy", got=type(hierarchy).__name__, expected="an hsa.Hierarchy")
     rows = rows or {}
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise InvalidInput(name, given=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
+            raise InvalidInput(name, got=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
         if x.ndim != 3:
             raise InvalidInput(
                 name,
-                given=f"shape {tuple(x.shape)}",
+                got=f"shape {tuple(x.shape)}",
                 expected="[leaves, heads, head_dim]",
-                fix="for [batch, heads, seq, head_dim] use hsa.Padding(...).pack",
+                fix="Convert [batch, heads, seq, head_dim] with hsa.Padding(...).pack",
             )
         expected = rows.get(name, hierarchy.num_leaves)
         if len(x) != expected:
-            what = "queries" if name in rows else f"leaves in {hierarchy}"
+            is_query = name in rows
             raise InvalidInput(
                 name,
-                given=f"{len(x)} rows",
-                expected=f"{expected}, the number of {what}",
-                fix="pass one row per leaf, trees one after another, without padding",
+                got=f"{len(x)} rows",
+                expected=f"{expected} rows, the number of {'queries' if is_query else f'leaves in {hierarchy}'}",
+                fix=f"Pass one row per {'query' if is_query else 'leaf'}, trees one after another, without padding",
             )
         if x.shape[1] == 0 or (x.shape[2] == 0 and name != "v"):
-            raise InvalidInput(name, given=f"shape {tuple(x.shape)}", expected="at least one head and one dimension")
+            raise InvalidInput(name, got=f"shape {tuple(x.shape)}", expected="at least one head and one dimension")
         if x.dtype not in DTYPES:
             raise InvalidInput(
-                name, given=f"dtype {x.dtype}", expected="a floating-point dtype: float16, bfloat16, float32 or float64"
+                name, got=f"dtype {x.dtype}", expected="a floating-point dtype: float16, bfloat16, float32 or float64"
             )
     first, reference = next(iter(tensors.items()))
     for name, x in tensors.items():
         if x.dtype != reference.dtype:
             raise InvalidInput(
-                name, given=f"dtype {x.dtype}", expected=f"{reference.dtype}, as {first}", fix="cast them to one dtype"
+                name,
+                got=f"dtype {x.dtype}",
+                expected=f"dtype {reference.dtype}, as {first}",
+                fix="Cast all tensors to one dtype",
             )
         if x.device != hierarchy.device:
             raise InvalidInput(
                 name,
-                given=f"device {x.device}",
-                expected=f"{hierarchy.device}, as the hierarchy",
-                fix="move the hierarchy once with hierarchy.to(device)",
+                got=f"device {x.device}",
+                expected=f"device {hierarchy.device}, as the hierarchy",
+                fix="Move the hierarchy once with hierarchy.to(device)",
             )
-    if "q" in tensors and "k" in tensors:  # not a comparison of sets, which torch.compile of 2.11 cannot trace
+    if "q" in tensors and "k" in tensors:  # torch.compile of PyTorch 2.11 cannot trace a comparison of sets
         _check_heads(**tensors)
     if is_checking():
         for name, x in tensors.items():
@@ -102,25 +105,32 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     if k.shape[-1] != q.shape[-1]:
-        raise InvalidInput("k", given=f"head_dim {k.shape[-1]}", expected=f"{q.shape[-1]}, as q")
+        raise InvalidInput("k", got=f"head_dim {k.shape[-1]}", expected=f"head_dim {q.shape[-1]}, as q")
     if q.shape[1] % k.shape[1]:
         raise InvalidInput(
-            "k", given=f"{k.shape[1]} heads", expected=f"a divisor of the {q.shape[1]} heads of q (grouped heads)"
+            "k",
+            got=f"{k.shape[1]} heads",
+            expected=f"{q.shape[1]} heads, as q, or a divisor of that (grouped-query attention)",
         )
     if v is not None and v.shape[1] != k.shape[1]:
-        raise InvalidInput("v", given=f"{v.shape[1]} heads", expected=f"{k.shape[1]}, as k")
+        raise InvalidInput("v", got=f"{v.shape[1]} heads", expected=f"{k.shape[1]} heads, as k")
 
 
 def check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    """Return the value, an integer of at least `minimum`, or raise an error that names what is `expected`."""
+    """Return the value if it is an integer of at least `minimum`; raise an error with the text `expected` otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
-        raise InvalidInput(name, given=repr(value), expected=expected)
+        raise InvalidInput(name, got=repr(value), expected=expected)
     return int(value)
+
+
+def check_dropout(dropout_p: Any) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise InvalidInput("dropout_p", expected="a number from 0 to below 1", got=repr(dropout_p))
 
 
 def check_type(name: str, value: Any, wanted: type, fix: str) -> None:
     if value is not None and not isinstance(value, wanted):
-        raise InvalidInput(name, given=type(value).__name__, expected=f"an hsa.{wanted.__name__}", fix=fix)
+        raise InvalidInput(name, got=type(value).__name__, expected=f"an hsa.{wanted.__name__}", fix=fix)
 
 
 def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -> Tensor | None:
@@ -128,7 +138,7 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
     if positions is None:
         return None
     if not isinstance(positions, Tensor):
-        raise InvalidInput("positions", given=type(positions).__name__, expected="a tensor")
+        raise InvalidInput("positions", got=type(positions).__name__, expected="a tensor")
     shape = tuple(positions.shape)
     if positions.ndim == 2:
         positions = positions[:, None]
@@ -136,17 +146,17 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
     if not fits:
         raise InvalidInput(
             "positions",
-            given=f"shape {shape}",
+            got=f"shape {shape}",
             expected=f"[{hierarchy.num_nodes} nodes, dim] or [{hierarchy.num_nodes} nodes, {q.shape[1]} heads, dim]",
-            fix="give every node of the hierarchy a row, in node order",
+            fix="Pass one row per node of the hierarchy, in node order",
         )
     if positions.device != q.device:
-        raise InvalidInput("positions", given=f"device {positions.device}", expected=f"{q.device}, as q")
+        raise InvalidInput("positions", got=f"device {positions.device}", expected=f"device {q.device}, as q")
     if positions.dtype != q.dtype:
-        raise InvalidInput("positions", given=f"dtype {positions.dtype}", expected=f"{q.dtype}, as q")
+        raise InvalidInput("positions", got=f"dtype {positions.dtype}", expected=f"dtype {q.dtype}, as q")
     if is_checking() and not bool(torch.isfinite(positions).all()):
         node = int((~torch.isfinite(positions)).flatten(1).any(-1).nonzero()[0])
-        raise NonFinite(f"positions: node {node} holds a value that is not finite")
+        raise NonFinite(f"positions: node {node} has a value that is not finite")
     return positions
 
 
@@ -156,20 +166,20 @@ def scale_or_default(scale: float | None, q: Tensor) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating)) or not math.isfinite(scale):
         raise InvalidInput(
             "scale",
-            given=repr(scale),
+            got=repr(scale),
             expected="a finite number",
-            fix="multiply q by a scale that is learned or per head",
+            fix="For a scale that is learned or differs between heads, multiply q by it",
         )
     return float(scale)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat grouped key/value heads for the query heads that share them."""
+    """Repeat key/value heads for the query heads that share them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def without_autocast(x: Tensor) -> Any:
-    """Switch autocast off for the device of `x`: operators choose their own precision."""
+    """Return a context in which autocast is off on the device of `x`."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -183,5 +193,5 @@ def _check_finite(name: str, x: Tensor, hierarchy: Hierarchy, leaves: bool) -> N
     if leaves:
         offsets = hierarchy.structure.leaf_offsets
         tree = int(offsets.searchsorted(row, side="right")) - 1
-        where = f"leaf {row} (tree {tree}, its leaf {row - int(offsets[tree])})"
-    raise NonFinite(f"{name}: {where}, head {head} holds {value}; find where it comes from before the attention")
+        where = f"leaf {row} (leaf {row - int(offsets[tree])} of tree {tree})"
+    raise NonFinite(f"{name}: {where}, head {head} is {value}. It was computed before the attention")

@@ -1,7 +1,6 @@
-"""Backends: what each can run, why not, and how exact it is.
+"""Backends of operators: which calls each can run, why not the others, and how exact it is.
 
-An operator has a table of backends, from the fastest to the plainest. `"auto"` takes the first that has no reason against
-the call.
+An operator has a tuple of backends, the fastest first. `"auto"` selects the first that can run the call.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Backend(Generic[AnyCall, Result]):
-    """One way to run one operator.
+    """An implementation of an operator.
 
     Attributes:
-        name: for the operator's `backend` argument.
-        run: the operator, as a function of the call.
-        why_not: the reasons why it cannot run a call; none if it can.
-        tolerance: largest error relative to the largest value, against float64.
+        name: Name, as passed to the operator's `backend` argument.
+        run: Function that runs a call.
+        why_not: Function that returns the reasons why the backend cannot run a call; empty if it can.
+        tolerance: Largest error against float64, relative to the largest value.
     """
 
     name: str
@@ -44,10 +43,10 @@ class Backend(Generic[AnyCall, Result]):
 def choose(
     operator: str, backends: tuple[Backend[AnyCall, Result], ...], wanted: str, call: AnyCall
 ) -> Backend[AnyCall, Result]:
-    """Return the backend that runs the call, or raise an error that lists for every backend why it cannot."""
+    """Return the backend for the call, or raise an error that lists the reasons against each backend."""
     names = [b.name for b in backends]
     if wanted != "auto" and wanted not in names:
-        raise InvalidInput("backend", given=repr(wanted), expected=f"'auto' or one of {names}")
+        raise InvalidInput("backend", got=repr(wanted), expected=f"'auto' or one of {names}")
     reasons = {}
     for backend in backends:
         if wanted in ("auto", backend.name):
@@ -59,7 +58,7 @@ def choose(
 
 
 def run(operator: str, backends: tuple[Backend[OperatorCall, Result], ...], call: OperatorCall) -> Result:
-    """Run the call by the backend that it asks for; backends choose their own precision."""
+    """Run the call on its backend, without autocast: backends choose their own precision."""
     backend = choose(operator, backends, call.backend, call)
     with without_autocast(call.k):
         return backend.run(call)

@@ -1,10 +1,10 @@
-"""α-entmax over weighted entries: a sparse softmax, with its normaliser and its value.
+"""α-entmax over weighted entries: a sparse softmax, with its normaliser c and its value.
 
     p = n · [1 + (α − 1)(z − c)]₊^{1/(α − 1)}        Σ p = 1
     value = max over p of  Σ p z + Σ (p − n^{1−α} p^α) / (α (α − 1))
 
-An entry of weight n stands for n equal entries; p is the sum of theirs. α → 1 is softmax: p = n·e^{z − c}, c = value =
-log Σ n e^z. Written with c, which stays finite as α → 1, instead of the usual threshold τ = (α − 1) c − 1.
+An entry of weight n stands for n equal entries; its p is the sum of theirs. The limit α → 1 is softmax: p = n·e^{z − c},
+c = value = log Σ n e^z. The formulas use c, which stays finite as α → 1, instead of the usual threshold τ = (α − 1) c − 1.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from hsa.attention.checks import is_checking
 from hsa.errors import NonFinite
 
 STEPS = 64
-"""Most Newton steps. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so that these are enough for float64; rows of
-attention take 3 to 8."""
+"""Largest number of Newton steps. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so this is enough for float64; rows
+of attention take 3 to 8."""
 CHUNK = 2**17
-"""Numbers in flight on the CPU: beyond the caches, fresh memory costs more than the arithmetic."""
+"""Numbers per chunk on the CPU: beyond the caches, allocating memory costs more than the arithmetic."""
 
 
 def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """Return the weights p `[…, entries]` of every row. Differentiable in z, n and α.
+    """Return the weights p of every row, differentiable in z, n and α.
 
     Args:
-        z: `[…, entries]` logits; −∞ hides an entry.
-        n: broadcasts to z: the number of equal entries that each stands for; more than 0.
-        alpha: broadcasts to z; more than 1, at most 2. Entries of one row may have an α of their own: see `level`.
+        z: Logits, `[…, entries]`; −∞ hides an entry.
+        n: Number of equal entries that each entry stands for, more than 0; broadcast to z.
+        alpha: α, more than 1 and at most 2; broadcast to z. It may differ between the entries of a row: see `level`.
 
-    Returns p; 0 in rows whose entries are all hidden.
+    Returns:
+        `[…, entries]`; 0 in rows whose entries are all hidden.
 
     >>> z = torch.tensor([[1.0, 0.8, -1.0]])
     >>> entmax(z, torch.ones(3), torch.tensor(2.0))  # sparsemax
@@ -44,33 +45,33 @@ def entmax(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def level(z: Tensor, alpha: Tensor) -> Tensor:
-    """Return the logits z + 1 − 1/α, with which entries of one row may have different α.
+    """Return the logits z + 1 − 1/α, for rows whose entries have different α.
 
-    The row that maximises Σ p z + Σ_B (p − n^{1−α} p^α) / (α (α − 1)), every entry with its own α, has one multiplier λ:
+    If every entry has its own α, the row that maximises Σ p z + Σ_B (p − n^{1−α} p^α) / (α (α − 1)) has one multiplier λ:
 
         z_B − λ = (α (p / n)^{α−1} − 1) / (α (α − 1))   ⇒   p = n [1 + (α − 1)(z_B − 1/α − λ)]₊^{1/(α − 1)}
 
-    Nothing changes where all α of a row are the same, or 1.
+    The weights do not change if all α of a row are equal.
     """
     return z + (1 - 1 / alpha)
 
 
 def deformed_log(n: Tensor, alpha: Tensor) -> Tensor:
-    """(1 − n^{1−α}) / (α − 1), which is log n for α → 1."""
+    """Return (1 − n^{1−α}) / (α − 1), which tends to log n as α → 1."""
     return -torch.expm1((1 - alpha) * n.log()) / (alpha - 1)
 
 
 def deformed_exp(x: Tensor, alpha: Tensor) -> Tensor:
-    """The inverse of `deformed_log`."""
+    """Invert `deformed_log`."""
     return (torch.log1p(-(alpha - 1) * x) / (1 - alpha)).exp()
 
 
 def value(p: Tensor, z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """Return the value that the weights p of a row reach, `[…]`; log Σ n e^z for α → 1.
+    """Return the value of the objective at the weights p of each row, `[…]`; it tends to log Σ n e^z as α → 1.
 
         Σ p (z + ln_α(n / p) / α)        ln_α: `deformed_log`
 
-    Its derivative by z is p: that is why entmax gradients need not pass through p here.
+    At the optimal p its derivative by z is p, so that gradients need not pass through p.
     """
     seen = p > 0
     ratio = torch.where(seen, n / p.clamp(min=torch.finfo(p.dtype).tiny), torch.ones_like(p))
@@ -79,21 +80,21 @@ def value(p: Tensor, z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """Return the weights p, without a gradient: c by Newton's method from below.
+    """Return the weights p without a gradient. c is computed by Newton's method, from below.
 
         S(c) = Σ n u^{1/(α − 1)}        u = [1 + (α − 1)(z − c)]₊
         c   ← c + S ln_α(S) / |S'|       |S'| = Σ n u^{1/(α − 1) − 1}
 
-    S falls, and S^{α−1} (with the largest α of the row) is a norm of u, hence convex in c: no step passes the solution, and
-    on the way there S − 1 is the whole error of the weights. For α → 1 the first step is all; for α = 2 there is one for
-    every time that entries drop out. No sorting, which takes longer.
+    S decreases in c, and S^{α−1} (with the largest α of the row) is a norm of u, hence convex in c: no step passes the
+    solution, and until then S − 1 is the total error of the weights. As α → 1 one step is enough; for α = 2 there is a step
+    each time that entries drop out. Sorting would be slower.
     """
     if z.numel() == 0:
         return torch.zeros_like(z)
     if is_checking() and not bool((z < math.inf).all()):
         raise NonFinite(
-            "entmax: a logit is +∞ or no number, though queries, keys and positions are finite; make them smaller, or use a "
-            "dtype with a larger range"
+            "entmax: a logit is +∞ or NaN, although queries, keys and positions are finite. Scale them down, or use a dtype "
+            "with a larger range"
         )
     single = float(alpha.flatten()[0]) if alpha.numel() == 1 or bool((alpha == alpha.flatten()[0]).all()) else None
     step = max(1, len(z) * CHUNK // z.numel()) if z.ndim > 1 and z.device.type == "cpu" else len(z)
@@ -110,7 +111,7 @@ def solve(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _threshold(z: Tensor, n: Tensor, squared: bool) -> Tensor:
-    """α = 1.5 (`squared`) or 2, by τ = (α − 1) c − 1: u = [(α − 1) z − τ]₊ needs no logarithms. Overwrites z."""
+    """Solve for α = 1.5 (`squared`) or 2 with τ = (α − 1) c − 1: u = [(α − 1) z − τ]₊ needs no logarithms. Overwrites z."""
     z = z.mul_(0.5) if squared else z
     tau = _from_below((z - (n.rsqrt() if squared else 1 / n)).amax(-1, keepdim=True))
     u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
@@ -132,19 +133,19 @@ def _threshold(z: Tensor, n: Tensor, squared: bool) -> Tensor:
 
 
 def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
-    """Any α, by c, with logarithms that keep their digits for α → 1."""
+    """Solve for any α, with logarithms that stay accurate as α → 1."""
     order, largest = alpha - 1, alpha if alpha.ndim == 0 else alpha.amax(-1, keepdim=True)
     eps, tiny = torch.finfo(z.dtype).eps, torch.finfo(z.dtype).tiny
     c = _from_below((z + deformed_log(n, alpha)).amax(-1, keepdim=True))
-    # Here the last u is as good as 0; without an end, rows of huge n could be rounded to nothing.
+    # Upper bound of c, where the last u is almost 0; without it, all weights of rows with huge n could round to 0.
     end = (1 - 4 * eps) / order
     end = end if end.ndim == 0 or end.shape[-1] == 1 else _above((z + end).amax(-1, keepdim=True))
     u, p, counted = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     for _ in range(STEPS):
         torch.sub(z, c, out=u).mul_(order).clamp_(min=eps - 1)  # u − 1
-        # Logarithms and exponentials of numbers near 0 and −∞ take ten to a hundred times as long as others.
+        # Logarithms of numbers near 0 and exponentials of numbers near −∞ take ten to a hundred times as long as others.
         torch.log1p(u, out=p).div_(order).clamp_(min=math.log(tiny)).exp_().mul_(n)
-        p.mul_(torch.sign(u.add_(1 - eps), out=counted))  # 0 where u is
+        p.mul_(torch.sign(u.add_(1 - eps), out=counted))  # 0 where u is 0
         torch.div(p, u.add_(eps), out=counted)
         total, slope = p.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)
         above = total.clamp(min=1)
@@ -156,13 +157,13 @@ def _normaliser(z: Tensor, n: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _goes_on(total: Tensor, now: Tensor, before: Tensor) -> bool:
-    """Return whether some row has not reached its solution, and moves by more than rounding."""
+    """Return whether some row has not converged and still moves by more than rounding."""
     eps = torch.finfo(total.dtype).eps
     return bool(((total > 1 + 4 * eps) & (now - before > 2 * eps * before.abs())).any())
 
 
 def _from_below(x: Tensor) -> Tensor:
-    """Return a little less, so that the entry that gave it keeps a weight; finite in rows whose entries are all hidden."""
+    """Return slightly less than x, so that its entry keeps a weight; finite in rows whose entries are all hidden."""
     x = _above(x)
     return x - 4 * torch.finfo(x.dtype).eps * x.abs()
 
@@ -176,7 +177,7 @@ def _positive(x: Tensor) -> Tensor:
 
 
 class _Entmax(torch.autograd.Function):
-    """By the implicit function theorem, with u = (p / n)^{α−1} and s = p / u:
+    """Autograd function. The implicit function theorem gives, with u = (p / n)^{α−1} and s = p / u,
 
     dp = s (dz − m) + p/n dn + p (1 − 1/u − log u) / (α − 1)² dα,  m such that Σ dp = 0.
     """
@@ -206,7 +207,7 @@ class _Entmax(torch.autograd.Function):
 
 
 def minus_square(x: Tensor) -> Tensor:
-    """1 − x − e^{−x}, by its series −x²/2 + x³/6 − … where the three nearly cancel."""
+    """Return 1 − x − e^{−x}; by its series −x²/2 + x³/6 − … where the terms nearly cancel."""
     series = torch.zeros_like(x)
     for k in range(11, 1, -1):
         series = (1 - series) * x / k if k > 2 else (1 - series) * x * x / -2

@@ -1,8 +1,8 @@
-"""Operation counts, per layer.
+"""Operation counts of attention layers.
 
-An attention entry (one query, one key or node) costs 4·width + heads operations over all heads: two for each product and
-sum of q·k and of weight·v, and one exponential per head. Heads that talk add 4·heads² for mixing logits and weights.
-Pooling, selection and clustering are counted apart.
+An attention entry (a query with a key or node) costs 4·width + heads operations over all heads: a multiplication and an
+addition per channel for q·k and for weight·v, and one exponential per head. Talking heads add 4·heads² for mixing logits and
+weights. Pooling, selection and clustering are counted separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of one layer on one batch."""
+    """Numbers of operations of one attention layer on one batch.
+
+    >>> count = flops(Hierarchy.regular([4096], (16, 16)), width=768, heads=12)
+    >>> count.total == count.attention + count.pooling
+    True
+    """
 
     attention: int
     pooling: int
@@ -33,6 +38,7 @@ class Flops:
 
     @property
     def total(self) -> int:
+        """Number of all operations."""
         return self.attention + self.pooling + self.selection + self.clustering
 
 
@@ -46,17 +52,18 @@ def flops(
     value_width: int | None = None,
     mixes: bool = False,
 ) -> Flops:
-    """Count the operations of an attention layer: hierarchical for a `Hierarchy`, else multiscale.
+    """Count the operations of a layer: hierarchical attention for a tree, multiscale attention for a selection.
+
+    Keys that a causal query may not see are not counted, except for a `Partition`, which does not know them.
 
     Args:
-        structure: a hierarchy; or a `Selection` or its `partition`, together with `hierarchy`.
-        width: hidden width of queries and keys, all heads together.
-        heads: query heads.
-        clusters: the clusters of the keys, if there are any; adds the operations of making them.
-        value_width: width of the values; as wide as queries and keys by default.
-        mixes: whether heads talk.
-
-    Keys that a causal query may not see are not counted; a bare `Partition` knows no limit and counts its whole lists.
+        structure: Tree for hierarchical attention; `Selection` or `Partition` for multiscale attention.
+        width: Width of queries and keys, over all heads.
+        heads: Number of query heads.
+        hierarchy: Tree of the selection or partition.
+        clusters: Clusters of the keys, whose computation is counted too.
+        value_width: Width of the values over all heads; `width` by default.
+        mixes: Whether heads are mixed (`HeadMixing`).
 
     >>> flops(Hierarchy.flat([12]), width=768, heads=12).attention == flops_flat(12, width=768, heads=12)
     True
@@ -70,7 +77,9 @@ def flops(
         widths = 2 * width + (value_width or width)
         return Flops(attention=entry * entries, pooling=pooling_operations(structure, widths))
     if hierarchy is None:
-        raise InvalidInput("hierarchy", given="None", expected="the hierarchy that was partitioned")
+        raise InvalidInput(
+            "hierarchy", problem="not given", expected=f"the tree of the {type(structure).__name__.lower()}"
+        )
     partition = structure.partition(hierarchy) if isinstance(structure, Selection) else structure
     limit = structure.limit if isinstance(structure, Selection) else None
     entries = entries_seen(partition, rooted(hierarchy)[0], limit, clusters, heads)
@@ -86,6 +95,11 @@ def flops(
 def flops_flat(n: int, width: int, heads: int) -> int:
     """Count the operations of softmax attention over n tokens: (4·width + heads)·n².
 
+    Args:
+        n: Number of tokens.
+        width: Width over all heads.
+        heads: Number of heads.
+
     >>> flops_flat(55, width=768, heads=12)  # 9.33 MFLOPs, the paper's Table 3, MRPC
     9329100
     """
@@ -94,15 +108,21 @@ def flops_flat(n: int, width: int, heads: int) -> int:
 
 
 def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> int:
-    """Count as the paper does for fixed windows, padded: every family as large as its level's branching factor.
+    """Count the operations of hierarchical attention over windows as the paper does, with all families padded to full size.
 
-    Level by level, families · min(factor, nodes)²; then all remaining nodes form one family.
+    Each level counts families · min(factor, nodes)² entries; the remaining nodes form one family.
+
+    Args:
+        n: Number of tokens.
+        branching: Number of members per family, leaf families first.
+        width: Width over all heads.
+        heads: Number of heads.
 
     >>> flops_regular(55, (2, 4, 8, 16), width=768, heads=12)
     848100
     """
     if not isinstance(branching, Sequence):
-        raise InvalidInput("branching", given=repr(branching), expected="factors, such as (16, 8)")
+        raise InvalidInput("branching", got=repr(branching), expected="factors, such as (16, 8)")
     _check(n=n, width=width, heads=heads, **{f"branching[{i}]": b for i, b in enumerate(branching)})
     entries, nodes = 0, n
     for factor in branching:
@@ -113,19 +133,19 @@ def flops_regular(n: int, branching: Sequence[int], width: int, heads: int) -> i
 
 
 def entry_operations(width: int, heads: int, *, value_width: int | None = None, mixes: bool = False) -> int:
-    """Operations of one query and one key or node, all heads together."""
+    """Return the number of operations for one query and one key or node, over all heads."""
     return 2 * width + 2 * (value_width or width) + heads + (4 * heads**2 if mixes else 0)
 
 
 def pooling_operations(hierarchy: Hierarchy, width: int) -> int:
-    """One multiplication and one addition per member and channel."""
+    """Return the number of operations for pooling: a multiplication and an addition per member and channel."""
     return 2 * width * (hierarchy.num_nodes - hierarchy.num_trees)
 
 
 def _check_structure(structure: Any) -> None:
     if not isinstance(structure, (Hierarchy, Selection, Partition)):
         expected = "a Hierarchy, a Selection or a Partition"
-        raise InvalidInput("structure", given=type(structure).__name__, expected=expected)
+        raise InvalidInput("structure", got=type(structure).__name__, expected=expected)
 
 
 def _check(**positive: int) -> None:

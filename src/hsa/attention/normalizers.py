@@ -13,38 +13,41 @@ from hsa.attention.checks import is_checking
 from hsa.errors import InvalidInput
 
 ROUNDING = 1e-6
-"""Largest amount by which α, rounded to the dtype of its tensor, may be below the number that was meant."""
+"""Tolerance below the lower bound of α, for a tensor α that was rounded to its dtype."""
 NEAREST = 1e-6
-"""Numbers this close to 1 count as 1 + this in a tensor α: formulas divide by α − 1."""
+"""Smallest α − 1 in computations: formulas divide by it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entmax:
-    """α-entmax in place of softmax (Peters, Niculae & Martins 2019, arXiv:1905.05702): weights that can be exactly 0.
+    """Normaliser by α-entmax in place of softmax (Peters et al. 2019, arXiv:1905.05702): weights can be exactly 0.
 
         p_B = n_B · [1 + (α − 1)(z_B − c)]₊^{1/(α − 1)}        Σ p = 1
 
-    over entries with logits z_B that stand for n_B = leaf_count(B) keys. α = 2 is sparsemax; α = 1 is softmax.
+    where the entry B has the logit z_B and stands for n_B = leaf_count(B) keys. α = 2 is sparsemax; α = 1 is softmax.
 
     Args:
-        alpha: a number from 1 to 2; or a tensor `[heads]`, `[levels, heads]` or `[levels, 1]`, which may need a gradient:
-            families of height h (1: families of leaves) take row min(h, levels) − 1.
-        counts: "weighted" as above: exact where the keys inside every B are the same. "logits": log n_B is added to z_B and
-            all weights are 1, the energy of the paper's Eq. 51.
-        least: lower bound of α, 1 or more. Fused kernels run from 1 + 1/64 on, and do not look at the values of a tensor.
+        alpha: Number from 1 to 2; or a tensor `[heads]`, `[levels, heads]` or `[levels, 1]`, which may require a gradient:
+            families of height h (1 for leaf families) use row min(h, levels) − 1.
+        counts: "weighted" for the formula above, which is exact where all keys of each B are equal; "logits" to add log n_B
+            to z_B and set every n_B to 1, as the energy of the paper's Eq. 51 does.
+        least: Lower bound of α, 1 or more. Fused kernels need 1 + 1/64 or more, and do not read the values of a tensor.
 
     Raises:
-        InvalidInput: α below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are only checked
+        InvalidInput: α is below 1, above 2 or not a number, or a tensor of another shape. (Values on a GPU are checked only
             inside `hsa.checking`.)
 
-    >>> Entmax(2.0)
-    Entmax(alpha=2.0, counts='weighted')
+    >>> import hsa
+    >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 leaves, 2 heads of 4
+    >>> tree = hsa.Hierarchy.from_nested([[3, 2], [4]])
+    >>> hsa.hierarchical_attention(q, k, v, tree, normalizer=Entmax(1.5)).shape
+    torch.Size([9, 2, 4])
     >>> Entmax(torch.tensor([[1.5], [1.2]])).at_height(3)
     tensor([1.2000])
     >>> Entmax(3)
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: Entmax.alpha: given 3, expected from 1 (softmax) to 2 (sparsemax); keep a learned α in range, \
-such as 1 + sigmoid(parameter)
+    hsa.errors.InvalidInput: Entmax.alpha: expected a number from 1 (softmax) to 2 (sparsemax), got 3. Keep a learned α in \
+range, such as 1 + sigmoid(parameter)
     """
 
     alpha: float | Tensor = 1.5
@@ -53,13 +56,13 @@ such as 1 + sigmoid(parameter)
 
     def __post_init__(self) -> None:
         if self.counts not in ("weighted", "logits"):
-            raise InvalidInput("Entmax.counts", given=repr(self.counts), expected="'weighted' or 'logits'")
+            raise InvalidInput("Entmax.counts", got=repr(self.counts), expected="'weighted' or 'logits'")
         if not 1 <= self.least <= 2:
-            raise InvalidInput("Entmax.least", given=self.least, expected="from 1 to 2")
+            raise InvalidInput("Entmax.least", got=self.least, expected="a number from 1 to 2")
         if isinstance(self.alpha, Tensor):
             _check_tensor(self.alpha, self.least)
         elif isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float, np.integer, np.floating)):
-            raise InvalidInput("Entmax.alpha", given=repr(self.alpha), expected="a number or a tensor")
+            raise InvalidInput("Entmax.alpha", got=repr(self.alpha), expected="a number or a tensor")
         elif not self.least <= self.alpha <= 2:
             raise _out_of_range(self.alpha, self.least)
 
@@ -75,46 +78,46 @@ such as 1 + sigmoid(parameter)
 
     @property
     def levels(self) -> int:
-        """Heights with an α of their own; taller families share the last."""
+        """Number of heights with their own α; taller families share the last."""
         return len(self.alpha) if isinstance(self.alpha, Tensor) and self.alpha.ndim == 2 else 1
 
     def at_height(self, height: int, dtype: torch.dtype | None = None) -> Tensor:
-        """α of families of a height from 1, `[heads]`, `[1]`, or `[]` (on the CPU) where it is one number."""
+        """Return α of the families of a height, from 1: `[heads]`, `[1]`, or `[]` (on the CPU) if α is one number."""
         if not isinstance(self.alpha, Tensor):
             return torch.tensor(max(float(self.alpha), 1 + NEAREST), dtype=dtype)
         row = self.alpha if self.alpha.ndim < 2 else self.alpha[min(height, self.levels) - 1]
         return row.to(dtype or row.dtype).clamp(min=1 + NEAREST)
 
     def by_height(self, heights: int, like: Tensor) -> Tensor:
-        """α of families of the heights 1, 2, … `heights`: `[heights, heads]` or `[heights, 1]`, of the dtype of `like`."""
+        """Return α of the families of heights 1 to `heights`: `[heights, heads or 1]`, with dtype and device of `like`."""
         rows = [self.at_height(h, like.dtype).reshape(-1) for h in range(1, heights + 1)]
         return torch.stack(rows).to(like.device)
 
 
 def resolve_normalizer(normalizer: Any, q: Tensor) -> Entmax | None:
-    """Return the entmax, checked against the heads of q; None for softmax."""
+    """Return None for softmax, else the `Entmax`, checked against the heads of q."""
     if isinstance(normalizer, str) and normalizer == "softmax":
         return None
     if not isinstance(normalizer, Entmax):
-        raise InvalidInput("normalizer", given=repr(normalizer), expected="'softmax' or an hsa.Entmax")
+        raise InvalidInput("normalizer", got=repr(normalizer), expected="'softmax' or an hsa.Entmax")
     alpha, heads = normalizer.alpha, q.shape[1]
     if isinstance(alpha, Tensor):
         if alpha.ndim and alpha.shape[-1] not in (1, heads):
             raise InvalidInput(
                 "normalizer.alpha",
-                given=f"shape {tuple(alpha.shape)}",
+                got=f"shape {tuple(alpha.shape)}",
                 expected=f"({heads},), (levels, {heads}) or (levels, 1), as q has {heads} heads",
             )
         if alpha.device != q.device:
-            raise InvalidInput("normalizer.alpha", given=f"device {alpha.device}", expected=f"{q.device}, as q")
+            raise InvalidInput("normalizer.alpha", got=f"device {alpha.device}", expected=f"{q.device}, as q")
     return None if normalizer.is_softmax else normalizer
 
 
 def resolve_entmax(normalizer: Any, q: Tensor) -> Entmax:
-    """Do the same where softmax has no meaning."""
+    """Return the `Entmax`, checked against the heads of q, for functions that softmax has no meaning for."""
     entmax = resolve_normalizer(normalizer, q)
     if entmax is None:
-        raise InvalidInput("normalizer", given="softmax", expected="an hsa.Entmax: softmax leaves nothing out")
+        raise InvalidInput("normalizer", got="softmax", expected="an hsa.Entmax, as softmax has no weights of 0")
     return entmax
 
 
@@ -122,10 +125,10 @@ def _check_tensor(alpha: Tensor, least: float) -> None:
     if alpha.ndim > 2 or alpha.numel() == 0 or not alpha.is_floating_point():
         raise InvalidInput(
             "Entmax.alpha",
-            given=f"shape {tuple(alpha.shape)}, {alpha.dtype}",
+            got=f"shape {tuple(alpha.shape)}, {alpha.dtype}",
             expected="numbers of shape (heads,), (levels, heads) or (levels, 1)",
         )
-    # Reading values waits for a GPU, and a compiler cannot.
+    # Reading values synchronises with a GPU, and is impossible in compiled code.
     if torch.compiler.is_compiling() or not (alpha.device.type == "cpu" or is_checking()):
         return
     outside = alpha.detach()[~((alpha >= max(1, least - ROUNDING)) & (alpha <= 2))]
@@ -136,7 +139,7 @@ def _check_tensor(alpha: Tensor, least: float) -> None:
 def _out_of_range(alpha: Any, least: float = 1.0) -> InvalidInput:
     return InvalidInput(
         "Entmax.alpha",
-        given=alpha,
-        expected=f"from {'1 (softmax)' if least == 1 else f'{least}, as was said,'} to 2 (sparsemax)",
-        fix="keep a learned α in range, such as 1 + sigmoid(parameter)",
+        got=alpha,
+        expected=f"a number from {'1 (softmax)' if least == 1 else f'{least} (least)'} to 2 (sparsemax)",
+        fix="Keep a learned α in range, such as 1 + sigmoid(parameter)",
     )

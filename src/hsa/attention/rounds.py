@@ -1,11 +1,12 @@
-"""The order of the sweeps: which families are worked on together.
+"""The plan of the sweeps: which families are processed together.
 
-A *round* holds all families whose parent has the same height: the first every family of leaves only, wherever it hangs,
-the last the tallest roots. Upwards, members are ready before their family; downwards, in reverse, parents are. Inside a
-round, families of like size form a *bucket*: a dense `[families, size, …]` tensor, a view where the forest is regular.
-Somewhat smaller families are padded where that saves a bucket; the padding is masked.
+A *round* holds all families whose parents have the same height: the first round holds the families that consist of leaves,
+at any depth, the last the families of the tallest roots. In the up sweep, every member is computed before its family is
+used; the down sweep takes the rounds in reverse, so that every parent comes before its members. Within a round, families of
+similar size form a *bucket*: a dense `[families, size, …]` tensor, which is a view if the forest is regular. Slightly
+smaller families are padded (and masked) if that saves a bucket.
 
-The rows of a round are its *members*, family after family. They come from its *source*: leaves, and parents of earlier
+The rows of a round are its *members*, family by family. They are taken from its *source*: leaves, and parents of earlier
 rounds.
 """
 
@@ -23,38 +24,38 @@ from torch import Tensor
 from hsa.attention.softmax import masked_bias
 from hsa.tree.hierarchy import Hierarchy
 
-WORTH_A_BUCKET = {"cpu": 128, "cuda": 2**15}
-"""Rows of padding that cost about as much as one more bucket: many on a GPU, where a bucket is a row of small launches."""
+BUCKET_COST = {"cpu": 128, "cuda": 2**15}
+"""Rows of padding that cost about as much as one more bucket: many on a GPU, where a bucket is several small launches."""
 ROW = 128
-"""Entries of padding that count as much as a row of it."""
+"""Entries of padding that cost as much as a row of padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Families of like size. Indices are None where the bucket is its whole round, in order."""
+    """Families of similar size. Indices are None if the bucket is its whole round, in order."""
 
     families: int
     size: int
     rows: Tensor | None  # [families * size] row in the round's source; padding repeats a real row
     parents: Tensor | None  # [families] row among the round's parents
     present: Tensor | None  # [families, size] False at padding; None: no padding
-    real: Tensor | None  # [entries] those that are no padding; None: no padding
+    real: Tensor | None  # [entries] indices of the entries that are not padding; None: no padding
     is_leaf: Tensor | None  # [families, size]; None: all members are leaves
-    void: Tensor | None  # [families, size] a leaf, or a chain down to a single one; None: all members are leaves
+    void: Tensor | None  # [families, size] members with a single leaf below, or leaves; None: all members are leaves
     log_count: Tensor | None  # [families or 1, 1, 1, size]; None: all zero
     share: Tensor  # [families or 1, 1, size] leaf_count(child) / leaf_count(parent)
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def mask(self, include_self: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
-        """Who sees whom, `[families or 1, 1, size, size]`, and who sees nobody, `[families or 1, size, 1]` (None: no one).
+        """Return the visible entries, `[families or 1, 1, size, size]`, and the members that see nothing.
 
-        Members see their siblings; with `include_self` leaves see themselves too; `causal`, the paper's mask, hides
-        siblings to the right.
+        The latter are `[families or 1, size, 1]`, or None if every member sees something. Members see their siblings; with
+        `include_self` leaves also see themselves; `causal`, the paper's mask, hides siblings to the right.
         """
         return self._cached(("mask", include_self, causal), lambda: self._build_mask(include_self, causal))
 
     def bias(self, include_self: bool, causal: bool, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Mask and log leaf counts as one tensor of logits, and who sees nobody."""
+        """Return mask and log leaf counts as one tensor of logits, and the members that see nothing."""
 
         def build() -> tuple[Tensor | None, Tensor | None]:
             mask, alone = self.mask(include_self, causal)
@@ -75,15 +76,15 @@ class Bucket:
         return value
 
     def of_parents(self, x: Tensor) -> Tensor:
-        """`[parents, …]` of the round → `[families, …]`."""
+        """Select the bucket's parents: `[parents, …]` of the round → `[families, …]`."""
         return x if self.parents is None else x.index_select(0, self.parents)
 
     def leaf_share(self, dtype: torch.dtype) -> Tensor:
-        """[families or 1, 1]: of one member, where all are leaves."""
+        """Return the share of one member if all members are leaves, `[families or 1, 1]`."""
         return self.cast_share(dtype).amax(-1)
 
     def mean(self, members: Tensor, part: slice = slice(None)) -> Tensor:
-        """`[families, size, …]` → `[families, …]`: the mean over the leaves below each parent, of some families."""
+        """Return the mean over the leaves below each parent of some families: `[families, size, …]` → `[families, …]`."""
         share = self.cast_share(torch.promote_types(members.dtype, torch.float32))
         share = (share if len(share) == 1 else share[part]).expand(len(members), 1, self.size)
         return (share @ members.to(share.dtype).flatten(2)).view(len(members), *members.shape[2:])
@@ -101,24 +102,24 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """Families of one height, and the rows that their members come from."""
+    """Families of one height, and the rows that their members are taken from."""
 
     num_members: int
     num_parents: int
-    leaf_members: Tensor | slice  # the leaves among the members, in leaf order
+    leaf_members: Tensor | slice  # leaves among the members, in leaf order
     has_leaves: bool
     earlier: tuple[int, ...]  # rounds whose parents are among the members
     buckets: tuple[Bucket, ...]
-    rows: Tensor | None  # [entries] those of all buckets, concatenated; None: those of the only one
-    member_order: Tensor | None  # [members] among the buckets' entries; None: those of one bucket, in order
-    parent_order: Tensor | None  # [parents] among the buckets' parents, concatenated; None: they are in order
+    rows: Tensor | None  # [entries] rows of all buckets, concatenated; None: rows of the only bucket
+    member_order: Tensor | None  # [members] index among the buckets' entries; None: one bucket, in order
+    parent_order: Tensor | None  # [parents] index among the buckets' parents, concatenated; None: in order
 
     @property
     def only_leaves(self) -> bool:
         return not self.earlier
 
     def source(self, leaves: Tensor, parents: Sequence[Tensor]) -> Tensor:
-        """The rows that `buckets` index: leaf members first, then the parents of the earlier rounds."""
+        """Return the rows that the buckets index: leaf members first, then the parents of the earlier rounds."""
         parts = [parents[r] for r in self.earlier]
         if self.has_leaves:
             parts.insert(0, self._leaf_rows(leaves))
@@ -133,40 +134,41 @@ class Round:
         return leaves if members == slice(0, len(leaves)) else leaves[members]
 
     def split(self, source: Tensor) -> list[Tensor]:
-        """The source as one `[families, size, …]` tensor per bucket."""
+        """Split the source into one `[families, size, …]` tensor per bucket."""
         rows = self.buckets[0].rows if self.rows is None else self.rows
-        # One gather for all: each bucket's own would have a gradient as large as the source.
+        # One gather for all buckets: the gradient of a gather is as large as the source.
         entries = source if rows is None else source.index_select(0, rows)
         parts = entries.split([b.families * b.size for b in self.buckets])
         return [x.unflatten(0, (b.families, b.size)) for b, x in zip(self.buckets, parts, strict=True)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The members' rows, in order, from one `[families, size, …]` tensor per bucket."""
+        """Join one `[families, size, …]` tensor per bucket into the rows of the members, in order."""
         if self.member_order is None:
             return parts[0].flatten(0, 1)
         return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.member_order)
 
     def pool(self, parts: Sequence[Tensor]) -> Tensor:
-        """Mean over the leaves below each parent, from the members' means. Half precision pools in float32."""
+        """Return the mean over the leaves below each parent, given the members' means. Half precision pools in float32."""
         means = [bucket.mean(part) for bucket, part in zip(self.buckets, parts, strict=True)]
         return means[0] if self.parent_order is None else torch.cat(means).index_select(0, self.parent_order)
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The plan of both sweeps for one forest. Slots number the nodes: leaves first, then parents round by round."""
+    """Plan of both sweeps for one forest. Slots number the nodes: leaves first, then parents round by round."""
 
     num_leaves: int
     rounds: tuple[Round, ...]
     slot_of_node: Tensor  # [nodes]
-    node_of_slot: Tensor
+    node_of_slot: Tensor  # [nodes]
     slot_bounds: tuple[int, ...]  # the parents of round r are slots slot_bounds[r] : slot_bounds[r + 1]
-    roots: Tensor  # [trees] among the parents of all rounds
-    void_roots: Tensor  # [trees] trees of a single leaf
+    roots: Tensor  # [trees] index among the parents of all rounds
+    void_roots: Tensor  # [trees] whether the tree has a single leaf
     down: tuple[tuple[tuple[int, ...], Tensor | None], ...]
-    """Per round: the later rounds whose members its parents are, and their rows among those members, concatenated, with
-    one more row for "is a root" at the end; None: the members of one round in order."""
-    leaf_rows: Tensor | None  # [leaves] among the members of all rounds with leaves; None: the first round's in order
+    """Positions of each round's parents in the down sweep: the later rounds in which they are members, and their rows
+    among the concatenated members of these rounds, with one more row at the end for roots; None: all members of one round,
+    in order."""
+    leaf_rows: Tensor | None  # [leaves] row among the members of all rounds with leaves; None: first round, in order
 
 
 def rounds(hierarchy: Hierarchy) -> Rounds:
@@ -175,16 +177,16 @@ def rounds(hierarchy: Hierarchy) -> Rounds:
 
 
 def rooted(hierarchy: Hierarchy, positions: Tensor | None = None) -> tuple[Hierarchy, Tensor | None]:
-    """Return the forest with a parent above every tree that is a single leaf, and the positions in its node order.
+    """Return the forest with a root above every tree that is a single leaf, and the positions in its node order.
 
-    A single leaf has no siblings, so the new root changes no result; it spares every operator a special case.
+    A single leaf has no siblings, so the new root changes no result, and operators need no special case.
     """
 
     def build() -> tuple[Hierarchy, Tensor] | None:
         s = hierarchy.structure
         bare = np.flatnonzero(s.num_children[: hierarchy.num_trees] == 0)
         if len(bare) == 0:
-            return None  # not itself: what it holds would outlive it, until the next search for circles
+            return None  # caching the hierarchy in itself would be a reference cycle, which delays freeing its tensors
         parent = np.concatenate([s.parent, np.full(len(bare), -1)])
         parent[bare] = hierarchy.num_nodes + np.arange(len(bare))
         rank = np.concatenate([s.first_leaf, s.first_leaf[bare]])
@@ -214,7 +216,7 @@ def _build(hierarchy: Hierarchy) -> Rounds:
     slot_of_node[node_of_slot] = np.arange(len(node_of_slot))
 
     void = s.is_leaf.copy()
-    worth = WORTH_A_BUCKET.get(device.type, WORTH_A_BUCKET["cuda"])
+    bucket_cost = BUCKET_COST.get(device.type, BUCKET_COST["cuda"])
     plans, members = [], []
     for begin, end in pairwise(bounds):
         above = node_of_slot[begin:end]
@@ -222,17 +224,19 @@ def _build(hierarchy: Hierarchy) -> Rounds:
         starts = np.cumsum(sizes) - sizes
         nodes = np.repeat(s.first_child[above] - starts, sizes) + np.arange(int(sizes.sum()))
         void[above] = (sizes == 1) & void[s.first_child[above]]
-        plans.append(_build_round(s.leaf_count, void, nodes, slot_of_node[nodes], above, sizes, bounds, tensor, worth))
+        plans.append(
+            _build_round(s.leaf_count, void, nodes, slot_of_node[nodes], above, sizes, bounds, tensor, bucket_cost)
+        )
         members.append(nodes)
 
-    # Downwards: every node below a root is a member of one round.
+    # For the down sweep: every node below a root is a member of one round.
     round_of = np.zeros(len(s.parent), np.int64)
     row_of = np.zeros(len(s.parent), np.int64)
     for r, nodes in enumerate(members):
         round_of[nodes], row_of[nodes] = r, np.arange(len(nodes))
 
     def rows_among(nodes: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        """The rounds these nodes are members of, and their rows among those members, concatenated; roots come last."""
+        """Return the rounds in which the nodes are members, and their rows among these members; roots come last."""
         is_root = s.parent[nodes] < 0
         homes = tuple(sorted(set(round_of[nodes[~is_root]].tolist())))
         sizes = [len(members[r]) for r in homes]
@@ -271,7 +275,7 @@ def _build_round(
     sizes: np.ndarray,
     bounds: np.ndarray,
     tensor: Any,
-    worth: int,
+    bucket_cost: int,
 ) -> Round:
     num_leaves = int(bounds[0])
     is_leaf = slots < num_leaves
@@ -287,7 +291,7 @@ def _build_round(
     in_order = total == len(nodes) and (rows == np.arange(total)).all()
 
     starts = np.cumsum(sizes) - sizes
-    padded = padded_sizes(sizes, worth)
+    padded = padded_sizes(sizes, bucket_cost)
     buckets, parent_order, member_order = [], [], []
     for size in np.unique(padded):
         some = np.flatnonzero(padded == size)
@@ -332,21 +336,21 @@ def _build_round(
 
 
 def _slice(numbers: np.ndarray) -> slice | None:
-    """Consecutive numbers as a slice."""
+    """Return consecutive numbers as a slice; None for other numbers."""
     whole = len(numbers) > 0 and numbers[-1] - numbers[0] + 1 == len(numbers)
     return slice(int(numbers[0]), int(numbers[-1]) + 1) if whole else None
 
 
 def _once(rows: np.ndarray) -> np.ndarray:
-    """One row where all are equal."""
+    """Return a single row if all rows are equal, else all of them."""
     return rows[:1] if (rows == rows[:1]).all() else rows
 
 
-def padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
-    """Return the size of every family's bucket: its own, or a little more where that saves a bucket.
+def padded_sizes(sizes: np.ndarray, bucket_cost: int) -> np.ndarray:
+    """Return the size of every family's bucket: the family's own size, or a slightly larger one if that saves a bucket.
 
-    From the largest down, a bucket takes in smaller families as long as that pads at most one row in sixteen, or no more
-    rows than another bucket is `worth`; and few entries, size² of them per family, for these fill the memory.
+    Starting with the largest families, a bucket takes in smaller ones as long as the padding is at most one row in sixteen,
+    or at most `bucket_cost` rows. The entries, size² per family, are limited too, because they take the most memory.
     """
     kinds, counts = np.unique(sizes, return_counts=True)
     bucket_of_kind = kinds.copy()
@@ -355,7 +359,7 @@ def padded_sizes(sizes: np.ndarray, worth: int) -> np.ndarray:
         size, count = int(kinds[i]), int(counts[i])
         rows, entries = rows + size * count, entries + size**2 * count
         padding, padding_entries = padding + (top - size) * count, padding_entries + (top**2 - size**2) * count
-        if top == 0 or padding > worth + rows // 16 or padding_entries > ROW * worth + entries // 4:
+        if top == 0 or padding > bucket_cost + rows // 16 or padding_entries > ROW * bucket_cost + entries // 4:
             top, rows, entries, padding, padding_entries = size, size * count, size**2 * count, 0, 0
         bucket_of_kind[i] = top
     return bucket_of_kind[np.searchsorted(kinds, sizes)]

@@ -1,7 +1,7 @@
-"""Softmax attention over short lists, with its log-sum-exp: the exponentials of both operators.
+"""Softmax attention over short lists, with its log-sum-exp; used by both operators.
 
-Differentiable in q, k, v and the bias through both results. Rows that may see nothing give 0 and a log-sum-exp of −∞, and
-no gradient.
+Both results are differentiable in q, k, v and the bias. Rows without a visible key give 0, a log-sum-exp of −∞, and no
+gradient.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2**18
-"""Numbers in flight on the CPU: beyond the caches, fresh memory costs more than the arithmetic."""
+"""Numbers per chunk on the CPU: beyond the caches, allocating memory costs more than the arithmetic."""
 
 
 def exact(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, *, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ + bias) v and the log-sum-exp of its logits, where `mask` allows.
+    """Return softmax(scale · q kᵀ + bias) v over the entries that `mask` allows, and the log-sum-exp of their logits.
 
     Args:
-        q: [lists, heads, queries, dim].
-        k, v: [lists, heads, keys, dim], [lists, heads, keys, value_dim].
-        bias: broadcasts to [lists, heads, queries, keys]; −∞ hides an entry.
-        mask: booleans that broadcast likewise; False hides an entry.
+        q: Queries, `[lists, heads, queries, dim]`.
+        k: Keys, `[lists, heads, keys, dim]`.
+        v: Values, `[lists, heads, keys, value_dim]`.
+        bias: Logits to add, broadcast to `[lists, heads, queries, keys]`; −∞ hides an entry.
+        mask: Booleans, broadcast likewise; False hides an entry.
+        scale: Factor of the dot products.
 
     Returns:
-        [lists, heads, queries, value_dim] and [lists, heads, queries].
+        `[lists, heads, queries, value_dim]` and `[lists, heads, queries]`.
 
     >>> q, k, v = torch.randn(3, 5, 2, 7, 4).unbind(0)
     >>> out, lse = exact(q, k, v, scale=0.5)
@@ -45,12 +47,12 @@ def exact(
 
 
 def attend_with_gradient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`exact` with bias and mask as one; the log-sum-exp of a row that sees nothing may be anything."""
+    """Compute `exact` for a bias that includes the mask; the log-sum-exp of a row without a visible key is undefined."""
     return _Exact.apply(q, k, v, bias, scale)
 
 
 def masked_bias(dtype: torch.dtype, bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Bias and mask as one tensor of logits, in the precision of the arithmetic."""
+    """Return bias and mask as one tensor of logits, in float32 or better."""
     dtype = torch.promote_types(dtype, torch.float32)
     if bias is not None:
         bias = bias.to(dtype)
@@ -67,19 +69,19 @@ def _logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
 
 
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """exp(logits − lse), 0 in rows that see nothing. Overwrites the logits."""
+    """Return exp(logits − lse), with 0 in rows without a visible key. Overwrites the logits."""
     return logits.sub_(lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
 
 
 def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Slices of lists small enough for their intermediate results to stay in the cache."""
+    """Return slices of lists whose intermediate results fit the CPU's cache; one slice on a GPU."""
     per_list = q[0].numel() + k[0].numel() + q.shape[1] * q.shape[2] * k.shape[2] if len(q) else 1
     step = max(1, CHUNK // max(per_list, 1)) if q.device.type == "cpu" else max(len(q), 1)
     return (slice(begin, begin + step) for begin in range(0, len(q), step))
 
 
 class _Exact(torch.autograd.Function):
-    """Keeps only the inputs and one number per row; the weights are computed again for the gradient."""
+    """Autograd function that saves only the inputs and the log-sum-exp; the backward pass computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -105,8 +107,9 @@ class _Exact(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend_with_gradient` without it."""
+    """Compute `attend_with_gradient` without autograd."""
     if _fits_fused(q, k, v):
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # other strides give wrong numbers
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=None if bias is None else _four_dims(bias), scale=scale
         )
@@ -115,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     for part in chunks(q, k):
         logits = _logits(q[part].to(dtype), k[part].to(dtype), part_of(bias, part), scale)
-        # Written out, because logsumexp over short rows takes longer than all of this.
+        # Written out because torch.logsumexp is slower than all of this for short rows.
         top = logits.amax(-1, keepdim=True) if k.shape[-2] else lse.new_full((*q[part].shape[:-1], 1), -math.inf)
         top = top.masked_fill_(top == -math.inf, 0)
         weights = logits.sub_(top).exp_()
@@ -136,9 +139,10 @@ def gradients(
     scale: float,
     plus: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `attend`: for q, k, v and the logits, in the precision of the log-sum-exp.
+    """Return the gradients of `attend` for q, k, v and the logits, in the dtype of the log-sum-exp.
 
-    `plus`: [lists, heads, 1, dim] each, to add to every row of the gradients of q, k and v.
+    Args:
+        plus: Rows to add to every row of the gradients of q, k and v, `[lists, heads, 1, dim]` each.
     """
     q, k, v, d_out = (x.to(lse.dtype).contiguous() for x in (q, k, v, d_out))
     weights = _weights(_logits(q, k, bias, scale), lse)
@@ -156,12 +160,12 @@ def _product(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
 
 
 def part_of(bias: Any, part: slice) -> Any:
-    """The bias of some lists; a bias without lists of its own is the same for all."""
+    """Return the bias of some lists; a bias without a dimension of lists applies to all."""
     return bias[part] if bias is not None and bias.ndim > 2 and len(bias) > 1 else bias
 
 
 def _fits_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """PyTorch's fused CPU attention gives the log-sum-exp too; it wants one width for q, k and v."""
+    """Return whether PyTorch's fused CPU attention, which also returns the log-sum-exp, can run: it needs one width."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and k.numel() > 0
 
 

@@ -1,4 +1,4 @@
-"""DeepSets (Zaheer et al., NeurIPS 2017): no attention, so that leaves meet only where their tree is pooled."""
+"""DeepSets (Zaheer et al., NeurIPS 2017): no attention, so leaves interact only in pooling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class NoAttention(Attention):
-    """Attention switched off: every leaf keeps its own value. Queries and keys are not asked for."""
+    """Identity in place of attention: every leaf keeps its own value. Needs no queries and keys."""
 
     parts = ("v",)
     uses_positions = False

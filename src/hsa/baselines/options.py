@@ -1,4 +1,4 @@
-"""Options of the document models of others, beside the sizes that all models share."""
+"""Options that only the baselines have; the sizes that all models share are elsewhere."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ LevelEncoder = Literal["attention", "gru"]
 
 @dataclass(frozen=True)
 class DocumentOptions:
-    """Document models of others.
+    """Baseline models.
 
     Args:
-        level_encoder: For han: what encodes the members of a family: attention or gru.
-        levels: For han: levels with weights of their own, from the leaves up; higher levels share the last one's. By default
-            the number of levels that half of the documents have, at most 3.
-        layout: For hat: order of the layers inside and across segments: interleaved, early, late, ad-hoc, a published one
+        level_encoder: Encoder of the members of a family (han): attention or gru.
+        levels: Number of levels with their own weights, from the leaves up; higher levels share those of the last (han). By
+            default the number of levels that half of the documents have, at most 3.
+        layout: Order of the layers inside and across segments (hat): interleaved, early, late, ad-hoc, a published layout
             (I1, I2, I3, EC1, EC2, LC1, LC2), or a pattern such as SSC.
-        segment: For hat and transformer-xl: tokens per segment.
-        segment_level: For hat: 0 for fixed windows; 1 for leaf families, such as sentences; 2 for the level above them.
-        memory: For transformer-xl: tokens of earlier segments that are remembered.
-        test_memory: For transformer-xl: the same after training; as in training by default.
-        warm_start: For hat: a BERT or RoBERTa encoder to start from, a folder or a hub name. Its tokenizer reads the texts,
-            its weights learn at a tenth of the learning rate.
+        segment: Number of tokens per segment (hat, transformer-xl).
+        segment_level: Unit of a segment (hat): 0 for fixed windows, 1 for leaf families (sentences), 2 for the level above.
+        memory: Number of tokens remembered from earlier segments (transformer-xl).
+        test_memory: Number of tokens remembered after training (transformer-xl); the same as in training by default.
+        warm_start: BERT or RoBERTa encoder to start from (hat), a folder or a hub name. Its tokenizer replaces the default
+            one; its weights train at a tenth of the learning rate.
     """
 
     level_encoder: LevelEncoder = "attention"
@@ -43,20 +43,18 @@ class DocumentOptions:
         for name, least in (("levels", 1), ("segment", 1), ("segment_level", 0), ("memory", 0), ("test_memory", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidInput(name, given=value, expected=f"{least} or more")
+                raise InvalidInput(name, got=value, expected=f"{least} or more")
         layout_pattern(self.layout, layers=1)  # raises for an unknown layout
         if self.level_encoder not in get_args(LevelEncoder):
             expected = f"one of {', '.join(get_args(LevelEncoder))}"
-            raise InvalidInput("level_encoder", given=self.level_encoder, expected=expected)
+            raise InvalidInput("level_encoder", got=repr(self.level_encoder), expected=expected)
 
     def check_models(self, names: Sequence[str]) -> None:
-        """Raise where an option is given that none of the models uses."""
+        """Raise an error if no model uses an option that was set."""
         if self.warm_start is not None and "hat" not in names:
-            raise InvalidInput(
-                "warm_start", given=f"for {', '.join(names)}", expected="hat among the models: it starts from it"
-            )
+            raise InvalidInput("warm_start", got=f"only {', '.join(names)}", expected="hat among the models")
 
 
 def document_options(extra: Mapping[str, Any]) -> DocumentOptions:
-    """Return the group of these options among those of all plug-ins."""
+    """Return these options from the groups of all plug-ins; the defaults if the group is missing."""
     return extra.get("documents", DocumentOptions())

@@ -1,7 +1,8 @@
-"""`hsa compare`: models on the same data at the same budget, and which one is worth its cost."""
+"""`hsa compare`: compare models on the same data at the same budget."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,11 @@ from cyclopts import Parameter
 
 from hsa.baselines.options import DocumentOptions
 from hsa.cli.comparison_bar import ComparisonBar
-from hsa.cli.progress import say_results, say_where
-from hsa.cli.runs import NAMED, completed, read_data, run_folder, words
+from hsa.cli.defaults import defaults_by_task
+from hsa.cli.help import HelpPage
+from hsa.cli.progress import print_paths, print_results
+from hsa.cli.runs import NAMED, complete_recipe, read_data, run_folder, split_words
+from hsa.cli.topics import DATA, DOCUMENTS, MODEL, TOPICS, TRAINING
 from hsa.errors import InvalidInput
 from hsa.models.options import ModelOptions
 from hsa.training.options import DataOptions, TrainingOptions
@@ -35,6 +39,31 @@ _QUICK_LENGTHS = (256, 512, 1024, 2048)
 _EPOCHS_WITHIN_MINUTES = 100
 
 
+def _defaults(tokens: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    return "Defaults are those for your own DATA.", {"learning_rate": None}  # --rates applies instead
+
+
+def _defaults_by_task() -> str:
+    return defaults_by_task(TASKS, models=False)
+
+
+HELP = HelpPage(
+    examples={
+        "hsa compare --quick": "built-in data",
+        "hsa compare reviews.csv --text text --label stars": "seven models",
+        "hsa compare reviews.yaml --models hat flat --minutes 9": "equal time",
+    },
+    common=(
+        *("models", "rates", "seeds", "text", "label", "test", "max_tokens"),
+        *("width", "layers", "epochs", "minutes"),
+        *("out", "resume", "quick", "cpu"),
+    ),
+    topics=TOPICS,
+    defaults=_defaults,
+    epilogue=_defaults_by_task,
+)
+
+
 def compare(
     data: Path | None = None,
     /,
@@ -47,30 +76,33 @@ def compare(
     quick: bool = False,
     json: bool = False,
     cpu: bool = False,
-    read: Annotated[DataOptions, Parameter(name="*", group="Data")] = DataOptions(),  # noqa: B008
-    model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
-    documents: Annotated[DocumentOptions, Parameter(name="*", group="Document models")] = DocumentOptions(),  # noqa: B008
-    training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
+    read: Annotated[DataOptions, Parameter(name="*", group=DATA)] = DataOptions(),  # noqa: B008
+    model: Annotated[ModelOptions, Parameter(name="*", group=MODEL)] = ModelOptions(),  # noqa: B008
+    documents: Annotated[DocumentOptions, Parameter(name="*", group=DOCUMENTS)] = DocumentOptions(),  # noqa: B008
+    training: Annotated[TrainingOptions, Parameter(name="*", group=TRAINING)] = TrainingOptions(),  # noqa: B008
 ) -> None:
-    """Compare models on your data at an equal budget: accuracy, operations, time and memory, in one table.
+    """Compare models at an equal budget: quality, operations, time and memory.
 
-    All models get as many parameters as the first, and as many epochs (--epochs) or as much time (--minutes). Each is
-    trained with every learning rate; the best one on validation is kept and trained with further seeds. The test data
-    play no part in any selection.
+    All models get the same number of parameters as the first, and the same number of epochs (--epochs) or the same time
+    (--minutes). Each is trained with every learning rate; the rate with the best validation score is kept and trained with
+    further seeds. The test data are not used to select anything.
 
-    Without DATA: which package of the Python standard library does a class or function come from?
+    Without DATA, the examples are the classes and functions of the Python standard library, and the label is the package
+    they come from.
 
-    With --minutes, every run trains for as long, but for at most 100 epochs: --patience is then 0, unless it is given.
+    With --minutes, every run trains for this time, but for at most 100 epochs and with --patience 0, unless you pass
+    --epochs or --patience.
 
     Args:
-        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
-        models: What to compare; any of the classifiers of `hsa train`.
-        rates: Learning rates to try for each model.
-        seeds: Number of seeds: --seed and those that follow it.
-        out: Folder for the results; runs/compare-NAME by default. Every run has a folder MODEL/RATE/SEED there.
-        resume: Continue the comparison in the same folder where it stopped; models, rates and seeds may be added.
-        quick: Few examples, epochs, rates and seeds: a look at how it works.
-        json: Print the results as JSON, for scripts, and nothing else.
+        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Options on the command
+            line override those of a recipe.
+        models: Models to compare: any classifiers of `hsa train`.
+        rates: Learning rates to try for each model. --learning-rate stands for a single one.
+        seeds: Number of seeds: --seed and the following numbers.
+        out: Folder for the results; runs/compare-NAME by default. Each run has a folder MODEL/RATE/SEED there.
+        resume: Continue the comparison in the same folder where it stopped. You may add models, rates and seeds.
+        quick: Use few examples, epochs, rates and seeds, to see how it works.
+        json: Print only the results, as JSON, for scripts.
         cpu: Do not use a GPU.
     """
     from rich.console import Console
@@ -81,8 +113,8 @@ def compare(
     from hsa.training.loop import Interrupted
 
     console = Console(stderr=json)
-    recipe = _recipe(Recipe(data, words(models), read, model, training, extra={"documents": documents}), quick)
-    plan = _plan(recipe, rates, seeds, quick)  # wrong names are told before the data are read
+    recipe = _recipe(Recipe(data, split_words(models), read, model, training, extra={"documents": documents}), quick)
+    plan = _plan(recipe, rates, seeds, quick)  # before the data are read, so that wrong names are reported at once
     accelerator = make_accelerator(recipe.training, cpu=cpu)
     folder = run_folder(recipe, out, resume, kind="compare-")
     try:
@@ -95,8 +127,8 @@ def compare(
                 return
             costs = _costs(compared, prepared, folder, accelerator, bar, quick)
     except KeyboardInterrupt:
-        went = f"; go on with --out {folder} --resume" if folder.is_dir() else " before the first run"
-        raise Interrupted(f"stopped{went}") from None
+        advice = f"; continue with --out {folder} --resume" if folder.is_dir() else " before the first run"
+        raise Interrupted(f"stopped{advice}") from None
     comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
     pictures = comparison.write(folder)
     if json:
@@ -105,14 +137,15 @@ def compare(
     _show(console, comparison, folder, pictures)
 
 
-def _recipe(given: Recipe, quick: bool) -> Recipe:
-    recipe = completed(given, quick, MODELS)
+def _recipe(options: Recipe, quick: bool) -> Recipe:
+    """Return the recipe of a comparison: one of a classifier or regressor, with its limits of time and length."""
+    recipe = complete_recipe(options, quick, MODELS)
     if recipe.read.task not in TASKS:
         raise InvalidInput(
             "task",
-            given=recipe.read.task,
+            got=recipe.read.task,
             expected=" or ".join(TASKS),
-            fix=f"hsa train --task {recipe.read.task} --models … compares models of that task",
+            fix=f"Run hsa train --task {recipe.read.task} --models … to compare models of that task",
         )
     if quick:
         most = min(recipe.read.max_tokens or _QUICK_TOKENS, _QUICK_TOKENS)
@@ -136,19 +169,19 @@ def _plan(recipe: Recipe, rates: tuple[str, ...], seeds: int, quick: bool) -> Pl
         seeds = seeds if "seeds" in named else _QUICK_SEEDS
     if "learning_rate" in named:
         if "rates" in named:
-            raise InvalidInput("learning_rate", given="one beside --rates", expected="one of the two")
+            raise InvalidInput("learning_rate", got="both --learning-rate and --rates", expected="one of them")
         rates = (f"{recipe.training.learning_rate:g}",)
     if seeds < 1:
-        raise InvalidInput("seeds", given=seeds, expected="1 or more")
+        raise InvalidInput("seeds", got=seeds, expected="1 or more")
     first = recipe.training.seed
-    return Plan(recipe.models, tuple(map(_rate, words(rates))), tuple(range(first, first + seeds)))
+    return Plan(recipe.models, tuple(map(_rate, split_words(rates))), tuple(range(first, first + seeds)))
 
 
 def _rate(word: str) -> float:
     try:
         return float(word)
     except ValueError:
-        raise InvalidInput("rates", given=repr(word), expected="learning rates, such as 3e-4,1e-3") from None
+        raise InvalidInput("rates", got=repr(word), expected="learning rates, such as 3e-4,1e-3") from None
 
 
 def _costs(
@@ -169,6 +202,6 @@ def _device(accelerator: Any) -> str:
 
 
 def _show(console: Console, comparison: Comparison, folder: Path, pictures: list[Path]) -> None:
-    say_results(console, comparison.table(), comparison.findings())
+    print_results(console, comparison.table(), comparison.findings())
     best = comparison.finished[0].runs[0].folder(folder) if comparison.finished else None
-    say_where(console, best, folder / "report.md", pictures)
+    print_paths(console, best, folder / "report.md", pictures)

@@ -1,4 +1,4 @@
-"""The progress of `hsa compare`: one bar over all runs with the time left; in a log, a line per run."""
+"""Progress of `hsa compare`: one bar over all runs with the time left; in a log, a line per run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ComparisonBar:
-    """Watches a comparison, see `hsa.training.compare.Observer`; `score` names what validation measures."""
+    """Observer of a comparison, see `hsa.training.compare.Observer`; `score` is the name of the validation score."""
 
     def __init__(self, plan: Plan, score: str, console: Console):
         from rich.progress import BarColumn, Progress, TextColumn
@@ -29,7 +29,7 @@ class ComparisonBar:
         )
         self.task = self.progress.add_task("", total=plan.num_runs, note="")
         self.finished = 0
-        self.spent: dict[str, list[float]] = {}  # seconds of a whole run, by model, of those that were trained now
+        self.spent: dict[str, list[float]] = {}  # by model: seconds of each whole run of this session
 
     def __enter__(self) -> ComparisonBar:
         self.progress.start()
@@ -39,23 +39,25 @@ class ComparisonBar:
         self.progress.stop()
 
     def begin(self, run: Run) -> RunBar:
-        # A model without a result at any rate has no further seeds.
+        """Show that a run begins; return its observer."""
+        # A model that failed at every learning rate has no runs with further seeds.
         self.finished = max(self.finished, self.plan.models.index(run.model) * self.runs_per_model)
         self.watched = RunBar(self, run)
         self.show(self.watched, "")
         return self.watched
 
     def end(self, run: Run) -> None:
+        """Count a finished run; in a log, print its line."""
         self.finished += 1
         seconds = self.watched.whole_run()
-        if seconds is not None and run.state == "finished":  # others ended early
+        if seconds is not None and run.state == "finished":  # the others ended early
             self.spent.setdefault(run.model, []).append(seconds)
         if self.console.is_terminal:
             return
         outcome = f"{self.score} {run.validation[0]:.3f} on validation" if run.state == "finished" else run.state
-        now = seconds is not None or run.state == "out of memory"  # which is tried every time
+        now = seconds is not None or run.state == "out of memory"  # a resumed comparison tries such runs again
         how = f"{self.watched.elapsed():.1f} s" if now else "finished before"
-        left = said_left(self.seconds_left())
+        left = format_time_left(self.seconds_left())
         progress = f"run {self.finished} of {self.plan.num_runs}{left}"
         self.console.print(
             f"{run.model:<14}  rate {run.rate:<7g}  seed {run.seed}  {outcome}  {how}  ({progress})",
@@ -64,17 +66,19 @@ class ComparisonBar:
         )
 
     def measuring(self, model: str, length: int) -> None:
-        """What comes after the runs."""
+        """Show that the costs at several lengths are measured, after all runs."""
         note = f"time of {model} at {length:,} leaves"
         self.progress.update(self.task, description="measuring", completed=self.plan.num_runs, note=note)
 
     @property
     def runs_per_model(self) -> int:
+        """Number of runs that are planned for each model."""
         return self.plan.num_runs // len(self.plan.models)
 
     def show(self, watched: RunBar, note: str) -> None:
+        """Update the bar with the state of a run."""
         run = watched.run
-        left = said_left(self.seconds_left(watched))
+        left = format_time_left(self.seconds_left(watched))
         self.progress.update(
             self.task,
             description=f"{run.model} {run.rate:g} seed {run.seed}",
@@ -83,7 +87,7 @@ class ComparisonBar:
         )
 
     def seconds_left(self, watched: RunBar | None = None) -> float | None:
-        """What runs to come will take if they are like those of their model before, else like all; None if not known."""
+        """Return an estimate of the time left from the runs so far, of the same model if possible; None if unknown."""
         now = watched.whole_run() if watched is not None else None
         known = {model: statistics.fmean(seconds) for model, seconds in self.spent.items()}
         if watched is not None and now is not None:
@@ -98,16 +102,17 @@ class ComparisonBar:
 
 
 class RunBar:
-    """Watches one run, see `hsa.training.loop.Watcher`."""
+    """Observer of one run, see `hsa.training.loop.Watcher`."""
 
     def __init__(self, bar: ComparisonBar, run: Run):
         self.bar, self.run = bar, run
         self.began = time.monotonic()
-        self.start: float | None = None  # how much was done when it began: less than a step unless it goes on
+        self.start: float | None = None  # share that was done before; above 0 in a resumed run
         self.share = 0.0
         self.loss = self.validation = ""
 
     def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        """Show the progress after a step."""
         if self.start is None:
             self.start = (done - 1) / total
         self.share = done / total
@@ -116,27 +121,31 @@ class RunBar:
         self._show()
 
     def epoch(self, record: Any) -> None:
+        """Show the validation score after an epoch."""
         self.validation = f"{self.bar.score} {record.validation:.3f}"
         self._show()
 
-    def done(self) -> None: ...
+    def done(self) -> None:
+        """Do nothing: `ComparisonBar.end` follows."""
 
     def _show(self) -> None:
         self.bar.show(self, self.validation or self.loss)
 
     def elapsed(self) -> float:
+        """Return the seconds since the run began."""
         return time.monotonic() - self.began
 
     def whole_run(self) -> float | None:
-        """Seconds, as far as can be told; None where nothing was trained."""
+        """Return an estimate of the seconds of the whole run; None if nothing was trained."""
         if self.start is None or self.share <= self.start:
             return None
         return self.elapsed() / (self.share - self.start)
 
 
-def said_left(seconds: float | None) -> str:
-    """
-    >>> said_left(40.0), said_left(300.0), said_left(7900.0), said_left(None)
+def format_time_left(seconds: float | None) -> str:
+    """Return the time left for a progress line; an empty string if it is unknown.
+
+    >>> format_time_left(40.0), format_time_left(300.0), format_time_left(7900.0), format_time_left(None)
     (', 40 s left', ', 5 min left', ', 2.2 h left', '')
     """
     if seconds is None:

@@ -1,4 +1,4 @@
-"""`hsa convert`: convert a pre-trained model to attention over trees, and report what that keeps and saves."""
+"""`hsa convert`: convert a pre-trained model to attention over trees, and report the change in quality and cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from hsa.cli.progress import Bars
+from hsa.cli.help import HelpPage
+from hsa.cli.progress import Bars, print_paths
 from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
 from hsa.huggingface.settings import Kind, LayerSettings, Tree
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Where the texts are.
+    """The texts to evaluate on.
 
     Args:
-        text: Column of the text; two make a pair. Common names are recognised.
-        label: Column of labels, or of the similarity of a pair.
-        split: Value of the column "split" in the rows to use; validation, else test, where there is such a column.
-        join: Join several columns to one text, not a pair.
-        limit: Most texts, drawn at random.
-        max_tokens: Longest input in tokens; longer texts are cut. By default as long as the model takes, at most 4,096.
+        text: Column of the text; two columns make a pair. By default a column with a common name, such as "text".
+        label: Column of the labels, or of the similarity of a pair.
+        split: Value of the column "split" in the rows to use; by default "validation", else "test", if there is such a
+            column.
+        join: Join several columns into one text, rather than a pair.
+        limit: Largest number of texts, drawn at random.
+        max_tokens: Length in tokens at which texts are cut. By default the model's limit, at most 4,096.
     """
 
     text: tuple[str, ...] = ()
@@ -46,16 +48,18 @@ class SettingOptions:
     """Settings of converted layers, as of hsa.huggingface.convert. Without any, a converted model keeps its own.
 
     Args:
-        only_layers: Numbers of the layers to convert, from 0, negative from the end; all, unless given.
-        kind: Multiscale attention over clustered keys or over a tree, or the paper's operator over a tree.
-        tree: Windows of consecutive tokens (default) or the sentences of the text; for multiscale and hierarchical.
-        branching: Members per family, from the leaves up; the last factor repeats, except for the paper's operator.
-        near: Neighbouring families that are exact (multiscale only).
-        top_k: Groups that are exact, the best for each query: the fidelity dial.
-        pooled_bias: Number added to the logits of pooled nodes.
-        sinks: Number of first tokens that are always exact, or "special".
-        tile: Neighbouring queries that share a selection.
-        chunk: Tokens whose keys are clustered together; 256 in causal models, else all, unless given.
+        only_layers: Numbers of the layers to convert, from 0; negative numbers count from the end. All by default.
+        kind: Kind of attention: clustered (multiscale over clustered keys), multiscale (over a tree) or hierarchical (the
+            paper's, over a tree).
+        tree: Tree for multiscale and hierarchical: windows of consecutive tokens, or the sentences of the text; windows by
+            default.
+        branching: Members per family, from the leaves up; the last factor repeats, except for hierarchical.
+        near: For multiscale: neighbouring families that are attended to exactly.
+        top_k: Groups of keys that each query attends to exactly, the best ones. More are closer to the original and slower.
+        pooled_bias: Number that is added to the logits of pooled nodes.
+        sinks: Number of first tokens that are always attended to exactly, or "special" for the special tokens.
+        tile: Number of neighbouring queries that share a selection.
+        chunk: Number of tokens whose keys are clustered together; by default 256 in causal models, all tokens in others.
     """
 
     only_layers: tuple[int, ...] = ()
@@ -70,9 +74,32 @@ class SettingOptions:
     chunk: int | None = LayerSettings.chunk
 
     def values(self) -> dict[str, Any]:
-        """Return them as `hsa.huggingface.convert` takes them."""
-        given = {name: value for name, value in vars(self).items() if name != "only_layers"}
-        return {**given, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
+        """Return the settings as keywords of `hsa.huggingface.convert`."""
+        values = {name: value for name, value in vars(self).items() if name != "only_layers"}
+        return {**values, "sinks": int(self.sinks) if self.sinks.isdecimal() else self.sinks}
+
+
+_SETTINGS = "Converted layers"
+
+HELP = HelpPage(
+    examples={
+        "hsa convert tuned test.csv": "default settings",
+        'hsa convert tuned test.csv --budget "accuracy -0.5"': "search settings",
+        "hsa convert gpt2 books.csv --task lm --max-tokens 1024": "a language model",
+    },
+    common=(
+        *("task", "text", "label", "limit", "max_tokens"),
+        *("kind", "top_k", "only_layers", "budget"),
+        *("out", "json", "cpu"),
+    ),
+    topics={
+        "Run": (),
+        "Data": (),
+        "Search (--budget)": ("budget", "calibration", "calibrate_on", "every_layer"),
+        _SETTINGS: (),
+        "Report": ("lengths", "json"),
+    },
+)
 
 
 def convert(
@@ -90,26 +117,33 @@ def convert(
     cpu: bool = False,
     json: bool = False,
     read: Annotated[TextOptions, Parameter(name="*", group="Data")] = TextOptions(),  # noqa: B008
-    settings: Annotated[SettingOptions, Parameter(name="*", group="Settings")] = SettingOptions(),  # noqa: B008
+    settings: Annotated[SettingOptions, Parameter(name="*", group=_SETTINGS)] = SettingOptions(),  # noqa: B008
 ) -> None:
-    """Convert a pre-trained transformer to attention over trees, and report what that keeps and saves.
+    """Convert a pre-trained transformer, and report its quality, time and memory.
 
-    Runs the original and the converted model on your data and compares their answers, counts operations, measures time and
-    memory at several lengths, and saves the converted model with a report and pictures. With --budget it searches settings
-    layer by layer: "ops 4x", "accuracy -0.5", "kept 98%", "cosine 0.985", "perplexity +1%".
+    Replaces softmax attention by attention over trees. Runs the original and the converted model on your data and compares
+    their outputs, counts operations, measures time and memory at several lengths, and saves the converted model with a
+    report and pictures.
 
-    Load the result like any model; then `hsa.huggingface.convert(model)` turns its attention on, as its config says.
+    With --budget it searches the settings of each layer. Budgets are "ops 4x" (a quarter of the operations),
+    "accuracy -0.5" (at most half a point lost), "kept 98%" (of the predictions), "cosine 0.985" (between embeddings) and
+    "perplexity +1%".
+
+    Load the converted model with transformers, then call `hsa.huggingface.convert(model)` to switch to the attention that
+    its config describes.
 
     Args:
-        model: A folder or a name on the hub: a classifier, an encoder (--task embedding), a language model (--task lm).
+        model: A folder or a name on the hub: a classifier, an encoder (--task embedding) or a language model (--task lm).
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts.
-        task: Answers to compare: classes, embeddings, or the perplexity of a language model.
-        budget: Limit for a search of layers and settings, which are then not given.
-        calibration: A file of texts to search on; else some of the data, which the report leaves out.
-        calibrate_on: Most texts to search on; at most half of the data.
-        every_layer: With a budget: leave no layer exact.
-        out: Folder for the results; runs/convert-NAME by default. Measurements that are there are used again.
-        lengths: Tokens to measure time and memory at; up to the longest, unless given.
+        task: Outputs to compare: classes (classification), embeddings (embedding), or the perplexity of a language model
+            (lm).
+        budget: Budget of quality or operations, such as "accuracy -0.5" or "ops 4x", to search settings for. Replaces the
+            settings of layers.
+        calibration: File of texts to search on; by default some of DATA, which are then left out of the report.
+        calibrate_on: Largest number of texts to search on; at most half of DATA.
+        every_layer: Convert every layer, with --budget; by default the search may keep layers exact.
+        out: Folder for the results; runs/convert-NAME by default. A search reuses the measurements in this folder.
+        lengths: Lengths in tokens to measure time and memory at; several up to the longest input by default.
         cpu: Do not use a GPU.
         json: Print the report as JSON, for scripts.
     """
@@ -160,13 +194,13 @@ def _convert(
     check_counts(limit=read.limit, max_tokens=read.max_tokens, calibrate_on=calibrate_on)
     if budget is not None:
         Budget.parse(budget)  # before anything is loaded
-        given = sorted(NAMED.get() & set(vars(options)))
-        if given:
+        named = sorted(NAMED.get() & set(vars(options)))
+        if named:
             raise InvalidInput(
-                f"--{given[0].replace('_', '-')}",
-                given="a setting, with --budget",
-                expected="one or the other",
-                fix="a budget searches layers and settings itself",
+                f"--{named[0].replace('_', '-')}",
+                got="a setting together with --budget",
+                expected="one of them",
+                fix="--budget searches layers and settings itself",
             )
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
     texts = {"text": read.text, "label": read.label, "join": read.join}
@@ -178,11 +212,11 @@ def _convert(
     longest = min(read.max_tokens or 4096, most)
     too_long = next((length for length in lengths if not 1 <= length <= most), None)
     if too_long is not None:
-        raise InvalidInput("lengths", given=too_long, expected=f"1 to {most:,}, the most that the model takes")
+        raise InvalidInput("lengths", got=too_long, expected=f"1 to {most:,}, the limit of the model")
     budget_tokens = 2**17 if device == "cuda" else 2**13
 
-    def judge_of(some: Any) -> Judge:
-        return Judge(some, task, model, tokenizer, longest=longest, batch_tokens=budget_tokens)
+    def judge_of(texts: Any) -> Judge:
+        return Judge(texts, task, model, tokenizer, longest=longest, batch_tokens=budget_tokens)
 
     search = None
     if budget is not None:
@@ -223,14 +257,15 @@ def _convert(
     return report, model, tokenizer
 
 
-def check_counts(**given: int | None) -> None:
-    for name, value in given.items():
+def check_counts(**counts: int | None) -> None:
+    """Check that every count is at least 1, or None."""
+    for name, value in counts.items():
         if value is not None and value < 1:
-            raise InvalidInput(name, given=value, expected="1 or more")
+            raise InvalidInput(name, got=value, expected="1 or more")
 
 
 def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, LayerSettings]:
-    """Return the settings of the command line; without any, those of a model that was converted before."""
+    """Convert the model and return its settings by layer: those of the command line, else those of its config."""
     from hsa.huggingface.conversion import convert, revert, settings_of
 
     if settings_of(model) and not NAMED.get() & set(vars(options)):
@@ -240,15 +275,15 @@ def _settings(model: Any, tokenizer: Any, options: SettingOptions) -> dict[int, 
 
 
 def _without(examples: Any, drawn: Any) -> Any:
-    """Return the texts that the search has not seen."""
+    """Return the examples without the texts of `drawn`."""
     seen = set(drawn.texts)
     rest = [i for i, texts in enumerate(examples.texts) if texts not in seen]
     if not rest or not seen:
         raise InvalidInput(
             examples.name,
-            given=f"{len(set(examples.texts))} different texts",
-            expected="at least 2: some to search on, others to test the result",
-            fix="pass --calibration FILE to search on other texts",
+            got=f"{len(set(examples.texts))} different texts",
+            expected="at least 2, to search on some and to test on the others",
+            fix="Pass --calibration FILE to search on other texts",
         )
     return examples.part(rest)
 
@@ -268,14 +303,9 @@ def _show(console: Console, report: Report, folder: Path, pictures: list[Path]) 
     table(HEADERS["scores"], report.score_rows())
     table(HEADERS["layers"], report.layer_rows(), "million operations per text")
     if report.calibration is not None:
-        table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts searched on")
+        table(frontier_header(report.calibration.frontier), report.frontier_rows(), "on the texts of the search")
     table(HEADERS["times"], report.time_rows(), "one sequence, forward")
     console.print()
     for remark in report.remarks():
         console.print(Text(remark, style="yellow"))
-    for line in (
-        f"\nmodel     {folder / 'model'}",
-        f"report    {folder / 'report.md'}",
-        f"pictures  {', '.join(str(picture) for picture in pictures)}",
-    ):
-        console.print(Text(line), soft_wrap=True)
+    print_paths(console, folder / "model", folder / "report.md", pictures)

@@ -1,9 +1,10 @@
-"""The section "Defaults by task" of a command's help, computed from the presets of the tasks."""
+"""The section "Defaults by task" of `--help-all`, computed from the presets of the tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,33 @@ _SOME_DATA = Path("DATA")
 
 
 def defaults_by_task(names: Iterable[str] | None = None, *, models: bool = True) -> str:
-    """Return a list of what the preset of each task changes, as Markdown.
+    """Return a list of the options that the preset of each task changes.
 
     Args:
         names: Tasks to list; all by default.
-        models: Also list the models, where the command takes them from the preset.
+        models: Whether to list the models too: a command may have its own.
     """
-    lines = ["**Defaults by task**, where they differ from the defaults above:", ""]
+    lines = ["Defaults by task, where they differ from those of --task classification with DATA:", ""]
     for name in TASKS.names() if names is None else names:
         lines += [f"- {title}: {changes}" for title, changes in _of_task(name, models)]
     return "\n".join(lines)
 
 
+def task_defaults(tokens: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return a sentence and the defaults that change with the task that is named on the command line.
+
+    >>> task_defaults(["train", "--task=lm"])[1]["models"]
+    ('multiscale', 'flat')
+    """
+    words = [word for token in tokens for word in token.split("=", 1)]
+    task = next((value for option, value in pairwise(words) if option == "--task"), Recipe().read.task)
+    changes = changed_options(TASKS.get(task).preset(_SOME_DATA, False), Recipe())
+    note = f"Defaults are those of --task {task} with DATA."
+    return note, {option.removeprefix("--").replace("-", "_"): value for option, value in changes.items()}
+
+
 def changed_options(recipe: Recipe, since: Recipe) -> dict[str, Any]:
-    """Return the options that differ between two recipes, by their names on the command line; data and task aside.
+    """Return the options that differ between two recipes, except data and task, by their names on the command line.
 
     >>> from hsa.training.options import TrainingOptions
     >>> changed_options(Recipe(training=TrainingOptions(epochs=3, batch_size=8)), since=Recipe())
@@ -38,15 +52,15 @@ def changed_options(recipe: Recipe, since: Recipe) -> dict[str, Any]:
     ]
     groups += [(recipe.group(name), since.group(name)) for name in recipe.extra]
     changed = {} if recipe.models == since.models else {"models": recipe.models}
-    for ours, others in groups:
-        values = {f.name: getattr(ours, f.name) for f in fields(ours)}
-        changed |= {name: value for name, value in values.items() if value != getattr(others, name)}
+    for group, before in groups:
+        values = {f.name: getattr(group, f.name) for f in fields(group)}
+        changed |= {name: value for name, value in values.items() if value != getattr(before, name)}
     changed.pop("task", None)
     return {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
 
 
 def _of_task(name: str, models: bool) -> list[tuple[str, str]]:
-    """Return a title and the changes of each case: with DATA; then what else changes without DATA, and with --quick."""
+    """Return titles and changes: with DATA; without DATA, relative to that; with --quick, relative to that."""
     preset = TASKS.get(name).preset
     usual = preset(_SOME_DATA, False)
     cases = {
@@ -58,13 +72,13 @@ def _of_task(name: str, models: bool) -> list[tuple[str, str]]:
         for changes in cases.values():
             changes.pop("--models", None)
     return [
-        (title, ", ".join(f"{option} {_shown(value)}" for option, value in changes.items()) or "none")
+        (title, ", ".join(f"{option} {_format(value)}" for option, value in changes.items()) or "none")
         for title, changes in cases.items()
         if changes or title == name
     ]
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return " ".join(map(_shown, value))
+        return " ".join(map(_format, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""`hsa evaluate`: how good a saved model is on new data."""
+"""`hsa evaluate`: test a saved model on new data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import json as json_format
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hsa.cli.help import HelpPage
 from hsa.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from hsa.training.inference import LoadedClassifier
+    from hsa.training.language_model.inference import LoadedLanguageModel
+
+HELP = HelpPage(
+    examples={
+        "hsa evaluate runs/reviews/hierarchical new.csv": "a classifier or regressor",
+        "hsa evaluate runs/books/multiscale new.txt": "a language model",
+    },
+)
 
 
 def evaluate(
@@ -21,30 +34,45 @@ def evaluate(
     skip_bad: bool = False,
     json: bool = False,
 ) -> None:
-    """Test a model that `hsa train` saved on labelled data of the same kind, or a language model on a text.
+    """Test a model of `hsa train` on new data: labelled examples, or a text.
 
     Args:
-        model: The folder of the model, such as runs/reviews/hierarchical.
-        data: Rows with the columns the model was trained on, or a folder per class; for a language model a text, a folder of
-            texts or a table.
-        context: For a language model: tokens of a block, in place of what it was trained with; transformer-xl has its
-            segments.
-        test_memory: For transformer-xl: tokens of earlier segments that are remembered, in place of what it was trained
-            with; 0 reads every segment on its own.
-        text: For a language model: columns of a table that hold text.
-        skip_bad: Leave out rows and files that cannot be read, and count them.
+        model: Folder of a run, such as runs/reviews, or of one of its models, such as runs/reviews/flat.
+        data: A file with the columns that the model was trained on, or a folder per class; for a language model a text, a
+            folder of texts or a table.
+        context: For language models: tokens per block, instead of the number in training; not for transformer-xl, which
+            reads segments.
+        test_memory: For transformer-xl: tokens of earlier segments to remember, instead of the number in training; 0 to
+            read every segment on its own.
+        text: For language models: columns of a table that hold text.
+        skip_bad: Skip rows and files that cannot be read, and count them.
         json: Print the numbers as JSON, for scripts.
     """
     from rich.console import Console
 
-    from hsa.training.language_model.inference import is_language_model
+    from hsa.training.inference import LoadedClassifier
+    from hsa.training.language_model.inference import LoadedLanguageModel
+    from hsa.training.load import load
 
-    if is_language_model(model):
-        numbers = _language_model(model, data, context, test_memory, text, skip_bad)
-    else:
+    loaded = load(model)
+    if isinstance(loaded, LoadedLanguageModel):
+        numbers = _language_model(loaded, data, context, test_memory, text, skip_bad)
+    elif isinstance(loaded, LoadedClassifier):
         if context is not None:
-            raise InvalidInput("context", given=context, expected="none: examples are read whole")
-        numbers = _classifier(model, data, test_memory, text, skip_bad)
+            raise InvalidInput(
+                "context",
+                got=f"{context} for a classifier or regressor",
+                expected="a language model",
+                fix="Leave it out",
+            )
+        numbers = _classifier(loaded, data, test_memory, text, skip_bad)
+    else:
+        raise InvalidInput(
+            str(loaded.folder),
+            got="an encoder–decoder",
+            expected="a classifier, a regression model or a language model",
+            fix="Its scores are in the report of its run; hsa predict answers new prompts",
+        )
     if json:
         print(json_format.dumps(numbers, indent=2))
         return
@@ -56,19 +84,22 @@ def evaluate(
 
 
 def _classifier(
-    model: Path, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
+    loaded: LoadedClassifier, data: Path, memory: int | None, text: tuple[str, ...], skip_bad: bool
 ) -> dict[str, int | float]:
     from hsa.models.memory import set_test_memory
-    from hsa.training.inference import Saved
 
     skipped: list[InvalidInput] = []
-    saved = Saved.load(model)
     if text:
-        raise InvalidInput("text", given=", ".join(text), expected="none: the model knows its columns")
+        raise InvalidInput(
+            "text",
+            got=f"{', '.join(text)} for a classifier or regressor",
+            expected="a language model",
+            fix="Leave it out: the model knows its columns",
+        )
     if memory is not None:
-        set_test_memory(saved.model, memory)
-    test = saved.data_set(data, skipping(skipped, skip_bad))
-    evaluation = saved.evaluate(test)
+        set_test_memory(loaded.model, memory)
+    test = loaded.data_set(data, collect_errors(skipped, skip_bad))
+    evaluation = loaded.evaluate(test)
     scores = {name: value for name, value in asdict(evaluation.scores).items() if value is not None}
     return {
         "examples": len(test),
@@ -81,22 +112,28 @@ def _classifier(
 
 
 def _language_model(
-    model: Path, data: Path, context: int | None, memory: int | None, text: tuple[str, ...], skip_bad: bool
+    loaded: LoadedLanguageModel,
+    data: Path,
+    context: int | None,
+    memory: int | None,
+    text: tuple[str, ...],
+    skip_bad: bool,
 ) -> dict[str, int | float]:
     import torch
 
-    from hsa.cli.runs import words
+    from hsa.cli.runs import split_words
     from hsa.training.language_model.inference import evaluate_text
 
     if skip_bad:
-        raise InvalidInput("skip_bad", given="with a language model", expected="none: a text is read whole")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return asdict(evaluate_text(model, data, columns=words(text), context=context, memory=memory, device=device))
+        raise InvalidInput(
+            "skip_bad", got="the option for a language model", expected="a classifier or regressor", fix="Leave it out"
+        )
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    return asdict(evaluate_text(loaded, data, columns=split_words(text), context=context, memory=memory))
 
 
-def skipping(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:
-    """What to do with a bad row: collect it where that is allowed, else raise."""
-
+def collect_errors(skipped: list[InvalidInput], allowed: bool) -> Callable[[InvalidInput], None]:
+    """Return a function that adds the error of a bad row to `skipped` if `allowed`, else raises it."""
     from hsa.training.data.sources import or_skip
 
     def on_bad(error: InvalidInput) -> None:

@@ -1,4 +1,4 @@
-"""`hsa finetune`: fine-tune a pre-trained encoder as a classifier of the user's texts."""
+"""`hsa finetune`: fine-tune a pre-trained encoder as a text classifier."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from hsa.cli.convert import SettingOptions, check_counts
+from hsa.cli.help import HelpPage
 from hsa.cli.progress import Bars
+from hsa.errors import InvalidInput
 from hsa.huggingface.fidelity.options import FinetuneOptions
 
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """Where the texts are.
+    """The rows to train on.
 
     Args:
-        text: Column of the text; two make a pair. Common names are recognised.
-        label: Column of labels; "label" unless given.
-        split: Value of the column "split" in the rows to use; train, where there is such a column.
-        join: Join several columns to one text, not a pair.
-        limit: Most texts, drawn at random; all, unless given.
+        text: Column of the text; two columns make a pair. By default a column with a common name, such as "text".
+        label: Column of the labels; "label" by default.
+        split: Value of the column "split" in the rows to use; "train" by default, if there is such a column.
+        join: Join several columns into one text, rather than a pair.
+        limit: Largest number of texts, drawn at random; all by default.
     """
 
     text: tuple[str, ...] = ()
@@ -32,29 +34,46 @@ class TrainingTexts:
     limit: int | None = None
 
 
+_SETTINGS = "Conversion (with --convert)"
+
+HELP = HelpPage(
+    examples={
+        "hsa finetune bert-base-cased train.csv --out tuned": "then convert it",
+        "hsa finetune runs/convert-tuned/model train.csv --out a": "after conversion",
+        "hsa finetune tuned train.csv --out b --convert": "convert, then train",
+    },
+    common=(
+        *("out", "resume", "text", "label", "split", "limit"),
+        *("epochs", "batch_size", "learning_rate", "max_tokens"),
+        *("convert", "fresh", "cpu"),
+    ),
+    topics={"Run": (), "Data": (), "Training": (), _SETTINGS: ()},
+)
+
+
 def finetune(
     model: str,
     data: Path,
     /,
     *,
     out: Path,
+    resume: bool = False,
     convert: bool = False,
     fresh: bool = False,
     cpu: bool = False,
     read: Annotated[TrainingTexts, Parameter(name="*", group="Data")] = TrainingTexts(),  # noqa: B008
     training: Annotated[FinetuneOptions, Parameter(name="*", group="Training")] = FinetuneOptions(),  # noqa: B008
-    settings: Annotated[SettingOptions, Parameter(name="*", group="Settings, with --convert")] = SettingOptions(),  # noqa: B008
+    settings: Annotated[SettingOptions, Parameter(name="*", group=_SETTINGS)] = SettingOptions(),  # noqa: B008
 ) -> None:
-    """Fine-tune a pre-trained encoder on labelled texts, before converting it or briefly after.
-
-    Resumes from the last epoch when it is started again with the same options.
+    """Fine-tune a pre-trained encoder as a text classifier.
 
     Args:
-        model: A folder or a name on the hub: an encoder, a classifier, or a converted one (its attention stays converted).
+        model: A folder or a name on the hub: an encoder, a classifier, or a converted model, which stays converted.
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts and labels.
         out: Folder for the model.
-        convert: Convert the model before training, as the settings say.
-        fresh: Start from new weights, not from those of the model.
+        resume: Continue the run in the same folder after its last whole epoch.
+        convert: Convert the model before training.
+        fresh: Start from new random weights instead of the weights of the model.
         cpu: Do not use a GPU.
     """
     import torch
@@ -71,6 +90,7 @@ def finetune(
     console = Console()
     bars = Bars(console)
     check_counts(limit=read.limit)
+    _check_folder(out, resume)
     split = read.split or ("train" if "split" in _columns(data) else None)
     examples = load_examples(data, text=read.text, label=read.label, split=split, join=read.join).sample(read.limit)
     classes = list_classes(examples)
@@ -93,6 +113,24 @@ def finetune(
         train(network, tokenizer, examples, training, folder=out, watch=step)
     save_finetuned(out, network, tokenizer)
     console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} FILE"), soft_wrap=True)
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Refuse to overwrite a run, or to resume one that is not there."""
+    from hsa.huggingface.fidelity.finetune import OPTIONS, STATE
+
+    if resume and not (out / STATE).exists():
+        raise InvalidInput(
+            str(out), problem="no unfinished run", expected="a run to resume", fix="Start without --resume"
+        )
+    if not resume and (out / OPTIONS).exists():
+        unfinished = (out / STATE).exists()
+        raise InvalidInput(
+            str(out),
+            got="a folder with an unfinished run" if unfinished else "a folder with a finished run",
+            expected="a new folder",
+            fix="Pass --resume to continue that run, or another --out" if unfinished else "Pass another --out",
+        )
 
 
 def _columns(data: Path) -> tuple[str, ...]:

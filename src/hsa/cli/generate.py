@@ -7,11 +7,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hsa.cli.help import HelpPage
 from hsa.cli.inspect import STDIN
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from hsa.generation.text_stream import TextStream, Writer
+    from hsa.generation.text_stream import TextStream
+
+
+HELP = HelpPage(
+    examples={
+        'hsa generate runs/books --prompt "The river"': "your language model",
+        "hsa generate runs/convert-gpt2/model --prompt-file a.txt": "a converted model",
+    },
+)
 
 
 def generate(
@@ -28,45 +37,55 @@ def generate(
     stop: tuple[str, ...] = (),
     cpu: bool = False,
 ) -> None:
-    """Continue a text. Text goes to stdout as it is generated; speed and cache size go to stderr at the end.
+    """Continue a text with a language model.
 
-    Ctrl-C ends the text; what was printed stays.
+    The text goes to stdout as it is generated; speed and cache size go to stderr at the end. Ctrl-C ends the text.
 
     Args:
-        model: Folder of a run of `hsa train --task lm`, of one of its models, or of a causal model of transformers, which
-            attends as `hsa convert` saved it, or as conversion does by default.
+        model: Folder of a run of `hsa train --task lm`, of one of its models, or of a causal transformers model. The latter
+            is converted with the settings that `hsa convert` saved, or with the defaults.
         prompt: Text to continue; - reads it from stdin.
         prompt_file: File with the text to continue.
-        max_new_tokens: Most tokens to generate.
-        temperature: 0 takes the most likely token each time; higher values vary more.
-        sample_top_k: Number of most likely tokens to draw from; 0 for all.
-        sample_top_p: Draw from the most likely tokens that together have this probability.
-        seed: Random seed; the same seed gives the same text.
+        max_new_tokens: Largest number of tokens to generate.
+        temperature: Temperature of sampling; 0 always takes the most likely token.
+        sample_top_k: Number of most likely tokens to sample from; 0 for all.
+        sample_top_p: Probability of the most likely tokens to sample from, together; 1 for all tokens.
+        seed: Random seed; the same seed gives the same text. Random by default.
         stop: Strings that end the text; they are not printed.
         cpu: Do not use a GPU.
     """
     text = _prompt(prompt, prompt_file)
     import torch
 
-    from hsa.generation.generate import generate as stream_text
-    from hsa.generation.loading import is_transformers, load_writer
+    from hsa.generation.generate_text import generate as stream_text
     from hsa.generation.sampling import Sampling
+    from hsa.models.saved import is_transformers
 
     sampling = Sampling(temperature, sample_top_k, sample_top_p, seed)
     device = "cpu" if cpu or not torch.cuda.is_available() else "cuda"
-    writer: Writer
-    ends: set[int] | None = None
-    pretrained = is_transformers(model)
-    if pretrained:
+    if is_transformers(model):
         from hsa.huggingface.text_stream import load_pretrained_writer
 
         writer, tokenizer, ends = load_pretrained_writer(str(model), device)
+        own: dict[str, Any] = {"ends": ends, "special_tokens": True}
+        stream = stream_text(
+            writer, tokenizer, text, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, **own
+        )
     else:
-        writer, tokenizer = load_writer(model, device)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
-    stream = stream_text(writer, tokenizer, text, **options, ends=ends, special_tokens=pretrained)
+        from hsa.training.language_model.inference import LoadedLanguageModel
+
+        loaded = LoadedLanguageModel.load(model, device)
+        stream = loaded.stream(
+            text,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=sample_top_k,
+            top_p=sample_top_p,
+            seed=seed,
+            stop=stop,
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end the text
     try:
         for piece in stream:
             sys.stdout.write(piece)
@@ -79,12 +98,11 @@ def generate(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise InvalidInput(
-            "prompt",
-            given="none" if prompt is None else "a prompt and a file",
-            expected="one of --prompt and --prompt-file",
-        )
+    """Return the text to continue, from the command line, a file or stdin."""
+    if prompt is None and file is None:
+        raise InvalidInput("prompt", problem="not given", expected="--prompt TEXT or --prompt-file FILE")
+    if prompt is not None and file is not None:
+        raise InvalidInput("prompt", got="both --prompt and --prompt-file", expected="one of them")
     if file is not None:
         from hsa.signals.readers.text import load_text
 
@@ -94,15 +112,15 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise InvalidInput("stdin", given="bytes that are no text", expected="UTF-8") from None
+        raise InvalidInput("stdin", got="bytes that are not text", expected="text in UTF-8") from None
 
 
 def _summary(stream: TextStream) -> str:
     """Return one line: tokens read and generated, speed, memory of the cache."""
-    made = len(stream.ids)
-    speed = f" at {made / stream.seconds:,.1f} tokens/s" if made and stream.seconds else ""
-    why = {"running": " (interrupted)", "end": " (end of the document)", "max_length": " (max_length of the model)"}
+    count = len(stream.ids)
+    speed = f" at {count / stream.seconds:,.1f} tokens/s" if count and stream.seconds else ""
+    endings = {"running": " (interrupted)", "end": " (end of the document)", "max_length": " (max_length of the model)"}
     return (
-        f"{len(stream.prompt):,} tokens read in {stream.prompt_seconds:.2f} s, {made:,} written{speed}"
-        f"{why.get(stream.reason, '')}; cache: {stream.cache.memory()}"
+        f"{len(stream.prompt):,} tokens read in {stream.prompt_seconds:.2f} s, {count:,} generated{speed}"
+        f"{endings.get(stream.reason, '')}; cache: {stream.cache.memory()}"
     )

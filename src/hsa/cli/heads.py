@@ -1,4 +1,4 @@
-"""`hsa heads`: how alike the heads of a model are, and which can be removed."""
+"""`hsa heads`: measure how similar the heads of a model are, and which can be removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from hsa.cli.progress import Bars, say_where
+from hsa.cli.help import HelpPage
+from hsa.cli.progress import Bars, print_paths
 from hsa.cli.runs import NAMED
 from hsa.errors import InvalidInput
 from hsa.research.head_kernels.options import ComparisonOptions, HeadDataOptions, PruningOptions
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hsa.research.head_kernels.report import HeadReport
+
+
+HELP = HelpPage(
+    examples={
+        "hsa heads runs/reviews/hierarchical reviews.csv": "a model of hsa train",
+        "hsa heads bert-base-cased reviews.csv --label stars": "a pre-trained encoder",
+        "hsa heads tuned reviews.csv --compare similarity": "without labels",
+    },
+    common=(
+        *("text", "label", "split", "limit", "max_tokens"),
+        *("compare", "seed", "prune_on"),
+        *("out", "replace", "json", "cpu"),
+    ),
+    topics={"Run": (), "Data": (), "Comparison": (), "Pruning": ()},
+)
 
 
 def heads(
@@ -32,15 +48,16 @@ def heads(
     comparison: Annotated[ComparisonOptions, Parameter(name="*", group="Comparison")] = ComparisonOptions(),  # noqa: B008
     pruning: Annotated[PruningOptions, Parameter(name="*", group="Pruning")] = PruningOptions(),  # noqa: B008
 ) -> None:
-    """Compare the heads of a model: the effective number of distinct heads, and how many can be removed.
+    """Measure how similar the heads of a model are, and how many can be removed.
 
-    Measures how alike heads are (centred kernel alignment), learns weights of heads that fit the labels (multiple kernel
-    learning, global and conditional on the input) and tests them on held-out examples, and removes heads from the model: the
-    most redundant first, the lowest weight first and in random order. Writes a report and pictures.
+    Measures the similarity of heads (centred kernel alignment) and the effective number of distinct heads; learns weights
+    of heads that fit the labels (multiple kernel learning, global and conditional on the input) and tests them on held-out
+    examples; removes heads from the model, the most redundant first, the lowest weight first and in random order. Writes a
+    report and pictures.
 
     Args:
-        model: The folder of a model that `hsa train` wrote, or a pre-trained encoder or classifier: a folder or a hub name.
-        data: A .csv, .tsv, .json, .jsonl or .parquet file; for a model of hsa, in the form of its training data.
+        model: A model that `hsa train` saved, or a pre-trained encoder or classifier: a folder or a name on the hub.
+        data: A .csv, .tsv, .json, .jsonl or .parquet file; for a model of hsa, with the columns of its training data.
         out: Folder for the results; runs/heads-NAME by default.
         replace: Overwrite existing results.
         cpu: Do not use a GPU.
@@ -49,7 +66,7 @@ def heads(
     import torch
     from rich.console import Console
 
-    from hsa.cli.evaluate import skipping
+    from hsa.cli.evaluate import collect_errors
     from hsa.research.head_kernels.report import RESULTS, write_report
     from hsa.research.head_kernels.study import study_heads
     from hsa.research.head_kernels.subjects import is_ours, our_model, pretrained_encoder
@@ -57,7 +74,7 @@ def heads(
     folder = out or Path("runs") / f"heads-{Path(model).resolve().name if Path(model).is_dir() else Path(model).name}"
     if not replace and (folder / RESULTS).exists():
         raise InvalidInput(
-            str(folder), given="a folder with results", expected="a new folder", fix="pass another --out, or --replace"
+            str(folder), got="a folder with results", expected="a new folder", fix="Pass another --out, or --replace"
         )
     console = Console(stderr=json)
     bars = Bars(console)
@@ -68,7 +85,7 @@ def heads(
     }
     if is_ours(Path(model)):
         _refuse_data_options()
-        subject = our_model(Path(model), data, read, **shared, on_bad=skipping([], False))
+        subject = our_model(Path(model), data, read, **shared, on_bad=collect_errors([], False))
     else:
         subject = pretrained_encoder(model, data, read, **shared)
     with bars.running() as watch:
@@ -81,12 +98,15 @@ def heads(
 
 
 def _refuse_data_options() -> None:
+    """Refuse options that a model of hsa ignores: it knows its columns and lengths."""
     for name in ("text", "label", "split", "max_tokens"):
         if name in NAMED.get():
             raise InvalidInput(
-                f"--{name.replace('_', '-')}", given="an option, for a model of hsa", expected="none",
-                fix="it reads data as in its training",
-            )  # fmt: skip
+                f"--{name.replace('_', '-')}",
+                got="an option for a pre-trained model",
+                expected="no such option for a model of hsa",
+                fix="Leave it out: the model reads data as in its training",
+            )
 
 
 def _show(console: Console, report: HeadReport, folder: Path, pictures: list[Path]) -> None:
@@ -112,4 +132,4 @@ def _show(console: Console, report: HeadReport, folder: Path, pictures: list[Pat
         console.print(Text(line))
     for remark in report.remarks():
         console.print(Text(remark, style="yellow"))
-    say_where(console, None, folder / "report.md", pictures)
+    print_paths(console, None, folder / "report.md", pictures)

@@ -1,4 +1,4 @@
-"""`hsa info`: what is installed here, and which backends run."""
+"""`hsa info`: print versions, devices, installed extras and the backends that run here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import TYPE_CHECKING, Any
 
 import hsa
+from hsa.cli.help import HelpPage
 from hsa.errors import Unsupported
 
 if TYPE_CHECKING:
     from hsa.attention.dispatch import Backend
 
 
-def info() -> None:
-    """Show versions, devices, installed extras, and the backends of each operator that run here.
+HELP = HelpPage(examples={"hsa info": "include its output when you report a problem"})
 
-    Every backend is tried on a small tree on every device. Include this output when you report a problem.
+
+def info() -> None:
+    """Show versions, devices, installed extras and usable backends.
+
+    Tries every backend of each operator on a small tree on every device.
     """
     import torch
     from rich.console import Console
@@ -32,8 +36,8 @@ def info() -> None:
     }
     for title, rows in sections.items():
         console.print(Text(title, style="bold"))
-        for name, what in rows:
-            console.print(Text(f"  {name:<24}{what}"), soft_wrap=True)
+        for name, value in rows:
+            console.print(Text(f"  {name:<24}{value}"), soft_wrap=True)
 
 
 def _devices() -> list[tuple[str, str]]:
@@ -49,19 +53,19 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _extras() -> list[tuple[str, str]]:
-    """The packages of each extra, as the installed metadata name them."""
+    """Return each extra with the versions of its packages, according to the metadata of the installed hsa."""
     about = metadata("hsa")
     rows = []
     for extra in about.get_all("Provides-Extra") or []:
-        wanted = [
+        packages = [
             match.group(1)
             for line in about.get_all("Requires-Dist") or []
             if (match := re.match(rf"""([\w.-]+)[^;\[]*;.*extra == ["']{extra}["']""", line))
         ]
-        if not wanted:  # an extra that only names other extras
+        if not packages:  # the extra only names other extras
             continue
-        missing = [package for package in wanted if _version(package) is None]
-        present = ", ".join(f"{package} {_version(package)}" for package in wanted if package not in missing)
+        missing = [package for package in packages if _version(package) is None]
+        present = ", ".join(f"{package} {_version(package)}" for package in packages if package not in missing)
         advice = f"missing: {', '.join(missing)} (pip install 'hsa[{extra}]')"
         rows.append((extra, "; ".join(filter(None, [present, advice if missing else ""]))))
     return rows
@@ -89,13 +93,14 @@ def _backends() -> list[tuple[str, str]]:
     return [
         (
             operator.__name__,
-            "; ".join(f"{backend.name} {_where_it_runs(operator, backend, devices)}" for backend in table),
+            "; ".join(f"{backend.name} {_where_it_runs(operator, backend, devices)}" for backend in backends),
         )
-        for operator, table in tables
+        for operator, backends in tables
     ]
 
 
 def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
+    """Return the devices on which a backend runs, or why it runs on none."""
     import torch
 
     runs, refusals = [], []
@@ -107,5 +112,5 @@ def _where_it_runs(operator: Any, backend: Backend, devices: list[str]) -> str:
             operator(*operands, tree, backend=backend.name)
             runs.append(device)
         except Unsupported as error:
-            refusals.append(str(error).splitlines()[-1].strip())
-    return f"({', '.join(runs)})" if runs else f"not here: {'; '.join(refusals)}"
+            refusals.append(str(error).splitlines()[-1].strip().removeprefix(f"{backend.name}: "))
+    return f"({', '.join(runs)})" if runs else f"(unavailable: {'; '.join(refusals)})"

@@ -1,4 +1,4 @@
-"""`hsa inspect`: the tree of a file, and what attention on it costs."""
+"""`hsa inspect`: print the tree of a file and the cost of attention on it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import hsa
+from hsa.cli.help import HelpPage
 from hsa.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -21,10 +22,20 @@ if TYPE_CHECKING:
     from hsa.signals.batch import Batch
 
 WINDOWS = (16, 8, 8, 16)
+"""Branching of the regular tree to compare with."""
 _LEVELS_OF_TEXT = ("text", "paragraphs", "sentences", "tokens")
 _SAMPLE = "sample.txt"
 STDIN = "<stdin>"
-_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity|-?\d[\d.eE+-]*)')  # of a JSON document
+"""Stands for a lone hyphen on the command line."""
+_STRING_OR_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(NaN|-?Infinity|-?\d[\d.eE+-]*)')  # in JSON
+
+HELP = HelpPage(
+    examples={
+        "hsa inspect": "a sample text",
+        "hsa inspect page.html --rows 20": "the tree of a web page",
+        "git log | hsa inspect - --json": "from a pipe, for scripts",
+    },
+)
 
 
 def inspect(
@@ -39,26 +50,25 @@ def inspect(
     rows: int = 40,
     json: bool = False,
 ) -> None:
-    """Show the tree of a file, the sizes of its families, and the cost of attention on it.
+    """Show the tree of a file, and the cost of attention on it.
 
-    Plain text is split into paragraphs (at blank lines), sentences and tokens; Markdown into sections, HTML into blocks,
-    Python source into statements, an image into patches. In JSON lists, objects and values are the tree; null and empty
-    lists are left out.
+    Text is split into paragraphs (at blank lines), sentences and tokens; Markdown into sections, HTML into blocks, Python
+    source into statements, and images into patches. JSON keeps its lists and objects, without null values and empty lists.
 
     Args:
-        file: A file, or - for stdin. Without it, a text about rivers that comes with hsa.
-        format: What the file holds. Without it, what its name says: .json, .md, .html, .py, .png, …; else text.
-        tokenizer: A tokenizer.json; the tokens of text are then its ids. Without it, they are words and punctuation.
-        language: The language of the text, for the sentence splitter: en, de, fr, …
-        width: Hidden width of the attention layer, all heads together.
-        heads: Attention heads of the layer.
-        rows: Rows of the tree to print.
+        file: A file, or - for stdin. By default a sample text.
+        format: Format of the file. By default the suffix decides: .json, .md, .html, .py, .png, …; other files are text.
+        tokenizer: A tokenizer.json to split text into tokens. By default, tokens are words and punctuation marks.
+        language: Language of the text, for the sentence splitter: en, de, fr, …
+        width: Width of the attention layer, all heads together.
+        heads: Number of attention heads.
+        rows: Number of rows of the tree to print.
         json: Print the numbers as JSON, for scripts.
     """
     from hsa.signals.batch import collate
 
     if rows < 1:
-        raise InvalidInput("rows", given=rows, expected="a positive integer")
+        raise InvalidInput("rows", got=rows, expected="a positive integer")
     source, signal, names = _read(file, format, tokenizer, language)
     report = _report(source, collate([signal]), width, heads)
     if json:
@@ -69,10 +79,10 @@ def inspect(
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of the tree. The members are those of the families whose parent lies at this depth."""
+    """One depth of the tree, with the sizes of the families whose parent lies at this depth."""
 
     depth: int
-    kinds: tuple[str, ...]  # of domains
+    kinds: tuple[str, ...]  # names of the domains
     nodes: int
     leaves: int
     families: int
@@ -83,7 +93,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cost:
-    """Attention operations of one layer."""
+    """Number of attention operations of one layer."""
 
     width: int
     heads: int
@@ -97,11 +107,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
+    """Facts about a file that `--json` prints."""
+
     source: str
     leaves: int
     families: int
     depth: int
-    modalities: dict[str, int]  # leaves of each
+    modalities: dict[str, int]  # number of leaves of each
     levels: tuple[Level, ...]
     attention: Cost
 
@@ -109,14 +121,14 @@ class Report:
 def _read(
     file: str | None, format: str | None, tokenizer: Path | None, language: str
 ) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
-    """The name of the source, the signal, and what the nodes of each depth are called, if they have names."""
+    """Return the name of the source, the signal, and the names of the levels, if they have any."""
     from hsa.signals.readers.files import SUFFIXES, read_file
     from hsa.signals.readers.nested import from_nested
     from hsa.signals.readers.text import LANGUAGES, decode_text, load_text, read_text
 
     if file is None:
         if format == "json":
-            raise InvalidInput("format", given="json without a file", expected="a file, or - for stdin")
+            raise InvalidInput("format", got="json without a file", expected="a file, or - for stdin")
         source, text = "sample text", (files("hsa.cli") / _SAMPLE).read_text(encoding="utf-8")
     elif file in ("-", STDIN):
         source, text = STDIN, decode_text(sys.stdin.buffer.read(), where=STDIN)
@@ -130,31 +142,31 @@ def _read(
         return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()
     if language not in LANGUAGES:
         print(
-            f"language: sentencex has no rules of its own for {language!r} and takes those of a related language or "
-            f"of English; it has rules for {', '.join(sorted(LANGUAGES))}",
+            f"language: sentencex has no rules for {language!r} and uses those of a related language or of English; "
+            f"it has rules for {', '.join(sorted(LANGUAGES))}",
             file=sys.stderr,
         )
     return source, read_text(text, tokenizer, language, where=source), _LEVELS_OF_TEXT
 
 
 def _parse(text: str, source: str) -> Any:
-    """The JSON document of a text, without the infinities and NaN that Python lets pass."""
+    """Parse a JSON document; unlike Python's parser, refuse infinities and NaN."""
     try:
         document = json_format.loads(text)
     except json_format.JSONDecodeError as error:
         raise InvalidInput(
-            f"{source}:{error.lineno}:{error.colno}", given=f"no JSON ({error.msg})", expected="a JSON document"
+            f"{source}:{error.lineno}:{error.colno}", problem=f"invalid JSON ({error.msg})", expected="a JSON document"
         ) from None
     except RecursionError:
-        raise InvalidInput(source, given="JSON nested too deeply to parse", expected="fewer levels") from None
-    except ValueError:  # an integer of thousands of digits, found below
+        raise InvalidInput(source, got="JSON nested too deeply to parse", expected="fewer levels") from None
+    except ValueError:  # an integer of thousands of digits, which the loop below reports
         document = None
     for match in _STRING_OR_NUMBER.finditer(text):
         number = match[1]
         if number and not math.isfinite(float(number)):
             line, column = text.count("\n", 0, match.start()) + 1, match.start() - text.rfind("\n", 0, match.start())
-            given = number if len(number) <= 20 else f"a number of {len(number):,} characters"
-            raise InvalidInput(f"{source}:{line}:{column}", given=given, expected="a finite number")
+            shown = number if len(number) <= 20 else f"a number of {len(number):,} characters"
+            raise InvalidInput(f"{source}:{line}:{column}", got=shown, expected="a finite number")
     return document
 
 
@@ -239,10 +251,10 @@ def _level_table(report: Report, names: tuple[str, ...], rows: int) -> Table:
     for size in ("members\nmin", "\nmean", "\nmax"):
         table.add_column(size, justify="right")
     for level in report.levels[:rows]:
-        what = names[level.depth] if level.depth < len(names) else ", ".join(level.kinds) or "leaves"
+        name = names[level.depth] if level.depth < len(names) else ", ".join(level.kinds) or "leaves"
         sizes = [level.smallest, level.mean, level.largest]
         shown = ["–" if size is None else f"{size:,}" if isinstance(size, int) else f"{size:,.1f}" for size in sizes]
-        table.add_row(str(level.depth), what, f"{level.nodes:,}", f"{level.leaves:,}", f"{level.families:,}", *shown)
+        table.add_row(str(level.depth), name, f"{level.nodes:,}", f"{level.leaves:,}", f"{level.families:,}", *shown)
     if len(report.levels) > rows:
         table.add_row("…", f"{len(report.levels) - rows:,} more")
     return table
@@ -256,7 +268,7 @@ def _cost_table(report: Report) -> Table:
     leaves = f"{report.leaves:,} {'leaf' if report.leaves == 1 else 'leaves'}"
     table = Table(
         title=f"Attention per layer · {leaves}, width {cost.width}, {cost.heads} heads",
-        caption="Not counted: projections and pooling, linear in the leaves.",
+        caption="Not counted: projections and pooling, which are linear in the leaves.",
         caption_justify="left",
         title_justify="left",
         title_style="bold",
@@ -265,7 +277,7 @@ def _cost_table(report: Report) -> Table:
     table.add_column("")
     table.add_column("operations", justify="right")
     table.add_column("times cheaper", justify="right")
-    table.add_row("flat, every leaf sees every leaf", _operations(cost.flat), _times(1.0))
+    table.add_row("flat: every leaf sees every leaf", _operations(cost.flat), _times(1.0))
     table.add_row("this tree", _operations(cost.tree), _times(cost.times_cheaper_tree))
     branching = " × ".join(map(str, cost.windows_branching))
     table.add_row(f"windows of {branching}", _operations(cost.windows), _times(cost.times_cheaper_windows))
@@ -277,7 +289,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _operations(count: int) -> str:
-    """A count with three digits and a unit.
+    """Return a count with three digits and a unit.
 
     >>> _operations(9_329_100), _operations(12)
     ('9.33 M', '12')

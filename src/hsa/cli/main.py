@@ -1,42 +1,59 @@
-"""The command `hsa`: every command is a function in a file of its own; its signature and docstring are its help.
+"""The program `hsa`. Each command is a function in a file of its own, which also holds its help page.
 
-These files import torch, and all that imports it, inside functions, so that help and version do without it.
+These files import torch, and modules that import it, inside functions: help and version must not wait for it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hsa.cli.help import FULL, SHORT, HelpPage, print_help, show_default
 from hsa.errors import HsaError
 
 if TYPE_CHECKING:
     from cyclopts import App
 
+COMMANDS = (
+    *("train", "compare", "evaluate", "predict", "generate"),
+    *("convert", "finetune", "reproduce"),
+    *("heads", "inspect", "info"),
+)
+"""Names of the commands, in the order of the help. The function NAME is in the module `hsa.cli.NAME`."""
+
 _PROBLEM = 2  # exit code of everything the user can put right
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 when all went well, 2 with one line on stderr when not."""
+    """Run the command line and exit: with 0 after success, with 2 and one line on stderr after an error of the user."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    command = tokens[0] if tokens and tokens[0] in COMMANDS else None
     try:
         from cyclopts import CycloptsError
 
         from hsa.cli.inspect import STDIN
         from hsa.cli.runs import NAMED
+        from hsa.cli.usage_errors import explain
 
-        app = build_app()
+        app = build_app(COMMANDS if command is None else (command,))
     except ModuleNotFoundError as error:
         _complain(f"the command line needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
         sys.exit(_PROBLEM)
     try:
-        # cyclopts takes a lone hyphen, which people write for stdin, for an option.
-        tokens = [STDIN if token == "-" else token for token in (sys.argv[1:] if arguments is None else arguments)]
-        NAMED.set(frozenset(t[2:].partition("=")[0].replace("-", "_") for t in tokens if t.startswith("--")))
-        app(tokens, exit_on_error=False)
-        sys.stdout.flush()  # a closed pipe shows here, not after the last line of Python
-    except CycloptsError:  # cyclopts has said what is wrong
+        NAMED.set(named_options(tokens))
+        flags = {*SHORT, FULL} & set(tokens)
+        if flags and command is not None:
+            print_help(app, help_page(command), tokens, full=FULL in flags)
+        else:
+            # cyclopts would parse a lone hyphen, which stands for stdin, as an option.
+            replaced = {"-": STDIN, FULL: SHORT[0]}
+            app([replaced.get(token, token) for token in tokens], exit_on_error=False, print_error=False)
+        sys.stdout.flush()  # so that a closed pipe raises here, not after the last line of Python
+    except CycloptsError as error:
+        _complain(explain(error, None if command is None else help_page(command), COMMANDS))
         sys.exit(_PROBLEM)
     except HsaError as error:
         _complain(str(error))
@@ -44,56 +61,48 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         _complain(f"this command needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
         sys.exit(_PROBLEM)
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes its buffer there at exit
     except SystemExit as stop:
         if not isinstance(stop.__context__, BrokenPipeError):  # rich exits with 1 on a closed pipe
             raise
     sys.exit(0)
 
 
-def build_app() -> App:
-    """All commands."""
-    from cyclopts import App, Parameter
+def named_options(tokens: Sequence[str]) -> frozenset[str]:
+    """Return the names of the options among the words of a command line, as Python keywords.
 
-    from hsa.cli.compare import TASKS as COMPARED_TASKS
-    from hsa.cli.compare import compare
-    from hsa.cli.convert import convert
-    from hsa.cli.defaults import defaults_by_task
-    from hsa.cli.evaluate import evaluate
-    from hsa.cli.finetune import finetune
-    from hsa.cli.generate import generate
-    from hsa.cli.heads import heads
-    from hsa.cli.info import info
-    from hsa.cli.inspect import inspect
-    from hsa.cli.predict import predict
-    from hsa.cli.reproduce import reproduce
-    from hsa.cli.train import train
+    >>> sorted(named_options(["train", "--max-tokens=64", "--no-include-self", "--cpu"]))
+    ['cpu', 'include_self', 'max_tokens']
+    """
+    options = (token[2:].partition("=")[0] for token in tokens if token.startswith("--"))
+    return frozenset(option.removeprefix("no-").replace("-", "_") for option in options)
+
+
+def build_app(commands: Iterable[str] = COMMANDS) -> App:
+    """Return the application with some commands: one is enough to run it, and loads faster than all."""
+    from cyclopts import App, Parameter
 
     app = App(
         name="hsa",
-        help="Hierarchical self-attention: attention on the tree that your data already has.\n\n"
-        "Start with `hsa train`, which needs no data of yours: it compares hierarchical attention with flat and with none.\n"
-        "`hsa compare` puts more models beside them at an equal budget: what is worth its cost?\n"
-        "`hsa train --task lm` and `hsa generate` train a language model and write with it.\n"
-        "`hsa convert` puts it into a pre-trained model and says what that keeps and saves.\n"
-        "`hsa heads` shows how alike the heads of a model are, and which can be removed.\n"
-        "`hsa inspect` shows the tree of a text and what attention on it costs.",
+        help="Attention over trees: train and compare models of structured data, convert pre-trained transformers.\n\n"
+        "Start with `hsa train --quick`, which needs no data: it trains a model with hierarchical attention and "
+        "compares it with flat attention and with no attention. `hsa COMMAND --help` shows the options of a command.",
         version=_version,
-        default_parameter=Parameter(negative=(), consume_multiple=True),
+        help_flags=SHORT,
+        default_parameter=Parameter(
+            negative_iterable="", negative_none="", consume_multiple=True, show_default=show_default
+        ),
     )
-    app.command(train, help_epilogue=defaults_by_task())
-    app.command(compare, help_epilogue=defaults_by_task(COMPARED_TASKS, models=False))
-    app.command(evaluate)
-    app.command(predict)
-    app.command(generate)
-    app.command(convert)
-    app.command(finetune)
-    app.command(reproduce)
-    app.command(heads)
-    app.command(inspect)
-    app.command(info)
+    for number, name in enumerate(commands):
+        app.command(getattr(import_module(f"hsa.cli.{name}"), name), sort_key=number)
     return app
+
+
+def help_page(command: str) -> HelpPage:
+    """Return the help page of a command, the constant `HELP` of its module."""
+    page: HelpPage = import_module(f"hsa.cli.{command}").HELP
+    return page
 
 
 def _version() -> str:

@@ -1,9 +1,9 @@
-"""Progress of long work: a bar on a screen, a line per stage in a log; and its results, and where they are."""
+"""Output of long commands: progress bars on a terminal or lines in a log, then results and their paths."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Watch = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with the name of a stage, how much of it is done, and its total."""
 
 
 class Bars:
-    """One bar per kind of work, in the order they begin."""
+    """A progress bar per stage on a terminal, or a line per stage in a log."""
 
     def __init__(self, console: Console):
         self.console = console
 
     def say(self, message: str) -> None:
+        """Print a message about what begins now."""
         from rich.text import Text
 
         self.console.print(Text(f"{message} …", style="dim"), soft_wrap=True)
 
     @contextmanager
     def running(self) -> Iterator[Watch]:
+        """Show bars while the context is open; yield the function that updates them."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         screen = self.console.is_terminal
@@ -45,30 +47,30 @@ class Bars:
             disable=not screen,
         ) as progress:
 
-            def watch(what: str, done: int, total: int) -> None:
-                if what not in tasks:
-                    tasks[what] = progress.add_task(what, total=total)
+            def watch(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = progress.add_task(stage, total=total)
                     if not screen:
-                        self.say(what)
-                progress.update(tasks[what], completed=done, total=total)
+                        self.say(stage)
+                progress.update(tasks[stage], completed=done, total=total)
 
             yield watch
 
     @staticmethod
-    def counter(watch: Watch, what: str, total: int) -> Callable[[int], None]:
-        """Told how many more are done."""
+    def counter(watch: Watch, stage: str, total: int) -> Callable[[int], None]:
+        """Return a function that adds to the amount done of a stage."""
         done = 0
 
         def count(more: int) -> None:
             nonlocal done
             done += more
-            watch(what, done, total)
+            watch(stage, done, total)
 
         return count
 
 
 class TrainingBar:
-    """A bar for one model that is trained. `score` names what validation measures; None: its loss."""
+    """Progress bar of one model in training. `score` is the name of the validation score; None for its loss."""
 
     def __init__(self, name: str, score: str | None, console: Console):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -87,6 +89,7 @@ class TrainingBar:
         self.loss = self.validation = ""
 
     def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        """Show the progress after a step."""
         if self.task is None:
             self.progress.start()
             self.task = self.progress.add_task(self.name, total=total, note="")
@@ -95,11 +98,11 @@ class TrainingBar:
         self.progress.update(self.task, completed=done, note="  ".join(filter(None, [self.loss, self.validation])))
 
     def epoch(self, record: Any) -> None:
-        """After an epoch of a classifier, a regressor or an encoder–decoder."""
+        """Show the validation after an epoch of a classifier, a regressor or an encoder–decoder."""
         self._validated(f"epoch {record.epoch}: {self.score} {record.validation:.3f}", record)
 
     def evaluated(self, record: Any) -> None:
-        """After some steps of a language model."""
+        """Show the validation after some steps of a language model."""
         self._validated(f"step {record.step:,}: validation {record.validation_loss:.3f}", record)
 
     def _validated(self, text: str, record: Any) -> None:
@@ -110,11 +113,12 @@ class TrainingBar:
             )
 
     def done(self) -> None:
+        """Remove the bar."""
         self.progress.stop()
 
 
-def say_results(console: Console, table: Table, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
-    """The table of what was trained, and what there is to say of it."""
+def print_results(console: Console, table: Table, lines: Iterable[str], *, soft_wrap: bool = False) -> None:
+    """Print the table of results, and lines of text below it."""
     from rich.text import Text
 
     from hsa.analysis.tables import print_table
@@ -126,10 +130,10 @@ def say_results(console: Console, table: Table, lines: Iterable[str], *, soft_wr
         console.print(Text(line), soft_wrap=soft_wrap)
 
 
-def say_where(
+def print_paths(
     console: Console, model: Path | None, report: Path, pictures: Iterable[Path] = (), following: str = ""
 ) -> None:
-    """Where the results are, of a training with its model, and what to do next."""
+    """Print the paths of the results and the command to run next."""
     from rich.text import Text
 
     lines = ["", *([] if model is None else [f"model     {model}"]), f"report    {report}"]
@@ -141,9 +145,17 @@ def say_where(
         console.print(Text(line), soft_wrap=True)  # paths stay whole, to be copied
 
 
-def one_process(task: str, fsdp: bool) -> None:
-    """Refuses what `task` cannot do yet."""
+def skipped_line(skipped: Sequence[object]) -> str:
+    """Return a line about rows and files that could not be read."""
+    return f"{len(skipped):,} skipped, the first: {skipped[0]}"
+
+
+def refuse_several_processes(task: str, fsdp: bool) -> None:
+    """Refuse several processes, which `task` does not support."""
     if fsdp or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InvalidInput(
-            "task", given=f"{task} in several processes", expected="one process", fix="start plain hsa train"
+            "task",
+            got=f"{task} in several processes",
+            expected="one process",
+            fix="Run hsa train without a launcher and without --fsdp",
         )

@@ -1,10 +1,23 @@
-"""`hsa reproduce`: run an experiment with conversions, as a recipe describes it."""
+"""`hsa reproduce`: run a conversion experiment that a recipe describes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hsa.cli.help import HelpPage
+from hsa.cli.progress import print_paths
+from hsa.cli.runs import choose_folder
 from hsa.errors import InvalidInput
+
+_RUNS = ("results.jsonl", "models/*/finetuning.json")
+"""Files in the folder of each run."""
+
+HELP = HelpPage(
+    examples={
+        "hsa reproduce recipes/convert_table3.yaml data --hub": "the paper's Table 3",
+        "hsa reproduce recipes/convert_dial.yaml data --given imdb=tuned": "your model",
+    },
+)
 
 
 def reproduce(
@@ -18,22 +31,23 @@ def reproduce(
     tasks: tuple[str, ...] = (),
     limit: int | None = None,
     out: Path | None = None,
+    resume: bool = False,
     cpu: bool = False,
 ) -> None:
-    """Fine-tune an encoder on the tasks of a recipe, convert it in the ways of the recipe, and compare.
+    """Run a conversion experiment: fine-tune encoders, convert them, compare.
 
-    convert_table3, convert_appendix_l and convert_table8 are the paper's experiments. Resumes when it is
-    started again with the same --out.
+    The recipes convert_table3, convert_appendix_l and convert_table8 are the paper's experiments.
 
     Args:
         recipe: A recipe, such as recipes/convert_table3.yaml.
-        data: The folder with the files that the recipe names.
-        model: The encoder to fine-tune: a folder, or a name on the hub.
-        given: TASK=FOLDER: a model that is fine-tuned already.
-        hub: Take the checkpoints that the paper used, from the hub.
-        tasks: Tasks of the recipe to run; all, unless given.
-        limit: Most test texts of each task.
+        data: Folder with the data files that the recipe names.
+        model: The encoder to fine-tune: a folder or a name on the hub.
+        given: TASK=FOLDER: a fine-tuned model to use for a task.
+        hub: Use the paper's fine-tuned models, from the hub.
+        tasks: Tasks of the recipe to run; all by default.
+        limit: Largest number of test texts per task.
         out: Folder for models and results; runs/NAME by default.
+        resume: Continue the run in the same folder where it stopped.
         cpu: Do not use a GPU.
     """
     import torch
@@ -50,8 +64,8 @@ def reproduce(
     models = _pairs(given)
     unknown = sorted(set(models) - set(wanted.tasks))
     if unknown:
-        raise InvalidInput("--given", given=unknown[0], expected=f"some of {', '.join(wanted.tasks)}")
-    folder = out or Path("runs") / recipe.stem
+        raise InvalidInput("--given", got=unknown[0], expected=f"one of {', '.join(wanted.tasks)}")
+    folder = choose_folder(recipe.stem, out, resume, files=_RUNS)
     sweep = Sweep(
         wanted,
         model,
@@ -66,20 +80,18 @@ def reproduce(
     rows = list(sweep.run())
     if not rows:
         reasons = "; ".join(f"{name}: {why}" for name, why in sweep.skipped.items())
-        raise InvalidInput(str(recipe), given=f"no task that can run ({reasons})", expected="at least one")
+        raise InvalidInput(str(recipe), problem=f"no task that can run ({reasons})", expected="at least one")
     pictures = write_sweep_report(folder, wanted.title, rows, sweep.skipped)
     console.print()
     print_table(console, terminal_table(*tabulate(rows)))
     console.print()
     for name, why in sweep.skipped.items():
         console.print(Text(f"{name} was skipped: {why}", style="yellow"))
-    console.print(Text(f"report    {folder / 'report.md'}"), soft_wrap=True)
-    if pictures:
-        console.print(Text(f"pictures  {', '.join(map(str, pictures))}"), soft_wrap=True)
+    print_paths(console, None, folder / "report.md", pictures)
 
 
 def _pairs(given: tuple[str, ...]) -> dict[str, str]:
     for pair in given:
         if "=" not in pair:
-            raise InvalidInput("--given", given=pair, expected="TASK=FOLDER")
+            raise InvalidInput("--given", got=pair, expected="TASK=FOLDER")
     return dict(pair.split("=", 1) for pair in given)

@@ -1,13 +1,15 @@
-"""What commands that train classifiers share: their recipe, their folder, their data."""
+"""Shared parts of the commands that train: the recipe, the folder of the run, and the data."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hsa.cli.progress import skipped_line
 from hsa.errors import InvalidInput
 from hsa.registry import resolve
 from hsa.training.recipe import Recipe, load_recipe, overridden
@@ -20,58 +22,61 @@ if TYPE_CHECKING:
 
 
 NAMED: ContextVar[frozenset[str]] = ContextVar("NAMED", default=frozenset())
-"""The options that stand on the command line, which override those of a recipe even where they equal the default."""
+"""Options on the command line, as Python keywords. They override a recipe even where they equal the default."""
 _RUNS = ("*/checkpoint.pt", "*/*/*/checkpoint.pt", "*/*/*/ended.json")
-"""What `hsa train` and `hsa compare` leave in their folders, whether they finished or not."""
+"""Files in the folder of each run of `hsa train` and `hsa compare`, whether it finished or not."""
 
 
-def words(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Lists with commas as well as without: each word once.
+def split_words(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Split values at commas and return each word once.
 
-    >>> words(("hierarchical,flat", "deepsets", "hierarchical"))
+    >>> split_words(("hierarchical,flat", "deepsets", "hierarchical"))
     ('hierarchical', 'flat', 'deepsets')
     """
-    return tuple(dict.fromkeys(word for part in given for word in part.split(",") if word))
+    return tuple(dict.fromkeys(word for value in values for word in value.split(",") if word))
 
 
 def is_recipe(data: Path | None) -> bool:
+    """Return whether `data` is a recipe file rather than data."""
     return data is not None and data.suffix.lower() in (".yaml", ".yml")
 
 
-def completed(given: Recipe, quick: bool, models: tuple[str, ...] | None = None) -> Recipe:
-    """Return the recipe with what stands on the command line, over a recipe file or the preset of the task.
+def complete_recipe(options: Recipe, quick: bool, models: tuple[str, ...] | None = None) -> Recipe:
+    """Return the recipe file, or the preset of the task, with the options of the command line in place of its own.
 
     Args:
-        models: Models where neither the command line nor a recipe file names any, in place of the preset's.
+        options: Options as parsed from the command line; those in `NAMED` override.
+        quick: Whether to shorten the run, see `shorten_recipe`.
+        models: Models to train, in place of the preset's, where neither the command line nor a recipe file names any.
     """
-    if given.data is not None and is_recipe(given.data):
-        base = load_recipe(given.data)
+    if options.data is not None and is_recipe(options.data):
+        base = load_recipe(options.data)
     else:
-        base = TASKS.get(given.read.task).preset(given.data, quick)
+        base = TASKS.get(options.read.task).preset(options.data, quick)
         base = base if models is None else replace(base, models=models)
-    recipe = overridden(base, given, NAMED.get())
-    return quicker(recipe) if quick else recipe
+    recipe = overridden(base, options, NAMED.get())
+    return shorten_recipe(recipe) if quick else recipe
 
 
-def quicker(given: Recipe) -> Recipe:
-    """For a look at how it works: few epochs of a small model."""
-    training = replace(given.training, epochs=min(given.training.epochs, 4))
-    return replace(given, training=training, model=replace(given.model, width=min(given.model.width, 64)))
+def shorten_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe with at most 4 epochs and a width of at most 64."""
+    training = replace(recipe.training, epochs=min(recipe.training.epochs, 4))
+    return replace(recipe, training=training, model=replace(recipe.model, width=min(recipe.model.width, 64)))
 
 
-def no_time_limit(recipe: Recipe) -> None:
-    """Refuses what the loops of other tasks cannot do."""
+def refuse_time_limit(recipe: Recipe) -> None:
+    """Refuse `--minutes`, which only the training loop of classifiers and regressors supports."""
     if recipe.training.minutes:
         raise InvalidInput(
             "minutes",
-            given=f"{recipe.training.minutes:g} with the task {recipe.read.task}",
-            expected="classification or regression",
-            fix="limit --epochs instead",
+            got=f"{recipe.training.minutes:g} with the task {recipe.read.task}",
+            expected="the task classification or regression",
+            fix="Limit --epochs instead",
         )
 
 
 def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, console: Console) -> PreparedData:
-    """The data of a recipe, and on the console what they are. `small`: a fraction of the standard library."""
+    """Read the data of a recipe and print a summary of them; `small` reads only part of the built-in data."""
     from rich.text import Text
 
     from hsa.training.experiment import check_entmax
@@ -83,41 +88,53 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     for group in recipe.extra.values():
         group.check_models(recipe.models)
     check_entmax(recipe.models, recipe.model)
-    where = TASKS.get(recipe.read.task).prepare
-    assert where is not None  # a task of classifiers
+    prepare = TASKS.get(recipe.read.task).prepare
+    assert prepare is not None  # every task of a classifier has it
     with accelerator.main_process_first():  # the other processes load the data from the cache
-        prepared: PreparedData = resolve(where)(recipe, small, say)
+        prepared: PreparedData = resolve(prepare)(recipe, small, say)
     if accelerator.is_main_process:
         _announce(console, prepared, folder)
     return prepared
 
 
 def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -> Path:
-    """Results are never written over: a new folder, or the one to resume. `kind`: what its name begins with."""
+    """Return the folder of a training run, see `choose_folder`; `kind` is a prefix of its default name."""
+    name = kind + (TASKS.get(recipe.read.task).own_data if recipe.data is None else recipe.data.stem)
+    return choose_folder(name, out, resume, files=_RUNS)
+
+
+def choose_folder(name: str, out: Path | None, resume: bool, *, files: Sequence[str]) -> Path:
+    """Return the folder of a run: a new one, so that no results are overwritten, or that of the run to resume.
+
+    Args:
+        name: Name of the folder in `runs`, without `out`. A new run gets a number if the name is taken; `resume` selects
+            the latest run of this name.
+        out: Folder that the user named.
+        files: Patterns of the files that every run of this command has in its folder.
+    """
     if out is not None:
+        exists = any(any(out.glob(pattern)) for pattern in files)
         if resume and not out.is_dir():
             raise InvalidInput(
-                str(out), given="no such folder", expected="a run to resume", fix="start without --resume"
+                str(out), problem="no such folder", expected="a run to resume", fix="Start without --resume"
             )
-        if not resume and any(any(out.glob(pattern)) for pattern in _RUNS):
+        if exists and not resume:
             raise InvalidInput(
                 str(out),
-                given="a folder with a run",
+                got="a folder with a run",
                 expected="a new folder",
-                fix="pass --resume to go on with that run, or another --out",
+                fix="Pass --resume to continue that run, or another --out",
             )
         return out
-    own_data = TASKS.get(recipe.read.task).own_data
-    name = kind + (own_data if recipe.data is None else recipe.data.stem)
     own = re.compile(re.escape(name) + r"(-\d+)?")
     taken = [path for path in Path("runs").glob("*") if own.fullmatch(path.name)]
     if resume:
         if not taken:
             raise InvalidInput(
                 "resume",
-                given=f"no run in runs/{name}",
-                expected="one to resume",
-                fix="start without --resume, or pass the folder of the run as --out",
+                problem=f"no run in runs/{name}",
+                expected="a run to resume",
+                fix="Start without --resume, or pass the folder of the run as --out",
             )
         return max(taken, key=lambda path: path.stat().st_mtime)
     numbered = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, len(taken) + 2))
@@ -130,11 +147,11 @@ def _announce(console: Console, prepared: PreparedData, folder: Path) -> None:
     sizes = (
         f"{len(prepared.train):,} to train, {len(prepared.validation):,} to validate, {len(prepared.test):,} to test"
     )
-    what = f"{len(prepared.train.classes)} classes" if prepared.train.classes else "numbers"
+    labels = f"{len(prepared.train.classes)} classes" if prepared.train.classes else "numbers"
     leaves = prepared.train.lengths
     console.print(
-        Text(f"{prepared.name}: {sizes}; {what}; {leaves.mean():,.0f} leaves each (at most {leaves.max():,})")
+        Text(f"{prepared.name}: {sizes}; {labels}; {leaves.mean():,.0f} leaves on average (at most {leaves.max():,})")
     )
     if prepared.skipped:
-        console.print(Text(f"left out: {len(prepared.skipped):,}, the first: {prepared.skipped[0]}", style="yellow"))
+        console.print(Text(skipped_line(prepared.skipped), style="yellow"))
     console.print(Text(f"results go to {folder}", style="dim"))

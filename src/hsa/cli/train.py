@@ -1,4 +1,4 @@
-"""`hsa train`: a model and its baselines on the user's data, and an honest table."""
+"""`hsa train`: train a model and its baselines on the user's data, and report whether it beats them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from hsa.baselines.options import DocumentOptions
-from hsa.cli.progress import TrainingBar, say_results, say_where
-from hsa.cli.runs import completed, no_time_limit, read_data, run_folder, words
+from hsa.cli.defaults import defaults_by_task, task_defaults
+from hsa.cli.help import HelpPage
+from hsa.cli.progress import TrainingBar, print_paths, print_results
+from hsa.cli.runs import complete_recipe, read_data, refuse_time_limit, run_folder, split_words
+from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TOPICS, TRAINING
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
 from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
@@ -22,6 +25,22 @@ if TYPE_CHECKING:
     from hsa.training.experiment import Result
     from hsa.training.failures import NoResult
 
+HELP = HelpPage(
+    examples={
+        "hsa train --quick": "built-in data, a minute",
+        "hsa train reviews.csv --text text --label stars": "a classifier of your texts",
+        "hsa train books/ --task lm": "a language model",
+    },
+    common=(
+        *("task", "models", "text", "label", "test", "max_tokens"),
+        *("width", "layers", "epochs", "learning_rate"),
+        *("out", "resume", "quick", "cpu"),
+    ),
+    topics=TOPICS,
+    defaults=task_defaults,
+    epilogue=defaults_by_task,
+)
+
 
 def train(
     data: Path | None = None,
@@ -33,52 +52,55 @@ def train(
     quick: bool = False,
     cpu: bool = False,
     fsdp: bool = False,
-    read: Annotated[DataOptions, Parameter(name="*", group="Data")] = DataOptions(),  # noqa: B008
-    model: Annotated[ModelOptions, Parameter(name="*", group="Model")] = ModelOptions(),  # noqa: B008
-    training: Annotated[TrainingOptions, Parameter(name="*", group="Training")] = TrainingOptions(),  # noqa: B008
-    language: Annotated[LanguageOptions, Parameter(name="*", group="Language model")] = LanguageOptions(),  # noqa: B008
-    seq2seq: Annotated[Seq2SeqOptions, Parameter(name="*", group="Encoder–decoder")] = Seq2SeqOptions(),  # noqa: B008
-    match3: Annotated[Match3Options, Parameter(name="*", group="Match3")] = Match3Options(),  # noqa: B008
-    documents: Annotated[DocumentOptions, Parameter(name="*", group="Document models")] = DocumentOptions(),  # noqa: B008
+    read: Annotated[DataOptions, Parameter(name="*", group=DATA)] = DataOptions(),  # noqa: B008
+    model: Annotated[ModelOptions, Parameter(name="*", group=MODEL)] = ModelOptions(),  # noqa: B008
+    training: Annotated[TrainingOptions, Parameter(name="*", group=TRAINING)] = TrainingOptions(),  # noqa: B008
+    language: Annotated[LanguageOptions, Parameter(name="*", group=LANGUAGE)] = LanguageOptions(),  # noqa: B008
+    seq2seq: Annotated[Seq2SeqOptions, Parameter(name="*", group=SEQ2SEQ)] = Seq2SeqOptions(),  # noqa: B008
+    match3: Annotated[Match3Options, Parameter(name="*", group=MATCH3)] = Match3Options(),  # noqa: B008
+    documents: Annotated[DocumentOptions, Parameter(name="*", group=DOCUMENTS)] = DocumentOptions(),  # noqa: B008
 ) -> None:
-    """Train a classifier, regressor or language model that uses the structure of your data, and see whether it helped.
+    """Train a classifier, regressor or language model, and compare it with baselines.
 
-    Trains the hierarchical encoder and baselines with as many parameters (softmax attention over all leaves; no attention),
-    tests them on held-out data, and writes the models, a report and pictures to a folder.
+    Trains a hierarchical encoder and baselines with the same number of parameters (softmax attention over all leaves; no
+    attention), tests them on held-out data, and writes the models, a report and pictures to a folder.
 
-    Without DATA: which package of the Python standard library does a class or function come from? The examples
-    come from the Python installation; nothing is downloaded.
+    Without DATA, the examples are the classes and functions of the Python standard library, and the label is the package
+    they come from. Nothing is downloaded.
 
-    With --task lm: a language model of texts, beside one with flat attention; `hsa generate` writes with it. DATA is a text,
-    a folder of texts, or a table with --text columns; without DATA, the docstrings of the Python standard library.
+    --task lm trains a language model and one with flat attention; `hsa generate` continues texts with it. DATA is a text, a
+    folder of texts, or a table with --text columns; without DATA, the docstrings of the Python standard library.
 
-    With --task seq2seq: an encoder–decoder that writes the --label column from the --text column. Without DATA: generated
-    documents with one sentence to repeat.
+    --task seq2seq trains an encoder–decoder that generates the --label column from the --text column. Without DATA, it
+    learns to repeat one sentence of a generated document.
 
-    With --task match3: generated numbers, to find those that make three that match: three-way against pairwise attention.
+    --task match3 compares three-way with pairwise attention: the model finds the numbers of a generated sequence that add
+    up to 0 with two others.
 
-    Several processes: `accelerate launch -m hsa.cli.main train …` or `torchrun --nproc-per-node 2 -m hsa.cli.main train …`
+    To train in several processes, run `accelerate launch -m hsa.cli.main train …` or
+    `torchrun --nproc-per-node 2 -m hsa.cli.main train …`.
 
     Args:
-        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Flags override a recipe.
+        data: A .csv, .tsv, .json, .jsonl or .parquet file, a folder per class, or a recipe (.yaml). Options on the command
+            line override those of a recipe.
         out: Folder for the results; runs/NAME by default.
-        models: What to train: hierarchical, multiscale, clustered, bottom-up, flat, trilinear,
-            hierarchical-trilinear, deepsets, han, hat, transformer-xl; multiscale, clustered, flat, transformer-xl for the
-            task lm; hierarchical, multiscale, clustered, flat (the encoder) for seq2seq. The first model is the reference;
-            the others are matched to its size.
-            NAME+FUSION is a classifier with its heads fused in that way: hierarchical+talking.
+        models: Models to train; the first is the reference, the others are matched to its size. Classifiers and regressors:
+            hierarchical, multiscale, clustered, bottom-up, flat, trilinear, hierarchical-trilinear, deepsets, han, hat,
+            transformer-xl; NAME+FUSION fuses the heads of NAME in another way, such as hierarchical+talking. Language
+            models: multiscale, clustered, flat, transformer-xl. Encoders of seq2seq: hierarchical, multiscale, clustered,
+            flat.
         resume: Continue the run in the same folder where it stopped.
-        quick: Few examples, at most 4 epochs and a width of 64: a look at how it works, in half a minute.
+        quick: Use few examples, at most 4 epochs and a width of at most 64, to see how it works.
         cpu: Do not use a GPU.
         fsdp: Shard the model over processes (FSDP2).
     """
     from rich.console import Console
 
     extra = {"match3": match3, "documents": documents}
-    recipe = completed(Recipe(data, words(models), read, model, training, language, seq2seq, extra), quick)
+    recipe = complete_recipe(Recipe(data, split_words(models), read, model, training, language, seq2seq, extra), quick)
     console = Console(stderr=False)
     if recipe.read.task in ("lm", "seq2seq"):
-        no_time_limit(recipe)
+        refuse_time_limit(recipe)
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 
@@ -135,13 +157,13 @@ def _report(
     from hsa.training.report import report_lines, result_table, write_report
 
     pictures = write_report(folder, recipe, prepared, results, failed)
-    say_results(console, result_table(results, failed), report_lines(prepared, results))
+    print_results(console, result_table(results, failed), report_lines(prepared, results))
     model = folder / results[0].model
     generated = prepared.input_spec.kind == "generated"
-    following = "" if generated else f"hsa predict {model} {_more_of(recipe, prepared)}"
-    say_where(console, model, folder / "report.md", pictures, following)
+    following = "" if generated else f"hsa predict {model} {_data_to_predict(recipe, prepared)}"
+    print_paths(console, model, folder / "report.md", pictures, following)
 
 
-def _more_of(recipe: Recipe, prepared: PreparedData) -> str:
-    """What the model could read next."""
+def _data_to_predict(recipe: Recipe, prepared: PreparedData) -> str:
+    """Return an example of data that `hsa predict` can read."""
     return {"python": "FILE.py", "news": "FILE"}.get(prepared.input_spec.kind, str(recipe.data))

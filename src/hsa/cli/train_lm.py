@@ -1,11 +1,11 @@
-"""`hsa train --task lm`: language models of a text, and a table of how well they predict it."""
+"""`hsa train --task lm`: train language models of a text, and compare how well they predict it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsa.cli.progress import TrainingBar, one_process, say_results, say_where
+from hsa.cli.progress import TrainingBar, print_paths, print_results, refuse_several_processes
 from hsa.errors import InvalidInput
 from hsa.training.recipe import Recipe
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool, console: Console) -> None:
+    """Read the text, train every model of the recipe, and write and print the report."""
     from rich.text import Text
 
     from hsa.training.failures import complain
@@ -28,17 +29,18 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     if recipe.model.entmax is not None:
         raise InvalidInput(
             "entmax",
-            given=f"{recipe.model.entmax} with the task lm",
-            expected="classification, regression or seq2seq (its encoder): decoders attend by softmax",
+            got=f"{recipe.model.entmax} with the task lm",
+            expected="the task classification, regression or seq2seq (for its encoder): decoders use softmax",
         )
-    one_process("lm", fsdp)
+    refuse_several_processes("lm", fsdp)
 
     def say(message: str) -> None:
         console.print(Text(f"{message} …", style="dim"))
 
     read = recipe.read
     data = prepare_text(recipe.data, text=read.text, vocabulary=read.vocabulary, seed=recipe.training.seed, say=say)
-    sizes = ", ".join(f"{len(getattr(data, part)):,} to {verb}" for part, verb in _VERBS.items())
+    parts = {"train": data.train, "validate": data.validation, "test": data.test}
+    sizes = ", ".join(f"{len(tokens):,} to {verb}" for verb, tokens in parts.items())
     console.print(Text(f"{data.name}: {data.characters / 1e6:,.1f} M characters; tokens: {sizes}"))
     console.print(Text(f"results go to {folder}", style="dim"))
     failed: dict[str, NoResult] = {}
@@ -60,9 +62,6 @@ def run_lm(recipe: Recipe, folder: Path, *, resume: bool, cpu: bool, fsdp: bool,
     complain(failed)
 
 
-_VERBS = {"train": "train", "validation": "validate", "test": "test"}
-
-
 def _report(
     console: Console,
     recipe: Recipe,
@@ -74,6 +73,6 @@ def _report(
     from hsa.training.language_model.report import lm_lines, lm_table, write_lm_report
 
     pictures = write_lm_report(folder, recipe, data, results, failed)
-    say_results(console, lm_table(results, failed), lm_lines(results))
+    print_results(console, lm_table(results, failed), lm_lines(results))
     model = folder / results[0].model
-    say_where(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')
+    print_paths(console, model, folder / "report.md", pictures, f'hsa generate {model} --prompt "The"')

@@ -1,11 +1,11 @@
-"""`hsa train --task seq2seq`: encoder–decoders on prompts and answers, and a table of how well they answer."""
+"""`hsa train --task seq2seq`: train encoder–decoders on prompts and answers, and compare their answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsa.cli.progress import TrainingBar, one_process, say_results, say_where
+from hsa.cli.progress import TrainingBar, print_paths, print_results, refuse_several_processes, skipped_line
 from hsa.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def run_seq2seq(
     recipe: Recipe, folder: Path, *, resume: bool, quick: bool, cpu: bool, fsdp: bool, console: Console
 ) -> None:
+    """Read the data, train every model of the recipe, and write and print the report."""
     import torch
     from rich.text import Text
 
@@ -26,7 +27,7 @@ def run_seq2seq(
 
     check_seq2seq_models(recipe.models)
     check_entmax(recipe.models, recipe.model)
-    one_process("seq2seq", fsdp)
+    refuse_several_processes("seq2seq", fsdp)
 
     def say(message: str) -> None:
         console.print(Text(f"{message} …", style="dim"))
@@ -43,11 +44,11 @@ def run_seq2seq(
     console.print(
         Text(
             f"{data.name}: {len(data.train):,} to train, {len(data.validation):,} to validate, {len(data.test):,} to test; "
-            f"{leaves / len(data.train):,.0f} leaves a prompt, {tokens / len(data.train):,.0f} tokens an answer"
+            f"{leaves / len(data.train):,.0f} leaves per prompt, {tokens / len(data.train):,.0f} tokens per answer"
         )
     )
     if data.skipped:
-        console.print(Text(f"left out: {len(data.skipped):,}, the first: {data.skipped[0]}", style="yellow"))
+        console.print(Text(skipped_line(data.skipped), style="yellow"))
     console.print(Text(f"results go to {folder}", style="dim"))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not cpu else None
     failed: dict[str, NoResult] = {}
@@ -62,6 +63,6 @@ def run_seq2seq(
     )
     if results:
         write_seq2seq_report(folder, recipe, data, results, failed)
-        say_results(console, seq2seq_table(results, failed), example_lines(results[0]), soft_wrap=True)
-        say_where(console, folder / results[0].model, folder / "report.md")
+        print_results(console, seq2seq_table(results, failed), example_lines(results[0]), soft_wrap=True)
+        print_paths(console, folder / results[0].model, folder / "report.md")
     complain(failed)

@@ -1,4 +1,4 @@
-"""Draw the next token from logits."""
+"""`Sampling`: how the next token is drawn from logits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Options for drawing the next token.
 
     Args:
         temperature: Divisor of the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 for all.
         top_p: Draw from the most likely tokens that together have this probability; 1 for all.
-        seed: Random seed; None for another one each time.
+        seed: Random seed; None for a different one each time.
 
     >>> Sampling(temperature=0).draw(torch.tensor([[0.1, 2.0, 0.3]])).tolist()
     [1]
@@ -32,23 +32,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InvalidInput("temperature", given=self.temperature, expected="0 or a positive number")
+            raise InvalidInput("temperature", got=self.temperature, expected="0 or a positive number")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InvalidInput("top_k", given=self.top_k, expected="a number of tokens, or 0 for all")
+            raise InvalidInput("top_k", got=self.top_k, expected="a number of tokens, or 0 for all")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidInput("top_p", given=self.top_p, expected="a probability: more than 0, at most 1")
+            raise InvalidInput("top_p", got=self.top_p, expected="a probability: more than 0, at most 1")
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if self.seed is not None and not (whole and 0 <= self.seed < 2**63):
-            raise InvalidInput("seed", given=self.seed, expected="an integer of 0 or more, below 2^63")
+            raise InvalidInput("seed", got=self.seed, expected="an integer of 0 or more, below 2^63")
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return the random generator for a whole text."""
-        made = torch.Generator(device)
+        """Return a new random generator for the tokens of a text."""
+        generator = torch.Generator(device)
         if self.seed is None:
-            made.seed()
+            generator.seed()
         else:
-            made.manual_seed(self.seed)
-        return made
+            generator.manual_seed(self.seed)
+        return generator
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a token for every row of `logits` `[batch, vocabulary]`."""
@@ -63,9 +63,8 @@ class Sampling:
         [[0.625, 0.375, 0.0]]
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        wide = (
-            wide - wide.amax(-1, keepdim=True)
-        ) / self.temperature  # the most likely one stays finite at any temperature
+        # Subtract the maximum first: the most likely token stays finite at any temperature.
+        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < wide.shape[-1]:
             least = wide.topk(self.top_k).values[..., -1:]
             wide = wide.masked_fill(wide < least, -torch.inf)

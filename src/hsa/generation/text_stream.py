@@ -1,4 +1,4 @@
-"""`TextStream`: text from a language model, piece by piece, as it is generated."""
+"""`TextStream`: the text of a language model in pieces, as they are generated."""
 
 from __future__ import annotations
 
@@ -17,32 +17,37 @@ Reason = Literal["running", "tokens", "end", "stop", "max_length"]
 
 
 class Writer(Protocol):
-    """The part of a language model that generation needs; language models of this library and converted decoders have it."""
+    """Protocol of models that generate text: language models of this library and converted decoders."""
 
     @property
     def config(self) -> Any:
         """Configuration with `vocabulary` and `max_length`."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the model."""
 
-    def new_cache(self, batch: int = 1) -> Any: ...
+    def new_cache(self, batch: int = 1) -> Any:
+        """Return an empty cache for a batch of texts."""
 
-    def read(self, tokens: Tensor, lengths: Sequence[int], cache: Any) -> Tensor: ...
+    def read(self, tokens: Tensor, lengths: Sequence[int], cache: Any) -> Tensor:
+        """Read texts into a cache; return logits `[batch, vocabulary]` of the token after each text."""
 
-    def step(self, tokens: Tensor, cache: Any) -> Tensor: ...
+    def step(self, tokens: Tensor, cache: Any) -> Tensor:
+        """Append a token `[batch]` to every text; return logits `[batch, vocabulary]` of the next token."""
 
 
 class TextStream:
-    """An iterator over pieces of generated text. Its attributes can be read at any time. Made by `generate`.
+    """Iterator over pieces of generated text. Its attributes can be read at any time. Made by `generate`.
 
     Attributes:
         prompt: Token ids of the prompt.
         ids: Token ids generated so far.
-        cache: The model's cache.
-        reason: Why it ended: "tokens" (`max_new_tokens` were generated), "end" (of the document), "stop" (a stop string),
-            "max_length" (of the model); "running" until then.
-        seconds: Time spent on the tokens generated so far; `prompt_seconds` on the prompt.
+        cache: Cache of the model.
+        reason: Reason for the end: "tokens" (`max_new_tokens` were generated), "end" (of the document), "stop" (a stop
+            string), "max_length" (of the model); "running" until then.
+        seconds: Time spent on the tokens generated so far.
+        prompt_seconds: Time spent on the prompt.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class TextStream:
         self.seconds = self.prompt_seconds = 0.0
         self._decoder = decoder
         self._draws = sampling.generator(model.device)
-        self._logits: Tensor | None = None  # of the next token, once the prompt is read
+        self._logits: Tensor | None = None  # logits of the next token; None until the prompt is read
 
     def __iter__(self) -> TextStream:
         return self
@@ -78,7 +83,7 @@ class TextStream:
             text = "" if self.ids[-1] in self.ends else self._decoder.add(self.ids[-1])
             self.reason = self._why_end()
             if self.reason == "running":
-                with torch.no_grad():  # not inference mode, in which the cache could not use what attention has pooled
+                with torch.no_grad():  # inference tensors could not be stored in the cache
                     self._logits = self.model.step(token, self.cache)
                 self._check()
             self.seconds += time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Decode tokens one at a time into text that can be shown at once: whole characters, no part of a stop string."""
+"""`TokenDecoder`: decode tokens one at a time into text that can be shown: whole characters, no part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hsa.errors import InvalidInput
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the printable characters by which byte-level BPE writes bytes."""
+    """Return the byte for each printable character with which byte-level BPE writes bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -20,13 +20,13 @@ _BYTES = _bytes_of_characters()
 
 
 class TokenDecoder:
-    """Decode the tokens of one text as they arrive.
+    """Incremental decoder of the tokens of one text.
 
     Args:
-        tokenizer: A byte-level `tokenizers.Tokenizer`.
+        tokenizer: Byte-level `tokenizers.Tokenizer`.
         stop: Strings that end the text; they are left out.
 
-    >>> from hsa.signals.readers.tokens import train_tokenizer
+    >>> from hsa.signals import train_tokenizer
     >>> tokenizer = train_tokenizer(["a cat"], 260)
     >>> decoder = TokenDecoder(tokenizer, stop=["END"])
     >>> [decoder.add(token) for token in tokenizer.encode("é END!").ids]  # the first of two bytes is not shown yet
@@ -38,11 +38,11 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise InvalidInput("stop", given=repr(text), expected="strings of at least one character")
+                raise InvalidInput("stop", got=repr(text), expected="strings of at least one character")
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # text that may begin a stop string
 
     def add(self, token: int) -> str:
         """Add a token and return the text that can be shown now."""
@@ -67,7 +67,7 @@ class TokenDecoder:
             return ""
         text = self._held + new
         matches = [(begin + len(stop), begin) for stop in self.stop if (begin := text.find(stop)) >= 0]
-        if matches:  # the first to be complete ends the text, whatever tokens it came in
+        if matches:  # the stop string that is complete first ends the text
             self.stopped, self._held = True, ""
             return text[: min(matches)[1]]
         keep = 0

@@ -1,4 +1,4 @@
-"""Attention of one layer without a cache: exact, through a tree, or each sequence of the batch as is cheaper."""
+"""Attention of one layer without a cache: exact, over a tree, or the cheaper of the two for each sequence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNKNOWN_TO_TORCH = ("softcap", "s_aux")
 
 
 class Output(NamedTuple):
-    """Output of a layer; weights where they are asked for, clusters where keys were clustered."""
+    """Output of a layer, with weights if requested, and clusters if keys were clustered."""
 
     values: Tensor  # [batch, queries, heads, dim]
     weights: Tensor | None = None  # [batch, heads, queries, keys]
@@ -39,7 +39,7 @@ class Output(NamedTuple):
 
 
 def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-    """Attend as the plan of a converted layer says."""
+    """Attend in one layer along the path of its plan."""
     path = plan.path(call, sequences)
     if path == "tree":
         return attend_tree(plan, call, sequences)
@@ -55,7 +55,7 @@ def attend(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
 
 
 def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-    """Attend through the trees of a converted layer."""
+    """Attend over the trees of a converted layer."""
     settings, causal = plan.settings, sequences.causal
     assert settings is not None
     q, k, v = sequences.queries.pack(call.query), sequences.keys.pack(call.key), sequences.keys.pack(call.value)
@@ -104,13 +104,13 @@ def attend_tree(plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
 
 
 def attend_softmax(call: Call, mask: Tensor | None, causal: bool) -> Output:
-    """Attend with PyTorch's attention; with our own where weights are asked for, which PyTorch's does not give."""
+    """Attend with PyTorch's attention, or with `attend_exactly` if weights are requested, which PyTorch does not return."""
     for name in _UNKNOWN_TO_TORCH:
         if call.others.get(name) is not None:
             raise InvalidInput(
                 type(call.module).__name__,
-                given=f"attention with {name}",
-                expected="attention that PyTorch's own can do",
+                expected="attention that PyTorch's scaled_dot_product_attention supports",
+                got=f"attention with {name}",
             )
     if call.weights and call.others.get("position_bias") is None:
         options: dict[str, Any] = {"causal": causal, "scale": call.scale, "dropout_p": call.dropout_p}
@@ -123,14 +123,14 @@ def attend_softmax(call: Call, mask: Tensor | None, causal: bool) -> Output:
 def attend_exactly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with its weights `[batch, heads, queries, keys]`; `mask` as PyTorch's attention takes it."""
+    """Return softmax attention and its weights, `[batch, heads, queries, keys]`; `mask` is as for PyTorch's attention."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None and causal:
         mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     if mask is not None:
-        # Not −∞: a padded query may see nothing, and its output must be a number.
+        # Not −∞: a padded query may see no key, and its output must be finite.
         lowest = torch.finfo(logits.dtype).min
         logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
     weights = torch.nn.functional.dropout(logits.softmax(-1), dropout_p)
@@ -138,7 +138,7 @@ def attend_exactly(
 
 
 def bias_of(settings: LayerSettings, device: torch.device) -> float | Tensor:
-    """Return the bias of pooled nodes: a number, or one per head."""
+    """Return the bias of pooled nodes: one number, or `[heads]`."""
     bias = settings.pooled_bias
     return torch.tensor(bias, device=device) if isinstance(bias, tuple) else bias
 
@@ -146,8 +146,10 @@ def bias_of(settings: LayerSettings, device: torch.device) -> float | Tensor:
 def _attend_family(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside a family with dropout on its weights: an operator is linear in its values, so that the identity as
-    values gives its weights; families are small."""
+    """Attend inside a family with dropout of its weights.
+
+    Attention is linear in its values, so passing the identity as values returns the weights. Families are small.
+    """
     size = k.shape[-2]
     identity = torch.eye(size, dtype=v.dtype, device=v.device).expand(*k.shape[:-1], size)
     weights, lse = exact(q, k, identity, bias, mask, scale=scale)
@@ -162,24 +164,25 @@ def _errors(
     call: Call,
     sequences: Sequences,
 ) -> Tensor:
-    """`[biases, heads]` squared distances from exact attention."""
+    """Return squared distances from exact attention, `[biases, heads]`."""
     options: dict[str, Any] = {"causal": sequences.causal, "scale": call.scale, "dropout_p": 0.0}
     values, _ = attend_exactly(call.query, call.key, call.value, sequences.allowed(), **options)
-    wanted = sequences.queries.pack(values.transpose(1, 2)).float()
+    exact_output = sequences.queries.pack(values.transpose(1, 2)).float()
     outputs = (operator(*packed, tree, pooled_bias=bias) for bias in probe.biases)
-    return torch.stack([(out.float() - wanted).square().sum((0, 2)) for out in outputs])
+    return torch.stack([(out.float() - exact_output).square().sum((0, 2)) for out in outputs])
 
 
 def _dense(operator: Callable[..., Tensor], q: Tensor, k: Tensor, tree: Hierarchy, sequences: Sequences) -> Tensor:
+    """Return the attention weights of a padded batch, `[batch, heads, queries, keys]`."""
     weights = dense_weights(operator, q, k, tree)  # [heads, queries, keys]
-    batch, seq = sequences.mask.shape
-    asking = sequences.queries.mask.shape[1]
-    dense = weights.new_zeros(batch, len(weights), asking, seq)
+    batch, keys = sequences.mask.shape
+    queries = sequences.queries.mask.shape[1]
+    dense = weights.new_zeros(batch, len(weights), queries, keys)
     row = col = 0
     for b, (n, total) in enumerate(zip(sequences.queries.lengths, sequences.keys.lengths, strict=True)):
         block = weights[:, row : row + n, col : col + total]
-        asks, there = sequences.queries.mask[b], sequences.mask[b]
-        rows, cols = (where.to(dense.device).nonzero().squeeze(-1) for where in (asks, there))
+        masks = sequences.queries.mask[b], sequences.mask[b]
+        rows, cols = (mask.to(dense.device).nonzero().squeeze(-1) for mask in masks)
         dense[b, :, rows[:, None], cols] = block
         row, col = row + n, col + total
     return dense

@@ -1,8 +1,8 @@
-"""Caches of trees behind the cache interface of transformers: a converted layer's past, for `model.generate`.
+"""Caches of trees behind the cache interface of transformers, for `model.generate`.
 
-transformers hands a layer's new keys to its cache, and what that returns to the attention function, and nothing else. So the
-keys that `CacheLayer.update` returns carry their cache layer with them: for a prompt the keys themselves, for later tokens a
-placeholder of the right shape. The attention function finds the cache layer there and lets it attend.
+transformers passes a layer's new keys and values to its cache, and only the tensors that the cache returns to the attention
+function. So the keys that `CacheLayer.update` returns carry their cache layer as an attribute: for a prompt the keys
+themselves, for later tokens a placeholder of the right shape. The attention function reads the cache layer from there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 
 REWIND = 64
-"""Tokens that can be taken back from layers that keep no leaves: more than speculative decoding guesses in vain."""
+"""Most tokens that can be removed from a layer that keeps no leaves. Speculative decoding rejects fewer."""
 
 
 class CacheLayer(CacheLayerMixin):
-    """The past of one converted layer.
+    """Cache of one converted layer.
 
-    Sequences are packed, without padding: each has the length that the mask gives it. transformers counts padded positions,
-    and so do the lengths that it is told.
+    Sequences are packed, without padding; their lengths come from the mask. The lengths reported to transformers include
+    padding.
     """
 
     is_sliding = False
@@ -46,9 +46,9 @@ class CacheLayer(CacheLayerMixin):
         super().__init__()
         self.settings = settings
         self.tokens: Cache | None = None
-        self.mask: Tensor | None = None  # [batch, seen] which positions hold tokens
+        self.mask: Tensor | None = None  # [batch, seen] true where there is a token
         self.seen = 0
-        self._waiting = 0  # new positions that have not attended yet
+        self._waiting = 0  # number of new positions that have not attended yet
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -58,9 +58,9 @@ class CacheLayer(CacheLayerMixin):
         if self._waiting:
             raise InvalidInput(
                 "past_key_values",
-                given="a cache of a converted model, in layers that are not converted",
-                expected="the model that it was made for",
-                fix="start with a new cache after hsa.huggingface.convert or revert",
+                expected="a cache of this model",
+                got="a cache of a converted model for layers that are not converted",
+                fix="Create a new cache after hsa.huggingface.convert or revert",
             )
         batch, heads, new, _ = key_states.shape
         if self.tokens is not None:
@@ -70,7 +70,7 @@ class CacheLayer(CacheLayerMixin):
         if self.tokens is None:
             keys, values = key_states, value_states
         else:
-            # Attention that reads these instead of asking the layer gives NaN, which shows.
+            # Placeholders of NaN, so that attention that reads them by mistake fails visibly.
             keys, values = (
                 x.new_full((), math.nan).expand(batch, heads, self.seen, x.shape[-1])
                 for x in (key_states, value_states)
@@ -82,27 +82,27 @@ class CacheLayer(CacheLayerMixin):
     def _check(self, keys: Tensor, values: Tensor) -> None:
         tokens = self.tokens
         assert tokens is not None
-        given = (len(keys), keys.shape[1], keys.shape[3], values.shape[3])
-        wanted = (tokens.batch, tokens.kv_heads, tokens.head_dim, tokens.value_dim)
-        if given != wanted:
+        new = (len(keys), keys.shape[1], keys.shape[3], values.shape[3])
+        cached = (tokens.batch, tokens.kv_heads, tokens.head_dim, tokens.value_dim)
+        if new != cached:
             names = ("sequences", "key/value heads", "key dimensions", "value dimensions")
-            i = next(i for i in range(4) if given[i] != wanted[i])
+            i = next(i for i in range(4) if new[i] != cached[i])
             raise InvalidInput(
                 "past_key_values",
-                given=f"a cache of {wanted[i]} {names[i]} for tokens of {given[i]}",
-                expected="the cache of this batch and this model",
-                fix="start with a new cache",
+                expected=f"a cache whose number of {names[i]} is {new[i]}, as in the new tokens",
+                got=f"a cache with {cached[i]}",
+                fix="Create a new cache for each batch and model",
             )
 
     def attend(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-        """Attend with the new tokens that `update` got, as the layer's plan says, and keep them."""
+        """Attend with the new tokens that `update` received, along the path of the layer's plan, and store them."""
         self._waiting = 0
         if plan.settings != self.settings:
             raise InvalidInput(
                 "past_key_values",
-                given=f"a cache that was made for other settings of layer {plan.number}",
-                expected="one of this conversion",
-                fix="start with a new cache after hsa.huggingface.convert",
+                expected=f"a cache with the settings of layer {plan.number}",
+                got="one with other settings",
+                fix="Create a new cache after hsa.huggingface.convert",
             )
         if self.tokens is not None:
             self._check_continuation(call, sequences, self.tokens)
@@ -117,16 +117,16 @@ class CacheLayer(CacheLayerMixin):
         if call.needs_gradient:
             raise InvalidInput(
                 "past_key_values",
-                given="a cache of trees, where gradients are asked for",
-                expected="a pass without gradients",
-                fix="use torch.no_grad(), or use_cache=False",
+                expected="a forward pass without gradients",
+                got="a cache of trees in a pass that needs gradients",
+                fix="Use torch.no_grad(), or pass use_cache=False",
             )
-        before = [all_ - new for all_, new in zip(sequences.keys.lengths, sequences.queries.lengths, strict=True)]
+        before = [keys - new for keys, new in zip(sequences.keys.lengths, sequences.queries.lengths, strict=True)]
         if before != tokens.lengths:
             raise InvalidInput(
                 "attention_mask",
-                given=f"a mask that says {before[:5]} tokens are in the cache",
-                expected=f"{tokens.lengths[:5]}, as there are: the mask of all positions, those in the cache included",
+                expected=f"a mask of all positions, with {tokens.lengths[:5]} tokens that the cache holds",
+                got=f"a mask with {before[:5]}",
             )
 
     def _attend_inside(self, call: Call, sequences: Sequences) -> Output:
@@ -139,7 +139,7 @@ class CacheLayer(CacheLayerMixin):
         return Output(sequences.keys.unpack(out.to(call.query.dtype)).transpose(1, 2))
 
     def _attend_whole(self, plan: LayerPlan, call: Call, sequences: Sequences) -> Output:
-        """Attend as without a cache, then fill it with all keys, in the order of their clusters."""
+        """Attend as without a cache, then fill the cache with all keys, in the order of their clusters."""
         if self.tokens is not None:
             key, value = self._all_tokens(call)
             call = replace(call, key=key, value=value)
@@ -155,7 +155,7 @@ class CacheLayer(CacheLayerMixin):
         return out
 
     def _all_tokens(self, call: Call) -> list[Tensor]:
-        """Return all keys and values, in the order of time and with their padding, as if they had come at once."""
+        """Return all keys and values in their original order, with padding."""
         assert isinstance(self.tokens, ClusteredCache)
         assert self.mask is not None
         both = []
@@ -213,13 +213,13 @@ class CacheLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        new = query_length if isinstance(query_length, int) else len(query_length)  # before 5.3: positions
+        new = query_length if isinstance(query_length, int) else len(query_length)  # before transformers 5.3: positions
         return self.seen + new, 0
 
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before
+    get_max_cache_shape = get_max_length  # former name
 
     def reset(self) -> None:
         self.tokens = self.mask = None
@@ -241,7 +241,7 @@ class CacheLayer(CacheLayerMixin):
             self.reorder_cache(torch.arange(self.tokens.batch)[indices.cpu()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove positions at the end (negative), or all but the first ones (positive)."""
+        """Remove positions at the end: `-tokens_to_remove` of them if negative, all but the first ones if positive."""
         left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
         if self.tokens is None or self.mask is None or left == self.seen:
             return
@@ -253,7 +253,7 @@ class CacheLayer(CacheLayerMixin):
         self.seen, self.mask = left, mask
 
     def offload(self) -> None:
-        """Do nothing: trees stay on their device."""
+        """Do nothing, as trees stay on their device."""
 
     prefetch = offload
 
@@ -268,7 +268,7 @@ def cache_trees(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
     """Replace the empty layers of a `DynamicCache` that belong to converted layers by caches of trees, in place."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not layers:
         return
-    if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # it makes its layers when they are needed
+    if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # it creates its layers on demand
         while len(cache.layers) <= max(layers):
             cache.layers.append(DynamicLayer())
     for number, settings in layers.items():
@@ -283,9 +283,9 @@ def cache_trees(cache: Any, layers: Mapping[int, LayerSettings]) -> None:
 
 
 def new_cache(model: Any) -> DynamicCache:
-    """Make an empty cache for a converted decoder, as `model.generate` does by itself.
+    """Return an empty cache for a converted decoder, to pass as `past_key_values` in a loop of your own.
 
-    For a loop of your own: `model(ids, past_key_values=cache)`.
+    `model.generate` creates its own.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=60)
@@ -304,7 +304,16 @@ def new_cache(model: Any) -> DynamicCache:
 
 
 def memory_of(cache: Any) -> Memory:
-    """Return the memory of a cache, all layers together; layers without trees keep every key and value."""
+    """Return the memory of all layers of a cache. Layers without trees keep every key and value.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=60)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> with torch.no_grad():
+    ...     out = model(torch.arange(3, 50)[None])
+    >>> memory_of(out.past_key_values).bytes  # 2 layers × 47 tokens × 32 × (key and value) × 4 bytes
+    24064
+    """
     each = [memory for memory in map(_memory, cache.layers) if memory is not None]
     kept = any(memory.leaves_kept for memory in each)
     return Memory(sum(m.bytes for m in each), sum(m.flat_bytes for m in each), kept)

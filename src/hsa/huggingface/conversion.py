@@ -1,4 +1,4 @@
-"""`convert` and `revert`: attention over trees in the layers of a pre-trained model."""
+"""`convert`, `revert` and `settings_of`: attention over trees in the layers of a pre-trained model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsa.errors import InvalidInput
 from hsa.huggingface.hooks import Conversion
 from hsa.huggingface.interface import NAME, register
 from hsa.huggingface.layer_plan import LayerPlan, layers_that_cache_trees
-from hsa.huggingface.layers import attention_layers, is_causal, is_sliding
+from hsa.huggingface.layers import attention_layers, contains, find_transformer, is_causal, is_sliding
 from hsa.huggingface.settings import DEFAULT, FUNCTION, Kind, LayerSettings, ModelSettings, Tree, select_given
 from hsa.huggingface.vocabulary import Vocabulary
 
@@ -35,48 +35,51 @@ def convert(
     tile: int | None = DEFAULT.tile,
     chunk: int | None = DEFAULT.chunk,
 ) -> Model:
-    """Replace attention in layers of a transformers model, in place. The other layers keep PyTorch's exact attention.
+    """Replace the attention of a pre-trained model by attention over trees, in place. Weights stay the same.
 
-    Called again, it changes the layers that are named and leaves the others as they are. Without settings, a model whose
-    config already has some (it was converted, saved and loaded) gets those back. `revert` undoes it all.
+    Call it again to convert more layers or to change the settings of some; layers that you do not name keep theirs. `revert`
+    restores exact attention. Settings are saved with the model: after loading, `convert(model)` without settings applies
+    the saved ones.
 
     Args:
-        model: a `PreTrainedModel` that takes its attention from transformers' interface. Its weights are not touched.
-        layers: numbers from 0, negative from the end; all that see the whole sequence, unless given.
-        tokenizer: the model's; needed for `sinks="special"` and `tree="sentences"`.
-        kind: "clustered" (multiscale attention over clustered keys, the most faithful), "multiscale" (over a tree) or
-            "hierarchical" (the paper's operator, over a tree).
-        tree: for the last two kinds: "windows" of consecutive tokens (default), "sentences" of the text, or a function from
-            a list of ids per sequence to a `Hierarchy` with a tree per sequence.
-        branching: members per family, from the leaves up. The last factor repeats up to the root; the paper's trees join
-            what is left under it.
-        near: neighbouring families that are exact too (multiscale only).
-        top_k: number of groups that are exact, the best by the queries' own scores. The fidelity dial.
-        beam: width of the search for them; "exact" looks at all.
-        pooled_bias: added to the logits of pooled nodes, one number or one per head.
-        sinks: tokens that are always exact: the first n, "special" ([CLS], [SEP], …), or None.
-        tile: neighbouring queries that share a selection; unless given, 1 for clustered keys and a leaf family otherwise. In
-            causal models every query selects for itself.
-        chunk: tokens whose keys are clustered together; unless given, all, in causal models 256 (once they are complete).
+        model: Transformers model (`PreTrainedModel`), or a module that contains one, such as a `SentenceTransformer`.
+        layers: Layer numbers from 0, or negative from the end. Default: all layers without a sliding window.
+        tokenizer: Tokenizer of the model, needed for `sinks="special"` and `tree="sentences"`. Default: `model.tokenizer`,
+            which a `SentenceTransformer` has.
+        kind: "clustered" (multiscale attention over clustered keys, closest to exact attention), "multiscale" (over a
+            tree) or "hierarchical" (the paper's operator, over a tree).
+        tree: Tree for "multiscale" and "hierarchical": "windows" of consecutive tokens (default), "sentences", or a
+            function from a list of token ids per sequence to a `Hierarchy` with one tree per sequence.
+        branching: Members per family, from the leaves up. The last factor repeats up to the root, except for
+            "hierarchical".
+        near: Number of neighbouring leaf families on each side that are exact ("multiscale" only).
+        top_k: Number of exact groups per query, those with the highest scores. More is closer to exact attention.
+        beam: Width of the search for these groups, or "exact" to score all groups. Default: chosen by length.
+        pooled_bias: Number added to the logits of pooled nodes, or one number per head.
+        sinks: Tokens that are always exact: the first n, "special" tokens such as [CLS] and [SEP], or None.
+        tile: Number of neighbouring queries that share a selection. Default: 1 for clustered keys, otherwise a leaf
+            family. In causal models each query has its own selection.
+        chunk: Number of consecutive tokens whose keys are clustered together ("clustered" only). Default: the whole
+            sequence, or 256 in causal models, which cluster complete chunks only.
 
     Returns:
-        the same model.
+        The same model.
 
     Raises:
-        Unsupported: a model that does not take its attention from transformers' interface.
-        InvalidInput: layers that are not there, settings that do not fit.
+        Unsupported: The model does not use transformers' attention interface, or contains no or several models.
+        InvalidInput: A layer does not exist, or a setting does not fit.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
     >>> model = convert(model, layers=[1, -1], top_k=4)
-    >>> sorted(model.config.hsa["layers"])
-    ['1', '2']
+    >>> sorted(settings_of(model))
+    [1, 2]
     """
     register()
-    modules = attention_layers(model)
-    config: Any = model.config  # type: ignore[attr-defined]
-    written = _settings(config, modules) or ModelSettings({})
-    given = select_given(
+    inner = find_transformer(model)
+    modules = attention_layers(inner)
+    saved = _saved_settings(inner.config, modules) or ModelSettings({})
+    passed = select_given(
         kind=kind,
         tree=tree,
         branching=branching,
@@ -88,37 +91,56 @@ def convert(
         tile=tile,
         chunk=chunk,
     )
-    by_number = _by_number(modules, written, layers, given)
+    by_number = _by_number(modules, saved, layers, passed)
     for number, layer in by_number.items():
         if is_causal(modules[number]):
             layer.check_causal(number)
-    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), written)
-    _apply(model, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary)
+    if tokenizer is None and inner is not model:
+        tokenizer = getattr(model, "tokenizer", None)
+    vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
+    wrappers = [module for module in model.modules() if contains(module, inner)]  # type: ignore[attr-defined]
+    _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)
     return model
 
 
 def revert(model: Model, layers: Iterable[int] | int | None = None) -> Model:
-    """Give layers (all, unless named) their exact attention back; with the last one, the model is what it was."""
+    """Restore the exact attention of layers, in place. Reverting the last converted layer restores the whole model.
+
+    Args:
+        model: Converted model, as passed to `convert`.
+        layers: Layer numbers from 0, or negative from the end. Default: all layers.
+
+    Returns:
+        The same model.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
+    >>> sorted(settings_of(revert(convert(model), layers=0)))
+    [1, 2]
+    """
     register()
-    modules = attention_layers(model)
-    config: Any = model.config  # type: ignore[attr-defined]
+    inner = find_transformer(model)
+    modules = attention_layers(inner)
     if layers is not None:
-        written = _settings(config, modules)
-        if written is None and config._attn_implementation == NAME:  # loaded so, with nothing in its config
-            written = ModelSettings(dict.fromkeys(_by_default(modules), LayerSettings()))
-        if written is None:
+        saved = _saved_settings(inner.config, modules)
+        if (
+            saved is None and inner.config._attn_implementation == NAME
+        ):  # loaded as "hsa", without settings in its config
+            saved = ModelSettings(dict.fromkeys(_default_layers(modules), LayerSettings()))
+        if saved is None:
             return model
-        gone = set(_numbers(layers, len(modules)))
-        left = {number: layer for number, layer in written.layers.items() if number not in gone}
+        removed = set(_numbers(layers, len(modules)))
+        left = {number: layer for number, layer in saved.layers.items() if number not in removed}
         if left:
             conversion = _conversion_of(modules)
-            vocabulary = conversion.vocabulary if conversion else Vocabulary(written.special_ids)
-            _apply(model, modules, ModelSettings(left, written.special_ids), vocabulary)
+            vocabulary = conversion.vocabulary if conversion else Vocabulary(saved.special_ids)
+            _apply(inner, modules, ModelSettings(left, saved.special_ids), vocabulary)
             return model
-    return _revert_all(model, modules)
+    _revert_all(inner, modules)
+    return model
 
 
-def _revert_all(model: Any, modules: list[Any]) -> Any:
+def _revert_all(model: Any, modules: list[Any]) -> None:
     conversion = _conversion_of(modules)
     if hasattr(model.config, "hsa"):
         del model.config.hsa
@@ -129,11 +151,28 @@ def _revert_all(model: Any, modules: list[Any]) -> Any:
         conversion.hook()
     if model.config._attn_implementation == NAME:
         _set_attention(model, "sdpa" if conversion is None else conversion.before)
-    return model
 
 
 def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer: Any = None) -> Model:
-    """Convert exactly these layers, each in its own way, such as `settings_of` another model; the others are exact."""
+    """Convert exactly these layers, each with its own settings, in place. All other layers become exact.
+
+    Args:
+        model: Model as for `convert`.
+        settings: Settings by layer number, such as `settings_of(other)` or `calibrate(…).settings`.
+        tokenizer: Tokenizer as for `convert`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        Unsupported, InvalidInput: As `convert` does.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
+    >>> model = convert_as(model, {0: LayerSettings(top_k=4), 2: LayerSettings(top_k=16)})
+    >>> {number: layer.top_k for number, layer in settings_of(model).items()}
+    {0: 4, 2: 16}
+    """
     revert(model)
     for number, layer in settings.items():
         convert(model, [number], tokenizer=tokenizer, **vars(layer))
@@ -141,61 +180,68 @@ def convert_as(model: Model, settings: Mapping[int, LayerSettings], *, tokenizer
 
 
 def settings_of(model: Any) -> dict[int, LayerSettings]:
-    """Return the settings of the converted layers of a model, by number."""
-    if ModelSettings.of(model.config) is None:
+    """Return the settings of the converted layers of a model, by layer number.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
+    >>> settings_of(convert(model, layers=1))[1].kind
+    'clustered'
+    """
+    inner = find_transformer(model)
+    if ModelSettings.of(inner.config) is None:
         return {}
-    written = _settings(model.config, attention_layers(model))
-    return {} if written is None else dict(written.layers)
+    saved = _saved_settings(inner.config, attention_layers(inner))
+    return {} if saved is None else dict(saved.layers)
 
 
-def _settings(config: Any, modules: list[Any]) -> ModelSettings | None:
-    """Read a model's config, with the functions that only its layers know."""
-    written = ModelSettings.of(config)
-    if written is None:
+def _saved_settings(config: Any, modules: list[Any]) -> ModelSettings | None:
+    """Return the settings in a model's config, with the tree functions that only its layers hold."""
+    saved = ModelSettings.of(config)
+    if saved is None:
         return None
-    written.check_numbers(len(modules))
-    plans = {number: getattr(modules[number], "hsa_plan", None) for number in written.layers}
-    functions = {
+    saved.check_numbers(len(modules))
+    plans = {number: getattr(modules[number], "hsa_plan", None) for number in saved.layers}
+    with_functions = {
         number: plan.settings
         for number, plan in plans.items()
-        if plan is not None and written.layers[number].tree == FUNCTION and plan.settings is not None
+        if plan is not None and saved.layers[number].tree == FUNCTION and plan.settings is not None
     }
-    return replace(written, layers={**written.layers, **functions})
+    return replace(saved, layers={**saved.layers, **with_functions})
 
 
 def _by_number(
-    modules: list[Any], written: ModelSettings, layers: Any, given: dict[str, Any]
+    modules: list[Any], saved: ModelSettings, layers: Any, passed: dict[str, Any]
 ) -> dict[int, LayerSettings]:
-    """Return the settings of all converted layers, earlier ones included."""
-    if layers is None and written.layers and set(given) <= {"tree"}:
-        function: Any = given.get("tree")
-        missing = [number for number, layer in written.layers.items() if layer.tree == FUNCTION]
+    """Return the settings of all converted layers: the saved ones and those of this call."""
+    if layers is None and saved.layers and set(passed) <= {"tree"}:
+        function: Any = passed.get("tree")
+        missing = [number for number, layer in saved.layers.items() if layer.tree == FUNCTION]
         if missing and not callable(function):
             raise InvalidInput(
                 "tree",
-                given=f"a config in which that of layer {missing[0]} came from a function, which no config can hold",
+                problem=f"the tree of layer {missing[0]} came from a function, which a config cannot hold",
                 expected="that function",
-                fix="hsa.huggingface.convert(model, tree=function); the other settings are read from the config",
+                fix="Call hsa.huggingface.convert(model, tree=function); other settings are read from the config",
             )
-        if missing or not given:
-            again = {number: replace(written.layers[number], tree=function) for number in missing}
-            return {**written.layers, **again}
-    if given.get("tree") == FUNCTION:
-        raise InvalidInput("tree", given=repr(FUNCTION), expected="the function itself")
-    new = LayerSettings(**given)
-    numbers = _by_default(modules) if layers is None else _numbers(layers, len(modules))
+        if missing or not passed:
+            restored = {number: replace(saved.layers[number], tree=function) for number in missing}
+            return {**saved.layers, **restored}
+    if passed.get("tree") == FUNCTION:
+        raise InvalidInput("tree", expected="the function itself", got=repr(FUNCTION))
+    new = LayerSettings(**passed)
+    numbers = _default_layers(modules) if layers is None else _numbers(layers, len(modules))
     if not numbers:
         raise InvalidInput(
             "model",
-            given="layers that all look no further than a window",
-            expected="some that see the whole sequence",
-            fix="name layers if they should be converted all the same",
+            problem="all layers have a sliding window",
+            expected="layers that attend to the whole sequence",
+            fix="Pass layers=… to convert some of them nevertheless",
         )
     _check_heads(new, modules, numbers)
-    return {**written.layers, **dict.fromkeys(numbers, new)}
+    return {**saved.layers, **dict.fromkeys(numbers, new)}
 
 
-def _by_default(modules: list[Any]) -> list[int]:
+def _default_layers(modules: list[Any]) -> list[int]:
     return [number for number, module in enumerate(modules) if not is_sliding(module)]
 
 
@@ -203,23 +249,23 @@ def _numbers(layers: Any, count: int) -> list[int]:
     if isinstance(layers, (int, np.integer)) and not isinstance(layers, bool):
         layers = [layers]
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise InvalidInput("layers", given=repr(layers), expected="layer numbers, such as [7, 9, 11]")
+        raise InvalidInput("layers", expected="layer numbers, such as [7, 9, 11]", got=repr(layers))
     numbers = set()
     for number in layers:
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not -count <= number < count:
             raise InvalidInput(
-                "layers", given=repr(number), expected=f"numbers from 0 to {count - 1}: the model has {count} layers"
+                "layers", expected=f"numbers from 0 to {count - 1}, as the model has {count} layers", got=repr(number)
             )
         numbers.add(int(number) % count)
     if not numbers:
         raise InvalidInput(
-            "layers", given="none", expected="at least one", fix="use revert(model) to undo a conversion"
+            "layers", expected="at least one number", got="an empty list", fix="Use revert(model) to undo a conversion"
         )
     return sorted(numbers)
 
 
 def _check_heads(settings: LayerSettings, modules: list[Any], numbers: list[int]) -> None:
-    """Check that a bias per head fits the heads."""
+    """Check that `pooled_bias` has one number per head, if it has several."""
     if not isinstance(settings.pooled_bias, tuple):
         return
     for number in numbers:
@@ -227,38 +273,40 @@ def _check_heads(settings: LayerSettings, modules: list[Any], numbers: list[int]
         if heads is not None and heads != len(settings.pooled_bias):
             raise InvalidInput(
                 "pooled_bias",
-                given=f"{len(settings.pooled_bias)} numbers",
-                expected=f"one, or one for each of the {heads} heads of layer {number}",
+                expected=f"one number, or one for each of the {heads} heads of layer {number}",
+                got=f"{len(settings.pooled_bias)} numbers",
             )
 
 
 def _conversion_of(modules: list[Any]) -> Conversion | None:
-    """Return the conversion of the model that these layers belong to, or of one around or inside it."""
+    """Return the conversion of the model of these layers, or of a model around or inside it."""
     plans = (getattr(module, "hsa_plan", None) for module in modules)
     return next((plan.conversion for plan in plans if plan is not None and plan.conversion is not None), None)
 
 
 def _vocabulary(
-    modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettings], written: ModelSettings
+    modules: list[Any], tokenizer: Any, layers: Iterable[LayerSettings], saved: ModelSettings
 ) -> Vocabulary:
     if tokenizer is not None:
         return Vocabulary.of(tokenizer)
     conversion = _conversion_of(modules)
     if conversion is not None and conversion.vocabulary.tokenizer is not None:
         return conversion.vocabulary
-    known = Vocabulary(written.special_ids)
+    known = Vocabulary(saved.special_ids)
     for settings in layers:
         if settings.tree == "sentences" or (settings.sinks == "special" and not known.special_ids):
             raise InvalidInput(
                 "tokenizer",
-                given="None",
-                expected="the model's tokenizer: sinks='special' and tree='sentences' are read off token ids",
-                fix="convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
+                problem="not given",
+                expected="the model's tokenizer, which sinks='special' and tree='sentences' need",
+                fix="Call convert(model, tokenizer=AutoTokenizer.from_pretrained(…), …)",
             )
     return known
 
 
-def _apply(model: Any, modules: list[Any], settings: ModelSettings, vocabulary: Vocabulary) -> None:
+def _apply(
+    model: Any, modules: list[Any], settings: ModelSettings, vocabulary: Vocabulary, wrappers: Sequence[Any] = ()
+) -> None:
     from transformers import PreTrainedModel
 
     before = model.config._attn_implementation
@@ -270,14 +318,15 @@ def _apply(model: Any, modules: list[Any], settings: ModelSettings, vocabulary: 
         module.hsa_plan = LayerPlan(number, settings.layers.get(number), conversion)
     conversion.hook(
         [module for module in model.modules() if isinstance(module, PreTrainedModel)],
-        note_ids=any(layer.needs_ids for layer in settings.layers.values()),
+        wrappers,
+        record_ids=any(layer.needs_ids for layer in settings.layers.values()),
         tree_caches=layers_that_cache_trees(modules),
     )
     model.config.hsa = settings.to_json()
 
 
 def _set_attention(model: Any, name: str | None) -> None:
-    """Set a model's attention where transformers would only warn, because its source lacks a phrase it looks for."""
+    """Set a model's attention, also where transformers would only warn because it does not recognise the source."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
     else:

@@ -1,4 +1,4 @@
-"""Embed tokens, texts and pictures with frozen pre-trained encoders."""
+"""Frozen pre-trained encoders that embed tokens, texts and images."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hsa.signals.batch import Batch
 from hsa.signals.readers import read_image
 
 _T5 = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
-# Their first token is the picture's, their last are its patches, row by row.
+# Families whose first token is the class token and whose last tokens are the patches, row by row.
 _VISION = ("vit", "deit", "vit_msn", "dinov2", "dinov2_with_registers")
 
 
 class _Encoder:
-    """A model in evaluation mode, whose weights need no gradients."""
+    """A frozen model in evaluation mode."""
 
     model: Any
     width: int
@@ -41,21 +41,26 @@ class _Encoder:
 
 
 class TextEncoder(_Encoder):
-    """A pre-trained encoder of text: BERT and its kin, or the encoder of a T5.
+    """A frozen pre-trained text encoder, such as BERT or the encoder of a T5.
 
     Args:
-        path: a folder with config.json, weights and tokenizer, or a name on the hub, such as "intfloat/e5-base-v2".
-        longest: most tokens that the model sees at once, special ones included; as many as it can, unless given.
-        batch_tokens: tokens that run through the model together, padding included.
-        dtype: dtype of the weights, such as `torch.bfloat16`; vectors are float32.
+        path: Folder with config.json, weights and tokenizer, or a name on the hub, such as "intfloat/e5-base-v2".
+        longest: Most tokens per input of the model, special tokens included. Default: the model's limit. Longer texts are
+            cut into windows.
+        batch_tokens: Most tokens per batch, padding included.
+        dtype: Dtype of the weights, such as `torch.bfloat16`. Vectors are float32.
 
     Attributes:
-        tokenizer: the model's tokenizer, for `read_text` and other readers.
-        width: width of the vectors.
+        tokenizer: Tokenizer of the model, for `read_text` and other readers.
+        width: Width of the vectors.
 
     Raises:
-        InvalidInput: naming the path: no model there and no network, weights that are missing, no encoder of text.
-        MissingExtra: `transformers` is not installed.
+        InvalidInput: The model cannot be loaded, lacks weights, or is not a text encoder.
+        MissingExtra: transformers is not installed.
+
+    >>> encoder = TextEncoder("intfloat/e5-base-v2")  # doctest: +SKIP
+    >>> encoder.text_vectors(["The cat sat.", "The dog ran."], prefix="passage: ").shape  # doctest: +SKIP
+    torch.Size([2, 768])
     """
 
     def __init__(
@@ -71,26 +76,26 @@ class TextEncoder(_Encoder):
             config = library.AutoConfig.from_pretrained(name)
             _check_text_type(config, name)
             self.tokenizer = library.AutoTokenizer.from_pretrained(name)
-            # transformers makes up a tokenizer without a vocabulary where files are missing.
+            # If files are missing, transformers returns a tokenizer with an empty vocabulary.
             if set(self.tokenizer.get_vocab()) <= set(self.tokenizer.all_special_tokens):
-                raise OSError("no vocabulary of a tokenizer")
+                raise OSError("the tokenizer has no vocabulary")
             self._hold(_whole(getattr(library, _T5.get(config.model_type, "AutoModel")), name, dtype))
         self._before, self._after = _special_tokens(self.tokenizer)
         most = most_tokens(self.model, self.tokenizer)
         least = len(self._before) + len(self._after) + 1
         if longest is not None and not least <= longest <= most:
-            raise InvalidInput("longest", given=longest, expected=f"{least}..{most}")
+            raise InvalidInput("longest", expected=f"{least} to {most} tokens", got=longest)
         self.longest = longest or most
         self.batch_tokens = batch_tokens
 
     def token_vectors(self, batch: Batch, modality: str = "text") -> Batch:
-        """Replace token ids by vectors, each in the context of its tree: a `transform` for training.
+        """Replace token ids by vectors in the context of their tree. Pass it as `transform` to a `Trainer`.
 
-        The ids of a tree are one text, in their order. One too long for the model is cut into windows of similar length.
-        A batch without such leaves stays as it is.
+        The ids of a tree, in order, form one text. A text too long for the model is cut into windows of similar length. A
+        batch without leaves of this modality is returned unchanged.
 
         Raises:
-            InvalidInput: leaves that are no ids of this tokenizer.
+            InvalidInput: Leaves are not token ids of this model.
         """
         if modality not in batch.values:
             return batch
@@ -108,23 +113,24 @@ class TextEncoder(_Encoder):
         return encoded
 
     def text_vectors(self, texts: Sequence[str], *, prefix: str = "", normalize: bool = True) -> Tensor:
-        """Embed texts, `[texts, width]`: the mean over the tokens of each, special ones included.
+        """Return the mean over the token vectors of each text, special tokens included, `[texts, width]`.
 
         Args:
-            prefix: text before each text, such as "passage: " for e5.
-            normalize: scale vectors to length 1.
+            texts: List of texts.
+            prefix: Prefix of each text, such as "passage: " for E5.
+            normalize: Whether to scale vectors to length 1.
 
         Raises:
-            InvalidInput: one string instead of a list; a text without tokens, for a model without special ones.
+            InvalidInput: A single string is passed, or a text has no tokens.
         """
         if isinstance(texts, str):
-            raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
+            raise InvalidInput("texts", got="one string", expected="a list of strings", fix="Wrap it: [text]")
         rows: list[list[int]] = []
         text_of: list[int] = []
         for i, text in enumerate(texts):
             ids = self.tokenizer.encode(prefix + text, add_special_tokens=False, verbose=False)
             if not (ids or self._before or self._after):
-                raise InvalidInput(f"texts[{i}]", given="a text without tokens", expected="at least one")
+                raise InvalidInput(f"texts[{i}]", expected="at least one token", got="an empty text")
             for begin, end in self._windows(0, len(ids)):
                 rows.append(ids[begin:end])
                 text_of.append(i)
@@ -138,7 +144,7 @@ class TextEncoder(_Encoder):
         return F.normalize(means, dim=-1) if normalize else means
 
     def _windows(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Cut a text into runs of similar length that the model can see at once; nothing is one empty run."""
+        """Cut a text into windows of similar length that fit the model. An empty text is one empty window."""
         room = self.longest - len(self._before) - len(self._after)
         count = max(1, -(-(end - begin) // room))
         cuts = [begin + (end - begin) * i // count for i in range(count + 1)]
@@ -146,44 +152,54 @@ class TextEncoder(_Encoder):
 
     @torch.no_grad()
     def _states(self, rows: list[list[int]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the last hidden states of each row, in any order: rows of similar length share a batch."""
+        """Yield the index and last hidden states of each row, in any order, as rows of similar length share a batch."""
         device = next(self.model.parameters()).device
         whole = [[*self._before, *row, *self._after] for row in rows]
         lengths = np.array([len(row) for row in whole], np.int64)
         pad = self.tokenizer.pad_token_id or 0
-        for chosen in batch_by_length(lengths, self.batch_tokens):
-            longest = int(lengths[chosen[0]])
-            ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in chosen.tolist()], device=device)
-            size = torch.from_numpy(lengths[chosen]).to(device)
+        for batch in batch_by_length(lengths, self.batch_tokens):
+            longest = int(lengths[batch[0]])
+            ids = torch.tensor([whole[i] + [pad] * (longest - len(whole[i])) for i in batch.tolist()], device=device)
+            size = torch.from_numpy(lengths[batch]).to(device)
             mask = (torch.arange(longest, device=device) < size[:, None]).long()
             states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-            yield from ((i, states[row, : int(lengths[i])]) for row, i in enumerate(chosen.tolist()))
+            yield from ((i, states[row, : int(lengths[i])]) for row, i in enumerate(batch.tolist()))
 
     def _check_ids(self, values: Any, modality: str) -> Tensor:
-        where, fix = f"values[{modality!r}]", "read the text with tokenizer=encoder.tokenizer"
+        where, fix = f"values[{modality!r}]", "Read the text with tokenizer=encoder.tokenizer"
         if not isinstance(values, Tensor) or values.ndim != 1 or values.is_floating_point():
-            raise InvalidInput(where, given="leaves that are no ids", expected="one token id per leaf", fix=fix)
+            raise InvalidInput(where, expected="one token id per leaf", got="leaves of another kind", fix=fix)
         size = self.model.get_input_embeddings().num_embeddings
         low, high = (int(bound) for bound in values.aminmax())
         if low < 0 or high >= size:
-            raise InvalidInput(where, given=f"ids {low}..{high}", expected=f"0..{size - 1}", fix=fix)
+            raise InvalidInput(
+                where, expected=f"token ids from 0 to {size - 1}", got=f"ids from {low} to {high}", fix=fix
+            )
         return values
 
 
 class ImageEncoder(_Encoder):
-    """A pre-trained vision transformer: ViT, DeiT, DINOv2.
+    """A frozen pre-trained vision transformer: ViT, DeiT or DINOv2.
+
+    Images are paths, bytes, Pillow images or pixels, as for `read_image`.
 
     Args:
-        path: a folder with config.json, preprocessor_config.json and weights, or a name on the hub, such as
+        path: Folder with config.json, preprocessor_config.json and weights, or a name on the hub, such as
             "google/vit-base-patch16-224-in21k".
-        batch_size: pictures that run through the model together.
-        dtype: of the weights; vectors are float32.
+        batch_size: Number of images per batch.
+        dtype: Dtype of the weights. Vectors are float32.
 
-    Pictures are given as to `read_image`: paths, bytes, Pillow images or pixels.
+    Attributes:
+        processor: Image processor of the model.
+        width: Width of the vectors.
 
     Raises:
-        InvalidInput: naming the path: no model there and no network, weights that are missing, no vision transformer.
-        MissingExtra: `transformers` is not installed.
+        InvalidInput: The model cannot be loaded, lacks weights, or is not a vision transformer.
+        MissingExtra: transformers is not installed.
+
+    >>> encoder = ImageEncoder("google/vit-base-patch16-224-in21k")  # doctest: +SKIP
+    >>> encoder.image_vectors(["a.jpg", "b.jpg"]).shape  # doctest: +SKIP
+    torch.Size([2, 768])
     """
 
     def __init__(self, path: str | PathLike[str], *, batch_size: int = 32, dtype: torch.dtype = torch.float32):
@@ -192,33 +208,34 @@ class ImageEncoder(_Encoder):
             config = library.AutoConfig.from_pretrained(name)
             if config.model_type not in _VISION:
                 raise InvalidInput(
-                    name, given=f"a model of type {config.model_type!r}", expected=f"one of {', '.join(_VISION)}"
+                    name, got=f"a model of type {config.model_type!r}", expected=f"one of {', '.join(_VISION)}"
                 )
             self.processor = library.AutoImageProcessor.from_pretrained(name)
             self._hold(_whole(library.AutoModel, name, dtype))
         self.batch_size = batch_size
 
     def image_vectors(self, images: Sequence[Any]) -> Tensor:
-        """Embed pictures, `[images, width]`: the vector of the class token.
+        """Return the vector of the class token of each image, `[images, width]`.
 
         Raises:
-            InvalidInput: naming a picture that cannot be read.
+            InvalidInput: An image cannot be read.
         """
         return self._vectors(images, grid=False)
 
     def patch_vectors(self, images: Sequence[Any]) -> Tensor:
-        """Embed patches, `[images, rows, columns, width]`. Raises as `image_vectors` does."""
+        """Return the vectors of the patches, `[images, rows, columns, width]`. Raise errors as `image_vectors` does."""
         return self._vectors(images, grid=True)
 
     def read_image(self, picture: Any, *, grid: bool = False, where: str | None = None) -> Signal | Leaf:
-        """Read a picture as a leaf of modality "image", or as a `Grid` of them: an `image_reader` for other readers.
+        """Return an image as a leaf of modality "image". Pass it as `image_reader` to other readers.
 
         Args:
-            grid: a vector per patch instead of one for the picture.
-            where: the name of the picture in error messages.
+            picture: Image.
+            grid: Whether to return a `Grid` with one leaf per patch instead of one leaf for the image.
+            where: Name of the image in error messages.
 
         Raises:
-            InvalidInput: a picture that cannot be read.
+            InvalidInput: The image cannot be read.
         """
         vectors = self._vectors([picture], grid, where)[0].cpu()
         return Signal.of(vectors, "image", Grid(vectors.shape[:2])) if grid else Leaf(vectors, "image")
@@ -226,20 +243,20 @@ class ImageEncoder(_Encoder):
     @torch.no_grad()
     def _vectors(self, images: Sequence[Any], grid: bool, where: str | None = None) -> Tensor:
         if isinstance(images, (str, bytes, PathLike)):
-            raise InvalidInput("images", given="one picture", expected="a list of pictures", fix="wrap it: [image]")
+            raise InvalidInput("images", expected="a list of images", got="one image", fix="Wrap it: [image]")
         weight = next(self.model.parameters())
         parts = [torch.empty(0, *((0, 0) if grid else ()), self.width, device=weight.device)] if not images else []
         for begin in range(0, len(images), self.batch_size):
             pixels = [_pixels(image, where) for image in images[begin : begin + self.batch_size]]
-            given = self.processor(pixels, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
-            states = self.model(pixel_values=given.to(weight.device, weight.dtype)).last_hidden_state.float()
-            rows, columns = (side // self.model.config.patch_size for side in given.shape[-2:])
+            inputs = self.processor(pixels, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+            states = self.model(pixel_values=inputs.to(weight.device, weight.dtype)).last_hidden_state.float()
+            rows, columns = (side // self.model.config.patch_size for side in inputs.shape[-2:])
             parts.append(states[:, -rows * columns :].unflatten(1, (rows, columns)) if grid else states[:, 0])
         return torch.cat(parts)
 
 
 def _pixels(picture: Any, where: str | None) -> np.ndarray:
-    """Read a picture in RGB, uint8 `[height, width, 3]`, as a grid of patches of one pixel."""
+    """Read an image as RGB, uint8 `[height, width, 3]`."""
     signal = read_image(picture, patch=1, largest=1 << 20, where=where)
     assert isinstance(signal.domain, Grid)
     assert isinstance(signal.values, Tensor)
@@ -247,29 +264,29 @@ def _pixels(picture: Any, where: str | None) -> np.ndarray:
 
 
 def _whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
-    """Load a model with all its weights but the pooler's, which nothing here uses."""
+    """Load a model and check that no weights are missing, except for the pooler's, which is not used."""
     model, missing = load_weights(kind, name, dtype)
     check_complete(name, model, missing)
     return model
 
 
 def _check_text_type(config: Any, name: str) -> None:
-    """Refuse models that see one side of a token only: all but masked language models and the encoder of a T5."""
+    """Refuse models that are not bidirectional: all but masked language models and the encoder of a T5."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    sees_both_sides = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
+    bidirectional = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         config.is_encoder_decoder or getattr(config, "is_decoder", False)
     )
-    if not sees_both_sides and config.model_type not in _T5:
+    if not bidirectional and config.model_type not in _T5:
         raise InvalidInput(
             name,
-            given=f"a model of type {config.model_type!r}, which is no encoder of text",
-            expected="an encoder such as BERT, RoBERTa, MPNet, E5 or T5",
+            expected="a text encoder, such as BERT, RoBERTa, MPNet, E5 or T5",
+            got=f"a model of type {config.model_type!r}",
         )
 
 
 def batch_by_length(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Batch rows of similar length, the longest first: at most `budget` tokens with padding, half of a row at most.
+    """Yield batches of rows of similar length, longest first: at most `budget` tokens, and less than half padding per row.
 
     >>> [batch.tolist() for batch in batch_by_length(np.array([1, 9, 5, 2, 4, 8]), 20)]
     [[1, 5], [2, 4], [3, 0]]
@@ -286,7 +303,7 @@ def batch_by_length(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that the model expects before and after a text."""
+    """Return the ids of the special tokens before and after a text."""
     bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:begin], whole[begin + len(bare) :]

@@ -1,8 +1,8 @@
-"""`Conversion`: what the layers of a converted model share, and the hooks that prepare its forward passes."""
+"""`Conversion`: the state that the layers of a converted model share, and the hooks that prepare its forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,53 +14,85 @@ from hsa.huggingface.vocabulary import Vocabulary
 
 
 class Conversion:
-    """State of a converted model: its vocabulary, its hooks, and the attention that it had before.
+    """State of a converted model: its vocabulary, its hooks, and its former attention implementation.
 
-    Hooks note the token ids of every forward pass, if a layer needs them, and put caches of trees into empty caches.
-    They are methods, so that copies of a model, and pickled ones, have hooks of their own.
+    Hooks record the token ids of each forward pass, if a layer needs them, and put caches of trees into empty caches. They
+    are methods, so that copied and unpickled models have their own.
     """
 
     def __init__(self, before: str | None):
-        self.before = before  # the model's attention implementation
+        self.before = before  # name of the former attention implementation
         self.vocabulary = Vocabulary()
         self.tree_caches: Mapping[int, LayerSettings] = {}  # by index in the model's cache
         self._hooks: list[Any] = []
+        self._wrapper_hooks: list[Any] = []
 
     def hook(
         self,
         models: Iterable[Any] = (),
+        wrappers: Sequence[Any] = (),
         *,
-        note_ids: bool = False,
+        record_ids: bool = False,
         tree_caches: Mapping[int, LayerSettings] | None = None,
     ) -> None:
-        """Replace all hooks by those that the layers of these models need."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.tree_caches = [], tree_caches or {}
+        """Replace the hooks by those that are needed.
+
+        Args:
+            models: The converted model and the transformers models inside it.
+            wrappers: Modules around it, if known, such as those of a `SentenceTransformer`, which calls `model.forward` and
+                so bypasses the hooks of the model. Without them, earlier hooks of wrappers stay.
+            record_ids: Whether a layer needs the token ids.
+            tree_caches: Settings of layers with a cache of trees, by index in the model's cache.
+        """
+        _remove(self._hooks)
+        if wrappers or not record_ids:
+            _remove(self._wrapper_hooks)
+        self.tree_caches = tree_caches or {}
         for model in models:
-            if note_ids:
-                self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-                self._hooks.append(model.register_forward_hook(self._end, always_call=True))
+            if record_ids:
+                self._hooks += self._record(model, self._begin)
             if self.tree_caches:
                 self._hooks.append(model.register_forward_pre_hook(self._prepare_cache, with_kwargs=True))
+        if record_ids:
+            for wrapper in wrappers:
+                self._wrapper_hooks += self._record(wrapper, self._begin_wrapper)
+
+    def _record(self, module: Any, begin: Any) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
 
     @torch.compiler.disable
     def _prepare_cache(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         from hsa.huggingface.cache import cache_trees
 
         cache = options.get("past_key_values")
-        if cache is not None and not torch.is_grad_enabled():  # the output of a cache of trees has no gradient
+        if cache is not None and not torch.is_grad_enabled():  # outputs of a cache of trees have no gradient
             cache_trees(cache, self.tree_caches)
 
     @torch.compiler.disable
     def _begin(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._start(options.get("input_ids", arguments[0] if arguments else None))
+
+    @torch.compiler.disable
+    def _begin_wrapper(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        features = arguments[0] if arguments and isinstance(arguments[0], Mapping) else options
+        self._start(features.get("input_ids"))
+
+    def _start(self, ids: Any) -> None:
         outer = CURRENT.get()
-        ids = options.get("input_ids", arguments[0] if arguments else None)
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-            ids = None if outer is None else outer.ids  # a model inside another may get their embeddings
+            ids = None if outer is None else outer.ids  # an inner model may get embeddings instead
         CURRENT.set(Pass(ids, self.vocabulary, outer))
 
     @torch.compiler.disable
     def _end(self, module: Any, arguments: Any, output: Any) -> None:
         current = CURRENT.get()
         CURRENT.set(None if current is None else current.outer)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

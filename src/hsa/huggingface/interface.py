@@ -1,4 +1,4 @@
-"""`attn_implementation="hsa"`: the attention function that transformers calls, and how it is registered."""
+"""`attn_implementation="hsa"`: the attention function that transformers calls, and its registration."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ NAME = "hsa"
 
 
 def register() -> None:
-    """Register `from_pretrained(…, attn_implementation="hsa")` with transformers. `convert` does this by itself.
+    """Register "hsa" as an attention implementation of transformers, for `from_pretrained(…, attn_implementation="hsa")`.
 
-    A model loaded so attends as its config says, or, where that says nothing, as `convert` does by default.
+    A model loaded this way uses the settings in its config, or the defaults of `convert` if there are none. Settings that
+    depend on token ids (`sinks="special"`, `tree="sentences"`, functions) need `convert(model)` after loading. `convert`
+    calls this function itself.
 
     Raises:
         MissingExtra: transformers is not installed.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> register()
+    >>> config = BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8)
+    >>> model = BertModel._from_config(config, attn_implementation="hsa")
     """
     library = transformers_library(PURPOSE)
     library.AttentionInterface.register(NAME, hsa_attention)
@@ -44,10 +51,17 @@ def hsa_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend in one layer: `[batch, queries, heads, dim]`, and the weights if they are asked for.
+    """Return the attention output of one layer, `[batch, queries, heads, dim]`, and the weights if requested.
 
-    A cache of trees hangs on the keys that it returned (see `hsa.huggingface.cache`).
+    Keys that came from a cache of trees carry their cache as an attribute (see `hsa.huggingface.cache`).
     """
+    if others.get("cu_seq_lens_q") is not None:
+        raise InvalidInput(
+            "input_ids",
+            expected="a padded batch with its attention_mask",
+            got="sequences joined without padding (cu_seq_lens_q)",
+            fix="Pad the batch; for a SentenceTransformer, set model[0].unpad_inputs = False",
+        )
     weights = _wants_weights(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     call = Call(module, query, key, value, scaling, dropout, weights, others)
@@ -72,7 +86,7 @@ def hsa_attention(
 
 
 def _wants_weights(module: Any, others: dict[str, Any]) -> bool:
-    """Whether the model was asked for its attentions. Not all families pass that on; transformers collects them."""
+    """Whether attention weights are requested. Where a family does not pass the request on, transformers collects them."""
     if others.pop("output_attentions", False) or getattr(module.config, "output_attentions", False):
         return True
     try:
@@ -91,7 +105,7 @@ def _unknown_mask(plan: LayerPlan, mask: Tensor | None) -> InvalidInput:
     shape = None if mask is None else tuple(mask.shape)
     return InvalidInput(
         "attention_mask",
-        given=f"a mask of shape {shape} that is neither padding nor causal, in converted layer {plan.number}",
-        expected="[batch, keys], or [batch, 1, queries, keys] that hides only padding and, in decoders, what is later",
-        fix="unpack packed sequences into a padded batch; leave layers with sliding windows out of the conversion",
+        expected="[batch, keys], or [batch, 1, queries, keys] that hides only padding and, in decoders, later tokens",
+        got=f"a mask of shape {shape} with another pattern in converted layer {plan.number}",
+        fix="Pad packed sequences to a batch, and leave layers with sliding windows out of the conversion",
     )

@@ -1,15 +1,15 @@
-"""`LayerPlan`: the one place that decides how an attention layer runs in a forward pass.
+"""`LayerPlan`: the decision how an attention layer runs in a forward pass.
 
 Without a cache of trees (`LayerPlan.path`):
 
-- "exact": PyTorch's attention, in layers that are not converted and for sequences too short for a tree to save anything;
-- "tree": a tree over the keys, made in this pass;
-- "split": both, each sequence of the batch as its length demands.
+- "exact": PyTorch's attention, in layers that are not converted and for sequences too short for a tree to save operations;
+- "tree": attention over a tree of the keys, built in this pass;
+- "split": "exact" for the short sequences of a batch and "tree" for the others.
 
-With one (`LayerPlan.cache_path`), in causal layers:
+With a cache of trees (`LayerPlan.cache_path`), in causal layers:
 
 - "inside": a prompt attends while it enters the cache;
-- "whole": attention as without a cache, over all keys, which then enter the cache;
+- "whole": attention over all keys as without a cache, after which the keys enter the cache;
 - "steps": new tokens attend to the cache one by one.
 """
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 AttentionPath: TypeAlias = Literal["exact", "tree", "split"]
 CachePath: TypeAlias = Literal["inside", "whole", "steps"]
 FEW = 16
-"""New tokens up to which a cache of clustered keys takes them one by one; for more, its trees are made anew."""
+"""Most new tokens that a cache of clustered keys takes one by one; for more, it rebuilds its trees."""
 LONGEST_INSIDE = 2**15
-"""Longest prompt that attends inside the cache: beyond, a whole pass is faster."""
+"""Longest prompt that attends inside the cache, in tokens. For longer prompts a whole pass is faster."""
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the attention function: what a layer hands over."""
+    """Arguments of one call of the attention function."""
 
     module: Any
     query: Tensor  # [batch, heads, queries, dim]
@@ -52,25 +52,25 @@ class Call:
     value: Tensor
     scale: float | None = None
     dropout_p: float = 0.0
-    weights: bool = False  # are asked for
-    others: Mapping[str, Any] = field(default_factory=dict)  # for PyTorch's attention
+    weights: bool = False  # whether to return them
+    others: Mapping[str, Any] = field(default_factory=dict)  # further arguments of PyTorch's attention
 
     @property
     def needs_gradient(self) -> bool:
         return torch.is_grad_enabled() and self.query.requires_grad
 
     def part(self, rows: list[int]) -> Call:
-        """Select some sequences of the batch."""
+        """Return the call for some sequences of the batch."""
         return replace(self, query=self.query[rows], key=self.key[rows], value=self.value[rows])
 
 
 class LayerPlan:
-    """The plan of one attention layer. `convert` hangs one on every attention module of a model, as `hsa_plan`.
+    """Plan of one attention layer. `convert` stores one in each attention module of a model, as `hsa_plan`.
 
     Args:
-        number: index of the layer in the model; -1 if the layer does not know it.
-        settings: None for exact attention.
-        conversion: state that all layers of a converted model share.
+        number: Number of the layer in the model; -1 if the module does not know it.
+        settings: Settings of the layer; None for exact attention.
+        conversion: State that all layers of a converted model share.
     """
 
     def __init__(self, number: int, settings: LayerSettings | None, conversion: Conversion | None = None):
@@ -80,7 +80,7 @@ class LayerPlan:
 
     @classmethod
     def of(cls, module: Any) -> LayerPlan:
-        """Return the plan of a module; for a model that was only loaded with "hsa" attention, make it from its config."""
+        """Return the plan of a module. For a model loaded with `attn_implementation="hsa"`, build it from the config."""
         plan = getattr(module, "hsa_plan", None)
         if plan is None:
             plan = cls(*_read_config(module))
@@ -91,7 +91,7 @@ class LayerPlan:
 
     @property
     def caches_trees(self) -> bool:
-        """Whether the layer, if it is causal, has a cache of trees; others make their trees anew in each step."""
+        """Whether the layer, if it is causal, has a cache of trees. Other layers rebuild their trees in each step."""
         settings = self.settings
         if settings is None or isinstance(settings.sinks, str):
             return False
@@ -100,7 +100,7 @@ class LayerPlan:
         return settings.kind == "multiscale" and settings.tree == "windows" and settings.top_k == 0
 
     def path(self, call: Call, sequences: Sequences) -> AttentionPath:
-        """Decide how a pass over whole sequences runs; refuse what no tree can do."""
+        """Return the path of a pass without a cache of trees. Refuse attention that trees cannot compute."""
         if self.settings is None:
             return "exact"
         self.check_terms(call)
@@ -110,55 +110,56 @@ class LayerPlan:
         return "exact" if all(short) else "split" if any(short) else "tree"
 
     def short(self, sequences: Sequences) -> list[bool]:
-        """Whether each sequence attends exactly, whoever shares its batch."""
+        """Return for each sequence whether it attends exactly, regardless of the other sequences in the batch."""
         settings = self.settings
         assert settings is not None
         return [exact_is_cheaper(settings, length, causal=sequences.causal) for length in sequences.keys.lengths]
 
     def cache_path(self, call: Call, sequences: Sequences, *, empty: bool) -> CachePath:
-        """Decide how a pass with a cache of trees runs; `empty`: the cache holds nothing yet."""
+        """Return the path of a pass with a cache of trees; `empty` tells whether the cache holds no tokens yet."""
         assert self.settings is not None
         self.check_terms(call)
         clustered = self.settings.kind == "clustered"
         plain = not call.weights and not call.dropout_p
         if empty:
             whole_prompt = call.query.shape[2] == call.key.shape[2] and sequences.causal
-            on_cpu = call.query.device.type == "cpu"  # where attending inside saves most of the time
+            on_cpu = call.query.device.type == "cpu"  # where it saves most of the time
             short = max(sequences.keys.lengths) <= LONGEST_INSIDE
-            silent = plain and not is_observed() and not call.needs_gradient
-            return "inside" if clustered and whole_prompt and on_cpu and short and silent else "whole"
+            unobserved = plain and not is_observed() and not call.needs_gradient
+            return "inside" if clustered and whole_prompt and on_cpu and short and unobserved else "whole"
         one_by_one = plain and sequences.queries.full
         if clustered and not (one_by_one and call.query.shape[2] <= FEW):
             return "whole"
         if not one_by_one:
             raise InvalidInput(
                 "past_key_values",
-                given="padding among new tokens, weights or dropout, with a cache that keeps no leaves",
-                expected="new tokens without padding, output_attentions=False, no dropout",
-                fix="use_cache=False",
+                expected="new tokens without padding, output_attentions=False and no dropout, as the cache keeps no leaves",
+                got="new tokens with padding, output_attentions=True or dropout",
+                fix="Pass use_cache=False",
             )
         return "steps"
 
     def check_terms(self, call: Call) -> None:
-        """Refuse terms that change the weights of attention, which no tree takes into account."""
+        """Refuse terms that change the attention weights, which trees do not support."""
         for name in _UNKNOWN_TERMS:
             value = call.others.get(name)
             if value is None or (name == "sliding_window" and value >= call.key.shape[2]):
                 continue
             raise InvalidInput(
                 f"layer {self.number} ({type(call.module).__name__})",
-                given=f"attention with {name}",
                 expected="plain softmax attention",
-                fix=f"leave this layer out: convert(model, layers=…) without {self.number}",
+                got=f"attention with {name}",
+                fix=f"Leave layer {self.number} out of layers=… in convert",
             )
 
 
 def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> bool:
     """Whether exact attention takes no more operations than a tree for a sequence of `length` tokens.
 
-    Counts, per query and in entries of attention: the families that are exact, one entry per node above them, half an entry
-    for each family that is scored, and the clustering of keys. In causal layers only where nothing would be pooled: what a
-    token sees must not depend on how long the text becomes. Trees that were asked for by their shape are always used.
+    The count, per query and in entries of attention, includes the keys of exact families, one entry per pooled node, half an
+    entry for each scored family, and the clustering of keys. Causal layers are exact only where nothing would be pooled:
+    the output of a token must not depend on the length of the text after it. Sentence trees, trees from a function and
+    the paper's operator are always used.
     """
     clustered = settings.kind == "clustered"
     if not clustered and (settings.kind, settings.tree) != ("multiscale", "windows"):
@@ -176,7 +177,7 @@ def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> b
 
 
 def layers_that_cache_trees(modules: Iterable[Any]) -> dict[int, LayerSettings]:
-    """Return the settings of causal layers that have a cache of trees, by their index in the model's cache."""
+    """Return the settings of the causal layers that have a cache of trees, by their index in the model's cache."""
     layers = {}
     for module in modules:
         plan, index = getattr(module, "hsa_plan", None), getattr(module, "layer_idx", None)
@@ -186,20 +187,20 @@ def layers_that_cache_trees(modules: Iterable[Any]) -> dict[int, LayerSettings]:
 
 
 def _read_config(module: Any) -> tuple[int, LayerSettings | None]:
-    """Return the number and settings of a layer, as the config of its model has them."""
+    """Return the number of a layer and its settings from the config of its model."""
     index = getattr(module, "layer_idx", None)
     number = -1 if index is None else index
-    written = ModelSettings.of(module.config)
+    saved = ModelSettings.of(module.config)
     if getattr(module, "is_decoder", False) and getattr(module.config, "is_encoder_decoder", False):
-        return number, None  # shares its config with the encoder, which may be converted
-    if written is None:  # every layer that sees the whole sequence, as `convert` does by default
+        return number, None  # the config's settings are the encoder's
+    if saved is None:  # all layers without a sliding window, the default of `convert`
         return number, None if is_sliding(module) else LayerSettings()
     if index is None:
         raise InvalidInput(
             "attn_implementation",
-            given=f"'hsa' for {type(module).__name__}, whose layers do not know their numbers",
-            expected="a model loaded as usual",
-            fix="call hsa.huggingface.convert(model), which numbers them, after loading",
+            expected="the default",
+            got=f"'hsa' for {type(module).__name__}, which does not know its layer number",
+            fix="Call hsa.huggingface.convert(model) after loading, which numbers the layers",
         )
-    written.check_numbers(getattr(module.config, "num_hidden_layers", None))
-    return number, written.layers.get(index)
+    saved.check_numbers(getattr(module.config, "num_hidden_layers", None))
+    return number, saved.layers.get(index)

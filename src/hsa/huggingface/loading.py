@@ -1,4 +1,4 @@
-"""Load pre-trained models and their tokenizers, from a folder or the hub."""
+"""Loading of pre-trained models and their tokenizers, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ KINDS = {
     "embedding": "AutoModel",
     "lm": "AutoModelForCausalLM",
 }
-"""Class that a model is loaded as, for each task."""
+"""Class of transformers for each task."""
 
 
 def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
+    """Import transformers, or raise an error that says how to install it."""
     try:
         import transformers
     except ImportError:
@@ -33,7 +34,7 @@ def transformers_library(purpose: str = "a pre-trained encoder") -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Explain how to get a model that cannot be loaded."""
+    """Replace errors of loading a model by one that says how to get it."""
     try:
         if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or _looks_local(name)):
             raise OSError("no such folder")
@@ -46,21 +47,21 @@ def loading(name: str) -> Iterator[None]:
         folder = name if hub != name else f"models/{name.rpartition('/')[2]}"
         raise InvalidInput(
             name,
-            given=f"no model that loads ({str(error).strip().partition(chr(10))[0]})",
+            problem=f"no model that loads ({str(error).strip().partition(chr(10))[0]})",
             expected="a folder with config.json, weights and tokenizer or preprocessor, or a name on the hub",
-            fix=f"where there is a network, run: hf download {hub} --local-dir {folder}, then give that folder",
+            fix=f"With a network connection, run: hf download {hub} --local-dir {folder}, then pass that folder",
         ) from error
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name is a path in an existing folder, so that the hub, slow without a network, need not be asked."""
+    """Whether a name is a path in an existing folder, not on the hub, whose lookup is slow without a network."""
     parent = Path(name).parent
     return parent != Path() and parent.is_dir()
 
 
 def _damaged() -> type[Exception]:
     """Return the error that truncated weights raise."""
-    from safetensors import SafetensorError  # transformers needs it
+    from safetensors import SafetensorError  # a dependency of transformers
 
     return SafetensorError
 
@@ -70,7 +71,7 @@ def _quiet() -> Iterator[None]:
     """Silence the messages and progress bars of transformers."""
     logging = transformers_library().logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub = getLogger("huggingface_hub")  # logs every attempt to reach it
+    hub = getLogger("huggingface_hub")  # logs each attempt to reach the hub
     hub_before = hub.level
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -85,27 +86,27 @@ def _quiet() -> Iterator[None]:
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Save a model and its tokenizer as any other."""
+    """Save a model and its tokenizer in the format of transformers."""
     with _quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def load_weights(kind: Any, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:
-    """Load a model; returns it and the names of weights that the checkpoint lacks, the pooler's left out."""
+    """Load a model. Return it and the names of weights that the checkpoint lacks, except for the pooler's."""
     model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
-    mismatched = (key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])  # with their shapes
+    mismatched = (key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])  # or with shapes
     missing = {*report["missing_keys"], *mismatched}
     return model, sorted(key for key in missing if "pooler." not in key)
 
 
 def check_complete(name: str, model: Any, missing: list[str], fix: str | None = None) -> None:
-    """Refuse a checkpoint that lacks weights of a model."""
+    """Refuse a checkpoint that lacks weights of the model."""
     if missing:
         raise InvalidInput(
             name,
-            given=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
-            expected=f"all of a {type(model).__name__}",
+            expected=f"all weights of a {type(model).__name__}",
+            got=f"a checkpoint without {len(missing)} of the weights, such as {missing[0]}",
             fix=fix,
         )
 
@@ -116,19 +117,19 @@ def load_for_task(
     """Load a model with all its weights and its tokenizer for a task ("classification", "embedding" or "lm").
 
     Raises:
-        InvalidInput: nothing that loads, or a checkpoint without the weights of its head.
+        InvalidInput: The model cannot be loaded, or its checkpoint lacks the weights of its head.
     """
     library = transformers_library()
     with loading(name):
         tokenizer = library.AutoTokenizer.from_pretrained(name)
         model, missing = load_weights(getattr(library, KINDS[task]), name, dtype)
-    check_complete(name, model, missing, fix="fine-tune it first: hsa finetune" if task == "classification" else None)
+    check_complete(name, model, missing, fix="Fine-tune it first: hsa finetune" if task == "classification" else None)
     if task == "lm" and not any(is_causal(layer) for layer in attention_layers(model)):
         raise InvalidInput(
             name,
-            given=f"{type(model).__name__}, whose tokens see later ones",
             expected="a causal language model",
-            fix="for an encoder, pass --task classification or embedding",
+            got=f"{type(model).__name__}, whose tokens see later ones",
+            fix="For an encoder, pass --task classification or --task embedding",
         )
     if task == "classification":
         _name_padding(model, tokenizer)
@@ -136,7 +137,7 @@ def load_for_task(
 
 
 def _name_padding(model: Any, tokenizer: Any) -> None:
-    """Set a padding token: classifiers made from language models look for the last token that is no padding."""
+    """Set a padding token, which classifiers made from language models need to find the last token of a text."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", None) is None:
@@ -144,7 +145,7 @@ def _name_padding(model: Any, tokenizer: Any) -> None:
 
 
 def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> tuple[Any, Any]:
-    """Load a classifier to train, with the encoder's weights and a new head, or all of it new; and its tokenizer."""
+    """Load an encoder with a new classification head, and its tokenizer. If `fresh`, all weights are new."""
     library = transformers_library()
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     with loading(name):
@@ -164,10 +165,10 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
 
 
 def most_tokens(model: Any, tokenizer: Any, usual: int = 512) -> int:
-    """Return the longest input that the table of positions, if there is one, and the tokenizer allow."""
+    """Return the most tokens that the model's position table, if it has one, and its tokenizer allow."""
     tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
     table = next((m for m in tables if isinstance(m, torch.nn.Embedding)), None)
-    if table is not None:  # RoBERTa counts from beyond the padding
+    if table is not None:  # RoBERTa's positions start after the padding index
         positions = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
     else:
         positions = getattr(model.config, "max_position_embeddings", None) or usual

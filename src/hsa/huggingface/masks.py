@@ -1,7 +1,8 @@
-"""Masks: from what transformers knows about a batch to its `Sequences`.
+"""Attention masks, and the `Sequences` that belong to them.
 
-The mask function runs once per forward pass and returns a `[batch, keys]` mask with the `Sequences` of the pass bound to it;
-every layer gets that mask and reads them back. A mask that is kept for later, as gradient checkpointing does, keeps them.
+transformers calls the mask function once per forward pass. It returns a `[batch, keys]` mask and binds the `Sequences` of
+the pass to it; each layer receives this mask and looks them up. The binding lasts as long as the mask, also where gradient
+checkpointing keeps it for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from hsa.huggingface.sequences import Sequences
 
 
 class _Bindings:
-    """`Sequences` by the memory of their mask, for as long as that lives: autograd may hand a mask back as another object.
+    """`Sequences` by the storage of their mask, as long as that lives. Autograd may return a mask as another tensor object.
 
-    A `Sequences` must not hold its mask, which would never be freed then.
+    A `Sequences` must not hold the mask that it is bound to, or the mask would never be freed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class _Bindings:
 
     def get(self, mask: Tensor) -> Sequences | None:
         _, version, sequences = self._bound.get(self._key(mask), (None, None, None))
-        return sequences if version == _version(mask) else None  # else it has been written to
+        return sequences if version == _version(mask) else None  # otherwise the mask was modified
 
     def bind(self, mask: Tensor, sequences: Sequences) -> None:
         self._forget()
@@ -68,14 +69,14 @@ def hsa_mask(
     device: Any = None,
     **others: Any,
 ) -> Tensor:
-    """Make the mask of a forward pass: `[batch, keys]`, true where there is a token.
+    """Return the mask of a forward pass: `[batch, keys]`, true where there is a token.
 
-    Masks that are neither plain nor causal (sliding windows, packed sequences) are `[batch, 1, queries, keys]`, for the
-    layers that are not converted.
+    For patterns other than full and causal attention (sliding windows, packed sequences), return `[batch, 1, queries, keys]`
+    for the layers that are not converted.
     """
     from transformers import masking_utils as library
 
-    if cache_position is not None:  # transformers before 5.3 says with this where the queries are
+    if cache_position is not None:  # before transformers 5.3: positions of the queries
         q_length, q_offset, device = len(cache_position), int(cache_position[0]), cache_position.device
     plain = (library.bidirectional_mask_function, library.causal_mask_function)
     if mask_function not in plain or kv_offset:
@@ -92,11 +93,11 @@ def hsa_mask(
             **where,
             **others,
         )
-        assert allowed is not None  # it may not be skipped
+        assert allowed is not None  # the options forbid skipping it
         return allowed
     causal = mask_function is library.causal_mask_function
     first_query = int(q_offset) if causal else 0
-    # A cache of fixed size has slots for later keys, which no query may see.
+    # A cache of fixed size has empty slots for later keys, which no query may see.
     seen = min(kv_length, first_query + q_length) if causal and q_length is not None else kv_length
     if attention_mask is None:
         mask = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
@@ -110,7 +111,7 @@ def hsa_mask(
 
 
 def read_sequences(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Sequences | None:
-    """Return the `Sequences` bound to a mask, or read them off a mask that somebody else made; None if it has another form.
+    """Return the `Sequences` of a mask: those bound to it, or read from its values. None if it has another pattern.
 
     `query` and `key` are `[batch, heads, tokens, dim]`.
     """
@@ -124,11 +125,11 @@ def read_sequences(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
     if sequences is None:
         if mask.ndim == 4:
             sequences = _read_mask(mask, batch, queries, causal)
-        elif mask.ndim == 2 and mask[:, -1].any():  # a copy of one of ours, on another device for example
+        elif mask.ndim == 2 and mask[:, -1].any():  # a copy of our mask, such as one on another device
             sequences = Sequences(mask.bool().clone(), causal=causal, first_query=keys - queries if causal else 0)
         if sequences is None:
             return None
-        if not mask.is_inference():  # writing to such a tensor leaves no trace
+        if not mask.is_inference():  # inference tensors do not record modification
             BINDINGS.bind(mask, sequences)
     known = sequences.mask.shape[1]
     fits = len(sequences.mask) == batch and sequences.first_query + queries == known
@@ -136,15 +137,15 @@ def read_sequences(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool
 
 
 def _read_mask(mask: Tensor, batch: int, queries: int, causal: bool) -> Sequences | None:
-    """Read `[batch or 1, heads or 1, queries or 1, keys]` that hides padding, or padding and later tokens; None for others.
+    """Read a mask `[batch or 1, heads or 1, queries or 1, keys]` that hides padding, or padding and later tokens.
 
-    A single query at the end of its keys sees the same either way; there `causal` decides.
+    Return None for any other pattern. For a single query at the end of its keys both patterns agree, so `causal` decides.
     """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return None
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     if mask.dtype != torch.bool and ((mask != 0) & seen).any():
-        return None  # a bias
+        return None  # a bias, not a mask
     keys = seen.shape[-1]
     first = keys - queries
     if len(seen) not in (1, batch) or seen.shape[2] not in (1, queries) or first < 0:
@@ -153,15 +154,15 @@ def _read_mask(mask: Tensor, batch: int, queries: int, causal: bool) -> Sequence
         return None
     rows = seen[:, 0].expand(batch, queries, keys)
     present = rows.any(1)
-    asks = present[:, first:]
-    if not asks.any(1).all():
+    is_query = present[:, first:]
+    if not is_query.any(1).all():
         return None
-    if torch.equal(rows[asks], present[:, None].expand_as(rows)[asks]):
+    if torch.equal(rows[is_query], present[:, None].expand_as(rows)[is_query]):
         causal = causal and queries == 1
     else:
         position = torch.arange(keys, device=mask.device)
         before = (position <= position[first:, None]) & present[:, None]
-        if not torch.equal(rows[asks], before[asks]):
+        if not torch.equal(rows[is_query], before[is_query]):
             return None
         causal = True
     return Sequences(present.clone(), causal=causal, first_query=first, **known_tokens())

@@ -1,4 +1,4 @@
-"""Token ids of the forward pass that is running, for layers whose trees or sinks depend on them."""
+"""Token ids of the current forward pass, for layers whose trees or sinks depend on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CURRENT: ContextVar[Pass | None] = ContextVar("hsa_pass", default=None)
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of a converted model, with the arguments that hooks noted."""
+    """Forward pass of a converted model, with the token ids that a hook recorded."""
 
     ids: Tensor | None
     vocabulary: Vocabulary
@@ -23,6 +23,6 @@ class Pass:
 
 
 def known_tokens() -> dict[str, Any]:
-    """Return what `Sequences` can know about the tokens of the current pass."""
+    """Return the token ids and vocabulary of the current pass as arguments of `Sequences`."""
     current = CURRENT.get()
     return {} if current is None else {"ids": current.ids, "vocabulary": current.vocabulary}

@@ -1,4 +1,4 @@
-"""`Sequences`: the tokens of a forward pass, as attention layers need to know them."""
+"""`Sequences`: the layout, ids and visibility of the tokens of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class Sequences:
-    """Which positions of a padded batch hold tokens, what they are, and who may see whom.
+    """Tokens of a padded batch: their positions, their ids if known, and which tokens see which.
 
     Args:
         mask: `[batch, keys]`, true where there is a token.
-        causal: a token sees those up to itself only.
-        first_query: position of the first query among the keys; more than 0 when earlier keys come from a cache.
-        ids: `[batch, keys]` token ids, if they are known.
-        vocabulary: meaning of the ids.
-        full: whether the batch is known to have no padding; looking for some would have to wait for the GPU.
+        causal: Whether each token sees only the tokens up to itself.
+        first_query: Position of the first query among the keys; above 0 if earlier keys come from a cache.
+        ids: `[batch, keys]` token ids, if known.
+        vocabulary: Vocabulary of the ids.
+        full: Whether the batch is known to have no padding. Reading this from the mask would wait for the GPU.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Sequences:
         return Padding(lengths=[width] * batch, width=width) if self._full else Padding(mask)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """Return what depends on these tokens alone; the first layer that needs it builds it."""
+        """Return a value that depends on these tokens only. The first layer that needs it builds it."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
 
     def part(self, rows: Sequence[int]) -> Sequences:
-        """Select some of the sequences; their padding stays."""
+        """Return some of the sequences, with their padding."""
 
         def build() -> Sequences:
             index = torch.tensor(rows, device=self.mask.device)
@@ -84,26 +84,26 @@ class Sequences:
         return self.cached(("part", tuple(rows)), build)
 
     def known_ids(self, purpose: str) -> Tensor:
-        """Return the ids without padding, `[tokens]`."""
+        """Return the ids without padding, `[tokens]`; `purpose` is the setting that needs them."""
         if self.ids is None:
             raise InvalidInput(
                 "input_ids",
-                given="a forward pass that does not say which tokens it holds",
-                expected=f"token ids, which {purpose} is made from",
-                fix="call hsa.huggingface.convert(model) after loading and pass input_ids; or convert with "
+                problem="not known in this forward pass",
+                expected=f"token ids, which {purpose} needs",
+                fix="Call hsa.huggingface.convert(model) after loading and pass input_ids, or convert with "
                 "kind='clustered' or tree='windows' and a number for sinks",
             )
         if self.ids.shape != self.mask.shape:
             raise InvalidInput(
                 "input_ids",
-                given=f"shape {tuple(self.ids.shape)} for keys {tuple(self.mask.shape)}",
-                expected=f"the ids of all keys, which {purpose} is made from",
-                fix="with a cache of earlier keys, convert with a number for sinks and kind='clustered' or tree='windows'",
+                expected=f"the ids of all keys, {tuple(self.mask.shape)}, which {purpose} needs",
+                got=f"shape {tuple(self.ids.shape)}",
+                fix="To use a cache of earlier keys, convert with a number for sinks and kind='clustered' or tree='windows'",
             )
         return self.ids[self.mask]
 
     def sink_mask(self, sinks: str | int | None) -> np.ndarray | int | None:
-        """Return sinks as `Hierarchy` takes them."""
+        """Return the sinks as an argument for `Hierarchy`."""
         if sinks != "special":
             return sinks  # type: ignore[return-value]
         ids = self.known_ids("sinks='special'")
@@ -111,24 +111,24 @@ class Sequences:
         return special.cpu().numpy()
 
     def tiles(self, hierarchy: Hierarchy, tile: int | None) -> Queries | None:
-        """Group the queries of a multiscale layer into tiles that share a selection; None: the leaf families."""
+        """Group the queries of a multiscale layer into tiles that share a selection. None means the leaf families."""
         if self.first_query == 0:
             return None if tile is None else Queries.windows(hierarchy, tile)
         return self.cached("queries", self._later_queries)
 
     def _later_queries(self) -> Queries:
-        """One query per tile: the last tokens of every sequence, after the keys that a cache holds."""
-        device, total, asking = self.mask.device, self.keys.lengths, self.queries.lengths
-        first = np.cumsum(total) - total + np.subtract(total, asking)  # leaf of every sequence's first query
-        leaves = np.concatenate([np.arange(f, f + n) for f, n in zip(first, asking, strict=True)])
+        """Return the last tokens of each sequence, which follow the keys of a cache, with one query per tile."""
+        device, keys, queries = self.mask.device, self.keys.lengths, self.queries.lengths
+        first = np.cumsum(keys) - keys + np.subtract(keys, queries)  # leaf of each sequence's first query
+        leaves = np.concatenate([np.arange(f, f + n) for f, n in zip(first, queries, strict=True)])
         return Queries(
             offsets=torch.arange(len(leaves) + 1, device=device),
-            tree=torch.arange(len(total), device=device).repeat_interleave(torch.tensor(asking, device=device)),
+            tree=torch.arange(len(keys), device=device).repeat_interleave(torch.tensor(queries, device=device)),
             leaves=torch.as_tensor(leaves).to(device),
         )
 
     def allowed(self) -> Tensor | None:
-        """Mask for PyTorch's attention, `[batch, 1, queries or 1, keys]`; None: all, or causal from the first key."""
+        """Return the mask for PyTorch's attention, `[batch, 1, queries or 1, keys]`; None if `causal` alone describes it."""
         return self.cached("allowed", self._allowed)
 
     def _allowed(self) -> Tensor | None:
@@ -138,6 +138,6 @@ class Sequences:
         if not self.causal:
             return present
         keys = torch.arange(self.mask.shape[1], device=self.mask.device)
-        # A padded query sees itself: a row without any key would be NaN.
+        # A padded query sees itself, as a row without any key would be NaN.
         own = keys == keys[self.first_query :, None]
         return ((keys <= keys[self.first_query :, None]) & present) | own

@@ -1,4 +1,4 @@
-"""Settings of converted layers: their defaults, their checks, and how a model's config stores them."""
+"""Settings of converted layers: their defaults, their checks, and their form in a model's config."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from hsa.errors import InvalidInput, inside
 Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
 Tree: TypeAlias = Literal["windows", "sentences"]
 VERSION = 2
-"""Version of the format of `config.hsa`; others are refused."""
+"""Version of the format of `config.hsa`. Other versions are refused."""
 FUNCTION = "function"
-"""Value of `tree` in a config whose trees came from a function, which no config can hold."""
+"""Value of `tree` in the config of a model whose trees come from a function, which a config cannot hold."""
 CHUNK = 256
-"""Tokens per chunk in which causal layers cluster keys, or the next number that their branching allows."""
+"""Default number of tokens per chunk in causal layers, rounded up to what `branching` allows."""
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """Settings of one converted layer, with the defaults of `convert`, which explains each."""
+    """Settings of one converted layer. Fields and defaults are those of `convert`, which describes each.
+
+    >>> LayerSettings(top_k=4).kind
+    'clustered'
+    """
 
     kind: Kind = "clustered"
-    tree: str | Callable[..., Any] | None = None  # "windows", unless keys are clustered
+    tree: str | Callable[..., Any] | None = None  # None means "windows", unless kind is "clustered"
     branching: tuple[int, ...] = (8, 2)
     near: int = 0
     top_k: int = 8
@@ -59,48 +63,53 @@ class LayerSettings:
 
     def _check_combination(self) -> None:
         if self.kind == "hierarchical":
-            unused = {"near": self.near, "pooled_bias": self.pooled_bias, "tile": self.tile, "beam": self.beam}
-            for name, value in unused.items():
+            for name in ("near", "pooled_bias", "tile", "beam"):
+                value, default = getattr(self, name), getattr(LayerSettings, name)
                 if value:
-                    raise InvalidInput(name, given=repr(value), expected="nothing, with kind='hierarchical'")
+                    raise InvalidInput(
+                        name, expected=f"{default!r}, the default, with kind='hierarchical'", got=repr(value)
+                    )
         if self.kind == "clustered":
             if self.tree is not None:
                 raise InvalidInput(
                     "tree",
-                    given=f"{self.tree!r} with kind='clustered'",
-                    expected="None: the trees are made from the keys",
-                    fix="pass kind='multiscale' or kind='hierarchical' as well",
+                    expected="None with kind='clustered', which builds trees from the keys",
+                    got=repr(self.tree),
+                    fix="Pass kind='multiscale' or kind='hierarchical' as well",
                 )
             if self.near:
                 raise InvalidInput(
-                    "near", given=self.near, expected="0 with kind='clustered'", fix="select more groups with top_k"
+                    "near", expected="0 with kind='clustered'", got=self.near, fix="Select more groups with top_k"
                 )
         if self.chunk is None:
             return
         if self.kind != "clustered":
-            raise InvalidInput("chunk", given=self.chunk, expected="None, unless kind='clustered'")
+            raise InvalidInput("chunk", expected=f"None with kind={self.kind!r}", got=self.chunk)
         if self.chunk != (whole := leaves_of_a_node(self.branching, self.chunk)):
             raise InvalidInput(
                 "chunk",
-                given=f"{self.chunk} with branching {self.branching}",
-                expected="the leaves of a whole node: a product of the first factors of branching, the last repeated",
-                fix=f"for example chunk={whole}",
+                expected=f"a product of the first factors of branching {self.branching}, the last one repeated",
+                got=self.chunk,
+                fix=f"Pass chunk={whole}, for example",
             )
 
     @property
     def chunk_size(self) -> int:
-        """Tokens that are clustered together in causal layers."""
+        """Number of tokens that a causal layer clusters together."""
         return self.chunk or leaves_of_a_node(self.branching, CHUNK)
 
     def tile_size(self, causal: bool) -> int | None:
-        """Queries that share a selection; None: those of a leaf family. Tokens generated one by one can share nothing."""
+        """Return the number of queries that share a selection, or None for those of a leaf family.
+
+        Causal layers share none: a token generated on its own must get the same selection.
+        """
         shared = None if causal else self.tile
         alone = self.kind == "clustered" or (causal and self.top_k > 0)
         return 1 if shared is None and alone else shared
 
     @property
     def repeats_last(self) -> bool:
-        """Whether the last factor of `branching` repeats up to the root; the paper's trees join what is left under it."""
+        """Whether the last factor of `branching` repeats up to the root, as in all trees but the paper's."""
         return self.kind != "hierarchical"
 
     @property
@@ -112,28 +121,30 @@ class LayerSettings:
         """Refuse settings that would let a causal layer see later tokens."""
         if self.kind == "hierarchical":
             name, instead = "kind", "'clustered' or 'multiscale'"
-            why = "its rows are tied, so earlier tokens would see later ones"
+            why = "Its rows are tied, so earlier tokens would see later ones"
         elif self.tree == "sentences":
-            name, instead = "tree", "'windows', or kind='clustered'"
-            why = "where a sentence ends depends on what follows, so earlier tokens would see later ones"
+            name, instead = "tree", "'windows', or kind='clustered',"
+            why = "The end of a sentence depends on the text after it, so earlier tokens would see later ones"
         else:
             return
-        given = f"{getattr(self, name)!r} in layer {layer}, which is causal"
-        raise InvalidInput(name, given=given, expected=instead, fix=why)
+        raise InvalidInput(
+            name, expected=f"{instead} in layer {layer}, which is causal", got=repr(getattr(self, name)), fix=why
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to values that a config can hold: no functions, no infinities."""
+        """Return the settings as JSON values, with names in place of functions and infinities."""
         values = asdict(replace(self, tree=FUNCTION) if callable(self.tree) else self)
         bias = values["pooled_bias"]
-        written = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
-        return {**values, "branching": list(self.branching), "pooled_bias": written}
+        saved = [_number_to_json(b) for b in bias] if isinstance(bias, tuple) else _number_to_json(bias)
+        return {**values, "branching": list(self.branching), "pooled_bias": saved}
 
     @classmethod
     def from_json(cls, where: str, values: Any) -> LayerSettings:
+        """Return the settings that `to_json` wrote; `where` names them in errors."""
         known = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or not set(values) <= known:
-            unknown = sorted(set(values) - known) if isinstance(values, Mapping) else type(values).__name__
-            raise InvalidInput(where, given=unknown, expected=f"some of {sorted(known)}", fix=_NEWER)
+            unknown = sorted(set(values) - known) if isinstance(values, Mapping) else _short(values)
+            raise InvalidInput(where, expected=f"some of {sorted(known)}", got=unknown, fix=_NEWER)
         values = dict(values)
         if "pooled_bias" in values:
             values["pooled_bias"] = _bias_from_json(f"{where}.pooled_bias", values["pooled_bias"])
@@ -142,7 +153,7 @@ class LayerSettings:
 
 
 class _Default:
-    """Default value of an argument that was not given. Prints as the default that applies."""
+    """Default of an argument that was not passed, distinct from the same value passed. It prints as that value."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -152,7 +163,7 @@ class _Default:
 
 
 DEFAULT: Any = SimpleNamespace(**{field.name: _Default(field.default) for field in fields(LayerSettings)})
-"""Defaults for the signature of a function that must know which settings it was given."""
+"""Defaults for the signature of a function that must tell which settings were passed."""
 
 
 def select_given(**settings: Any) -> dict[str, Any]:
@@ -164,12 +175,12 @@ def select_given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not isinstance(value, _Default)}
 
 
-_NEWER = "it may have been written by a newer hsa: pip install -U hsa"
+_NEWER = "A newer hsa may have written it; run: pip install -U hsa"
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Contents of `config.hsa`: the converted layers by number, and the ids of special tokens."""
+    """Contents of `config.hsa`: settings by layer number, and the ids of special tokens."""
 
     layers: Mapping[int, LayerSettings]
     special_ids: tuple[int, ...] = ()
@@ -180,54 +191,56 @@ class ModelSettings:
 
     @classmethod
     def of(cls, config: Any) -> ModelSettings | None:
-        """Read the config of a model. None if it was never converted.
+        """Return the settings in the config of a model, or None if there are none.
 
         Raises:
-            InvalidInput: written by another version, or by hand and wrong.
+            InvalidInput: Another version wrote them, or they were edited by hand and do not fit.
         """
-        written = getattr(config, "hsa", None)
-        if written is None:
+        saved = getattr(config, "hsa", None)
+        if saved is None:
             return None
         where = "config.hsa"
-        if not isinstance(written, Mapping) or type(written.get("version")) is not int:
-            raise InvalidInput(where, given=_short(written), expected="what hsa.huggingface.convert writes")
-        if written["version"] > VERSION:
+        if not isinstance(saved, Mapping) or type(saved.get("version")) is not int:
+            raise InvalidInput(where, expected="settings that hsa.huggingface.convert wrote", got=_short(saved))
+        if saved["version"] > VERSION:
             raise InvalidInput(
                 f"{where}['version']",
-                given=written["version"],
                 expected=f"{VERSION}, the version that this hsa writes",
-                fix="pip install -U hsa",
+                got=saved["version"],
+                fix="Run: pip install -U hsa",
             )
-        if written["version"] < VERSION:
+        if saved["version"] < VERSION:
             raise InvalidInput(
                 f"{where}['version']",
-                given=f"{written['version']}: this model was converted by hsa 0.1",
                 expected=f"{VERSION}",
-                fix="convert the model again; hsa.huggingface.revert(model) removes the old conversion",
+                got=f"{saved['version']}, from a model that hsa 0.1 converted",
+                fix="Remove the old conversion with hsa.huggingface.revert(model), then convert the model again",
             )
-        layers, special = written.get("layers", {}), written.get("special_ids", [])
+        layers, special = saved.get("layers", {}), saved.get("special_ids", [])
         if not isinstance(layers, Mapping) or not all(str(n).isdecimal() for n in layers):
             raise InvalidInput(
-                f"{where}['layers']", given=_short(layers), expected="settings by layer number", fix=_NEWER
+                f"{where}['layers']", expected="settings by layer number", got=_short(layers), fix=_NEWER
             )
         if not isinstance(special, Sequence) or not all(type(i) is int for i in special):
-            raise InvalidInput(f"{where}['special_ids']", given=_short(special), expected="token ids", fix=_NEWER)
+            raise InvalidInput(f"{where}['special_ids']", expected="token ids", got=_short(special), fix=_NEWER)
         return cls(
             {int(n): LayerSettings.from_json(f"{where}['layers'][{n!r}]", layer) for n, layer in layers.items()},
             tuple(special),
         )
 
     def check_numbers(self, count: int | None) -> None:
-        """Check that a model of `count` layers has all of these."""
+        """Check that a model of `count` layers has all layers of these settings."""
         for number in self.layers:
             if count is not None and not number < count:
                 raise InvalidInput(
-                    "config.hsa['layers']", given=number, expected=f"0 to {count - 1}, as the model has layers"
+                    "config.hsa['layers']",
+                    expected=f"numbers from 0 to {count - 1}, as the model has {count} layers",
+                    got=number,
                 )
 
 
 def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
-    """Return the number of leaves of the smallest nodes that have at least `least`; the last factor repeats.
+    """Return the number of leaves of the smallest kind of node with at least `least` leaves; the last factor repeats.
 
     >>> leaves_of_a_node((8, 2), 256), leaves_of_a_node((8, 3), 100)
     (256, 216)
@@ -239,19 +252,19 @@ def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
 
 
 def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    from hsa.attention.checks import check_count  # loads torch, which the help of the command line does without
+    from hsa.attention.checks import check_count  # loads torch, which the command line's help must not
 
     return check_count(name, value, expected, minimum)
 
 
 def _check_word(name: str, value: Any, allowed: Sequence[str], more: str = "") -> None:
     if value not in allowed:
-        raise InvalidInput(name, given=repr(value), expected=f"one of {', '.join(map(repr, allowed))}{more}")
+        raise InvalidInput(name, expected=f"one of {', '.join(map(repr, allowed))}{more}", got=repr(value))
 
 
 def _factors(branching: Any) -> tuple[int, ...]:
     if not isinstance(branching, Sequence) or isinstance(branching, str) or not branching:
-        raise InvalidInput("branching", given=repr(branching), expected="factors from the leaves up, such as (8, 2)")
+        raise InvalidInput("branching", expected="factors from the leaves up, such as (8, 2)", got=repr(branching))
     return tuple(_check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate(branching))
 
 
@@ -260,15 +273,15 @@ def _biases(bias: Any) -> float | tuple[float, ...]:
     several = isinstance(numbers, Sequence) and not isinstance(numbers, str)
     for number in numbers if several else [numbers]:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number < math.inf:
-            raise InvalidInput("pooled_bias", given=repr(number), expected="a number below +∞, or one per head")
+            raise InvalidInput("pooled_bias", expected="a number below +∞, or one per head", got=repr(number))
     return tuple(map(float, numbers)) if several else float(numbers)
 
 
-def _bias_from_json(where: str, written: Any) -> Any:
+def _bias_from_json(where: str, saved: Any) -> Any:
     try:
-        return tuple(map(float, written)) if isinstance(written, list) else float(written)
+        return tuple(map(float, saved)) if isinstance(saved, list) else float(saved)
     except (TypeError, ValueError):
-        raise InvalidInput(where, given=_short(written), expected="a number, or one per head") from None
+        raise InvalidInput(where, expected="a number, or one per head", got=_short(saved)) from None
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Pre-trained decoders as models of a text stream of `hsa.generation`."""
+"""Pre-trained decoders as models for the `TextStream` of `hsa.generation`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsa.huggingface.loading import load_for_task, most_tokens
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """Number of tokens that the tokenizer knows, and of positions that the model has."""
+    """Size of the vocabulary, and most tokens that the model can read."""
 
     vocabulary: int
     max_length: int
@@ -39,7 +39,7 @@ class PretrainedCache:
 
 
 class PretrainedWriter:
-    """A converted causal language model of transformers; one text at a time."""
+    """A converted causal language model of transformers, for one text at a time."""
 
     def __init__(self, model: Any, tokenizer: Any):
         self.model = model
@@ -53,24 +53,24 @@ class PretrainedWriter:
         return PretrainedCache(self.model)
 
     def read(self, tokens: Tensor, lengths: Sequence[int], cache: PretrainedCache) -> Tensor:
-        return self._ask(tokens[None], cache)
+        return self._logits(tokens[None], cache)
 
     def step(self, tokens: Tensor, cache: PretrainedCache) -> Tensor:
-        return self._ask(tokens[:, None], cache)
+        return self._logits(tokens[:, None], cache)
 
-    def _ask(self, ids: Tensor, cache: PretrainedCache) -> Tensor:
-        """Return the logits after the last token. Embeddings may have more rows than there are tokens."""
+    def _logits(self, ids: Tensor, cache: PretrainedCache) -> Tensor:
+        """Return the logits after the last token, without those of padding rows of the embedding table."""
         out = self.model(input_ids=ids, past_key_values=cache.inner, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1, : self.config.vocabulary].float()
 
 
 def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tuple[PretrainedWriter, Any, set[int]]:
-    """Load a pre-trained decoder, its tokenizer (`tokenizers.Tokenizer`), and the tokens that end a text.
+    """Load and convert a decoder. Return it, its tokenizer (a `tokenizers.Tokenizer`), and the ids that end a text.
 
-    It attends as its config says if it was converted and saved, else as `convert` does by default.
+    A model that was converted and saved gets its saved settings, any other the defaults of `convert`.
 
     Raises:
-        InvalidInput: no causal model that loads, or a tokenizer that does not work on bytes.
+        InvalidInput: The model cannot be loaded, is not causal, or its tokenizer is not byte-level.
     """
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     model, tokenizer = load_for_task(name, "lm", dtype=dtype, device=device)
@@ -78,11 +78,11 @@ def load_pretrained_writer(name: str, device: torch.device | str = "cpu") -> tup
     if backend is None or "ByteLevel" not in str(backend.decoder):
         raise InvalidInput(
             name,
-            given="a tokenizer that does not work on bytes",
-            expected="byte-level BPE, as those of GPT-2, Llama 3, Qwen and SmolLM are",
-            fix="call hsa.huggingface.convert(model) and the model's own generate",
+            expected="a tokenizer with byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM have",
+            got="another kind of tokenizer",
+            fix="In Python, call hsa.huggingface.convert(model), then model.generate",
         )
     convert(model)
-    written = model.generation_config.eos_token_id
-    ends = written if isinstance(written, list) else [written]
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured]
     return PretrainedWriter(model, tokenizer), backend, {i for i in (*ends, tokenizer.eos_token_id) if i is not None}

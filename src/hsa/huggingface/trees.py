@@ -1,4 +1,4 @@
-"""Trees of converted layers: fixed windows, the sentences of the text, or from a function."""
+"""Trees of converted layers: windows of tokens, sentences of the text, or the result of a function."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hsa.tree.hierarchy import Hierarchy
 
 _KEPT = 64
 _WINDOWS: OrderedDict[Any, Hierarchy] = OrderedDict()
-"""Window trees of recent batches: batches of the same lengths come again, and plans of kernels hang on a tree."""
+"""Window trees of recent batches. Batches of the same lengths recur, and kernels store their plans in the tree."""
 
 
 def tree_of(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
-    """Return the tree of every sequence, a leaf per token that is no padding."""
-    given = settings.tree
-    if callable(given):
-        return sequences.cached(("tree", given), lambda: _given_tree(given, sequences))
-    if given == FUNCTION:
+    """Return a tree for each sequence, with one leaf per token and none for padding."""
+    kind = settings.tree
+    if callable(kind):
+        return sequences.cached(("tree", kind), lambda: _tree_from_function(kind, sequences))
+    if kind == FUNCTION:
         raise InvalidInput(
             "tree",
-            given="a config whose trees came from a function",
+            problem="the trees of this model came from a function, which its config cannot hold",
             expected="that function",
-            fix="call hsa.huggingface.convert(model, tree=function) after loading",
+            fix="Call hsa.huggingface.convert(model, tree=function) after loading",
         )
-    build = _sentence_tree if given == "sentences" else _window_tree
+    build = _sentence_tree if kind == "sentences" else _window_tree
     return sequences.cached(
         (build, settings.branching, settings.repeats_last, settings.sinks), lambda: build(settings, sequences)
     )
@@ -48,16 +48,16 @@ def _window_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
     return _WINDOWS[key]
 
 
-def _given_tree(function: Callable[..., Any], sequences: Sequences) -> Hierarchy:
-    ids = sequences.known_ids("a tree of your own").split(sequences.keys.lengths)
+def _tree_from_function(function: Callable[..., Any], sequences: Sequences) -> Hierarchy:
+    ids = sequences.known_ids("a tree function").split(sequences.keys.lengths)
     tree = function(list(ids))
     if not isinstance(tree, Hierarchy):
-        raise InvalidInput("tree(ids)", given=type(tree).__name__, expected="an hsa.Hierarchy")
+        raise InvalidInput("tree(ids)", expected="an hsa.Hierarchy", got=f"a value of type {type(tree).__name__}")
     if tree.lengths != sequences.keys.lengths:
         raise InvalidInput(
             "tree(ids)",
-            given=f"trees of {_few(tree.lengths)} leaves",
-            expected=f"{_few(sequences.keys.lengths)}: a tree per sequence with a leaf per token, padding left out",
+            expected=f"trees of {_few(sequences.keys.lengths)} leaves, one per sequence, without leaves for padding",
+            got=f"trees of {_few(tree.lengths)} leaves",
         )
     return tree.to(sequences.mask.device)
 
@@ -73,7 +73,7 @@ def _sentence_tree(settings: LayerSettings, sequences: Sequences) -> Hierarchy:
 def sentence_tree(
     starts: np.ndarray, lengths: list[int], branching: tuple[int, ...], repeat_last: bool, sinks: Any = None
 ) -> Hierarchy:
-    """Build trees from where sentences start: pieces of at most the first factor; the other factors group sentences.
+    """Build trees of sentences, each split into pieces of at most `branching[0]` tokens. The other factors group sentences.
 
     >>> starts = np.array([1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
     >>> print(sentence_tree(starts, [10], (4, 2), True).show())
@@ -97,7 +97,7 @@ def sentence_tree(
     first_piece = np.cumsum(pieces) - pieces
     piece = np.repeat(begin - first_piece * branching[0], pieces) + np.arange(int(pieces.sum())) * branching[0]
     levels = [np.append(piece, len(starts)), np.append(first_piece, len(piece))]
-    members = np.bincount(np.searchsorted(ends, begin, side="right"), minlength=len(lengths))  # sentences per tree
+    members = np.bincount(np.searchsorted(ends, begin, side="right"), minlength=len(lengths))  # sentences of each tree
     factors = list(branching[1:])
     while members.max() > 1 and factors:
         factor = factors[0] if len(factors) == 1 and repeat_last else factors.pop(0)

@@ -1,4 +1,4 @@
-"""`Vocabulary`: which token ids are special, and where sentences start."""
+"""`Vocabulary`: the special tokens of a model, and the tokens that start a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPECIAL = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
 
 @dataclass(eq=False)
 class Vocabulary:
-    """Special ids and tokenizer of a model. The tokenizer is needed for sentences only."""
+    """Ids of a model's special tokens, and its tokenizer, which only sentences need."""
 
     special_ids: tuple[int, ...] = ()
     tokenizer: Any = None
@@ -22,15 +22,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
+        """Return the vocabulary of a tokenizer."""
         ids = {getattr(tokenizer, name, None) for name in _SPECIAL}
         return cls(tuple(sorted(i for i in ids if i is not None)), tokenizer)
 
     def sentence_starts(self, ids: list[int], lengths: list[int]) -> np.ndarray:
-        """Find which tokens start a sentence, by the text that they spell. Special tokens are sentences of their own.
+        """Return which tokens start a sentence of the decoded text, `[tokens]`. Special tokens are separate sentences.
 
         Args:
-            ids: token ids of all sequences, one after the other, without padding.
-            lengths: tokens per sequence.
+            ids: Token ids of all sequences, concatenated without padding.
+            lengths: Number of tokens per sequence.
         """
         try:
             from sentencex import get_sentence_boundaries  # type: ignore[import-untyped]
@@ -38,7 +39,10 @@ class Vocabulary:
             raise MissingExtra("sentencex", "text", "splitting text into sentences") from None
         if self.tokenizer is None:
             raise InvalidInput(
-                "tokenizer", given="None", expected="the model's, to find sentences", fix="convert(…, tokenizer=…)"
+                "tokenizer",
+                problem="not given",
+                expected="the model's tokenizer, which tree='sentences' needs",
+                fix="Call convert(model, tokenizer=…)",
             )
         starts = np.zeros(len(ids), bool)
         begin = 0
@@ -46,7 +50,7 @@ class Vocabulary:
             pieces = [self._piece(i) for i in ids[begin : begin + length]]
             ends = np.cumsum([len(text) for text in pieces])
             for boundary in get_sentence_boundaries("en", "".join(pieces)):
-                # The token that holds the first character of the sentence that is no space.
+                # The token with the first character of the sentence that is not a space.
                 at = boundary["start_index"] + len(boundary["text"]) - len(boundary["text"].lstrip())
                 starts[begin + min(int(np.searchsorted(ends, at, side="right")), length - 1)] = True
             begin += length
@@ -56,7 +60,7 @@ class Vocabulary:
         return starts
 
     def _piece(self, token: int) -> str:
-        """Return the text of a token inside a text: what it adds after another token."""
+        """Return the text that a token adds when it follows another token."""
         if token in self.special_ids:
             return " "
         if token not in self._texts:

@@ -1,4 +1,4 @@
-"""What training and generation ask of a language model, whatever its architecture."""
+"""`CausalLanguageModel`: the interface of language models of any architecture for training and generation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class CausalLanguageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Device of the model."""
         return self.embedding.weight.device
 
     @property
@@ -32,7 +33,7 @@ class CausalLanguageModel(nn.Module):
 
     @property
     def remembered_tokens(self) -> int:
-        """Number of tokens before a block that every layer remembers."""
+        """Number of tokens before a block or segment that every layer remembers."""
         return 0
 
     def new_cache(self, batch: int = 1) -> Any:
@@ -40,11 +41,11 @@ class CausalLanguageModel(nn.Module):
         raise NotImplementedError
 
     def read(self, tokens: Tensor, lengths: Sequence[int] | Tensor, cache: Any) -> Tensor:
-        """Read texts into a cache; return logits `[batch, vocabulary]` of the token after each."""
+        """Read texts into a cache; return logits `[batch, vocabulary]` of the token after each text."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, cache: Any) -> Tensor:
-        """Read one token `[batch]` more of every text; return logits `[batch, vocabulary]` of the next."""
+        """Append a token `[batch]` to every text; return logits `[batch, vocabulary]` of the next token."""
         raise NotImplementedError
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An encoder with a head: a class or a number per tree, or a class per leaf."""
+"""`Classifier`: an encoder with a head that predicts a class or a number per tree, or a class per leaf."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ Task = Literal["classification", "regression", "tokens"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything a model is made from; `to_dict` and `from_dict` go through JSON.
+    """Configuration of a `Classifier`.
 
     Args:
-        encoder: its sizes; their class says which encoder it is.
-        modalities, kinds, keys: see `HierarchicalEncoder`.
-        task: "classification" (a class per tree), "regression" (a number per tree), "tokens" (a class per leaf).
-        outputs: classes; 1 for regression.
-        pooling: of the leaves of a tree into one vector.
-        head: inner width of the head; the encoder's width by default.
-        center, scale: the mean and the spread of the numbers to predict, for regression.
+        encoder: Configuration of the encoder, such as an `EncoderConfig`.
+        modalities: Contents of the leaves, by name.
+        outputs: Number of classes; 1 for regression.
+        kinds: Kinds of domains that have positions: "sequence", "grid", "graph", "table".
+        keys: Keys of tables.
+        task: "classification" (a class per tree), "regression" (a number per tree) or "tokens" (a class per leaf).
+        pooling: How the leaves of a tree become one vector: "mean", "max", "attention", "first" or "last".
+        head: Inner width of the head; the encoder's width by default.
+        center, scale: Mean and standard deviation of the numbers to predict, for regression.
+
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
+    >>> ModelConfig.from_dict(config.to_dict()) == config
+    True
     """
 
     encoder: EncoderConfigLike
@@ -46,33 +53,38 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.task not in get_args(Task):
-            raise InvalidInput("task", given=repr(self.task), expected=f"one of {', '.join(get_args(Task))}")
+            raise InvalidInput("task", got=repr(self.task), expected=f"one of {', '.join(get_args(Task))}")
         if self.task == "tokens" and not self.encoder.keeps_leaves:
             raise InvalidInput(
-                "task", given="a class per leaf from an encoder that pools", expected="leaves that are still there"
+                "task", got="'tokens' for an encoder that pools leaves", expected="an encoder that keeps leaves"
             )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values; `from_dict` rebuilds it."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        given = {
+        """Rebuild a configuration from the result of `to_dict`."""
+        values = {
             **known_fields(ModelConfig, data),
             "encoder": config_from_dict(data["encoder"]),
             "modalities": {name: Modality(**known_fields(Modality, m)) for name, m in data["modalities"].items()},
         }
         for name in ("kinds", "keys"):
-            if name in given:
-                given[name] = tuple(given[name])
-        return ModelConfig(**given)
+            if name in values:
+                values[name] = tuple(values[name])
+        return ModelConfig(**values)
 
 
 class Classifier(nn.Module):
-    """Encoder, global pooling, and an MLP with one hidden layer.
+    """An encoder, global pooling, and a head with one hidden layer.
 
-    >>> from hsa import Signal, collate
-    >>> from hsa.nn.encoder_config import EncoderConfig
+    Args:
+        config: Configuration.
+
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> from hsa.signals import Signal, collate
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
     >>> Classifier(config)(batch).shape  # logits per tree
@@ -91,26 +103,32 @@ class Classifier(nn.Module):
         )
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Logits `[trees, classes]`, numbers `[trees]`, or logits `[leaves, classes]`."""
+        """Return logits `[trees, classes]`, numbers `[trees]`, or logits `[leaves, classes]`."""
+        out = self.head(self.embed(inputs))
+        return out[:, 0] * self.config.scale + self.config.center if self.config.task == "regression" else out
+
+    def embed(self, inputs: Inputs) -> Tensor:
+        """Return the vectors that the head reads, `[trees, width]`, or `[leaves, width]` for the task "tokens"."""
         x, hierarchy = self.encoder(inputs)
         x = self.norm(x)
-        if self.pool is not None:
-            x = self.pool(x, hierarchy)
-        out = self.head(x)
-        return out[:, 0] * self.config.scale + self.config.center if self.config.task == "regression" else out
+        return x if self.pool is None else self.pool(x, hierarchy)
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Those that are trained."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def equal_parameters(config: ModelConfig, encoder: EncoderConfigLike) -> ModelConfig:
-    """The model with another encoder and as many parameters: its feed-forward networks make up for the difference.
+    """Return the configuration with another encoder, whose feed-forward width is set to keep the number of parameters.
 
-    For fair baselines: a model without attention lacks query and key projections, and gets wider networks instead.
+    This makes baselines fair: a model without attention lacks query and key projections, and gets wider networks instead.
 
-    >>> from hsa.nn.encoder_config import EncoderConfig
+    Args:
+        config: Configuration of the model to match.
+        encoder: Configuration of the other encoder; its `feed_forward` is replaced.
+
+    >>> from hsa.nn import EncoderConfig, Modality
     >>> config = ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3)
     >>> deepsets = equal_parameters(config, replace(config.encoder, kind="none"))
     >>> abs(count_parameters(Classifier(deepsets)) - count_parameters(Classifier(config))) < 40
@@ -128,7 +146,12 @@ def equal_parameters(config: ModelConfig, encoder: EncoderConfigLike) -> ModelCo
 
 
 def closest_size(count: Callable[[int], int], wanted: int, least: int = 8) -> int:
-    """The size, `least` or more, at which what grows with it comes closest to what is wanted.
+    """Return the size, `least` or more, whose count is closest to `wanted`.
+
+    Args:
+        count: Function of the size that grows with it.
+        wanted: Count to match.
+        least: Smallest size.
 
     >>> closest_size(lambda size: 3 * size, 40)
     13

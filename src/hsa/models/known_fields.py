@@ -1,4 +1,4 @@
-"""What a saved configuration may hold."""
+"""Check the fields of a saved configuration."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hsa.errors import InvalidInput
 
 
 def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the data, if a configuration has all of these fields."""
+    """Return a copy of `data`; raise unless the dataclass `kind` has all of its fields."""
     unknown = set(data) - {f.name for f in fields(kind)}
     if unknown:
         raise InvalidInput(
             kind.__name__,
-            given=f"the unknown field {sorted(unknown)[0]!r}",
+            got=f"the unknown field {sorted(unknown)[0]!r}",
             expected="a configuration of this version of hsa",
-            fix="was it saved by a newer version?",
+            fix="Was it saved by a newer version?",
         )
     return dict(data)

@@ -1,4 +1,4 @@
-"""The cache of a language model: one cache per kind of attention, shared by the layers of that kind."""
+"""`LanguageModelCache`: one cache per kind of attention, shared by the layers of that kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ class LanguageModelCache:
     Args:
         config: Configuration of the model.
         batch: Number of texts.
-        rewind: Most tokens that `crop` can remove.
+        device, dtype: Device and type of the cached keys and values.
+        rewind: Largest number of tokens that `crop` can remove.
+
+    >>> from hsa.models import LanguageModel, LanguageModelConfig
+    >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1))
+    >>> cache = model.new_cache(batch=2)
+    >>> _ = model.read(torch.arange(5), [3, 2], cache)
+    >>> cache.lengths
+    [3, 2]
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class LanguageModelCache:
         self.parts = {
             kind: _make(kind, config, {**sizes, "layers": kinds.count(kind)}, rewind) for kind in dict.fromkeys(kinds)
         }
-        self._lengths = [0] * batch  # kept here, as reading it from a cache may wait for a device
+        self._lengths = [0] * batch  # kept here because reading them from a cache may wait for the device
         self._layer_of_part = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._counters = None
         if config.positions != "rope":
@@ -53,6 +61,7 @@ class LanguageModelCache:
 
     @property
     def batch(self) -> int:
+        """Number of texts."""
         return len(self._lengths)
 
     @property
@@ -61,20 +70,20 @@ class LanguageModelCache:
         return list(self._lengths)
 
     def of_layer(self, layer: int) -> tuple[Cache, int]:
-        """Return the cache that serves a layer of the model, and the layer's number in that cache."""
+        """Return the cache of a layer of the model, and the index of the layer in that cache."""
         return self.parts[self.config.kinds[layer]], self._layer_of_part[layer]
 
     def check(self, config: LanguageModelConfig, batch: int) -> None:
         """Check that this is a cache of the model with this configuration, for `batch` texts."""
         if config != self.config:
             raise InvalidInput(
-                "cache", given="a cache of another model", expected="a cache of this model: model.new_cache(batch)"
+                "cache", got="a cache of another model", expected="a cache of this model: model.new_cache(batch)"
             )
         if batch != self.batch:
-            raise InvalidInput("cache", given=f"a cache for {self.batch} texts", expected=f"one for {batch}")
+            raise InvalidInput("cache", got=f"a cache for {self.batch} texts", expected=f"a cache for {batch}")
 
     def begin(self, model: LanguageModel, tokens: Tensor, lengths: Sequence[int]) -> Trees:
-        """Start an empty cache with prompts, and return their trees."""
+        """Add prompts to an empty cache, and return their trees."""
         closes = model.heights(tokens)
         forests = {
             kind: part.begin(lengths, closes if kind == "multiscale" else None) for kind, part in self.parts.items()
@@ -91,7 +100,7 @@ class LanguageModelCache:
         if self.config.max_length is not None and longest > self.config.max_length:
             raise InvalidInput(
                 "cache",
-                given=f"token {longest:,} of a text",
+                got=f"token {longest:,} of a text",
                 expected=f"at most {self.config.max_length:,}, the max_length of the model",
             )
         positions, tree_positions = torch.tensor(self._lengths, device=model.device), None
@@ -127,10 +136,10 @@ class LanguageModelCache:
         return {"parts": parts, "closes": closes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         if set(state.get("parts", ())) != set(self.parts):
             raise InvalidInput(
-                "state", given="the state of another model's cache", expected=f"parts {', '.join(self.parts)}"
+                "state", got="the state of another model's cache", expected=f"parts {', '.join(self.parts)}"
             )
         for kind, part in self.parts.items():
             part.load_state_dict(state["parts"][kind])
@@ -139,7 +148,7 @@ class LanguageModelCache:
             self._counters.set(self.lengths, state["closes"])
 
     def memory(self) -> Memory:
-        """Return the bytes of all layers, and of flat caches for them."""
+        """Return the memory of all layers, compared with that of flat caches."""
         parts = [part.memory() for part in self.parts.values()]
         return Memory(sum(m.bytes for m in parts), sum(m.flat_bytes for m in parts), any(m.leaves_kept for m in parts))
 

@@ -27,36 +27,42 @@ from hsa.tree.hierarchy import Hierarchy
 
 AttentionKind = Literal["flat", "multiscale", "clustered"]
 PositionKind = Literal["rope", "tree", "both"]
-_KEPT = 16  # forests of recent batches: plans hang on them, and batches of the same lengths come again
+_KEPT = 16  # number of recent batches whose forests are kept: their plans serve later batches of the same lengths
 
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """Everything a language model is made from; `to_dict` and `from_dict` go through JSON.
+    """Configuration of a `LanguageModel`.
 
     Args:
-        vocabulary: how many tokens there are.
-        width: of the token vectors.
-        heads, kv_heads: of queries; of keys and values, as many by default.
-        layers: how many.
-        feed_forward: inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
+        vocabulary: Number of tokens.
+        width: Size of the token vectors.
+        heads: Number of attention heads.
+        kv_heads: Number of heads of keys and values; `heads` by default.
+        layers: Number of layers.
+        feed_forward: Inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
         activation: "swiglu" or "gelu".
-        dropout: on embeddings and residual branches.
-        attention: of all layers, or one per layer: "flat" (all tokens so far), "multiscale" (the own leaf family and
-            `near` before it token by token, the rest pooled on the tree), "clustered" (multiscale over clustered keys).
-        fusion: how heads become one: "concatenation", "talking", "collaborative" or "over-heads"; see
-            `hsa.nn.head_fusion.head_fusion`, also for `shared_dim` and `fusion_penalty`.
-        branching: members per family of the tree, from the leaves up; the last factor repeats.
-        near: leaf families before the own that are exact.
-        sinks: first tokens that every token sees exactly.
-        positions: "rope" (rotary), "tree" (features of a token's index in its family, that family's in its parent, …,
-            added to the embedding) or "both".
-        position_levels: how many such indices.
-        rope_base: of the rotary frequencies.
-        top_k, beam, chunk, group: for "clustered": exact groups per token, width of the search for them, tokens per chunk,
-            keys per group.
-        closes: token id → the height up to which it closes families: 1 leaf families, 2 what is above them, …
-        max_length: the most tokens of a text; None for no limit.
+        dropout: Dropout on embeddings and residual branches.
+        attention: Kind of attention, for all layers or one per layer: "flat" (to all tokens so far), "multiscale" (to the
+            token's leaf family and `near` families before it token by token, to the others pooled on the tree) or
+            "clustered" (multiscale over clustered keys).
+        fusion: How heads are combined: "concatenation", "talking", "collaborative" or "over-heads"; `shared_dim` and
+            `fusion_penalty` are options of the last two.
+        branching: Members per family of the tree, from the leaves up; the last factor repeats.
+        near: Number of leaf families before a token's own that it attends to token by token.
+        sinks: Number of first tokens that every token attends to exactly.
+        positions: "rope" (rotary), "tree" (features of a token's index in its family, of that family's index in its parent,
+            …, added to the embedding) or "both".
+        position_levels: Number of these indices.
+        rope_base: Base of the rotary frequencies.
+        top_k, beam, chunk, group: For "clustered": number of exact groups per token, width of the search for them, tokens
+            per chunk, keys per group.
+        closes: Token id → height up to which the token closes families: 1 for leaf families, 2 for their parents, …
+        max_length: Largest number of tokens of a text; None for no limit.
+
+    >>> config = LanguageModelConfig(11, width=8, heads=2, layers=1)
+    >>> LanguageModelConfig.from_dict(config.to_dict()) == config
+    True
     """
 
     vocabulary: int
@@ -88,98 +94,110 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "heads", "layers", "position_levels", "chunk", "group"):
             if getattr(self, name) < 1:
-                raise InvalidInput(name, given=getattr(self, name), expected="1 or more")
+                raise InvalidInput(name, got=getattr(self, name), expected="1 or more")
         for name in ("near", "sinks", "top_k"):
             if getattr(self, name) < 0:
-                raise InvalidInput(name, given=getattr(self, name), expected="0 or more")
+                raise InvalidInput(name, got=getattr(self, name), expected="0 or more")
         for name in ("kv_heads", "feed_forward", "max_length"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InvalidInput(name, given=getattr(self, name), expected="1 or more, or None")
+                raise InvalidInput(name, got=getattr(self, name), expected="1 or more, or None")
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
             raise InvalidInput(
                 "heads",
-                given=f"{self.heads} heads, {self.kv_heads or self.heads} of keys and values, a width of {self.width}",
-                expected="heads that divide the width, heads of keys that divide the heads",
+                got=f"{self.heads} heads, {self.kv_heads or self.heads} of keys and values, a width of {self.width}",
+                expected="heads that divide the width, heads of keys and values that divide the heads",
             )
         if self.positions != "tree" and self.width // self.heads % 2:
-            raise InvalidInput("heads", given=f"{self.width // self.heads} channels each", expected="an even number")
+            raise InvalidInput("heads", got=f"{self.width // self.heads} channels each", expected="an even number")
         if not 0 <= self.dropout < 1:
-            raise InvalidInput("dropout", given=self.dropout, expected="0 or more and less than 1")
+            raise InvalidInput("dropout", got=self.dropout, expected="0 or more and less than 1")
         check_branching(self.branching)
         for name, allowed in (("positions", PositionKind), ("activation", Activation)):
             if getattr(self, name) not in get_args(allowed):
-                raise InvalidInput(name, given=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
+                raise InvalidInput(name, got=getattr(self, name), expected=f"one of {', '.join(get_args(allowed))}")
         with torch.device("meta"):  # takes no random numbers from the models that follow
-            self.new_fusion()  # says what does not fit
+            self.new_fusion()  # raises for sizes that do not fit
         for kind in self.kinds:
             if kind not in get_args(AttentionKind):
-                raise InvalidInput(
-                    "attention", given=repr(kind), expected=f"one of {', '.join(get_args(AttentionKind))}"
-                )
+                raise InvalidInput("attention", got=repr(kind), expected=f"one of {', '.join(get_args(AttentionKind))}")
         if len(self.kinds) != self.layers:
             raise InvalidInput(
-                "attention", given=f"{len(self.kinds)} names", expected=f"one, or one for each of {self.layers} layers"
+                "attention",
+                got=f"{len(self.kinds)} names",
+                expected=f"one name, or one for each of {self.layers} layers",
             )
         for token, height in self.closes.items():
             if not 0 <= token < self.vocabulary or height < 0:
                 raise InvalidInput(
                     f"closes[{token}]",
-                    given=height,
+                    got=height,
                     expected=f"a height of 0 or more for a token in 0..{self.vocabulary - 1}",
                 )
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """The attention of every layer."""
+        """Kind of attention of each layer."""
         return (self.attention,) * self.layers if isinstance(self.attention, str) else tuple(self.attention)
 
     @property
     def inner(self) -> int:
-        """The width inside the feed-forward networks."""
+        """Inner width of the feed-forward networks."""
         return self.feed_forward or inner_width(self.width, self.activation)
 
     def new_fusion(self) -> HeadFusion:
-        """For a layer of these sizes."""
+        """Build the head fusion of a layer."""
         sizes = self.width, self.heads, self.width // self.heads
         return head_fusion(self.fusion, *sizes, shared_dim=self.shared_dim, penalty=self.fusion_penalty)
 
     @property
     def key_dim(self) -> int:
-        """Channels of the keys that a cache keeps, per head."""
+        """Number of channels per head of the keys that a cache keeps."""
         with torch.device("meta"):
             return self.new_fusion().key_dim
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values; `from_dict` rebuilds it."""
         return {**asdict(self), "closes": {str(token): height for token, height in self.closes.items()}}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LanguageModelConfig:
-        given = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
-        given["branching"] = tuple(given.get("branching", LanguageModelConfig.branching))
-        given["closes"] = {int(token): int(height) for token, height in given.get("closes", {}).items()}
-        if not isinstance(given.get("attention", ""), str):
-            given["attention"] = tuple(given["attention"])
-        return LanguageModelConfig(**given)
+        """Rebuild a configuration from the result of `to_dict`."""
+        values = known_fields(LanguageModelConfig, {k: v for k, v in data.items() if k != "architecture"})
+        values["branching"] = tuple(values.get("branching", LanguageModelConfig.branching))
+        values["closes"] = {int(token): int(height) for token, height in values.get("closes", {}).items()}
+        if not isinstance(values.get("attention", ""), str):
+            values["attention"] = tuple(values["attention"])
+        return LanguageModelConfig(**values)
 
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """What follows from lengths, and from tokens that close families: a forest per kind of attention and positions."""
+    """Forests and positions of a batch of texts, computed from their lengths and the tokens that close families.
+
+    Attributes:
+        forests: Forest for each kind of attention.
+        positions: `[tokens]` index of each token in its text.
+        tree_positions: `[tokens, levels]` from `token_positions`; None for rotary positions alone.
+    """
 
     forests: Mapping[AttentionKind, Hierarchy]
-    positions: Tensor  # [tokens] the number of every token in its sequence
-    tree_positions: Tensor | None  # [tokens, levels] from `token_positions`
+    positions: Tensor
+    tree_positions: Tensor | None
 
 
 class LanguageModel(CausalLanguageModel):
-    """Embedding, decoder layers, a last norm, and an output that shares the embedding's weights.
+    """A decoder-only language model: embedding, decoder layers, a norm, and an output that shares the embedding's weights.
+
+    Args:
+        config: Configuration.
+        cross: Function that builds the cross-attention of a layer, for encoder–decoders; None for none.
 
     >>> model = LanguageModel(LanguageModelConfig(97, width=16, heads=2, layers=2, branching=(4, 2)))
     >>> tokens = torch.randint(97, (30,))
     >>> model(tokens, [18, 12]).shape  # two texts, packed
     torch.Size([30, 97])
     >>> cache = model.new_cache(2)
-    >>> logits = model.read(tokens, [18, 12], cache)  # of the next token of each
+    >>> logits = model.read(tokens, [18, 12], cache)  # of the next token of each text
     >>> model.step(logits.argmax(-1), cache).shape
     torch.Size([2, 97])
     """
@@ -222,14 +240,14 @@ class LanguageModel(CausalLanguageModel):
         trees: Trees | None = None,
         memory: Any = None,
     ) -> Tensor:
-        """Logits `[tokens, vocabulary]` of what follows every token.
+        """Return logits `[tokens, vocabulary]` of the token after each token.
 
         Args:
-            tokens: `[tokens]` of all texts, one after another.
-            lengths: of the texts.
-            cache: an empty one, from `new_cache`; the texts are in it afterwards.
-            trees: from `trees`, where they were made ahead.
-            memory: for the layers' `cross`.
+            tokens: `[tokens]` token ids of all texts, one text after another.
+            lengths: Number of tokens of each text.
+            cache: Empty cache from `new_cache`, to which the texts are added.
+            trees: Result of `trees`, if it was computed before.
+            memory: Input of the layers' cross-attention.
         """
         return self._logits(self.hidden(tokens, lengths, cache, trees=trees, memory=memory))
 
@@ -242,7 +260,7 @@ class LanguageModel(CausalLanguageModel):
         trees: Trees | None = None,
         memory: Any = None,
     ) -> Tensor:
-        """`[tokens, width]`: what the logits are made of."""
+        """Return the vectors `[tokens, width]` from which the logits are computed; arguments as for `forward`."""
         sizes = check_texts(tokens, lengths)
         check_length(max(sizes), self.config.max_length)
         if cache is not None:
@@ -259,13 +277,13 @@ class LanguageModel(CausalLanguageModel):
     def read(
         self, tokens: Tensor, lengths: Sequence[int] | Tensor, cache: LanguageModelCache, *, memory: Any = None
     ) -> Tensor:
-        """Texts into an empty cache; logits `[batch, vocabulary]` of what follows each."""
+        """Read texts into an empty cache; return logits `[batch, vocabulary]` of the token after each text."""
         hidden = self.hidden(tokens, lengths, cache, memory=memory)
         last = torch.as_tensor(np.cumsum(cache.lengths) - 1, device=hidden.device)
         return self._logits(hidden[last])
 
     def step(self, tokens: Tensor, cache: LanguageModelCache, *, memory: Any = None) -> Tensor:
-        """One token `[batch]` more in every text; logits `[batch, vocabulary]` of what follows."""
+        """Append a token `[batch]` to every text; return logits `[batch, vocabulary]` of the next token."""
         cache.check(self.config, len(tokens))
         positions, tree_positions = cache.append(self, tokens)
         x, angles = self._embed(tokens, positions, tree_positions)
@@ -277,38 +295,44 @@ class LanguageModel(CausalLanguageModel):
     def loss(
         self, tokens: Tensor, targets: Tensor, lengths: Sequence[int], *, trees: Trees | None = None, mean: bool = True
     ) -> Tensor:
-        """Mean of −log p(target), to be differentiated; or that of every token, `[tokens]`. No logits of all are made."""
+        """Return the mean of −log p(target), or the loss of every token `[tokens]`, without storing all logits."""
         hidden = self.hidden(tokens, lengths, trees=trees)
         return (mean_token_loss if mean else token_losses)(hidden, self.embedding.weight, targets)
 
     def new_cache(self, batch: int = 1, *, dtype: torch.dtype | None = None, rewind: int = 0) -> LanguageModelCache:
-        """Return an empty cache for `batch` texts, on the model's device; `rewind`: most tokens that `crop` can remove."""
+        """Return an empty cache for `batch` texts.
+
+        Args:
+            batch: Number of texts.
+            dtype: Type of the cached keys and values; that of the weights by default.
+            rewind: Largest number of tokens that `crop` can remove.
+        """
         return LanguageModelCache(self.config, batch, self.device, dtype or self.embedding.weight.dtype, rewind)
 
     def heights(self, tokens: Tensor | np.ndarray) -> np.ndarray | None:
-        """The height up to which each token closes families; None where none ever does."""
+        """Return the height up to which each token closes families; None if no token of the vocabulary closes any."""
         if not self.config.closes:
             return None
         return self._heights[tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens]
 
     def trees(self, tokens: Tensor | np.ndarray, lengths: Sequence[int], device: torch.device | None = None) -> Trees:
-        """What a forward pass needs beside the tokens. Where none closes families, lengths say it all, and it is kept."""
+        """Return forests and positions of texts. They are kept if no token closes families: lengths alone determine them."""
         device, config = device or self.device, self.config
         closes = self.heights(tokens)
         key = (tuple(lengths), device)
         if closes is None and key in self._trees:
             self._trees.move_to_end(key)
             return self._trees[key]
-        with torch.inference_mode(False):  # what is made now must serve later calls with gradients too
+        with torch.inference_mode(False):  # kept results must serve later calls with gradients too
             forests = {kind: _forest(kind, lengths, closes, config).to(device) for kind in dict.fromkeys(config.kinds)}
             for kind, layer in dict(zip(config.kinds, self.layers, strict=True)).items():
                 layer.attention.prepare(forests[kind])
-            made = self.trees_of(forests, lengths, closes, device)
+            trees = self.trees_of(forests, lengths, closes, device)
         if closes is None:
-            self._trees[key] = made
+            self._trees[key] = trees
             if len(self._trees) > _KEPT:
                 self._trees.popitem(last=False)
-        return made
+        return trees
 
     def trees_of(
         self,
@@ -317,7 +341,7 @@ class LanguageModel(CausalLanguageModel):
         closes: np.ndarray | None,
         device: torch.device,
     ) -> Trees:
-        """These forests, with the positions of the tokens in sequence and tree."""
+        """Return the forests together with the positions of the tokens."""
         config, sizes = self.config, np.asarray(lengths)
         number = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         tree_positions = None
@@ -337,35 +361,36 @@ class LanguageModel(CausalLanguageModel):
 
 
 def check_texts(tokens: Tensor, lengths: Sequence[int] | Tensor) -> list[int]:
-    """The lengths of the texts that these are the tokens of."""
+    """Return the lengths as a list; raise unless they are those of the texts in `tokens`."""
     sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     if tokens.ndim != 1 or sum(sizes) != len(tokens) or not sizes or min(sizes) < 1:
         raise InvalidInput(
             "tokens",
-            given=f"shape {tuple(tokens.shape)} for lengths {sizes[:5]}{'…' if len(sizes) > 5 else ''}",
-            expected="the tokens of all texts, one after another; every text at least one",
+            got=f"shape {tuple(tokens.shape)} for lengths {sizes[:5]}{'…' if len(sizes) > 5 else ''}",
+            expected="one axis with the tokens of all texts, at least one each",
         )
     return sizes
 
 
 def check_logits(logits: Tensor, where: str) -> None:
-    """Numbers to draw from."""
-    if not bool(logits.amax(-1).isfinite().all()):  # NaN where any of them is
+    """Raise unless the logits are finite; `where` tells the step, for the error."""
+    if not bool(logits.amax(-1).isfinite().all()):  # amax is NaN if any logit is
         raise InvalidInput(
             "logits",
-            given=f"numbers that are not finite {where}",
-            expected="finite ones",
-            fix="the weights are damaged, or training diverged: use another checkpoint",
+            got=f"numbers that are not finite {where}",
+            expected="finite numbers",
+            fix="The weights are damaged, or training diverged: use another checkpoint",
         )
 
 
 def check_length(length: int, max_length: int | None) -> None:
+    """Raise for a text longer than the model allows."""
     if max_length is not None and length > max_length:
         raise InvalidInput(
             "tokens",
-            given=f"a text of {length:,} tokens",
+            got=f"a text of {length:,} tokens",
             expected=f"at most {max_length:,}, the max_length of the model",
-            fix="cut the text, or train a model for longer ones",
+            fix="Cut the text, or train a model for longer ones",
         )
 
 

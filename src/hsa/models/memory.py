@@ -1,4 +1,4 @@
-"""Models that remember tokens before the ones they read."""
+"""The number of tokens that a model remembers from earlier segments."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from hsa.errors import InvalidInput
 
 
 def set_test_memory(model: nn.Module, tokens: int) -> None:
-    """Let a model remember this many tokens when it is not training, in place of what it was trained with.
+    """Set the number of tokens that a model remembers in `eval` mode; training keeps its own.
 
     Args:
         model: Model with layers that have a method `set_test_memory`, such as those of Transformer-XL.
-        tokens: Tokens before a segment that every layer remembers; 0 reads every segment on its own.
+        tokens: Number of tokens before a segment that every layer remembers; 0 reads every segment on its own.
 
     Raises:
-        InvalidInput: A model without a memory, or fewer than 0 tokens.
+        InvalidInput: For a model without a memory, or fewer than 0 tokens.
     """
     if tokens < 0:
-        raise InvalidInput("test_memory", given=tokens, expected="0 tokens or more; 0 reads every segment on its own")
+        raise InvalidInput(
+            "test_memory", got=tokens, expected="0 or more tokens", fix="0 reads every segment on its own"
+        )
     layers = [module for module in model.modules() if hasattr(module, "set_test_memory")]
     if not layers:
         raise InvalidInput(
             "test_memory",
-            given=f"{tokens} tokens for a model without a memory",
+            got=f"{tokens} tokens for a model without a memory",
             expected="a model that reads texts in segments: hsa train --models transformer-xl",
         )
     for module in layers:

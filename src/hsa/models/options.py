@@ -1,4 +1,4 @@
-"""Sizes of a model, as `hsa train` and recipes name them. Importing this does not import torch."""
+"""`ModelOptions`: the sizes of models, as named by `hsa train` and recipes. Importing this does not import torch."""
 
 from __future__ import annotations
 

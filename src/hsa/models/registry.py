@@ -2,9 +2,9 @@
 
 A *model*, as `hsa train --models` names it, is an architecture and the fields of its configuration that it changes. An
 *architecture* is a configuration and the encoder that it describes, with optional hooks for a warm start, a tokenizer and an
-explanation; a saved model names it. Nothing outside a plug-in has a case for it.
+explanation; the configuration of a saved model names it. No other code knows the architectures of plug-ins.
 
-A model that is ours with other settings is one line:
+One line registers our encoder with other settings:
 
 >>> from hsa.models.options import ModelOptions
 >>> from hsa.nn.embedding import Modality
@@ -16,7 +16,7 @@ A model that is ours with other settings is one line:
 ('flat', 8, 2)
 >>> MODELS.remove("narrow")
 
-An encoder of another kind is an architecture besides: `ARCHITECTURES.register("mine", Architecture(…))`, then
+Another kind of encoder also needs an architecture: `ARCHITECTURES.register("mine", Architecture(…))`, then
 `MODELS.register("mine", Model("mine"))`. `hsa.baselines.han` is an example. Another kind of attention for our encoder goes
 into `hsa.registry.KINDS`; `hsa.baselines.deepsets` is an example. Register in a module that is imported before the name is
 used; values may be `"module:attribute"` strings, which are imported when they are first needed.
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
     from hsa.tree.hierarchy import Hierarchy
 
 Extra = Mapping[str, Any]
-"""Options of plug-ins by the name of their group, such as {"documents": DocumentOptions(…)}; missing groups: defaults."""
+"""Options of plug-ins by the name of their group, such as {"documents": DocumentOptions(…)}; others have defaults."""
 
 
 class EncoderConfigLike(Protocol):
-    """The configuration of an encoder: a frozen dataclass with a field `architecture` and the fields and properties below.
+    """Configuration of an encoder: a frozen dataclass with a field `architecture` and the fields and properties below.
 
-    Unless `has_fixed_size`, a field `feed_forward` (an inner width, or None) is replaced to match the size of another model.
+    Unless `has_fixed_size`, it also has a field `feed_forward` (an inner width, or None), which is replaced to match the
+    size of another model.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -63,7 +64,7 @@ class EncoderConfigLike(Protocol):
 
     @property
     def dropout(self) -> float:
-        """Dropout of the encoder, and of the head."""
+        """Dropout of the encoder and of the head."""
 
     @property
     def architecture(self) -> str:
@@ -75,18 +76,18 @@ class EncoderConfigLike(Protocol):
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether the size is given, such as by pre-trained weights, so that it cannot be matched to another model's."""
+        """Whether the size is fixed, for example by pre-trained weights, and cannot be matched to another model."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How to draw what a model looked at in one example.
+    """Plot of the attention of a model to one example.
 
     Attributes:
-        file: Name of the picture.
-        leaves: Largest number of leaves that can be read in it.
+        file: Name of the image file.
+        leaves: Largest number of leaves for which the plot is legible.
         draw: `draw(path, model, example, labels, title)`.
-        applies: Whether there is something to draw for this model.
+        applies: `applies(model)` returns whether the model has something to plot.
     """
 
     file: str
@@ -104,11 +105,11 @@ class Architecture:
         encoder: Module, built as `encoder(config, modalities, kinds, keys)`. It has the attributes `config` and `embedding`
             and a method `prepare(inputs)`, and maps `Inputs` to vectors and the forest whose leaves they are.
         configure: `configure(options, extra, hierarchy, changes)` returns the config for the options of a run, the trees of
-            its data and the changes of a `Model`; it raises `InvalidInput` where the trees lack a level that it needs.
+            its data and the changes of a `Model`; it raises `InvalidInput` if the trees lack a level that it needs.
         warm_start: Hook `warm_start(encoder, load)`: returns the parameters that pre-trained weights set, and loads these
-            weights if asked to.
-        tokenizer: Hook `tokenizer(extra, say)`: returns the tokenizer that texts must be read with, or None; `say` is told
-            what is loaded.
+            weights if `load` is true.
+        tokenizer: Hook `tokenizer(extra, say)`: returns the tokenizer that the model needs, or None; `say` is called with
+            progress messages.
         explanation: Hook: `"module:attribute"` of an `Explanation`.
     """
 
@@ -122,12 +123,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Model:
-    """An entry of `--models`.
+    """A named model: an architecture with some fields changed.
 
     Attributes:
         architecture: Name in `ARCHITECTURES`.
-        changes: Fields of its config that differ from what the options say.
-        fuses: Whether NAME+FUSION makes sense: heads are fused as the options say.
+        changes: Fields of its configuration that replace those of the options.
+        fuses: Whether NAME+FUSION is allowed: the heads can be combined in another way.
     """
 
     architecture: str
@@ -136,7 +137,7 @@ class Model:
 
 
 ARCHITECTURES: Registry[Architecture] = Registry("architecture")
-"""Architectures of classifiers, by the name that their configurations hold."""
+"""Architectures of classifiers, by the `architecture` of their configurations."""
 ARCHITECTURES.register("tree", "hsa.models.tree_encoder:TREE")
 
 MODELS: Registry[Model] = Registry("models")
@@ -150,7 +151,7 @@ MODELS.register("flat", Model("tree", {"kind": "flat"}))
 
 
 def find_model(name: str) -> Model:
-    """Return the model of a name; NAME+FUSION is the model NAME with its heads fused in that way.
+    """Return a model by its name; NAME+FUSION is the model NAME with its heads combined by FUSION.
 
     >>> find_model("flat+talking").changes
     {'kind': 'flat', 'fusion': 'talking'}
@@ -160,9 +161,9 @@ def find_model(name: str) -> Model:
     if not plus:
         return model
     if not model.fuses:
-        raise InvalidInput("models", given=repr(name), expected=f"{base}: how its heads are fused is part of it")
+        raise InvalidInput("models", got=repr(name), expected=f"{base}, which combines heads in a way of its own")
     if fusion not in FUSIONS:
-        raise InvalidInput("models", given=repr(name), expected=f"{base}+ and one of {', '.join(FUSIONS.names())}")
+        raise InvalidInput("models", got=repr(name), expected=f"{base}+ and one of {', '.join(FUSIONS.names())}")
     return Model(model.architecture, {**model.changes, "fusion": fusion})
 
 
@@ -171,12 +172,12 @@ def configure(name: str, options: ModelOptions, extra: Extra, hierarchy: Hierarc
 
     Args:
         name: Name in `MODELS`, or NAME+FUSION.
-        options: Sizes, as for all models of a run.
+        options: Sizes of the models of a run.
         extra: Options of plug-ins.
         hierarchy: Trees of the data.
 
     Raises:
-        InvalidInput: An unknown name; trees that lack a level the model needs.
+        InvalidInput: For an unknown name, or trees that lack a level that the model needs.
     """
     model = find_model(name)
     return ARCHITECTURES.get(model.architecture).configure(options, extra, hierarchy, model.changes)
@@ -188,33 +189,35 @@ def create(
     """Build the encoder of a configuration, with new weights.
 
     Args:
-        modalities: What the leaves hold, by name.
+        config: Configuration of the encoder.
+        modalities: Contents of the leaves, by name.
         kinds: Kinds of domains that have positions.
-        keys: Column names that positions tell apart.
+        keys: Keys of tables.
     """
     return ARCHITECTURES.get(config.architecture).encoder(config, modalities, kinds, keys)
 
 
 def config_from_dict(data: Mapping[str, Any]) -> EncoderConfigLike:
-    """Rebuild an encoder configuration from what `dataclasses.asdict` made of it."""
+    """Rebuild an encoder configuration from the result of `dataclasses.asdict`."""
     # JSON has no tuples.
-    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items()}
-    kind = ARCHITECTURES.get(given.pop("architecture")).config
-    return kind(**known_fields(kind, given))
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in data.items()}
+    kind = ARCHITECTURES.get(values.pop("architecture")).config
+    return kind(**known_fields(kind, values))
 
 
 def start_warm(encoder: nn.Module, *, load: bool = True) -> list[nn.Parameter]:
     """Return the parameters that pre-trained weights set, if the encoder's configuration names any.
 
     Args:
-        load: Load these weights; False where a checkpoint replaces them anyway.
+        encoder: Encoder with new weights.
+        load: Whether to load the pre-trained weights; False if a checkpoint replaces them anyway.
     """
     hook = ARCHITECTURES.get(encoder.config.architecture).warm_start  # type: ignore[union-attr, arg-type]
     return [] if hook is None else hook(encoder, load)
 
 
 def required_tokenizer(names: Iterable[str], extra: Extra, say: Callable[[str], None]) -> Any:
-    """Return the tokenizer that one of the models must read texts with; None if none has one of its own."""
+    """Return the tokenizer that one of the models needs; None if none of them needs a certain one."""
     for name in names:
         hook = ARCHITECTURES.get(find_model(name).architecture).tokenizer
         if hook is not None and (tokenizer := hook(extra, say)) is not None:
@@ -223,7 +226,7 @@ def required_tokenizer(names: Iterable[str], extra: Extra, say: Callable[[str], 
 
 
 def explanation_of(model: Classifier) -> Explanation | None:
-    """Return how to draw what a model looks at; None where there is nothing to draw."""
+    """Return the plot of the attention of a model; None if there is none."""
     where = ARCHITECTURES.get(model.config.encoder.architecture).explanation
     if where is None:
         return None
@@ -252,7 +255,7 @@ class LanguageArchitecture:
 
 
 LANGUAGE_ARCHITECTURES: Registry[LanguageArchitecture] = Registry("architecture")
-"""Architectures of language models, by the name that their configurations hold."""
+"""Architectures of language models, by the `architecture` of their configurations."""
 LANGUAGE_ARCHITECTURES.register("decoder", "hsa.models.language_model:DECODER")
 
 LANGUAGE_MODELS: Registry[Model] = Registry("models")

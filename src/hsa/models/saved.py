@@ -1,8 +1,9 @@
-"""A model in a folder: `config.json` and `model.safetensors`; of a language model also `tokenizer.json`."""
+"""Save and load models in folders: `config.json`, `model.safetensors` and, for a language model, `tokenizer.json`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,45 +17,79 @@ from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.registry import LANGUAGE_ARCHITECTURES
 from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG, WEIGHTS, TOKENIZER, RESULTS = "config.json", "model.safetensors", "tokenizer.json", "results.json"
 FORMAT = 2
-"""Version of what is written. hsa 0.1 wrote files without one."""
+"""Version of the file format. hsa 0.1 wrote files without a version."""
 CLASSIFIER, LANGUAGE_MODEL, SEQ2SEQ = "classifier", "language model", "encoder–decoder"
+Folder = str | PathLike[str]
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+_WITH_ARTICLE = {CLASSIFIER: "a classifier", LANGUAGE_MODEL: "a language model", SEQ2SEQ: "an encoder–decoder"}
+
+
+def with_article(kind: str) -> str:
+    """Return a kind of model with its indefinite article."""
+    return _WITH_ARTICLE.get(kind, repr(kind))
 
 
 def kind_of(folder: Path) -> str | None:
-    """Return the kind of model in a folder, as its configuration says; None where it does not say."""
+    """Return the kind of model in a folder, as its configuration states it; None if it states none."""
+    about = _configuration(folder)
+    kind = about.get("model")
+    return kind if isinstance(kind, str) else None
+
+
+def is_transformers(folder: Path) -> bool:
+    """Return whether the folder holds a transformers model: its configuration names a `model_type`."""
+    return "model_type" in _configuration(folder)
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
-        return None
+        return {}
     about = read_json(folder / CONFIG, "the configuration of a model of hsa")
-    return about.get("model") if isinstance(about, dict) else None
+    return about if isinstance(about, dict) else {}
 
 
-def save_model(folder: Path, model: Classifier, classes: Sequence[str] = ()) -> None:
-    """Write a model; files that were there are replaced only by complete ones.
+def save_model(folder: Folder, model: Classifier, classes: Sequence[str] = ()) -> None:
+    """Save a classifier or a regression model; existing files are replaced only by complete ones.
 
     Args:
-        classes: the names of the outputs.
+        folder: Folder to write to; created if it does not exist.
+        model: Model to save.
+        classes: Names of the outputs.
+
+    >>> import tempfile
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(folder, model, ("no", "yes"))
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['config.json', 'model.safetensors']
     """
-    save_tensors(folder / WEIGHTS, model.state_dict())
+    save_tensors(Path(folder, WEIGHTS), model.state_dict())
     _write_config(folder, CLASSIFIER, {"classes": list(classes), **model.config.to_dict()})
 
 
-def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classifier, tuple[str, ...]]:
-    """The model of a folder, ready to predict, and the names of its classes.
+def load_model(folder: Folder, device: torch.device | str = "cpu") -> tuple[Classifier, tuple[str, ...]]:
+    """Load a classifier or a regression model without its tokenizer; `hsa.load` loads both.
 
-    >>> import tempfile
-    >>> from hsa.nn.embedding import Modality
-    >>> from hsa.nn.encoder_config import EncoderConfig
-    >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_model(Path(folder), model, ("no", "yes"))
-    ...     load_model(Path(folder))[1]
-    ('no', 'yes')
+    Args:
+        folder: Folder that `save_model` or `hsa train` wrote.
+        device: Device to load the model to.
+
+    Returns:
+        The model in `eval` mode, and the names of its classes.
 
     Raises:
-        InvalidInput: naming the file: it is missing, damaged, or of another model.
+        InvalidInput: If a file is missing, damaged or of another model; the message names it.
+
+    >>> import tempfile
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> model = Classifier(ModelConfig(EncoderConfig(width=8), {"text": Modality(tokens=10)}, outputs=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_model(folder, model, ("no", "yes"))
+    ...     load_model(folder)[1]
+    ('no', 'yes')
     """
     classes: tuple[str, ...] = ()
 
@@ -66,27 +101,42 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> tuple[Classi
     return _load(folder, device, CLASSIFIER, "hsa train", make), classes
 
 
-def save_language_model(folder: Path, model: CausalLanguageModel, tokenizer: Any = None) -> None:
-    """Write a language model and what makes its tokens, a `tokenizers.Tokenizer`."""
-    save_tensors(folder / WEIGHTS, model.state_dict())
+def save_language_model(folder: Folder, model: CausalLanguageModel, tokenizer: Any = None) -> None:
+    """Save a language model and its tokenizer.
+
+    Args:
+        folder: Folder to write to; created if it does not exist.
+        model: Model to save.
+        tokenizer: Its `tokenizers.Tokenizer`, which `hsa.load` needs.
+
+    >>> import tempfile
+    >>> from hsa.models import LanguageModel, LanguageModelConfig
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_language_model(folder, LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1)))
+    """
+    save_tensors(Path(folder, WEIGHTS), model.state_dict())
     if tokenizer is not None:
-        write_then_rename(folder / TOKENIZER, lambda beside: tokenizer.save(str(beside)))
+        write_then_rename(Path(folder, TOKENIZER), lambda beside: tokenizer.save(str(beside)))
     _write_config(folder, LANGUAGE_MODEL, model.config.to_dict())
 
 
-def load_language_model(folder: Path, device: torch.device | str = "cpu") -> CausalLanguageModel:
-    """The language model of a folder, ready to write.
+def load_language_model(folder: Folder, device: torch.device | str = "cpu") -> CausalLanguageModel:
+    """Load a language model, in `eval` mode and without its tokenizer; `hsa.load` loads both.
 
-    >>> import tempfile
-    >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
-    >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_language_model(Path(folder), model)
-    ...     load_language_model(Path(folder)).config == model.config
-    True
+    Args:
+        folder: Folder that `save_language_model` or `hsa train --task lm` wrote.
+        device: Device to load the model to.
 
     Raises:
-        InvalidInput: naming the file: it is missing, damaged, or of another model.
+        InvalidInput: If a file is missing, damaged or of another model; the message names it.
+
+    >>> import tempfile
+    >>> from hsa.models import LanguageModel, LanguageModelConfig
+    >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1, closes={3: 2}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_language_model(folder, model)
+    ...     load_language_model(folder).config == model.config
+    True
     """
 
     def make(config: dict[str, Any]) -> CausalLanguageModel:
@@ -96,73 +146,109 @@ def load_language_model(folder: Path, device: torch.device | str = "cpu") -> Cau
     return _load(folder, device, LANGUAGE_MODEL, "hsa train --task lm", make)
 
 
-def save_seq2seq(folder: Path, model: Seq2Seq) -> None:
-    """Write an encoder–decoder."""
-    save_tensors(folder / WEIGHTS, model.state_dict())
+def save_seq2seq(folder: Folder, model: Seq2Seq) -> None:
+    """Save an encoder–decoder.
+
+    Args:
+        folder: Folder to write to; created if it does not exist.
+        model: Model to save.
+
+    >>> import tempfile
+    >>> from hsa.models import LanguageModelConfig
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> decoder = LanguageModelConfig(12, width=8, heads=2, layers=1)
+    >>> model = Seq2Seq(Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_seq2seq(folder, model)
+    ...     load_seq2seq(folder).config == model.config
+    True
+    """
+    save_tensors(Path(folder, WEIGHTS), model.state_dict())
     _write_config(folder, SEQ2SEQ, model.config.to_dict())
 
 
-def load_seq2seq(folder: Path, device: torch.device | str = "cpu") -> Seq2Seq:
-    """The encoder–decoder of a folder, ready to answer; raises as `load_language_model`."""
+def load_seq2seq(folder: Folder, device: torch.device | str = "cpu") -> Seq2Seq:
+    """Load an encoder–decoder, in `eval` mode and without its tokenizer; `hsa.load` loads both.
+
+    Args:
+        folder: Folder that `save_seq2seq` or `hsa train --task seq2seq` wrote.
+        device: Device to load the model to.
+
+    Raises:
+        InvalidInput: If a file is missing, damaged or of another model; the message names it.
+
+    >>> load_seq2seq("nowhere")
+    Traceback (most recent call last):
+    hsa.errors.InvalidInput: nowhere/config.json: no such file; expected the configuration of an encoder–decoder of hsa
+    """
     return _load(
         folder, device, SEQ2SEQ, "hsa train --task seq2seq", lambda config: Seq2Seq(Seq2SeqConfig.from_dict(config))
     )
 
 
-def _write_config(folder: Path, kind: str, config: dict[str, Any]) -> None:
-    write_json(folder / CONFIG, {"format": FORMAT, "model": kind, **config})
+def _write_config(folder: Folder, kind: str, config: dict[str, Any]) -> None:
+    write_json(Path(folder, CONFIG), {"format": FORMAT, "model": kind, **config})
 
 
 def _load(
-    folder: Path,
+    folder: Folder,
     device: torch.device | str,
     kind: str,
     command: str,
     make: Callable[[dict[str, Any]], AnyModel],
 ) -> AnyModel:
     """Load a model of one kind; `make` builds it from its configuration."""
-    expected = f"the configuration of a {kind} of hsa"
+    folder = Path(folder)
+    expected = f"the configuration of {with_article(kind)} of hsa"
     about = read_json(folder / CONFIG, expected)
-    fix = f"train one with: {command}"
+    fix = f"Train one with: {command}"
     if not isinstance(about, dict) or not isinstance(about.get("model"), str):
-        raise InvalidInput(str(folder / CONFIG), given="something else", expected=expected, fix=fix)
+        raise InvalidInput(str(folder / CONFIG), got="something else", expected=expected, fix=fix)
     if about.get("format") != FORMAT:
         older = "format" not in about
         raise InvalidInput(
             str(folder / CONFIG),
-            given="a model that hsa 0.1 saved" if older else f"format {about['format']!r}",
+            got="a model that hsa 0.1 saved" if older else f"format {about['format']!r}",
             expected=f"format {FORMAT}, which this version of hsa reads and writes",
-            fix="train it again, or load it with hsa 0.1" if older else "load it with the version of hsa that saved it",
+            fix="Train it again, or load it with hsa 0.1" if older else "Load it with the version of hsa that saved it",
         )
     if about["model"] != kind:
-        raise InvalidInput(str(folder / CONFIG), given=f"that of a {about['model']}", expected=expected, fix=fix)
+        raise InvalidInput(
+            str(folder / CONFIG), got=f"that of {with_article(about['model'])}", expected=expected, fix=fix
+        )
     try:
         model = make({name: value for name, value in about.items() if name not in ("format", "model")})
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
         raise InvalidInput(
             str(folder / CONFIG),
-            given=f"a configuration that makes no model ({type(error).__name__}: {error})",
-            expected="one that this version of hsa wrote",
+            got=f"one from which no model can be built ({type(error).__name__}: {error})",
+            expected="a configuration that this version of hsa wrote",
         ) from error
-    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of a {kind} of hsa")
+    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of {with_article(kind)} of hsa")
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device).eval()
 
 
-def check_fits(where: str, given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Same names, same shapes; else an error that names the first tensor that does not fit."""
-    other = "they belong to another model: use the options it was trained with, or another folder"
+def check_fits(where: str, weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Check that weights have the names and shapes that a model wants; the error names the first tensor that does not fit.
+
+    Args:
+        where: Name of the file, for the error.
+        weights: Tensors of the file, by name.
+        wanted: Tensors of the model, by name.
+    """
+    other = "They belong to another model: use the options it was trained with, or another folder"
     for name, tensor in wanted.items():
-        if name not in given:
-            raise InvalidInput(where, given=f"weights without {name!r}", expected="those of this model", fix=other)
-        if given[name].shape != tensor.shape:
+        if name not in weights:
+            raise InvalidInput(where, got=f"weights without {name!r}", expected="those of this model", fix=other)
+        if weights[name].shape != tensor.shape:
             raise InvalidInput(
                 where,
-                given=f"{name!r} of shape {tuple(given[name].shape)}",
+                got=f"{name!r} of shape {tuple(weights[name].shape)}",
                 expected=f"shape {tuple(tensor.shape)}",
                 fix=other,
             )
-    extra = sorted(set(given) - set(wanted))
+    extra = sorted(set(weights) - set(wanted))
     if extra:
-        raise InvalidInput(where, given=f"weights with {extra[0]!r}", expected="those of this model", fix=other)
+        raise InvalidInput(where, got=f"weights with {extra[0]!r}", expected="those of this model", fix=other)

@@ -1,4 +1,4 @@
-"""An encoder–decoder: a hierarchical encoder over the prompt, and a decoder that attends to the prompt's tree."""
+"""`Seq2Seq`: a hierarchical encoder of the prompt, and a decoder that attends to the prompt's tree."""
 
 from __future__ import annotations
 
@@ -24,15 +24,24 @@ from hsa.nn.token_loss import mean_token_loss
 
 @dataclass(frozen=True)
 class Seq2SeqConfig:
-    """Everything an encoder–decoder is made from; `to_dict` and `from_dict` go through JSON.
+    """Configuration of a `Seq2Seq` model.
 
     Args:
-        encoder: of the prompt.
-        decoder: of the answer; its vocabulary includes `start` and `end`.
-        modalities, kinds, keys: of the prompt, see `HierarchicalEncoder`.
-        start, end: tokens before and after every answer; by default the last two of the vocabulary.
-        top_k: leaf families of the prompt that a token of the answer reads leaf by leaf, the best by its own query; the
-            others are pooled on their tree. None for all: exact cross-attention.
+        encoder: Configuration of the encoder of prompts.
+        decoder: Configuration of the decoder of answers; its vocabulary includes `start` and `end`.
+        modalities: Contents of the leaves of prompts, by name.
+        kinds: Kinds of domains that have positions: "sequence", "grid", "graph", "table".
+        keys: Keys of tables.
+        start, end: Tokens before and after every answer; by default the last two of the vocabulary.
+        top_k: Number of leaf families of the prompt that a token of the answer attends to leaf by leaf, the best for its
+            query; the others are pooled on their tree. None for all: exact cross-attention.
+
+    >>> from hsa.models import LanguageModelConfig
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> decoder = LanguageModelConfig(12, width=8, heads=2, layers=1)  # ten tokens, start and end
+    >>> config = Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)})
+    >>> Seq2SeqConfig.from_dict(config.to_dict()) == config
+    True
     """
 
     encoder: EncoderConfig
@@ -49,35 +58,42 @@ class Seq2SeqConfig:
         for name in ("start", "end"):
             token = getattr(self, name)
             if not -size <= token < size:
-                raise InvalidInput(name, given=token, expected=f"a token of a vocabulary of {size:,}")
+                raise InvalidInput(name, got=token, expected=f"a token of a vocabulary of {size:,}")
             object.__setattr__(self, name, token % size)
         if self.top_k is not None:
             check_count("top_k", self.top_k, "0 or more leaf families, or None for all")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values; `from_dict` rebuilds it."""
         return {**asdict(self), "decoder": self.decoder.to_dict()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Seq2SeqConfig:
-        given = {
+        """Rebuild a configuration from the result of `to_dict`."""
+        values = {
             **known_fields(Seq2SeqConfig, data),
             "encoder": config_from_dict(data["encoder"]),
             "decoder": LanguageModelConfig.from_dict(data["decoder"]),
             "modalities": {name: Modality(**known_fields(Modality, m)) for name, m in data["modalities"].items()},
         }
         for name in ("kinds", "keys"):
-            if name in given:
-                given[name] = tuple(given[name])
-        return Seq2SeqConfig(**given)
+            if name in values:
+                values[name] = tuple(values[name])
+        return Seq2SeqConfig(**values)
 
 
 class Seq2Seq(nn.Module):
-    """Appendix G, first paragraph: hierarchical attention over the prompt, a flat or hierarchical decoder for the answer.
+    """An encoder–decoder: hierarchical attention over the prompt, flat or multiscale attention in the answer.
 
-    Every decoder layer attends to the tokens of the answer so far, then to the leaves of the prompt, on their tree.
+    Every decoder layer attends to the tokens of the answer so far, then to the leaves of the prompt, on their tree
+    (Appendix G of the paper, first paragraph).
 
-    >>> from hsa import collate
-    >>> from hsa.signals.readers.nested import from_nested
+    Args:
+        config: Configuration.
+
+    >>> from hsa.models import LanguageModelConfig
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> from hsa.signals import collate, from_nested
     >>> prompts = collate([from_nested(x, "text") for x in ([[3, 1, 4], [1, 5]], [[9, 2], [6, 5, 3]])])
     >>> decoder = LanguageModelConfig(12, width=16, heads=2, layers=1)
     >>> model = Seq2Seq(Seq2SeqConfig(EncoderConfig(width=8), decoder, {"text": Modality(tokens=10)}, top_k=1))
@@ -106,46 +122,47 @@ class Seq2Seq(nn.Module):
         self.decoder = LanguageModel(decoder, cross)
         for module in self.decoder.modules():
             if isinstance(module, CrossAttention):
-                module.initialise()  # the decoder has its own idea of it
+                module.initialise()  # undo the initialisation of the decoder
 
     @property
     def device(self) -> torch.device:
+        """Device of the model."""
         return self.decoder.device
 
     def encode(self, inputs: Inputs) -> Source:
-        """What the decoder reads of the prompts; made once per prompt."""
+        """Encode prompts for the decoder."""
         vectors, hierarchy = self.encoder(inputs)
         return Source.of(vectors, hierarchy, [1] * hierarchy.num_trees)
 
     def forward(self, inputs: Inputs, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Logits `[tokens, vocabulary]` of what follows every token of the answers.
+        """Return logits `[tokens, vocabulary]` of the token after each token of the answers.
 
         Args:
-            inputs: the prompts, such as an `hsa.Batch`.
-            tokens: `[tokens]` of all answers, one after another, each begun by the start token.
-            lengths: of the answers, one for each prompt.
+            inputs: Prompts, such as an `hsa.Batch`.
+            tokens: `[tokens]` token ids of all answers, one after another, each beginning with the start token.
+            lengths: Number of tokens of the answer to each prompt.
         """
         return nn.functional.linear(self._hidden(inputs, tokens, lengths), self.decoder.embedding.weight)
 
     def loss(self, inputs: Inputs, tokens: Tensor, targets: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Mean of −log p(target) over the tokens; no logits of all of them are kept."""
+        """Return the mean of −log p(target) over the tokens, without storing the logits of all tokens."""
         return mean_token_loss(self._hidden(inputs, tokens, lengths), self.decoder.embedding.weight, targets)
 
     def _hidden(self, inputs: Inputs, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         sizes = [int(length) for length in lengths]
-        return self.decoder.hidden(tokens, sizes, memory=self.encode(inputs).asked_by(sizes))
+        return self.decoder.hidden(tokens, sizes, memory=self.encode(inputs).with_lengths(sizes))
 
     @torch.no_grad()
     def generate(
         self, inputs: Inputs, *, max_new_tokens: int = 128, choose: Callable[[Tensor], Tensor] | None = None
     ) -> list[list[int]]:
-        """An answer to every prompt, without start and end.
+        """Return the tokens of an answer to every prompt, without the start and end tokens.
 
         Args:
-            inputs: the prompts. They are encoded once; answers grow by a token a step, from caches.
-            max_new_tokens: of an answer, at most.
-            choose: logits `[prompts, vocabulary]` → tokens `[prompts]`, such as the `draw` of `hsa.generation.sampling`; the
-                most likely ones by default.
+            inputs: Prompts. They are encoded once; every step appends a token to each answer, with cached keys and values.
+            max_new_tokens: Largest number of tokens of an answer.
+            choose: Function of logits `[prompts, vocabulary]` that returns tokens `[prompts]`, such as `Sampling.draw`; by
+                default the most likely ones.
         """
         check_count("max_new_tokens", max_new_tokens, "a positive number", minimum=1)
         source = self.encode(inputs)
@@ -161,7 +178,7 @@ class Seq2Seq(nn.Module):
                 logits = self.decoder.step(token, cache, memory=source)
             check_logits(logits, f"at token {len(answers)} of the answers")
             token = logits.argmax(-1) if choose is None else choose(logits)
-            token = token.masked_fill(done, end)  # who is done goes on with nothing
+            token = token.masked_fill(done, end)  # finished answers are padded
             done |= token == end
             answers.append(token)
             if bool(done.all()):

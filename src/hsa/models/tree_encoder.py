@@ -1,4 +1,4 @@
-"""Our encoder as an architecture of classifiers."""
+"""Registration of `HierarchicalEncoder` as an architecture of classifiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def usual_levels(hierarchy: Hierarchy) -> int:
 
 
 def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes: Mapping[str, Any]) -> EncoderConfig:
-    """Return the config that the options describe, with the changes of a model; α only for the kinds that take it."""
+    """Return the configuration for the options, with the changes of a model; α only for kinds of attention that use it."""
     sizes = {f.name: getattr(options, f.name) for f in fields(EncoderConfig) if hasattr(options, f.name)}
     sizes["entmax_levels"] = len(options.windows) + 1 if options.windows else usual_levels(hierarchy)
     if not KINDS.get(changes["kind"]).takes_entmax:

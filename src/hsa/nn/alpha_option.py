@@ -1,4 +1,4 @@
-"""How configurations and options say what α entmax has; without torch."""
+"""Option for the α of entmax, shared by configurations and the command line. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Literal
 from hsa.errors import InvalidInput
 
 AlphaOption = float | Literal["learned"] | None
-"""None: softmax."""
+"""A number from 1 (softmax) to 2 (sparsemax), "learned", or None for softmax."""
 
 
 def check_alpha(alpha: AlphaOption, where: str = "entmax") -> None:
-    """Raises unless it is a number that `hsa.Entmax` takes, "learned" or None.
+    """Raise an error unless `alpha` is a number that `hsa.Entmax` takes, "learned" or None.
 
     >>> check_alpha(0.5)
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: entmax: given 0.5, expected 'learned', or a number from 1 (softmax) to 2 (sparsemax); \
+    hsa.errors.InvalidInput: entmax: expected 'learned', or a number from 1 (softmax) to 2 (sparsemax), got 0.5. \
 1.5 is a good start
     """
     if alpha is None or alpha == "learned":
         return
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
         expected = "'learned', or a number from 1 (softmax) to 2 (sparsemax)"
-        raise InvalidInput(where, given=repr(alpha), expected=expected, fix="1.5 is a good start")
+        raise InvalidInput(where, got=repr(alpha), expected=expected, fix="1.5 is a good start")

@@ -1,6 +1,6 @@
-"""The attentions a layer can be given. Each maps packed q, k, v `[leaves, heads, dim]` to `[leaves, heads, dim]`.
+"""Attention modules of an encoder layer. Each maps packed q, k, v `[leaves, heads, dim]` to `[leaves, heads, dim]`.
 
-All take `(q, k, v, hierarchy, positions, mixing)`; `counting_operations` collects what each call costs.
+All are called as `attention(q, k, v, hierarchy, positions, mixing)`. `counting_operations` collects the cost of each call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hsa.attention.multiscale.queries import Queries
 from hsa.attention.multiscale.select import select
 from hsa.attention.multiscale.selection import Selection
 from hsa.attention.rounds import rooted, rounds
-from hsa.nn.buckets import alike, padded, way_back
-from hsa.nn.learned_alpha import LearnedAlpha, normalizer_of, planned_for
+from hsa.nn.buckets import group_by_size, padded_rows, rows_after_padding
+from hsa.nn.learned_alpha import LearnedAlpha, normalizer_for_plans, normalizer_of
 from hsa.tree.hierarchy import Hierarchy
 
 _WIDEST = 256
-"""Channels that fused kernels take."""
+"""Largest number of channels that the fused kernels support."""
 _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
 
 
 @contextmanager
 def counting_operations() -> Iterator[list[Flops]]:
-    """Collect the cost of every call of attention inside the block: one entry per layer.
+    """Collect the cost of every attention call in the block, one entry per call.
 
     >>> tree = Hierarchy.flat([5])
     >>> with counting_operations() as counts:
@@ -58,11 +58,12 @@ def counting_operations() -> Iterator[list[Flops]]:
 
 
 def is_counting() -> bool:
+    """Return whether `counting_operations` is active."""
     return _COUNTS.get() is not None
 
 
 def note_flops(cost: Flops) -> None:
-    """Add the cost of a call to `counting_operations`."""
+    """Add the cost of a call to the list of `counting_operations`, if active."""
     counts = _COUNTS.get()
     if counts is not None:
         counts.append(cost)
@@ -71,7 +72,7 @@ def note_flops(cost: Flops) -> None:
 def note_operations(
     q: Tensor, v: Tensor, structure: Hierarchy | Selection, mixing: HeadMixing | None = None, **more: Any
 ) -> None:
-    """Add the cost of a call, computed from a structure only while somebody counts."""
+    """Compute the cost of a call from its tree or selection and add it, if `counting_operations` is active."""
     if is_counting():
         heads = q.shape[1]
         sizes: dict[str, Any] = {"value_width": heads * v.shape[2], "mixes": mixing is not None}
@@ -79,28 +80,33 @@ def note_operations(
 
 
 class Attention(nn.Module):
-    """Base class of the attentions."""
+    """Base class of the attention modules."""
 
     uses_positions = True
-    """Whether position logits have a meaning for it."""
+    """Whether position logits are added to the logits."""
     parts: tuple[str, ...] = ("q", "k", "v")
-    """What a layer projects for it, in this order."""
+    """Names of the projections that the layer passes, in this order."""
     mixes = True
-    """Whether heads that talk have something to talk about: they look at the same nodes."""
+    """Whether heads can be mixed (talking heads): all of them attend to the same nodes."""
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        """Build what depends on the forest alone, ahead of the first call."""
+        """Build and cache everything that depends on the forest alone."""
 
 
 class Hierarchical(Attention):
-    """The paper's operator: rows and columns tied over pairs of siblings; `alpha`: by entmax in place of softmax."""
+    """Hierarchical attention, the paper's operator: attention weights are tied over pairs of siblings.
+
+    Args:
+        include_self: Whether leaves attend to themselves.
+        alpha: α of entmax, which replaces softmax; None for softmax.
+    """
 
     def __init__(self, *, include_self: bool = True, alpha: float | LearnedAlpha | None = None):
         super().__init__()
         self.include_self, self.alpha = include_self, alpha
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        prepare(hierarchy, planned_for(self.alpha), include_self=self.include_self)
+        prepare(hierarchy, normalizer_for_plans(self.alpha), include_self=self.include_self)
 
     def forward(
         self,
@@ -125,9 +131,15 @@ class Hierarchical(Attention):
 
 
 class Multiscale(Attention):
-    """Every query keeps its row: the own leaf family, `near` neighbours and the `top_k` best exactly, the rest pooled.
+    """Multiscale attention: each query attends exactly to some leaf families and to pooled nodes for the rest.
 
-    A learned bias per head weighs pooled against exact; `alpha`: by entmax in place of softmax.
+    A learned bias per head is added to the logits of pooled nodes.
+
+    Args:
+        heads: Number of heads.
+        near: Number of neighbouring leaf families on each side to attend to exactly, besides the query's own.
+        top_k: Number of further leaf families to attend to exactly: the best ones.
+        alpha: α of entmax, which replaces softmax; None for softmax.
     """
 
     def __init__(self, heads: int, *, near: int = 0, top_k: int = 0, alpha: float | LearnedAlpha | None = None):
@@ -167,23 +179,32 @@ class Multiscale(Attention):
         )
 
     def selection(self, q: Tensor, k: Tensor, hierarchy: Hierarchy, positions: Tensor | None) -> Selection:
-        """Return what its queries read leaf by leaf."""
+        """Return the leaf families that the queries attend to exactly."""
         if not self.top_k:
             return self._nearest(hierarchy)
         return select(q, k, hierarchy, near=self.near, top_k=self.top_k, positions=positions)
 
     def _nearest(self, hierarchy: Hierarchy) -> Selection:
-        """Return the selection that depends on the tree alone: all layers and heads share it."""
+        """Return the selection without `top_k`. It depends on the tree alone, so that all layers and heads share it."""
 
         def build() -> Selection:
-            any_rows = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)
-            return select(any_rows, any_rows, hierarchy, near=self.near)
+            unused = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # only its shape matters
+            return select(unused, unused, hierarchy, near=self.near)
 
         return hierarchy.cached(("near", self.near), build)
 
 
 class Clustered(Attention):
-    """Multiscale attention over the clustered keys of each head: groups of `group` keys, the `top_k` best of them exact."""
+    """Multiscale attention over the clustered keys of each head.
+
+    A learned bias per head is added to the logits of pooled nodes.
+
+    Args:
+        heads: Number of heads.
+        group: Keys per group.
+        top_k: Number of groups to attend to exactly: the best ones.
+        tile: Number of neighbouring queries that share a selection.
+    """
 
     uses_positions = False
     mixes = False
@@ -219,9 +240,9 @@ class Clustered(Attention):
 class Flat(Attention):
     """Softmax attention over all leaves of a tree, by PyTorch's fused kernels.
 
-    Half precision on a GPU takes all trees in one call, as they lie. Elsewhere, trees of like length share a call, and the
-    mask of the padding travels as a further channel of q and k, as position logits do: that keeps the fastest kernels
-    available. The hierarchy must be flat for positions to be those of siblings.
+    In half precision on a GPU, one call processes all trees without padding. Elsewhere, trees of similar length share a
+    padded call. Position logits and the padding mask become further channels of q and k, because the fastest kernels take
+    no mask. With positions, the hierarchy must be flat: only siblings have position logits.
     """
 
     def prepare(self, hierarchy: Hierarchy) -> None:
@@ -245,7 +266,7 @@ class Flat(Attention):
             )
         if not len(q):
             return v
-        if torch.is_autocast_enabled(q.device.type):  # norms and gathers before this may have made float32
+        if torch.is_autocast_enabled(q.device.type):  # earlier norms and gathers may return float32
             half = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(half), k.to(half), v.to(half)
         heads, dim = q.shape[1:]
@@ -257,20 +278,23 @@ class Flat(Attention):
         if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= _WIDEST:
             return _packed(q, k, v, hierarchy)
         parts = []
-        lengths = _by_length(hierarchy)
-        for bucket in lengths.buckets:
+        by_length = _by_length(hierarchy)
+        for bucket in by_length.buckets:
             rows = [t.index_select(0, bucket.rows).unflatten(0, bucket.shape).transpose(1, 2) for t in (q, k, v)]
-            if bucket.absent is not None:
+            if bucket.mask is not None:
                 rows[0] = F.pad(rows[0], (0, 1), value=1.0)
-                rows[1] = torch.cat([rows[1], bucket.absent[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
+                rows[1] = torch.cat([rows[1], bucket.mask[:, None, :, None].expand(-1, heads, -1, 1).to(k.dtype)], -1)
             rows = _equally_wide(rows)
             attended = F.scaled_dot_product_attention(rows[0], rows[1], rows[2], scale=1.0)[..., : v.shape[-1]]
             parts.append(attended.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, lengths.back)
+        return torch.cat(parts).index_select(0, by_length.back)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
-    """All trees in one call, without padding. (cuDNN, which PyTorch prefers for buckets, plans anew for every shape.)"""
+    """Attend in all trees with one call and without padding.
+
+    This avoids cuDNN, which PyTorch would choose for padded batches and which plans anew for every shape.
+    """
     offsets = hierarchy.cached("offsets of trees", lambda: hierarchy.tensor("leaf_offsets").to(torch.int32))
     longest = int(max(hierarchy.lengths))
     rows = _equally_wide([q, k, v])
@@ -279,47 +303,51 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy) -> Tensor:
 
 
 def _equally_wide(parts: list[Tensor]) -> list[Tensor]:
-    """Fused kernels want channels in eights, and as many in v as in q and k."""
+    """Pad q, k and v to the same multiple of 8 channels, as the fused kernels require."""
     whole = -(-max(part.shape[-1] for part in parts) // 8) * 8
     return [F.pad(part, (0, whole - part.shape[-1])) for part in parts]
 
 
 def flat_tree(hierarchy: Hierarchy) -> Hierarchy:
-    """The same leaves, all directly under their roots."""
+    """Return the forest with the same leaves directly under their roots."""
     return hierarchy.cached("flat", lambda: Hierarchy.flat(hierarchy.lengths).to(hierarchy.device))
 
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
+    """Trees of similar length, padded to the longest."""
+
     rows: Tensor  # [trees · longest] leaf of every slot; padding repeats a tree's last leaf
     shape: tuple[int, int]  # trees, longest
-    absent: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None: no padding
+    mask: Tensor | None  # [trees, longest] a large negative number at padding, else 0; None without padding
 
 
 @dataclass(frozen=True, eq=False)
-class _Lengths:
+class _Buckets:
+    """All trees in buckets, and the way back to packed leaves."""
+
     buckets: tuple[_Bucket, ...]
-    back: Tensor  # [leaves] the row of every leaf among the rows of all buckets
+    back: Tensor  # [leaves] row of every leaf among the rows of all buckets
 
 
-def _by_length(hierarchy: Hierarchy) -> _Lengths:
-    """Trees of like length together."""
+def _by_length(hierarchy: Hierarchy) -> _Buckets:
+    """Return the trees in buckets of similar length."""
     return hierarchy.cached("lengths", lambda: _bucketed(hierarchy))
 
 
-def _bucketed(hierarchy: Hierarchy) -> _Lengths:
+def _bucketed(hierarchy: Hierarchy) -> _Buckets:
     offsets, device = hierarchy.structure.leaf_offsets, hierarchy.device
     first, lengths = offsets[:-1], np.diff(offsets)
-    groups = alike(lengths)
+    groups = group_by_size(lengths)
     buckets = []
     for trees in groups:
-        rows = padded(first[trees], lengths[trees])
-        absent = np.where(np.arange(rows.shape[1]) < lengths[trees][:, None], 0.0, -3e4).astype(np.float32)
+        rows = padded_rows(first[trees], lengths[trees])
+        mask = np.where(np.arange(rows.shape[1]) < lengths[trees][:, None], 0.0, -3e4).astype(np.float32)
         buckets.append(
             _Bucket(
                 torch.from_numpy(rows.reshape(-1)).to(device),
                 rows.shape,
-                torch.from_numpy(absent).to(device) if absent.any() else None,
+                torch.from_numpy(mask).to(device) if mask.any() else None,
             )
         )
-    return _Lengths(tuple(buckets), torch.from_numpy(way_back(groups, first, lengths)).to(device))
+    return _Buckets(tuple(buckets), torch.from_numpy(rows_after_padding(groups, first, lengths)).to(device))

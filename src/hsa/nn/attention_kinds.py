@@ -1,4 +1,4 @@
-"""The kinds of attention that an encoder's layers can have. `hsa.registry.KINDS` names them; plug-ins add theirs."""
+"""Kinds of attention for the layers of an encoder, by name in `hsa.registry.KINDS`. Plug-ins register further ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hsa.nn.learned_alpha import LearnedAlpha, make_alpha
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """One kind of attention.
+    """Kind of attention.
 
     Attributes:
-        build: Builds the attention of one layer.
-        on_flat_trees: Whether it attends to all leaves of a tree at once: the encoder hands it trees without inner nodes.
+        build: Function that builds the attention module of one layer.
+        on_flat_trees: Whether it attends to all leaves of a tree at once; the encoder then passes flat trees.
         takes_entmax: Whether α-entmax can replace its softmax.
-        has_matrix: Whether it gives a weight to every pair of leaves, which can be drawn as a matrix.
+        has_matrix: Whether it has a weight for every pair of leaves, so that plots can show a matrix.
     """
 
     build: Callable[[EncoderConfig], Attention]
@@ -42,4 +42,4 @@ CLUSTERED = AttentionKind(
     lambda config: Clustered(config.heads, group=config.group, top_k=config.top_k, tile=config.tile)
 )
 FLAT = AttentionKind(lambda config: Flat(), on_flat_trees=True)
-BOTTOM_UP = AttentionKind(lambda config: Flat(), has_matrix=False)  # bottom up, a family is a flat tree
+BOTTOM_UP = AttentionKind(lambda config: Flat(), has_matrix=False)  # the encoder passes each family as a flat tree

@@ -1,8 +1,8 @@
-"""Bottom up: every family attends among its members and becomes one vector, up to the roots.
+"""Bottom-up encoding: attention within each family, which then becomes one vector, from the leaves up to the roots.
 
-A node is worked on once, when all its members are ready, so the cost is that of the families alone. `bottom_up` has the same
-weights on every level: a recursive network over the tree, for data whose meaning is composed step by step (expressions,
-parse trees). `fold` leaves it to its caller what families of a height become.
+Each family is processed once, after all its members, so that attention costs only the sum over families. `bottom_up` uses
+the same weights on every level: it is a recursive network over the tree, for data whose meaning is composed step by step
+(expressions, parse trees). `fold` takes any function that maps the members of families to vectors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,25 @@ from hsa.tree.positions import NodePositions
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The families of one height, each a tree of its own."""
+    """Families of one height.
 
-    height: int  # of the parents: 1 for families of leaves
-    rows: Tensor  # [members] among the leaves and the parents of earlier steps
-    nodes: Tensor  # [members]
+    Attributes:
+        height: Height of their parents; 1 for leaf families.
+        rows: Row of each member among the leaves followed by the parents of earlier steps, `[members]`.
+        nodes: Node of each member in the hierarchy, `[members]`.
+        families: Forest in which each family is a flat tree.
+        sizes: Number of members of each family, `[families]`.
+    """
+
+    height: int
+    rows: Tensor
+    nodes: Tensor
     families: Hierarchy
     sizes: Tensor
 
 
 def steps(hierarchy: Hierarchy) -> tuple[list[Step], Tensor]:
-    """The order of the work, and the row of every root when it is done. Built once per hierarchy."""
+    """Return the steps of a fold in order, and the row of every root after the last; both are cached in the hierarchy."""
 
     def build() -> tuple[list[Step], Tensor]:
         s, device = hierarchy.structure, hierarchy.device
@@ -60,14 +68,16 @@ def steps(hierarchy: Hierarchy) -> tuple[list[Step], Tensor]:
     return hierarchy.cached("bottom up", build)
 
 
-def fold(x: Tensor, hierarchy: Hierarchy, become: Callable[[Tensor, Step], Tensor]) -> tuple[Tensor, Hierarchy]:
-    """Every family becomes one vector, those of leaves first, those of roots last; a tree of one leaf is that leaf.
+def fold(x: Tensor, hierarchy: Hierarchy, combine: Callable[[Tensor, Step], Tensor]) -> tuple[Tensor, Hierarchy]:
+    """Combine the members of each family into one vector, from the leaf families up to the roots.
 
     Args:
-        x: `[leaves, width]`
-        become: of the members of a step `[members, width]` makes a vector for each of its families, `[families, width]`.
+        x: Leaf vectors, `[leaves, width]`.
+        hierarchy: Forest of the leaves.
+        combine: Function from the members of a step, `[members, width]`, to a vector per family, `[families, width]`.
 
-    Returns a vector per root, and the forest of these roots alone.
+    Returns:
+        A vector per root, `[trees, width]`, and the forest of the roots alone. A tree of one leaf keeps its vector.
 
     >>> tree = Hierarchy.from_nested([[3, 1]])
     >>> fold(torch.ones(4, 1), tree, lambda members, step: segment_mean(members, step.sizes) + step.height)[0].item()
@@ -76,7 +86,7 @@ def fold(x: Tensor, hierarchy: Hierarchy, become: Callable[[Tensor, Step], Tenso
     plan, roots = steps(hierarchy)
     ready = x
     for step in plan:
-        ready = torch.cat([ready, become(ready.index_select(0, step.rows), step)])
+        ready = torch.cat([ready, combine(ready.index_select(0, step.rows), step)])
     bare = hierarchy.cached(
         "roots alone",
         lambda: Hierarchy(
@@ -94,7 +104,7 @@ def attend(
     features: dict[str, Tensor] | None,
     node_positions: NodePositions,
 ) -> Tensor:
-    """Layers of attention inside every family of a step; without projections, without positions."""
+    """Apply layers of attention within every family of a step; without `projections`, positions are not used."""
     layers = list(layers)
     projected: list[nn.Module | None] = list(projections) or [None] * len(layers)
     groups = Groups((len(members),), None, None)
@@ -102,7 +112,7 @@ def attend(
         positions = None
         if project is not None:
             row = node_positions.row.index_select(0, step.nodes)
-            # The forest of families has its roots in front, which lie nowhere.
+            # The forest of families starts with its roots, which have no position (row 0).
             positions = project(features, torch.cat([row.new_zeros(step.families.num_trees), row]))
         members = layer(members, step.families, groups, positions)
     return members
@@ -116,7 +126,19 @@ def bottom_up(
     features: dict[str, Tensor] | None,
     node_positions: NodePositions,
 ) -> tuple[Tensor, Hierarchy]:
-    """The same layers on every level, then the mean. A vector per root, and the forest of these roots alone."""
+    """Apply the same layers to the families of every level; each family then becomes the mean of its members.
+
+    Args:
+        x: Leaf vectors, `[leaves, width]`.
+        hierarchy: Forest of the leaves.
+        layers: Encoder layers.
+        projections: Position projection of each layer; empty for no positions.
+        features: Features of the distinct positions.
+        node_positions: Positions of the nodes.
+
+    Returns:
+        A vector per root, `[trees, width]`, and the forest of the roots alone.
+    """
     layers, projections = list(layers), list(projections)
 
     def mean(members: Tensor, step: Step) -> Tensor:

@@ -1,7 +1,8 @@
-"""The attentions of a decoder layer: as those of `hsa.nn.attention`, strictly causal.
+"""Causal attention modules of a decoder layer.
 
-All take packed q `[tokens, heads, dim]`, k, v `[tokens, kv_heads, dim]` and a forest with a tree per sequence, whose leaves
-are the tokens in order. None looks at anything after a token: one token at a time, from a cache, gives the same numbers.
+All take packed q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]` and a forest with one tree per sequence, whose
+leaves are the tokens in order. No result depends on a later token, so that decoding token by token from a cache returns the
+same numbers.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class CausalAttention(nn.Module):
-    """What all of them share.
+    """Base class of the causal attention modules.
 
     Args:
-        pooling_heads: heads that attend to pooled nodes, each with a learned bias of its own; 0 where nothing is pooled.
+        pooling_heads: Number of heads that attend to pooled nodes, each with a learned bias; 0 if nothing is pooled.
     """
 
     mixes = True
-    """Whether heads that talk have something to talk about: they look at the same nodes."""
+    """Whether heads can be mixed (talking heads): all of them attend to the same nodes."""
 
     def __init__(self, pooling_heads: int = 0):
         super().__init__()
@@ -39,19 +40,19 @@ class CausalAttention(nn.Module):
 
     @property
     def bias(self) -> Tensor | float:
-        """What is added to the logits of pooled nodes, per head."""
+        """Number that is added to the logits of pooled nodes, per head."""
         return 0.0 if self.pooled_bias is None else self.pooled_bias
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        """Build what depends on the forest alone, ahead of the first call."""
+        """Build and cache everything that depends on the forest alone."""
 
     def describe_keys(self, k: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
-        """Return what is known of the keys beside themselves, as arguments of `forward` and of `Cache.fill`."""
+        """Return results that depend on the keys alone, as keyword arguments of `forward` and `Cache.fill`."""
         return {}
 
 
 class CausalFlat(CausalAttention):
-    """Softmax attention over all tokens so far, by PyTorch's fused kernels. Sequences of equal length share a call."""
+    """Causal softmax attention over all tokens, by PyTorch's fused kernels. Sequences of equal length share a call."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, hierarchy: Hierarchy, *, mixing: HeadMixing | None = None
@@ -79,7 +80,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
 
 
 def _by_length(hierarchy: Hierarchy) -> list[tuple[Tensor, int]]:
-    """Of every length: the tokens of its sequences, and how many these are."""
+    """Return, for every length that occurs, the tokens and the number of the sequences of that length."""
     offsets = hierarchy.structure.leaf_offsets
     lengths = np.diff(offsets)
     groups = []
@@ -91,10 +92,14 @@ def _by_length(hierarchy: Hierarchy) -> list[tuple[Tensor, int]]:
 
 
 class CausalMultiscale(CausalAttention):
-    """The own leaf family and `near` earlier ones token by token, all before them pooled on the tree.
+    """Causal multiscale attention: exact in a token's leaf family and the `near` families before it, pooled further back.
 
-    What is exact follows from the tree alone, so that all layers share it. A learned bias per head weighs pooled against
-    exact.
+    The selection depends on the tree alone, so that all layers share it. A learned bias per head is added to the logits of
+    pooled nodes.
+
+    Args:
+        heads: Number of query heads.
+        near: Number of preceding leaf families to attend to exactly.
     """
 
     def __init__(self, heads: int, *, near: int = 1):
@@ -106,8 +111,8 @@ class CausalMultiscale(CausalAttention):
 
     def _selection(self, hierarchy: Hierarchy) -> Selection:
         def build() -> Selection:
-            none = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # nothing about them is looked at
-            return select(none, none, hierarchy, near=self.near, causal=True)
+            unused = torch.empty(hierarchy.num_leaves, 1, 1, device=hierarchy.device)  # only its shape matters
+            return select(unused, unused, hierarchy, near=self.near, causal=True)
 
         return hierarchy.cached(("near, causal", self.near), build)
 
@@ -123,12 +128,15 @@ class CausalMultiscale(CausalAttention):
 
 
 class CausalClustered(CausalAttention):
-    """Multiscale attention over the clustered keys of complete chunks: the own chunk and the `top_k` best groups are exact.
+    """Causal multiscale attention over clustered keys: exact within a token's chunk and for the `top_k` best earlier groups.
+
+    Keys of a chunk are clustered as soon as the chunk is complete. A learned bias per head is added to the logits of pooled
+    nodes.
 
     Args:
         heads: Number of query heads.
-        chunk: Tokens whose keys are clustered together, once the chunk is complete.
-        top_k: Groups of earlier chunks that each token reads key by key.
+        chunk: Number of tokens whose keys are clustered together.
+        top_k: Number of groups of earlier chunks that each token attends to exactly.
         beam: Width of the search for them; see `select`.
     """
 

@@ -1,4 +1,4 @@
-"""Cross-attention: the tokens of a decoder attend to the tree of an encoder's leaves."""
+"""Cross-attention from the tokens of a decoder to the tree of an encoder's leaves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a decoder reads: the leaves of an encoder, and which sequences ask.
+    """Leaves of an encoder, and the decoder sequences that attend to them.
 
     Attributes:
-        vectors: `[leaves, width]`.
-        hierarchy: the forest of these leaves.
-        tree: `[sequences]` the tree that each sequence of the decoder reads.
-        lengths: tokens of each of them, now.
-        kept: the keys and values of every layer, once they are known.
+        vectors: Leaf vectors, `[leaves, width]`.
+        hierarchy: Forest of the leaves.
+        tree: Tree that each sequence of the decoder attends to, `[sequences]`.
+        lengths: Number of tokens of each sequence in the current call, `[sequences]`.
+        kept: Results that later calls use again, such as the keys and values of each layer.
     """
 
     vectors: Tensor
@@ -40,56 +40,61 @@ class Source:
 
     @staticmethod
     def of(vectors: Tensor, hierarchy: Hierarchy, lengths: Sequence[int]) -> Source:
-        """Sequence i, of `lengths[i]` tokens, reads tree i."""
-        return Source(vectors, hierarchy, tuple(range(hierarchy.num_trees)), ()).asked_by(lengths)
+        """Build a source whose tree i is attended to by sequence i, of `lengths[i]` tokens."""
+        return Source(vectors, hierarchy, tuple(range(hierarchy.num_trees)), ()).with_lengths(lengths)
 
-    def asked_by(self, lengths: Sequence[int]) -> Source:
-        """The same for sequences of other lengths: for a step, a token each."""
+    def with_lengths(self, lengths: Sequence[int]) -> Source:
+        """Return the same source for sequences of other lengths, such as one token each in a decoding step."""
         if len(lengths) != len(self.tree):
             raise InvalidInput(
                 "lengths",
-                given=f"{len(lengths)} sequences",
-                expected=f"{len(self.tree)}, one for each tree that is read",
+                got=len(lengths),
+                expected=f"{len(self.tree)} sequences, one for each tree that is attended to",
             )
         return replace(self, lengths=tuple(lengths))
 
     def reorder(self, index: Sequence[int]) -> Source:
-        """Sequence i reads what sequence `index[i]` read."""
+        """Return a source in which sequence i attends to the tree of the former sequence `index[i]`."""
         return replace(self, tree=tuple(self.tree[i] for i in index), lengths=tuple(self.lengths[i] for i in index))
 
     def queries(self, *, shared: bool) -> Queries:
-        """One group per sequence, or one per token: a selection shared with later tokens would leak them."""
+        """Return the queries in one group per sequence (`shared`) or one per token.
+
+        A selection by the queries of a group needs one group per token: a shared one would leak later tokens.
+        """
 
         def build() -> Queries:
             sizes = np.array(self.lengths, np.int64)
             tree = np.array(self.tree, np.int64)
             offsets = np.concatenate([[0], np.cumsum(sizes)]) if shared else np.arange(sizes.sum() + 1)
-            asked = tree if shared else np.repeat(tree, sizes)
+            tree_of_group = tree if shared else np.repeat(tree, sizes)
             device = self.vectors.device
-            return Queries(torch.from_numpy(offsets).to(device), torch.from_numpy(asked).to(device))
+            return Queries(torch.from_numpy(offsets).to(device), torch.from_numpy(tree_of_group).to(device))
 
         return self.once(("queries", shared, self.tree, self.lengths), build)
 
     def once(self, key: Any, build: Any) -> Any:
+        """Return `build()`, computed by the first call with this key."""
         if key not in self.kept:
             self.kept[key] = build()
         return self.kept[key]
 
 
 class CrossAttention(nn.Module):
-    """Multiscale attention of tokens to another sequence's tree: the `top_k` best leaf families exactly, the rest pooled.
+    """Multiscale attention from tokens to the tree of another sequence, with projections.
 
-        q = W_q RMSNorm(x)      k, v = W_k m, W_v m      m = LayerNorm(the encoder's leaves)
-        out = W_o multiscale_attention(q, k, v, tree, selection=the best by q)
+        q = W_q RMSNorm(x)      k, v = W_k m, W_v m      m = LayerNorm(source.vectors)
+        out = W_o multiscale_attention(q, k, v, source.hierarchy, top_k=top_k)
 
-    Every token has its own selection. A learned bias per head weighs pooled against exact.
+    Each token has its own selection. A learned bias per head is added to the logits of pooled nodes.
 
     Args:
-        width: of the tokens.
-        heads: of attention.
-        source_width: of the encoder's leaves.
-        top_k: leaf families that a token reads leaf by leaf; None for all: softmax attention.
-        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
+        width: Width of the token vectors.
+        heads: Number of heads.
+        source_width: Width of the source's leaf vectors.
+        top_k: Number of leaf families that a token attends to exactly: the best ones. None for softmax attention.
+        fusion: Fusion of the heads, from `hsa.nn.head_fusion`; concatenation by default.
+        dropout: Dropout of the output.
 
     >>> cross = CrossAttention(8, 2, 6, top_k=1)
     >>> source = Source.of(torch.randn(9, 6), Hierarchy.from_nested([[3, 2], [4]]), lengths=[5, 2])
@@ -123,18 +128,21 @@ class CrossAttention(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Queries and keys of size one: with smaller ones every leaf looks alike for long, and nothing is learned."""
+        """Draw the projections so that queries and keys have unit variance.
+
+        With smaller ones, attention stays nearly uniform for long and learns nothing.
+        """
         for layer in (self.query, self.project):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         self.fusion.scale_output(self.output)
 
     def keys_and_values(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """`[leaves, blocks, dim]`, `[leaves, heads, dim]`."""
+        """Return keys `[leaves, blocks, dim]` and values `[leaves, heads, dim]`."""
         k, v = self.project(self.norm_source(vectors)).split(self.sizes, -1)
         return k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
-        """What the source adds to the tokens, `[tokens, width]`."""
+        """Return the attended values, `[tokens, width]`, which a layer adds to the tokens `x`."""
         k, v = source.once(id(self), lambda: self.keys_and_values(source.vectors))
         q = self.query(self.norm(x)).unflatten(-1, (-1, self.head_dim)).to(k.dtype)
         q, k = self.fusion.compare(q, k)

@@ -1,4 +1,4 @@
-"""One layer of a hierarchical transformer decoder."""
+"""Layer of the hierarchical transformer decoder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ Activation = Literal["swiglu", "gelu"]
 
 
 def inner_width(width: int, activation: Activation) -> int:
-    """Of a feed-forward network, unless it is said: 4·width, or 8/3 of it where three matrices share the parameters."""
+    """Return the default inner width of a feed-forward network.
+
+    That is 4 · width for GELU, and 8/3 · width for SwiGLU, whose three matrices then have about as many parameters.
+    """
     return 4 * width if activation == "gelu" else -(-8 * width // 3 // 32) * 32
 
 
 class FeedForward(nn.Module):
-    """W_2 (silu(W_a x) · W_b x), or W_2 gelu(W_1 x)."""
+    """Feed-forward network: W_2 (silu(W_a x) · W_b x) for SwiGLU, W_2 gelu(W_1 x) for GELU."""
 
     def __init__(self, width: int, inner: int, activation: Activation, dropout: float):
         super().__init__()
@@ -43,22 +46,22 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal attention on a tree and a feed-forward network, both with residuals.
+    """Decoder layer: causal attention on a tree and a feed-forward network, both with residual connections.
 
         x ← x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n, tree)      n = RMSNorm(x)
-        x ← x + cross(x, memory)                                              where there is one
+        x ← x + cross(x, memory)                                              if the layer has cross-attention
         x ← x + feed_forward(RMSNorm(x))
 
     Args:
-        width: of the token vectors.
-        heads: of the queries.
-        attention: one of `hsa.nn.causal_attention`, or your own.
-        kv_heads: of keys and values; as many as queries by default.
-        fusion: how heads become one, of `hsa.nn.head_fusion`; concatenation by default.
-        feed_forward: inner width of the feed-forward network.
-        activation: "swiglu" or "gelu".
-        dropout: on residual branches and inside the feed-forward network.
-        cross: a module `cross(x, memory)` that gives what another text adds to `x`; norms are its own business.
+        width: Width of the token vectors.
+        heads: Number of query heads.
+        attention: A module of `hsa.nn.causal_attention`, or your own.
+        kv_heads: Number of key/value heads; `heads` by default.
+        fusion: Fusion of the heads, from `hsa.nn.head_fusion`; concatenation by default.
+        feed_forward: Inner width of the feed-forward network; 4 · width by default.
+        activation: Activation of the feed-forward network, "swiglu" or "gelu".
+        dropout: Dropout of the residual branches and inside the feed-forward network.
+        cross: Cross-attention, a module called as `cross(x, memory)` whose result is added to `x`. It normalises `x` itself.
 
     >>> import torch
     >>> from hsa.tree.causal_tree import causal_tree
@@ -91,8 +94,8 @@ class DecoderLayer(nn.Module):
             if self.kv_heads != heads:
                 raise InvalidInput(
                     "kv_heads",
-                    given=f"{self.kv_heads} for {heads} collaborative heads",
-                    expected=f"{heads}: these share one key projection already",
+                    got=f"{self.kv_heads} for {heads} collaborative heads",
+                    expected=f"{heads}, as collaborative heads share one key projection already",
                 )
             blocks = [self.fusion.blocks, self.fusion.blocks, heads]
         self.blocks = blocks
@@ -113,22 +116,24 @@ class DecoderLayer(nn.Module):
         cache: Cache | None = None,
         index: int = 0,
     ) -> Tensor:
-        """All tokens at once, `[tokens, width]`.
+        """Process all tokens at once and return their new vectors, `[tokens, width]`.
 
         Args:
-            hierarchy: a tree per sequence, its leaves the tokens.
-            angles: from `rotary_angles`; None for no rotation.
-            memory: for `cross`.
-            cache: is filled, as layer `index` of it, after its `begin`.
+            x: Token vectors, `[tokens, width]`.
+            hierarchy: One tree per sequence, whose leaves are the tokens.
+            angles: Angles from `rotary_angles`; None for no rotation.
+            memory: Second argument of `cross`.
+            cache: Cache to fill with the keys and values, after a call of its `begin`.
+            index: Index of this layer in the cache.
         """
         q, k, v = self._project(x, angles)
-        known = self.attention.describe_keys(k, hierarchy)
+        description = self.attention.describe_keys(k, hierarchy)
         if cache is not None:
-            cache.fill(index, k, v, **known)
-        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **known), memory)
+            cache.fill(index, k, v, **description)
+        return self._finish(x, self.attention(q, k, v, hierarchy, mixing=self.fusion.mixing, **description), memory)
 
     def step(self, x: Tensor, cache: Cache, index: int, angles: Tensor | None = None, *, memory: Any = None) -> Tensor:
-        """The newest token of every sequence, `[batch, width]`, after the cache's `append`."""
+        """Process the newest token of every sequence, `[batch, width]`, after a call of the cache's `append`."""
         q, k, v = self._project(x, angles)
         bias, mixing = self.attention.bias, self.fusion.mixing
         return self._finish(x, cache.attend(index, q, k, v, pooled_bias=bias, mixing=mixing), memory)
@@ -137,12 +142,12 @@ class DecoderLayer(nn.Module):
         projected = self.project(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = projected.split(self.blocks, dim=1)
         q, k = self.fusion.compare(q, k)
-        if angles is not None:  # after the mixing of channels, or logits would not depend on distances alone
+        if angles is not None:  # rotate after `compare`: only then do logits depend on distances alone
             q, k = self._rotate(q, angles), self._rotate(k, angles)
         return q, k, v
 
     def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Every block of `head_dim` channels on its own."""
+        """Rotate each block of `head_dim` channels separately."""
         blocks = x.flatten(1).unflatten(-1, (-1, self.head_dim))
         return rotate(blocks, angles).flatten(1).unflatten(-1, x.shape[1:])
 
@@ -154,9 +159,10 @@ class DecoderLayer(nn.Module):
 
 
 def initialise(module: nn.Module, layers: int, std: float = 0.02) -> None:
-    """Normal weights; those that add to the residual stream smaller, by √(2·layers), so that its variance stays put.
+    """Draw normally distributed weights for the matrices of a decoder.
 
-    How heads are fused starts as it was made.
+    The standard deviation of projections that add to the residual stream is divided by √(2 · layers), so that the variance
+    of the stream does not grow with depth. Parameters of head fusions keep their own initialisation.
     """
     kept = {id(p) for m in module.modules() if isinstance(m, HeadFusion) for p in m.parameters()}
     for name, parameter in module.named_parameters():

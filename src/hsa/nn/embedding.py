@@ -1,4 +1,4 @@
-"""Leaf values of every modality → vectors of one width."""
+"""Embedding of leaf values: a vector of the same width for every leaf, whatever its modality."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Modality:
-    """What the leaves of one modality hold.
+    """Description of the leaves of one modality: token ids, or a fixed number of numbers each.
 
     Args:
-        tokens: the size of a vocabulary, for leaves that are ids; 0 for leaves that are numbers, vectors or patches.
-        numbers: how many numbers a leaf holds; 0 for tokens.
-        width: of the token vectors, when it is not the width of the model: pre-trained ones of 50 or 300 numbers.
-        frozen: the token vectors are not trained.
-        center, scale: numbers become (number − center) / scale.
+        tokens: Size of the vocabulary, for leaves that are token ids; 0 for numbers, vectors and patches.
+        numbers: Number of numbers in a leaf; 0 for tokens.
+        width: Width of the token vectors, for pre-trained ones; the width of the model by default.
+        frozen: Whether the token vectors are kept fixed during training.
+        center: Number that is subtracted from the numbers.
+        scale: Number by which they are divided afterwards.
+
+    Raises:
+        InvalidInput: Both or neither of `tokens` and `numbers` are positive.
+
+    >>> from hsa.nn import Modality
+    >>> words = Modality(tokens=30_000, width=300, frozen=True)  # pre-trained vectors
+    >>> patches = Modality(numbers=3 * 16 * 16, center=127.5, scale=127.5)  # pixels of 0 … 255 become −1 … 1
     """
 
     tokens: int = 0
@@ -35,14 +43,23 @@ class Modality:
         if (self.tokens > 0) == (self.numbers > 0):
             raise InvalidInput(
                 "modality",
-                given=f"tokens={self.tokens}, numbers={self.numbers}",
-                expected="one of them positive: leaves are ids, or they are numbers",
+                got=f"tokens={self.tokens}, numbers={self.numbers}",
+                expected="either tokens or numbers to be positive",
             )
 
 
 class Embedding(nn.Module):
-    """Leaves in, `[leaves, width]` out.
+    """Embedding of leaves of several modalities in one space.
 
+    Token ids are looked up in a table per modality, and numbers are normalised and mapped linearly. Token vectors of another
+    width than the model's are mapped linearly too.
+
+    Args:
+        modalities: Description of each modality, by name.
+        width: Width of the resulting vectors.
+
+    >>> import torch
+    >>> from hsa.nn import Embedding, Modality
     >>> embedding = Embedding({"text": Modality(tokens=100), "patch": Modality(numbers=12)}, 8)
     >>> values = {"text": torch.tensor([3, 14]), "patch": torch.rand(1, 2, 2, 3)}
     >>> embedding(values, {"text": torch.tensor([0, 2]), "patch": torch.tensor([1])}, 3).shape
@@ -66,19 +83,26 @@ class Embedding(nn.Module):
                 self.maps[name] = nn.Linear(modality.numbers or inner, width)
 
     def set_vectors(self, name: str, vectors: Tensor) -> None:
-        """Pre-trained vectors for the tokens of a modality."""
+        """Copy pre-trained vectors, `[tokens, width]`, into the table of a modality."""
         table = self.tables[name]
         if not isinstance(table, nn.Embedding) or table.weight.shape != vectors.shape:
             raise InvalidInput(
                 f"vectors[{name!r}]",
-                given=f"shape {tuple(vectors.shape)}",
-                expected="a row per token of the vocabulary",
+                got=f"shape {tuple(vectors.shape)}",
+                expected="one row per token of the vocabulary, of the modality's width",
             )
         with torch.no_grad():
             table.weight.copy_(vectors)
 
     def forward(self, values: Mapping[str, Any], leaves: Mapping[str, Tensor], num_leaves: int) -> Tensor:
-        vectors = {name: self._vectors(name, given) for name, given in values.items()}
+        """Return the vectors of all leaves, `[num_leaves, width]`.
+
+        Args:
+            values: Values of the leaves of each modality, `[leaves of the modality, …]`.
+            leaves: Indices of the leaves that they belong to.
+            num_leaves: Number of leaves of all modalities.
+        """
+        vectors = {name: self._vectors(name, rows) for name, rows in values.items()}
         if len(vectors) == 1:
             return next(iter(vectors.values()))
         like = next(iter(vectors.values()), next(self.parameters()))  # a batch of no trees has no values
@@ -90,14 +114,14 @@ class Embedding(nn.Module):
     def _vectors(self, name: str, values: Any) -> Tensor:
         if name not in self.modalities:
             raise InvalidInput(
-                "values", given=f"leaves of modality {name!r}", expected=f"some of {tuple(self.modalities)}"
+                "values", got=f"leaves of modality {name!r}", expected=f"some of {tuple(self.modalities)}"
             )
         if not isinstance(values, Tensor):
             raise InvalidInput(
                 f"values[{name!r}]",
-                given="leaves of several kinds, or strings",
+                got="leaves of several kinds, or strings",
                 expected="one tensor",
-                fix="read text with a tokenizer, so that its leaves are ids; give all leaves of a modality one shape",
+                fix="Tokenize text into ids with a tokenizer, and give all leaves of a modality the same shape and type",
             )
         modality = self.modalities[name]
         if modality.tokens:
@@ -106,9 +130,9 @@ class Embedding(nn.Module):
             flat = values.reshape(len(values), -1)
             if flat.shape[1] != modality.numbers:
                 raise InvalidInput(
-                    f"values[{name!r}]", given=f"{flat.shape[1]} numbers per leaf", expected=f"{modality.numbers}"
+                    f"values[{name!r}]", got=flat.shape[1], expected=f"{modality.numbers} numbers per leaf"
                 )
-            dtype = next(self.maps[name].parameters()).dtype  # of the model, which need not be PyTorch's default
+            dtype = next(self.maps[name].parameters()).dtype  # the model's, which may differ from PyTorch's default
             wide = flat.to(torch.promote_types(dtype, torch.float32))
             vectors = ((wide - modality.center) / modality.scale).to(dtype)
         return self.maps[name](vectors) if name in self.maps else vectors

@@ -1,4 +1,4 @@
-"""`HierarchicalEncoder`: leaf values of a forest → a vector per leaf."""
+"""Hierarchical transformer encoder: from the leaf values of a forest to a vector per leaf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.inputs import Inputs
-from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.layer import EncoderLayer
 from hsa.nn.pooling import pool_families
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.registry import KINDS
@@ -21,16 +21,16 @@ from hsa.tree.positions import NodePositions
 
 
 class HierarchicalEncoder(nn.Module):
-    """Embeddings per modality, positions per domain, and layers of attention on the tree.
+    """Transformer encoder over trees: embeddings per modality, positions per domain, and layers of attention on the tree.
 
     Args:
-        config: the sizes.
-        modalities: what the leaves hold.
-        kinds: the kinds of domains in the data: some of "sequence", "grid", "graph", "table".
-        keys: the keys of its tables.
+        config: Sizes and kind of attention.
+        modalities: Description of the leaves of each modality, by name.
+        kinds: Kinds of domains in the data: some of "sequence", "grid", "graph" and "table".
+        keys: Keys of the tables in the data.
 
-    >>> import torch
     >>> from hsa import Signal, collate
+    >>> from hsa.nn import EncoderConfig, HierarchicalEncoder, Modality
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
     >>> encoder = HierarchicalEncoder(EncoderConfig(width=16), {"text": Modality(tokens=10)}, kinds=("sequence",))
     >>> x, forest = encoder(batch)
@@ -48,7 +48,7 @@ class HierarchicalEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.names = tuple(modalities)
-        # Pooled leaves mix modalities: they get projections of their own. Bottom-up, one layer is for all levels.
+        # Pooled leaves mix modalities and get projections of their own. Bottom-up layers serve all levels.
         pools = config.pool != "none" and len(modalities) > 1
         self.num_groups = 1 if config.kind == "bottom-up" else len(modalities) + pools
         self.embedding = Embedding(modalities, config.width)
@@ -56,7 +56,7 @@ class HierarchicalEncoder(nn.Module):
         self.kind = KINDS.get(config.kind)
         attentions = [self.kind.build(config) for _ in range(config.layers)]
         self.layers = nn.ModuleList(
-            HierarchicalEncoderLayer(
+            EncoderLayer(
                 config.width,
                 config.heads,
                 attention,
@@ -86,9 +86,17 @@ class HierarchicalEncoder(nn.Module):
         )
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
-        """A vector per leaf, and the forest these leaves hang in: that of the inputs unless the encoder pools."""
+        """Encode a batch.
+
+        Args:
+            inputs: A batch from `hsa.collate`, or any object with its values, leaves, hierarchy and positions.
+
+        Returns:
+            A vector per leaf, `[leaves, width]`, and the forest of these leaves. The forest differs from that of the inputs
+            if the encoder pools, uses fixed windows or attends to flat trees.
+        """
         hierarchy, node_positions = self._tree(inputs)
-        x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)  # knows unknown modalities
+        x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)  # refuses unknown modalities
         features = None if self.features is None else self.features(node_positions)
         if self.input_position is not None and features is not None:
             x = x + self.input_position(features, node_positions.row[hierarchy.tensor("leaf_nodes")])[:, 0]
@@ -97,7 +105,7 @@ class HierarchicalEncoder(nn.Module):
             return bottom_up(x, hierarchy, self.layers, self.positions, features, node_positions)
         groups = Groups.of(inputs.leaves, self.names, self.num_groups)
         for i, layer in enumerate(self.layers):
-            if i and self.config.pool == "families":  # lone leaves too, whatever else is in the batch
+            if i and self.config.pool == "families":  # single leaves too: results must not depend on the batch
                 x, hierarchy, node_positions = pool_families(x, hierarchy, node_positions)
                 groups = Groups((0,) * (self.num_groups - 1) + (len(x),), None, None)
             positions = self.positions[i](features, node_positions.row) if len(self.positions) else None
@@ -105,7 +113,7 @@ class HierarchicalEncoder(nn.Module):
         return x, hierarchy
 
     def prepare(self, inputs: Inputs) -> None:
-        """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
+        """Build and cache everything that depends on the forest alone. Call it where batches are made."""
         hierarchy, _ = self._tree(inputs)
         if self.config.kind == "bottom-up":
             for step in steps(hierarchy)[0]:
@@ -114,7 +122,7 @@ class HierarchicalEncoder(nn.Module):
         self.layers[0].attention.prepare(hierarchy)  # type: ignore[union-attr, operator]
 
     def _tree(self, inputs: Inputs) -> tuple[Hierarchy, NodePositions]:
-        """The forest attention runs on."""
+        """Return the forest that attention runs on, and the positions of its nodes."""
         config, hierarchy = self.config, inputs.hierarchy
         if self.kind.on_flat_trees:
             flat = flat_tree(hierarchy)
@@ -125,6 +133,6 @@ class HierarchicalEncoder(nn.Module):
                 lambda: Hierarchy.regular(hierarchy.lengths, config.windows).to(hierarchy.device),
             )
             return regular, NodePositions.of_sequences(regular)
-        # Without position features the batch's positions are never built: they cost time on large graphs, and grids of
-        # more than three axes have none.
+        # Do not build the batch's positions unless they are used: they are costly on large graphs, and grids of more than
+        # three axes have none.
         return hierarchy, inputs.positions if self.features is not None else NodePositions.of_sequences(hierarchy)

@@ -1,4 +1,4 @@
-"""Sizes of our encoder: the one place of their defaults. Importing this does not import torch."""
+"""Configuration of the encoder, with the defaults of all its options. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -16,33 +16,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The sizes of an encoder.
+    """Sizes and options of a `HierarchicalEncoder`.
 
     Args:
         width: Size of the leaf vectors.
         heads: Number of attention heads.
         head_dim: Channels per head; width / heads by default.
         layers: Number of layers.
-        feed_forward: Inner width of the feed-forward networks; 2·width by default.
+        feed_forward: Inner width of the feed-forward networks; 2 · width by default.
         dropout: Dropout on embeddings and residual branches.
-        kind: Kind of attention: "hierarchical" (the paper's), "multiscale" (a row per query), "clustered" (the same over
-            clustered keys), "bottom-up" (families attend and become one vector, level by level), "flat" (softmax attention
-            over all leaves), or one that a plug-in registers in `hsa.registry.KINDS`, such as "none" and "trilinear".
-        fusion: How heads become one: "concatenation" or one of `hsa.registry.FUSIONS`; see `hsa.nn.head_fusion`, also for
-            `shared_dim` and `fusion_penalty`.
-        entmax: For "hierarchical" and "multiscale": α-entmax in place of softmax, which gives small logits no weight: a
-            number from 1 to 2, or "learned" (per layer, level and head). None: softmax.
-        entmax_levels: Heights of families with a learned α of their own, from the leaves up; taller ones share the last.
-        include_self: For "hierarchical": leaves attend to themselves. The paper's experiments pass False.
-        near: For "multiscale": neighbouring leaf families that are attended to leaf by leaf, on each side.
-        top_k: For "multiscale" and "clustered": further leaf families attended to leaf by leaf, the best ones.
-        group, tile: For "clustered": keys per group, neighbouring queries that share a selection.
-        windows: Fixed windows of this many leaves, from the leaves up, in place of the data's own tree.
+        kind: Kind of attention: "hierarchical" (the paper's), "multiscale" (each query attends exactly nearby and to pooled
+            nodes far away), "clustered" (multiscale over clustered keys), "bottom-up" (attention within each family, which
+            is then pooled into one vector, level by level), "flat" (softmax attention over all leaves), or the name of a
+            plug-in in `hsa.registry.KINDS`, such as "none" and "trilinear".
+        fusion: Fusion of the heads into one output: "concatenation", "talking", "collaborative" or "over-heads".
+        shared_dim: Channels of the shared queries and keys, for fusion="collaborative"; half of all heads' by default.
+        fusion_penalty: Weight of the penalty that keeps leaves from all preferring one head, for fusion="over-heads".
+        entmax: α of entmax, which replaces softmax and gives small logits no weight, for "hierarchical" and "multiscale": a
+            number from 1 (softmax) to 2 (sparsemax), or "learned" (one per layer, level and head); softmax by default.
+        entmax_levels: Number of family heights with their own learned α, from the leaves up; taller families share the last.
+        include_self: Whether leaves attend to themselves, for "hierarchical"; the paper's experiments pass False.
+        near: Number of neighbouring leaf families on each side to attend to exactly, for "multiscale".
+        top_k: Number of further leaf families to attend to exactly, the best ones, for "multiscale" and "clustered".
+        group: Keys per group, for "clustered".
+        tile: Number of neighbouring queries that share a selection, for "clustered".
+        windows: Sizes of fixed windows, from the leaves up, that replace the data's own tree; none by default.
         position_width: Number of position features; 0 for no positions.
-        position_dim: Channels of ε per head; 0 keeps positions out of the logits.
-        position_input: Also add a projection of every leaf's position to its vector.
-        pool: "families": after every layer but the last, leaf families are pooled into their parents, so that the signal
-            coarsens by a level; "none": the tree stays.
+        position_dim: Channels of the position vectors ε per head; 0 keeps positions out of the logits.
+        position_input: Whether to also add a projection of each leaf's position to its vector.
+        pool: Pooling between layers: "families" pools each leaf family into its parent after every layer but the last;
+            "none" keeps the tree.
+
+    Raises:
+        InvalidInput: An option is out of range or does not fit the others.
+
+    >>> from hsa.nn import EncoderConfig
+    >>> config = EncoderConfig(width=64, heads=2, kind="multiscale", near=1, top_k=4)
+    >>> config.layers, config.keeps_leaves
+    (1, True)
+    >>> EncoderConfig(width=64, heads=3)
+    Traceback (most recent call last):
+    hsa.errors.InvalidInput: heads: expected heads that divide the width, got 3 heads of a width of 64. ...
     """
 
     width: int = 128
@@ -74,34 +88,34 @@ class EncoderConfig:
         check_sizes(self)
         check_alpha(self.entmax)
         if self.entmax_levels < 1:
-            raise InvalidInput("entmax_levels", given=self.entmax_levels, expected="1 or more")
+            raise InvalidInput("entmax_levels", got=self.entmax_levels, expected="1 or more")
         if self.entmax is not None and not kind.takes_entmax:
             able = [name for name in KINDS.names() if KINDS.get(name).takes_entmax]
             raise InvalidInput(
                 "entmax",
-                given=f"{self.entmax} for attention of the kind {self.kind!r}",
-                expected=f"one of the kinds {', '.join(able)}: the others have softmax kernels, or no weights",
+                got=f"{self.entmax} for attention of the kind {self.kind!r}",
+                expected=f"one of the kinds {', '.join(able)}, whose weights entmax can compute",
             )
         self._check_fusion()
 
     def new_fusion(self) -> HeadFusion:
-        """Build the fusion of heads of one layer."""
-        from hsa.nn.head_fusion import head_fusion  # here, because it imports torch
+        """Build the head fusion of one layer."""
+        from hsa.nn.head_fusion import head_fusion  # not at the top: it imports torch
 
         sizes = self.width, self.heads, self.head_dim or self.width // self.heads
         return head_fusion(self.fusion, *sizes, shared_dim=self.shared_dim, penalty=self.fusion_penalty)
 
     def _check_fusion(self) -> None:
-        """Raise where the fusion does not fit the sizes, or entmax."""
+        """Raise an error if the fusion does not fit the sizes or entmax."""
         import torch
 
-        with torch.device("meta"):  # takes no random numbers from the models that follow
+        with torch.device("meta"):  # draws no random numbers, so that models built later are unaffected
             fusion = self.new_fusion()
         if self.entmax is not None and fusion.mixing is not None:
             raise InvalidInput(
                 "entmax",
-                given=f"{self.entmax} with heads that talk",
-                expected="another fusion: mixed rows would have zeros only where all heads have them",
+                got=f"{self.entmax} with heads that talk",
+                expected="a fusion that does not mix weights: mixing heads would undo the sparsity of entmax",
             )
 
     @property
@@ -111,5 +125,5 @@ class EncoderConfig:
 
     @property
     def has_fixed_size(self) -> bool:
-        """Never: its feed-forward networks can have any width."""
+        """Whether the number of parameters is fixed; False, as the feed-forward networks can have any width."""
         return False

@@ -39,7 +39,13 @@ class Groups:
 
 
 class GroupedLinear(nn.Module):
-    """y = W_m x + b_m, where m is the modality of the leaf.
+    """Linear map y = W_m x + b_m, where m is the modality of the leaf.
+
+    Args:
+        groups: Number of modalities.
+        inputs: Width of x.
+        outputs: Width of y.
+        bias: Whether to add b_m.
 
     >>> leaves = {"text": torch.tensor([0, 2, 3]), "patch": torch.tensor([1])}
     >>> layer = GroupedLinear(2, 5, 7)
@@ -54,6 +60,7 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """Map the leaves, `[leaves, inputs]` → `[leaves, outputs]`."""
         if groups.order is None:
             only = next((i for i, size in enumerate(groups.sizes) if size), 0)
             return F.linear(x, self.weight[only].T, None if self.bias is None else self.bias[only])

@@ -1,6 +1,6 @@
-"""How the heads of an attention layer are fused into one output: the interface, and the default, concatenation.
+"""Fusion of the heads of an attention layer into one output: the interface, and the default, concatenation.
 
-A layer passes its queries and keys through `compare`, hands `mixing` to the attention, and passes the output of the heads
+A layer passes its queries and keys through `compare`, passes `mixing` to the attention, and passes the output of the heads
 through `weigh` before the output projection adds them up.
 """
 
@@ -37,7 +37,7 @@ def head_fusion(
 
 
 class HeadFusion(nn.Module):
-    """Base class: fuses by concatenation unless a method is overridden.
+    """Base class of the head fusions. Its own methods fuse by concatenation.
 
     Args:
         heads: Number of heads.
@@ -58,7 +58,7 @@ class HeadFusion(nn.Module):
 
     @classmethod
     def for_layer(cls, width: int, heads: int, head_dim: int, *, shared_dim: int | None, penalty: float) -> Self:
-        """Build it for a layer of these sizes, with those options of `head_fusion` that apply to it."""
+        """Build the fusion of a layer of these sizes, with those options of `head_fusion` that apply."""
         return cls(heads, head_dim)
 
     @property
@@ -68,12 +68,12 @@ class HeadFusion(nn.Module):
 
     @property
     def mixing(self) -> HeadMixing | None:
-        """How the attention mixes logits and weights across heads."""
+        """Matrices by which the attention mixes logits and weights across heads; None for no mixing."""
         return None
 
     @property
     def needs_one_query_and_key(self) -> bool:
-        """Whether it is undefined for an attention that does not compare one query with one key."""
+        """Whether the attention must compare one query with one key."""
         return self.mixing is not None or self.shares_keys
 
     def compare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class HeadFusion(nn.Module):
         return q, k
 
     def weigh(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Scale the output of each head, `[leaves, heads, dim]`; x is the input of the layer, `[leaves, width]`."""
+        """Weigh the output of each head, `[leaves, heads, dim]`, by the input x of the layer, `[leaves, width]`."""
         return attended
 
     @torch.no_grad()
@@ -100,27 +100,30 @@ def check_fusion(
     """Raise an error unless the fusion fits a layer of these sizes.
 
     Args:
-        parts: What the layer's attention takes.
-        mixes: Whether that attention can mix heads: all of them have to attend to the same nodes.
+        fusion: Fusion to check.
+        heads: Number of heads of the layer.
+        head_dim: Channels of a head of the layer.
+        parts: Names of the projections that the layer's attention takes.
+        mixes: Whether that attention can mix heads, because all of them attend to the same nodes.
     """
     if (fusion.heads, fusion.head_dim) != (heads, head_dim):
         raise InvalidInput(
             "fusion",
-            given=f"one for {fusion.heads} heads of {fusion.head_dim} channels",
-            expected=f"{heads} heads of {head_dim}, as the layer has",
+            got=f"one for {fusion.heads} heads of {fusion.head_dim} channels",
+            expected=f"one for {heads} heads of {head_dim} channels, as the layer has",
         )
     kind = type(fusion).__name__
     if tuple(parts[:3]) != ("q", "k", "v") and fusion.needs_one_query_and_key:
         raise InvalidInput(
             "fusion",
-            given=f"{kind} for an attention of {', '.join(parts)}",
+            got=f"{kind} for an attention of {', '.join(parts)}",
             expected="one query and one key to compare",
-            fix="use concatenation or over-heads",
+            fix="Use concatenation or over-heads",
         )
     if fusion.mixing is not None and not mixes:
         raise InvalidInput(
             "fusion",
-            given=f"{kind} for heads that each attend to nodes of their own selection",
+            got=f"{kind} for heads that each attend to nodes of their own selection",
             expected="heads that attend to the same nodes",
-            fix="use multiscale attention without top_k, hierarchical or flat attention, or another fusion",
+            fix="Use multiscale attention without top_k, hierarchical or flat attention, or another fusion",
         )

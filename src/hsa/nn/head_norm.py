@@ -8,7 +8,12 @@ from hsa.attention.kernels import available
 
 
 class HeadNorm(nn.LayerNorm):
-    """Of `[leaves, heads, dim]`, in the dtype it is given, worked out in float32 at least; on a GPU in one kernel.
+    """LayerNorm over the last dimension of `[leaves, heads, dim]`, by one kernel on a GPU.
+
+    It computes in float32 or wider and returns the dtype of its input.
+
+    Args:
+        dim: Channels of a head.
 
     >>> import torch
     >>> HeadNorm(4)(torch.tensor([[[1.0, 1.0, 3.0, 3.0]]])).round(decimals=3).tolist()

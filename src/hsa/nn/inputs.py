@@ -1,4 +1,4 @@
-"""What the modules read: leaf values per modality, the forest they hang in, and the positions of its nodes."""
+"""Interface of a batch, as the modules need it: leaf values per modality, their forest and the positions of its nodes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from hsa.tree.positions import NodePositions
 
 
 class Inputs(Protocol):
-    """`hsa.Batch` is one; anything with these four will do."""
+    """Batch of trees, such as `hsa.Batch` or any object with the same four properties."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """modality → `[leaves of it, …]`"""
+        """Values of the leaves of each modality, `[leaves of the modality, …]`."""
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:
-        """modality → the leaves its values belong to, rising"""
+        """Indices of the leaves of each modality, in ascending order."""
 
     @property
-    def hierarchy(self) -> Hierarchy: ...
+    def hierarchy(self) -> Hierarchy:
+        """Forest of all leaves."""
 
     @property
-    def positions(self) -> NodePositions: ...
+    def positions(self) -> NodePositions:
+        """Positions of the nodes in their families."""

@@ -1,4 +1,4 @@
-"""One layer of the hierarchical transformer encoder (the paper's appendix F)."""
+"""Layer of the hierarchical transformer encoder (the paper's appendix F)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hsa.nn.head_norm import HeadNorm
 from hsa.tree.hierarchy import Hierarchy
 
 
-class HierarchicalEncoderLayer(nn.Module):
-    """Attention on a tree and a feed-forward network, both with residuals.
+class EncoderLayer(nn.Module):
+    """Encoder layer: attention on a tree and a feed-forward network, both with residual connections.
 
         q, k = LayerNorm(W_q x), LayerNorm(W_k x)        v = W_v x
         x ← x + gelu(W_o attention(q, k, v, tree, ε))
         x ← x + W_2 gelu(W_1 LayerNorm(x))
 
-    W_q, W_k, W_v, W_o are those of the leaf's modality. Queries and keys are normalised *after* projection, per head:
-    therefore the attention descends an energy (the paper, section 3).
+    Each modality has its own W_q, W_k, W_v and W_o. Queries and keys are normalised per head *after* the projection, so that
+    the attention descends an energy (the paper, section 3).
 
     Args:
         width: Width of the leaf vectors.
         heads: Number of heads.
         attention: A module of `hsa.nn.attention`, or your own.
-        fusion: How heads are fused (`hsa.nn.head_fusion`); concatenation by default.
+        fusion: Fusion of the heads, from `hsa.nn.head_fusion`; concatenation by default.
         modalities: Number of modalities.
         feed_forward: Inner width of the feed-forward network; twice the width by default.
         head_dim: Channels per head; width / heads by default.
@@ -33,7 +33,7 @@ class HierarchicalEncoderLayer(nn.Module):
 
     >>> import torch
     >>> from hsa.nn.attention import Hierarchical
-    >>> layer = HierarchicalEncoderLayer(16, 2, Hierarchical())
+    >>> layer = EncoderLayer(16, 2, Hierarchical())
     >>> tree = Hierarchy.from_nested([[3, 2]])
     >>> layer(torch.randn(5, 16), tree, Groups((5,), None, None)).shape
     torch.Size([5, 16])
@@ -73,6 +73,14 @@ class HierarchicalEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, hierarchy: Hierarchy, groups: Groups, positions: Tensor | None = None) -> Tensor:
+        """Return the new leaf vectors, `[leaves, width]`.
+
+        Args:
+            x: Leaf vectors, `[leaves, width]`.
+            hierarchy: Forest of the leaves.
+            groups: Leaves of each modality.
+            positions: ε, `[nodes, heads, dim]`.
+        """
         parts = [part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x, groups).split(self.sizes, -1)]
         for i, name in enumerate(self.attention.parts):
             if not name.startswith("v"):

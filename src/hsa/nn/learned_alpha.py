@@ -1,4 +1,4 @@
-"""α of entmax as a parameter: how sparse attention is, learned for every level of the tree and every head."""
+"""Learned α of entmax: a parameter per level of the tree and head that sets how sparse attention is."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from hsa.attention.normalizers import Entmax
 from hsa.nn.alpha_option import AlphaOption
 
 LOWEST = 1 + 1 / 64
-"""Not 1: there weights are softmax's, of which none is 0, so that nothing of sparsity is left to learn from; and formulas
-divide by α − 1. With this one, whatever lies 64 or more below the row's normaliser still gets no weight. It and 2 − it have
-few binary digits, so that no rounding leads out of the range."""
+"""Lower limit of α.
+
+It is above 1 because at 1 entmax is softmax, which has no zero weights and therefore no gradient towards sparsity, and
+because formulas divide by α − 1. With this value, a logit that lies 64 or more below the row's normaliser still gets no
+weight. Both this number and 2 minus it have few binary digits, so that rounding cannot leave the range.
+"""
 START = 1.5
+"""Initial α."""
 STRIDE = 10.0
-"""Adam moves every number by about the learning rate in a step, which is little for one that has to go from 0 to 3: without
-it, α ended a training of 300 steps at rates up to 0.003 within 0.02 of where it began."""
+"""Factor of the raw parameter.
+
+Adam moves a parameter by about the learning rate per step, which is too slow for one that has to move from 0 to 3:
+without the factor, α stayed within 0.02 of its start in a training of 300 steps at rates up to 0.003.
+"""
 
 
 class LearnedAlpha(nn.Module):
-    """α between softmax and sparsemax, per level and head (Correia, Niculae & Martins 2019, arXiv:1909.00015, per head).
+    """Learned α between softmax and sparsemax, per level and head.
 
         α = low + (2 − low) · sigmoid(10 · raw)        low = 1 + 1/64
 
-    Whatever a step of training makes of `raw`, α stays in the range; all begin with 1.5.
+    α stays in the range for every value of the parameter `raw`, and starts at 1.5. Correia, Niculae & Martins 2019
+    (arXiv:1909.00015) learn it per head.
 
     Args:
-        levels: rows: families of leaves have the first one's, those above them the next; taller families share the last.
-        heads: of attention.
+        levels: Number of family heights with their own α, from the leaf families up; taller families share the last.
+        heads: Number of heads.
 
     >>> alpha = LearnedAlpha(levels=3, heads=4)
     >>> alpha().shape, alpha()[0, 0].item()
@@ -42,23 +50,23 @@ class LearnedAlpha(nn.Module):
         self.raw = nn.Parameter((share.logit() / STRIDE).expand(levels, heads).clone())
 
     def forward(self) -> Tensor:
-        """`[levels, heads]`, in float32 at least: in half precision neighbouring α would be one."""
+        """Return α, `[levels, heads]`, in float32 or wider, because half precision cannot tell similar values apart."""
         raw = self.raw.to(torch.promote_types(self.raw.dtype, torch.float32))
         return LOWEST + (2 - LOWEST) * (STRIDE * raw).sigmoid()
 
 
 def make_alpha(alpha: AlphaOption, levels: int, heads: int) -> float | LearnedAlpha | None:
-    """What an attention is given."""
+    """Return the α of an attention module for an option: a module with parameters if it is learned."""
     return LearnedAlpha(levels, heads) if alpha == "learned" else alpha
 
 
-def planned_for(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | Entmax:
-    """What plans are made for: the same whatever a learned α is. (Its values may be on other processes.)"""
+def normalizer_for_plans(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | Entmax:
+    """Return a normalizer to make plans for: the same for all values of a learned α, which other processes may hold."""
     return normalizer_of(LOWEST if isinstance(alpha, LearnedAlpha) else alpha)
 
 
 def normalizer_of(alpha: float | LearnedAlpha | None) -> Literal["softmax"] | Entmax:
-    """What an operator is given."""
+    """Return the `normalizer` argument of the operators."""
     if alpha is None:
         return "softmax"
     return Entmax(alpha(), least=LOWEST) if isinstance(alpha, LearnedAlpha) else Entmax(alpha)

@@ -1,4 +1,4 @@
-"""Penalties: terms that modules add to the loss, collected while a model runs."""
+"""Penalties: terms of the loss that modules contribute while a model runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _PENALTIES: ContextVar[list[Tensor] | None] = ContextVar("_PENALTIES", default=N
 
 @contextmanager
 def collecting_penalties() -> Iterator[list[Tensor]]:
-    """Collect the penalties of the modules that run inside the context in training mode.
+    """Collect the penalties of all modules that run inside the block in training mode; add them to your loss.
 
-        with collecting_penalties() as penalties:
-            loss = loss_of(model(batch))
-        (loss + sum(penalties)).backward()
+    Only the fusion "over-heads" has one: it keeps leaves from all preferring the same head.
 
-    >>> import torch
+    >>> from hsa import Signal, collate
+    >>> from hsa.nn import EncoderConfig, HierarchicalEncoder, Modality, collecting_penalties
+    >>> encoder = HierarchicalEncoder(EncoderConfig(width=16, fusion="over-heads"), {"text": Modality(tokens=10)})
     >>> with collecting_penalties() as penalties:
-    ...     add_penalty(torch.tensor(2.0))
-    >>> penalties
-    [tensor(2.)]
+    ...     x, _ = encoder(collate([Signal.of([3, 1, 4], "text")]))
+    >>> (x.square().mean() + sum(penalties)).backward()
+    >>> len(penalties)
+    1
     """
     penalties: list[Tensor] = []
     token = _PENALTIES.set(penalties)
@@ -34,7 +35,7 @@ def collecting_penalties() -> Iterator[list[Tensor]]:
 
 
 def add_penalty(penalty: Tensor) -> None:
-    """Add a penalty to those of `collecting_penalties`; without effect outside of it."""
+    """Add a penalty to the list of `collecting_penalties`, if active."""
     penalties = _PENALTIES.get()
     if penalties is not None:
         penalties.append(penalty)

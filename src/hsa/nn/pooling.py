@@ -1,4 +1,4 @@
-"""Coarser signals: leaves merged, a level pooled into its parents, a whole tree pooled into one vector."""
+"""Pooling of leaves: into their parents, in runs of neighbours, or of a whole tree into one vector."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ GlobalPooling = Literal["mean", "max", "attention", "first", "last"]
 
 
 def pool_families(x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions) -> Pooled:
-    """Every family of leaves becomes one leaf at its parent's position, with the mean of their vectors.
+    """Pool each leaf family into one leaf, which replaces its parent and has the mean of the family's vectors.
 
-    A forest of height h is down to its roots after h calls. Trees of one leaf stay.
+    After h calls, a forest of height h consists of its roots alone. Trees of one leaf do not change.
+
+    Args:
+        x: Leaf vectors, `[leaves, width]`.
+        hierarchy: Forest of the leaves.
+        node_positions: Positions of its nodes.
+
+    Returns:
+        Vectors of the new leaves, their forest, and the positions of its nodes.
 
     >>> tree = Hierarchy.from_nested([[3, [2, 1]]])
     >>> x, coarser, _ = pool_families(torch.arange(6.0)[:, None], tree, NodePositions.of_sequences(tree))
@@ -33,39 +41,41 @@ def pool_families(x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions
     └─ 2 leaves
     """
 
-    def no_members_of_leaf_families() -> np.ndarray:
+    def outside_leaf_families() -> np.ndarray:
         s = hierarchy.structure
-        return ~np.append(s.height == 1, False)[s.parent]  # −1, a root's parent, is the entry appended
+        return ~np.append(s.height == 1, False)[s.parent]  # a root's parent is −1, the appended entry
 
-    return _keep(x, hierarchy, node_positions, "families pooled", no_members_of_leaf_families)
+    return _keep(x, hierarchy, node_positions, "families pooled", outside_leaf_families)
 
 
 def merge_leaves(x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions, size: int = 2) -> Pooled:
-    """Runs of `size` neighbouring leaves of a family become one leaf, with their mean and the first one's position.
+    """Merge runs of `size` neighbouring leaves of a family into one leaf, with their mean and the position of the first.
+
+    Arguments and results are those of `pool_families`.
 
     >>> tree = Hierarchy.from_nested([[3, 2]])
     >>> x, coarser, _ = merge_leaves(torch.arange(5.0)[:, None], tree, NodePositions.of_sequences(tree))
     >>> x.flatten().tolist(), coarser == Hierarchy.from_nested([[2, 1]])
     ([0.5, 2.0, 3.5], True)
     """
-    size = check_count("size", size, "leaves to merge into one, 1 or more", minimum=1)
+    size = check_count("size", size, "1 or more leaves to merge into one", minimum=1)
 
-    def heads_of_runs() -> np.ndarray:
+    def starts_of_runs() -> np.ndarray:
         s = hierarchy.structure
         nodes = np.arange(hierarchy.num_nodes)
-        # A run begins at the first member of a family, and after a subtree; every root is a family of its own.
+        # A run begins at the first member of a family and after each inner node; each root is a family of its own.
         first_member = nodes == np.append(s.first_child, -1)[s.parent]
         begins = first_member | (s.parent < 0) | ~np.append(s.is_leaf, False)[nodes - 1]
         index = nodes - np.maximum.accumulate(np.where(begins, nodes, 0))
         return ~s.is_leaf | (index % size == 0)
 
-    return _keep(x, hierarchy, node_positions, ("leaves merged", size), heads_of_runs)
+    return _keep(x, hierarchy, node_positions, ("leaves merged", size), starts_of_runs)
 
 
 def _keep(
     x: Tensor, hierarchy: Hierarchy, node_positions: NodePositions, name: Hashable, kept: Callable[[], np.ndarray]
 ) -> Pooled:
-    """The forest of the kept nodes. A leaf's vector is the mean of the leaves from its first up to the next one's."""
+    """Return the forest of the kept nodes; a new leaf has the mean of the old leaves from its first to the next one's."""
 
     def build() -> tuple[Hierarchy, Tensor, Tensor]:
         s = hierarchy.structure
@@ -83,18 +93,18 @@ def _keep(
 
 
 def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
-    """Means of consecutive runs of rows, `[rows, …]` → `[runs, …]`; sums in float32 or better."""
+    """Return the means of consecutive runs of rows, `[rows, …]` → `[runs, …]`, summed in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.segment_reduce(wide, "mean", lengths=lengths, unsafe=True).to(x.dtype)
 
 
 def segment_max(x: Tensor, lengths: Tensor) -> Tensor:
-    """Maxima of consecutive runs of rows."""
+    """Return the maxima of consecutive runs of rows, `[rows, …]` → `[runs, …]`."""
     return torch.segment_reduce(x, "max", lengths=lengths, unsafe=True)
 
 
 def segment_softmax(logits: Tensor, lengths: Tensor) -> Tensor:
-    """Weights that sum to one over consecutive runs of rows, `[rows, …]`; in float32 or better.
+    """Return the softmax over consecutive runs of rows, `[rows, …]`, in float32 or wider.
 
     >>> segment_softmax(torch.zeros(5), torch.tensor([4, 1])).tolist()
     [0.25, 0.25, 0.25, 0.25, 1.0]
@@ -105,20 +115,24 @@ def segment_softmax(logits: Tensor, lengths: Tensor) -> Tensor:
 
 
 def segment_weigh(x: Tensor, logits: Tensor, lengths: Tensor) -> Tensor:
-    """Σ softmax(logits)·x over consecutive runs of rows: `[rows, width]` and `[rows, 1]` → `[runs, width]`."""
+    """Return Σ softmax(logits) · x over consecutive runs of rows: `[rows, width]` and `[rows, 1]` → `[runs, width]`."""
     weights = _exponentials(logits, lengths)
     return (segment_mean(weights * x, lengths) / segment_mean(weights, lengths)).to(x.dtype)
 
 
 def _exponentials(logits: Tensor, lengths: Tensor) -> Tensor:
-    """exp(logit − the largest of its run): no run overflows, none is all zero."""
+    """Return exp(logit − maximum of its run), so that no run overflows or underflows to zeros."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = segment_max(wide.detach(), lengths).repeat_interleave(lengths, 0, output_size=len(wide))
     return (wide - top).exp()
 
 
 class GlobalPool(nn.Module):
-    """A tree → one vector: the mean or the maximum of its leaves, a learned weighing of them, its first or last leaf.
+    """Pooling of the leaves of each tree into one vector.
+
+    Args:
+        kind: Pooling: "mean", "max", "attention" (a learned weighted mean), "first" or "last" leaf.
+        width: Width of the leaf vectors.
 
     >>> tree = Hierarchy.flat([2, 3])
     >>> GlobalPool("max", 1)(torch.arange(5.0)[:, None], tree).flatten().tolist()
@@ -129,11 +143,12 @@ class GlobalPool(nn.Module):
         super().__init__()
         kinds = ("mean", "max", "attention", "first", "last")
         if kind not in kinds:
-            raise InvalidInput("pooling", given=repr(kind), expected=f"one of {', '.join(kinds)}")
+            raise InvalidInput("pooling", got=repr(kind), expected=f"one of {', '.join(kinds)}")
         self.kind = kind
         self.score = nn.Linear(width, 1) if kind == "attention" else None
 
     def forward(self, x: Tensor, hierarchy: Hierarchy) -> Tensor:
+        """Return a vector per tree: `[leaves, width]` → `[trees, width]`."""
         lengths = hierarchy.cached("lengths of trees", lambda: hierarchy.tensor("leaf_offsets").diff())
         if self.kind == "mean":
             return segment_mean(x, lengths)

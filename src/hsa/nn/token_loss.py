@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model, without logits of all tokens at once."""
+"""Cross-entropy of a language model, computed in chunks so that the logits of all tokens never exist at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2**28
-"""Numbers in a chunk of logits: a gigabyte in float32."""
+"""Number of logits in a chunk: one gigabyte in float32."""
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """−log p(target) of every token, `[tokens]`, in float32 or wider; not differentiated."""
+    """Return −log p(target) of every token, `[tokens]`, in float32 or wider and without gradients."""
     with torch.no_grad():
         narrow = weight.to(hidden.dtype)
         parts = [_forward(*chunk, narrow)[0] for chunk in _chunks(hidden, targets, weight)]
@@ -20,14 +20,14 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """mean over tokens of −log softmax(hidden · weightᵀ)[target].
+    """Return the mean over tokens of −log softmax(hidden · weightᵀ)[target].
 
-    Gradients are worked out together with the loss, chunk by chunk, so that no logits are kept.
+    The forward pass computes the gradients together with the loss, chunk by chunk, so that no logits are kept.
 
     Args:
-        hidden: `[tokens, width]`.
-        weight: `[vocabulary, width]`, the output matrix.
-        targets: `[tokens]`.
+        hidden: Final token vectors, `[tokens, width]`.
+        weight: Output matrix, `[vocabulary, width]`.
+        targets: Token ids to predict, `[tokens]`.
 
     >>> hidden, weight = torch.randn(5, 3), torch.randn(7, 3)
     >>> targets = torch.tensor([0, 6, 2, 2, 1])
@@ -47,7 +47,7 @@ def _chunks(hidden: Tensor, targets: Tensor, weight: Tensor) -> list[tuple[Tenso
 
 
 def _forward(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses, and log-probabilities of all tokens of the vocabulary."""
+    """Return the loss of each token and the log-probabilities of the whole vocabulary."""
     logits = hidden @ weight.T
     logs = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return -logs.gather(-1, targets[:, None]).squeeze(-1), logs

@@ -15,7 +15,7 @@ from hsa.tree.padding import Padding
 
 
 class AttentionFlow(nn.Module):
-    """Combine every context vector with its attention to the question, and with the question's attention to the context.
+    """Attention between a context and a question in both directions.
 
     For context vectors h_t and question vectors u_j of one example, with a learned w of three parts,
 
@@ -59,10 +59,10 @@ class AttentionFlow(nn.Module):
             context: Vectors of all contexts, one after another.
             question: Vectors of all questions, one after another.
             contexts: Forest of the contexts' leaves.
-            questions: Forest of the questions' leaves, with as many trees.
+            questions: Forest of the questions' leaves. Its tree t is the question about context t.
 
         Raises:
-            InvalidInput: Vectors that do not fit their forest or `width`; another number of questions than of contexts.
+            InvalidInput: If vectors do not match their forest or `width`, or the numbers of contexts and questions differ.
         """
         self._check(context, question, contexts, questions)
         in_context, in_question = _padding(contexts), _padding(questions)
@@ -71,28 +71,28 @@ class AttentionFlow(nn.Module):
         similarity = own + (h * self.of_both) @ u.transpose(1, 2)  # [examples, context, question]
         similarity = similarity.to(torch.promote_types(h.dtype, torch.float32))
         similarity = similarity.masked_fill(~in_question.mask[:, None], -math.inf)
-        asked = similarity.softmax(-1).to(u.dtype) @ u
+        to_question = similarity.softmax(-1).to(u.dtype) @ u
         best = similarity.amax(-1) if similarity.shape[-1] else similarity.sum(-1)
-        answered = best.masked_fill(~in_context.mask, -math.inf).softmax(-1).to(h.dtype)[:, None] @ h
-        return _pack(torch.cat([h, asked, h * asked, h * answered], -1), in_context)
+        to_context = best.masked_fill(~in_context.mask, -math.inf).softmax(-1).to(h.dtype)[:, None] @ h
+        return _pack(torch.cat([h, to_question, h * to_question, h * to_context], -1), in_context)
 
     def _check(self, context: Tensor, question: Tensor, contexts: Hierarchy, questions: Hierarchy) -> None:
         for name, x, forest in (("context", context, contexts), ("question", question, questions)):
             if not isinstance(forest, Hierarchy):
-                raise InvalidInput(f"{name}s", given=type(forest).__name__, expected="an hsa.Hierarchy")
+                raise InvalidInput(f"{name}s", got=type(forest).__name__, expected="an hsa.Hierarchy")
             if not isinstance(x, Tensor) or tuple(x.shape) != (forest.num_leaves, self.width):
                 raise InvalidInput(
                     name,
-                    given=f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
+                    got=f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__,
                     expected=f"[{forest.num_leaves} leaves, {self.width}]",
-                    fix="pass one vector per leaf, examples one after another, without padding",
+                    fix="Pass one vector per leaf, packed, without padding",
                 )
         if questions.num_trees != contexts.num_trees:
             raise InvalidInput(
                 "questions",
-                given=f"{questions.num_trees} trees",
-                expected=f"{contexts.num_trees}, as contexts has",
-                fix="question t is asked of context t",
+                got=f"{questions.num_trees} trees",
+                expected=f"{contexts.num_trees}, one per context",
+                fix="Pass one question per context",
             )
 
 
@@ -101,7 +101,7 @@ def _padding(forest: Hierarchy) -> Padding:
 
 
 def _unpack(x: Tensor, padding: Padding) -> Tensor:
-    """`[leaves, width]` → `[examples, longest, width]`"""
+    """Pad `[leaves, width]` to `[examples, longest, width]`."""
     return padding.unpack(x[:, None]).squeeze(1)
 
 

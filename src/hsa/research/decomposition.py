@@ -13,14 +13,17 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 
 Value = TypeVar("Value")
-_PULL = 1e-9  # towards the previous factor, in equations whose diagonal is 1: collinear components need it
+_PULL = 1e-9  # λ of `decompose`, for equations with a diagonal of 1
 _NOISE = 1e-14  # rounding of squared errors in float64, relative to the squared norm of the tensor
 _FIRST_STEP, _STEP_FACTOR, _LONGEST_STEP = 0.5, 1.05, 1.0  # extrapolation, in units of the last change
 
 
 @dataclass(frozen=True, eq=False)
 class CP:
-    """T_abc = Σ_r a_ra · b_rb · c_rc, factors `[rank, dim]` each; with leading dimensions, a tensor for each.
+    """Three-way tensor as a sum of outer products: T_abc = Σ_r a_ra · b_rb · c_rc.
+
+    Args:
+        a, b, c: `[…, rank, dim]` Factors. Leading dimensions hold several tensors.
 
     >>> CP(torch.ones(1, 2), torch.ones(1, 3), torch.ones(1, 5)).tensor().shape
     torch.Size([2, 3, 5])
@@ -35,29 +38,32 @@ class CP:
         return self.a.shape[-2]
 
     def tensor(self) -> Tensor:
-        """Return the sum, written out."""
+        """Return the dense tensor."""
         return torch.einsum("...ra,...rb,...rc->...abc", self.a, self.b, self.c)
 
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """Result of `decompose`: the factors, the error ‖T − T̂‖ / ‖T‖, and the number of iterations."""
+    """Result of `decompose`."""
 
     cp: CP
+    """Factors of the approximation T̂."""
     error: float
+    """Relative error ‖T − T̂‖ / ‖T‖."""
     iterations: int
+    """Number of iterations run."""
 
 
 def exact_cp(tensor: Tensor) -> CP:
-    """Return a CP equal to the tensor: an outer product for every fibre along its largest dimension.
+    """Return a CP equal to the tensor, with an outer product for every fibre along its largest dimension.
 
-        T = Σ_ij e_i ⊗ e_j ⊗ T_ij:          of rank I·J for dimensions I, J ≤ K, which no tensor of that shape exceeds
+        T = Σ_ij e_i ⊗ e_j ⊗ T_ij:          rank I·J for dimensions I, J ≤ K; no tensor of this shape needs more
 
     Args:
-        tensor: `[…, a, b, c]`.
+        tensor: `[…, a, b, c]` Tensor or tensors.
 
     Raises:
-        InvalidInput: fewer than three dimensions, or an empty one.
+        InvalidInput: If there are fewer than three dimensions, or one is empty.
 
     >>> cube = torch.randn(3, 3, 3)
     >>> exact_cp(cube).rank, torch.equal(exact_cp(cube).tensor(), cube)
@@ -85,26 +91,27 @@ def decompose(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> Decomposition:
-    """Approximate a tensor by a CP of lower rank, by alternating least squares with extrapolation. The error never rises.
+    """Approximate a tensor by a CP of lower rank with alternating least squares. The error never rises.
 
         minimise ‖T − Σ_r a_r ⊗ b_r ⊗ c_r‖²     in a, b and c in turn:  (G + λI) a ← M + λ a_before,  λ → 0
         G = (b bᵀ) ∘ (c cᵀ),  M_r = Σ_bc T_·bc b_rb c_rc
 
-    The pull λ to the factor of before keeps the equations solvable where components become collinear, and moves no minimum.
-    Before each turn all factors go on in the direction of their last change; where that raises the error it is undone
-    (Mitchell, Ye & De Sterck 2020, arXiv:1810.05846). All is computed in float64.
+    The small λ pulls towards the previous factor. It keeps the equations solvable when components become collinear, and
+    does not move any minimum. Every iteration first extrapolates all factors along their last change, and repeats itself
+    without extrapolation if that raises the error (Mitchell, Ye & De Sterck 2020, arXiv:1810.05846). All computations are
+    in float64.
 
     Args:
-        tensor: `[a, b, c]`, or a CP of higher rank, which is never written out.
-        rank: of the result, at most the product of the two smaller dimensions, at which there is an exact one.
-        start: factors to begin with. By default those components of a CP that together explain most of it, chosen one by
-            one; random ones for a tensor.
-        iterations: largest number of iterations; 0 leaves the start as it is.
-        tolerance: stop when an iteration lowers the error by less than this share of it.
-        seed: of the random start.
+        tensor: `[a, b, c]` Dense tensor, or a CP of higher rank, which is never made dense.
+        rank: Rank of the result, at most the product of the two smaller dimensions, where an exact CP exists.
+        start: Initial factors. By default random ones for a dense tensor; for a CP, those of its components that together
+            explain most of it, chosen greedily.
+        iterations: Largest number of iterations; 0 returns the initial factors.
+        tolerance: Smallest relative decrease of the error per iteration; below it, the iteration stops.
+        seed: Seed of the random initial factors.
 
     Raises:
-        InvalidInput: a rank outside its bound, shapes that do not fit, values that are not finite.
+        InvalidInput: If the rank is out of range, shapes do not match, or values are not finite.
 
     >>> planted = CP(torch.randn(2, 5), torch.randn(2, 7), torch.randn(2, 3))
     >>> decompose(planted.tensor(), 2).error < 1e-3
@@ -115,9 +122,9 @@ def decompose(
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= bound:
         shape = " × ".join(map(str, _unsorted(source.dims, order)))
         raise InvalidInput(
-            "rank", given=rank, expected=f"1..{bound}, the rank of an exact CP of any tensor of dimensions {shape}"
+            "rank", got=rank, expected=f"1 to {bound}, the rank of an exact CP of any tensor of shape {shape}"
         )
-    factors = source.start(rank, seed) if start is None else _given("start", start, rank, source.dims, order)
+    factors = source.start(rank, seed) if start is None else _factors_of("start", start, rank, source.dims, order)
     turns = 0
     if source.squared_norm == 0:
         factors = [torch.zeros_like(factor) for factor in factors]
@@ -129,28 +136,28 @@ def decompose(
 
 
 def relative_error(tensor: Tensor | CP, cp: CP) -> float:
-    """Return ‖T − T̂‖ / ‖T‖ of a tensor `[a, b, c]`, or of a CP that is not written out; ‖T̂‖ if the tensor is 0.
+    """Return ‖T − T̂‖ / ‖T‖ for a dense tensor `[a, b, c]` or a CP (never made dense); ‖T̂‖ if the tensor is 0.
 
     Raises:
-        InvalidInput: shapes that do not fit, values that are not finite.
+        InvalidInput: If shapes do not match, or values are not finite.
 
     >>> relative_error(torch.ones(2, 3, 5), CP(torch.ones(1, 2), torch.ones(1, 3), torch.zeros(1, 5)))
     1.0
     """
     source, order, _ = _source(tensor)
-    return _error(source, _given("cp", cp, cp.rank, source.dims, order))
+    return _error(source, _factors_of("cp", cp, cp.rank, source.dims, order))
 
 
 class _Source(Protocol):
-    """A tensor whose dimensions rise, as alternating least squares needs it."""
+    """Tensor with ascending dimensions, with the products that alternating least squares needs."""
 
     dims: list[int]
     squared_norm: float
 
     def start(self, rank: int, seed: int) -> list[Tensor]:
-        """Return initial factors; exact ones if the rank allows it."""
+        """Return initial factors, exact ones if the rank allows it."""
 
-    def note(self, mode: int, factor: Tensor) -> None:
+    def set_factor(self, mode: int, factor: Tensor) -> None:
         """Set the current factor of a mode, `[rank, dim]`."""
 
     def products(self, mode: int) -> Tensor:
@@ -160,15 +167,15 @@ class _Source(Protocol):
         """Return slice i of the smallest dimension, `[dim 1, dim 2]`."""
 
 
-class _Written:
-    """A dense tensor. Two large products per iteration: with the factor of the longest mode, and along it."""
+class _Dense:
+    """Dense tensor. An iteration computes two large products: with the factor of the longest mode, and along it."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         self.dims = list(tensor.shape)
         self.squared_norm = float(tensor.square().sum())
         self.factors = [tensor] * 3
-        self.along = tensor  # [dim 0, dim 1, rank]: times the factor of the longest mode
+        self.along = tensor  # [dim 0, dim 1, rank] product with the factor of the longest mode
 
     def start(self, rank: int, seed: int) -> list[Tensor]:
         if rank == self.dims[0] * self.dims[1]:
@@ -177,7 +184,7 @@ class _Written:
         factors = [torch.randn(rank, dim, dtype=torch.float64, generator=generator) for dim in self.dims]
         return [factor.to(self.tensor.device) for factor in factors]
 
-    def note(self, mode: int, factor: Tensor) -> None:
+    def set_factor(self, mode: int, factor: Tensor) -> None:
         self.factors[mode] = factor
         if mode == 2:
             self.along = self.tensor @ factor.T
@@ -195,7 +202,7 @@ class _Written:
 
 
 class _Factored:
-    """A tensor given as a CP. Products with it are those of small Gram matrices."""
+    """Tensor in CP form. Its products reduce to those of small Gram matrices."""
 
     def __init__(self, factors: list[Tensor]):
         self.own = factors
@@ -211,7 +218,7 @@ class _Factored:
             return _exact(CP(*self.own).tensor())
         return _strongest(self.own, rank)
 
-    def note(self, mode: int, factor: Tensor) -> None:
+    def set_factor(self, mode: int, factor: Tensor) -> None:
         self.grams[mode] = self.own[mode] @ factor.T
 
     def products(self, mode: int) -> Tensor:
@@ -228,10 +235,10 @@ def _exact(tensor: Tensor) -> list[Tensor]:
 
 
 def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
-    """Return the components b_r ⊗ c_r that explain most of all slices together, picked one by one, with a_r fitted to them.
+    """Return the components b_r ⊗ c_r that explain most of all slices, chosen greedily, with a_r fitted to them.
 
-    Orthogonal matching pursuit on the Gram matrix of the components: `left` is what the chosen ones leave of it, `related`
-    its products with the slices. A component that several slices share, in whatever amounts, counts for all of them.
+    This is orthogonal matching pursuit on the Gram matrix of the components: `left` is the residual of that matrix,
+    `related` the products of the residuals with the slices. A component shared by several slices counts for all of them.
     """
     a, b, c = own
     gram = (b @ b.T) * (c @ c.T)
@@ -240,7 +247,7 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
     picked = torch.zeros(len(a), dtype=torch.bool, device=a.device)
     for _ in range(rank):
         size = left.diagonal()
-        adds = size > least  # to the picked ones
+        adds = size > least  # whether the component is independent of those picked
         gain = torch.where(adds, related.square().sum(1) / size.clamp_min(1e-300), 0.0).masked_fill(picked, -1.0)
         pick = int(gain.argmax())
         picked[pick] = True
@@ -254,10 +261,10 @@ def _strongest(own: list[Tensor], rank: int) -> list[Tensor]:
 
 
 def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float) -> tuple[list[Tensor], int]:
-    """Return factors (b and c of length 1, a of the length of the components), and the number of iterations."""
+    """Return factors (rows of b and c have norm 1, those of a the norm of the component), and the iterations run."""
     best = _moved_onto(0, start)
     for mode in range(3):
-        source.note(mode, best[mode])
+        source.set_factor(mode, best[mode])
     best_error = _squared_error(source, best)
     before, step = best, 0.0
     for turn in range(most):
@@ -268,7 +275,7 @@ def _alternate(source: _Source, start: list[Tensor], most: int, tolerance: float
         if step and not error <= best_error:
             factors, error = _turn(source, best)
             step = 0.0
-        if not error < best_error:  # rounding
+        if not error < best_error:  # only rounding is left
             return best, turn
         gain = 1 - math.sqrt(max(error, 0.0) / best_error)
         before, best, best_error = best, factors, error
@@ -284,7 +291,7 @@ def _turn(source: _Source, factors: list[Tensor]) -> tuple[list[Tensor], float]:
     for mode in (2, 1, 0):
         factors = _moved_onto(mode, factors)
         for other in changed:
-            source.note(other, factors[other])
+            source.set_factor(other, factors[other])
         first, second = (factor @ factor.T for other, factor in enumerate(factors) if other != mode)
         factors[mode] = _solve(first * second, source.products(mode), factors[mode])
         changed = (mode,)
@@ -299,7 +306,7 @@ def _solve(gram: Tensor, products: Tensor, before: Tensor) -> Tensor:
 
 
 def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
-    """Return the same components, with their length in one mode."""
+    """Return the same components, with their norms in one mode and unit vectors in the others."""
     lengths = [factor.norm(dim=1, keepdim=True) for factor in factors]
     units = [factor / length.clamp_min(1e-300) for factor, length in zip(factors, lengths, strict=True)]
     units[mode] = factors[mode] * lengths[mode - 1] * lengths[mode - 2]
@@ -307,13 +314,13 @@ def _moved_onto(mode: int, factors: list[Tensor]) -> list[Tensor]:
 
 
 def _squared_error(source: _Source, factors: list[Tensor]) -> float:
-    """Return ‖T‖² − 2⟨T, T̂⟩ + ‖T̂‖², relative to ‖T‖²: quick, and accurate to about 1e-15."""
+    """Return (‖T‖² − 2⟨T, T̂⟩ + ‖T̂‖²) / ‖T‖²: fast, and accurate to about 1e-15."""
     common = float((source.products(0) * factors[0]).sum())
     return (source.squared_norm - 2 * common + _squared_norm(factors)) / source.squared_norm
 
 
 def _error(source: _Source, factors: list[Tensor]) -> float:
-    """Return ‖T − T̂‖ / ‖T‖, computed slice by slice, so that small errors are accurate too."""
+    """Return ‖T − T̂‖ / ‖T‖, computed slice by slice, which is accurate for small errors too."""
     squares = [float((source.slice(i) - _slice(factors, i)).square().sum()) for i in range(source.dims[0])]
     return math.sqrt(sum(squares) / source.squared_norm) if source.squared_norm > 0 else math.sqrt(sum(squares))
 
@@ -329,7 +336,7 @@ def _slice(factors: list[Tensor], i: int) -> Tensor:
 
 
 def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
-    """Return the tensor in float64, its modes in rising order of their dimensions, that order, and the original dtype."""
+    """Return the tensor in float64 with its modes sorted by dimension, their order, and the original dtype."""
     if isinstance(tensor, CP):
         factors = [tensor.a, tensor.b, tensor.c]
         if (
@@ -337,27 +344,28 @@ def _source(tensor: Tensor | CP) -> tuple[_Source, list[int], torch.dtype]:
             or tensor.a.ndim != 2
             or not all(map(Tensor.numel, factors))
         ):
-            given = ", ".join(str(list(factor.shape)) for factor in factors)
-            raise InvalidInput("tensor", given=f"factors {given}", expected="three of shape [rank, dim], of one rank")
+            shapes = ", ".join(str(list(factor.shape)) for factor in factors)
+            raise InvalidInput("tensor", got=shapes, expected="three factors of shape [rank, dim] and equal rank")
         _check_finite("tensor", *factors)
         order = sorted(range(3), key=lambda mode: factors[mode].shape[1])
         return _Factored([factors[mode].detach().double() for mode in order]), order, tensor.a.dtype
     dims = _dims_of(tensor)
     if tensor.ndim != 3:
         raise InvalidInput(
-            "tensor", given=f"shape {list(tensor.shape)}", expected="[a, b, c]", fix="decompose tensors one by one"
+            "tensor", got=f"shape {list(tensor.shape)}", expected="[a, b, c]", fix="Decompose tensors one by one"
         )
     _check_finite("tensor", tensor)
     order = sorted(range(3), key=dims.__getitem__)
-    return _Written(tensor.detach().double().permute(order).contiguous()), order, tensor.dtype
+    return _Dense(tensor.detach().double().permute(order).contiguous()), order, tensor.dtype
 
 
-def _given(where: str, start: CP, rank: int, dims: list[int], order: list[int]) -> list[Tensor]:
-    factors = [(start.a, start.b, start.c)[mode] for mode in order]
+def _factors_of(where: str, cp: CP, rank: int, dims: list[int], order: list[int]) -> list[Tensor]:
+    """Return the factors of a CP in float64, sorted by dimension; check their shapes."""
+    factors = [(cp.a, cp.b, cp.c)[mode] for mode in order]
     if any(factor.shape != (rank, dim) for factor, dim in zip(factors, dims, strict=True)):
-        given = ", ".join(str(list(factor.shape)) for factor in (start.a, start.b, start.c))
+        shapes = ", ".join(str(list(factor.shape)) for factor in (cp.a, cp.b, cp.c))
         expected = ", ".join(str([rank, dim]) for dim in _unsorted(dims, order))
-        raise InvalidInput(where, given=f"factors {given}", expected=f"{expected}: [rank, dim] each")
+        raise InvalidInput(where, got=shapes, expected=f"factors [rank, dim] of shapes {expected}")
     _check_finite(where, *factors)
     return [factor.detach().double() for factor in factors]
 
@@ -368,10 +376,10 @@ def _unsorted(values: Sequence[Value], order: list[int]) -> list[Value]:
 
 def _dims_of(tensor: Tensor) -> list[int]:
     if tensor.ndim < 3 or not all(tensor.shape[-3:]):
-        raise InvalidInput("tensor", given=f"shape {list(tensor.shape)}", expected="[…, a, b, c], none of them 0")
+        raise InvalidInput("tensor", got=f"shape {list(tensor.shape)}", expected="a non-empty tensor […, a, b, c]")
     return list(tensor.shape[-3:])
 
 
 def _check_finite(where: str, *tensors: Tensor) -> None:
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        raise InvalidInput(where, given="values that are infinite or not numbers", expected="finite ones")
+        raise InvalidInput(where, got="infinite or NaN values", expected="finite values")

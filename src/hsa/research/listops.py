@@ -1,7 +1,7 @@
-"""ListOps: nested operations on digits, whose tree is known. A test of whether a model can use structure.
+"""ListOps: nested operations on digits with a known tree, which test whether a model can use structure.
 
 The task is that of Nangia and Bowman (2018), with the sizes of the Long Range Arena (Tay et al., 2020): expressions such as
-`[MAX 2 9 [MIN 4 7 ] 0 ]` of 500 to 2,000 tokens, ten operands and ten levels at most; the answer is a digit.
+`[MAX 2 9 [MIN 4 7 ] 0 ]` of 500 to 2,000 tokens, with at most ten operands and ten levels. The answer is a digit.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from hsa.signals import Leaf, Sequence, Signal
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 END = 10 + len(OPERATORS)
-"""Token ids: digits are themselves, then come the operators, then the closing bracket."""
+"""Token id of the closing bracket. Digits are their own ids; the operators follow them."""
 VOCABULARY = END + 1
 _OPERATION_CHANCE = 0.25
 
 
 @dataclass(frozen=True)
 class Expression:
-    """An operator and its operands: digits and expressions."""
+    """An operator and its operands, which are digits or expressions."""
 
     operator: int
     operands: tuple[int | Expression, ...]
 
     @property
     def value(self) -> int:
-        """What it comes to; the median of an even number of operands is rounded down.
+        """Value of the expression; the median of an even number of operands is rounded down.
 
         >>> Expression(1, (2, 9, Expression(0, (4, 7)), 0)).value
         9
@@ -44,11 +44,11 @@ class Expression:
 
     @property
     def length(self) -> int:
-        """Tokens: operator, operands, closing bracket."""
+        """Number of tokens: operator, operands and closing bracket."""
         return 2 + sum(1 if isinstance(o, int) else o.length for o in self.operands)
 
     def signal(self) -> Signal:
-        """The expression tree: a family is an operator, its operands and the closing bracket.
+        """Return the expression tree; a family consists of an operator, its operands and the closing bracket.
 
         >>> print(Expression(1, (2, Expression(0, (4, 7)))).signal().show())
         Sequence(4) · 7 leaves · text
@@ -66,20 +66,24 @@ class Expression:
 def expressions(
     count: int, seed: int, *, shortest: int = 500, longest: int = 2000, operands: int = 10, depth: int = 10
 ) -> Iterator[Expression]:
-    """Random expressions with more than `shortest` and fewer than `longest` tokens, as in the Long Range Arena."""
+    """Generate random expressions with more than `shortest` and fewer than `longest` tokens, as the Long Range Arena does.
+
+    Raises:
+        InvalidInput: If no expression has such a length, or fewer than 2 operands or levels are allowed.
+    """
     largest = 1
     for _ in range(depth - 1):
         largest = 2 + operands * largest
     if shortest + 1 >= min(longest, largest + 1) or operands < 2 or depth < 2:
         raise InvalidInput(
             "listops",
-            given=f"lengths {shortest} to {longest}, {operands} operands, depth {depth}",
-            expected="lengths with some between them that such expressions have, two operands and two levels or more",
+            got=f"lengths {shortest} to {longest}, {operands} operands, depth {depth}",
+            expected="lengths that such expressions can have, and at least 2 operands and 2 levels",
         )
     generator = random.Random(seed)
 
     def grow(level: int, room: int) -> tuple[int | Expression, int]:
-        """An operand and its length; gives up, at any length beyond it, when there is no more room."""
+        """Return an operand and its length; give up, with a length above `room`, when it gets too long."""
         if level >= depth or generator.random() > _OPERATION_CHANCE:
             return generator.randrange(10), 1
         length, members = 2, []

@@ -1,7 +1,7 @@
-"""`collate` and `uncollate`: a list of signals ↔ leaf values per modality and a hierarchy.
+"""`Batch`, `collate` and `uncollate`: signals as leaf values per modality and a hierarchy, and back.
 
-They are exact inverses: `uncollate(collate(signals)) == signals`, dtypes, domains and order included. A whole data set is
-one large batch, from which `select` takes the trees of a step.
+`uncollate(collate(signals)) == signals`, dtypes, domains and order included. A whole data set is one large batch, from
+which `select` takes the trees of a training step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ _Part = Tensor | tuple[str, ...] | list[Value]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Many signals as one forest.
-
-    >>> from hsa.signals import Set
-    >>> page = Signal.of(["a", "cat"], "text"), Signal.of(torch.zeros(3, 5), "patch")
-    >>> batch = collate([Signal(Set(2), page), Leaf("dog", "text")])
-    >>> batch
-    Batch(Hierarchy(2 trees, 6 leaves, 9 nodes, 3 families, depth 2), text: 3 strings, patch: float32[3, 5])
-    >>> batch.leaves["text"], batch.path(2)
-    (tensor([0, 1, 5]), 'signals[0][1][0]')
+    """Signals as one forest: a tree per signal, leaf values per modality. Made by `collate`.
 
     Attributes:
         values: Modality → values of its leaves: one tensor `[leaves, *leaf shape]` if all have one dtype and shape, else
@@ -47,6 +39,14 @@ class Batch:
         hierarchy: One tree per signal.
         distinct_domains: The domains that occur.
         domain_ids: Index of its domain for every internal node, in node order.
+
+    >>> from hsa.signals import Set
+    >>> page = Signal.of(["a", "cat"], "text"), Signal.of(torch.zeros(3, 5), "patch")
+    >>> batch = collate([Signal(Set(2), page), Leaf("dog", "text")])
+    >>> batch
+    Batch(Hierarchy(2 trees, 6 leaves, 9 nodes, 3 families, depth 2), text: 3 strings, patch: float32[3, 5])
+    >>> batch.leaves["text"], batch.path(2)
+    (tensor([0, 1, 5]), 'signals[0][1][0]')
     """
 
     values: dict[str, Tensor | list[Value]]
@@ -82,7 +82,9 @@ class Batch:
         outside = np.flatnonzero((selected < 0) | (selected >= self.hierarchy.num_trees))
         if len(outside):
             raise InvalidInput(
-                f"trees[{outside[0]}]", given=int(selected[outside[0]]), expected=f"0..{self.hierarchy.num_trees - 1}"
+                f"trees[{outside[0]}]",
+                got=int(selected[outside[0]]),
+                expected=f"a tree in 0..{self.hierarchy.num_trees - 1}",
             )
         s = self.hierarchy.structure
         begin, count = self._slices
@@ -162,7 +164,7 @@ class Batch:
 
     @cached_property
     def _value_bounds(self) -> dict[str, np.ndarray]:
-        """Modality → where the values of each tree begin."""
+        """Modality → offset of the first value of each tree."""
         offsets = self.hierarchy.structure.leaf_offsets
         return {name: np.searchsorted(leaves.cpu().numpy(), offsets) for name, leaves in self.leaves.items()}
 
@@ -187,7 +189,7 @@ class Batch:
     def path(self, leaf: int) -> str:
         """Return the path of a leaf in the list of signals."""
         if not 0 <= leaf < self.hierarchy.num_leaves:
-            raise InvalidInput("leaf", given=leaf, expected=f"0..{self.hierarchy.num_leaves - 1}")
+            raise InvalidInput("leaf", got=leaf, expected=f"a leaf in 0..{self.hierarchy.num_leaves - 1}")
         return _path(self.hierarchy.structure, self.domains, leaf)
 
     def __repr__(self) -> str:
@@ -205,25 +207,27 @@ class Batch:
 
 
 def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None = None) -> Batch:
-    """Collate signals into one batch: a tree each, leaves in reading order.
+    """Collate signals into one batch: a tree per signal, leaves in reading order.
 
     Args:
         signals: Signals; a lone `Leaf` is a tree of one leaf.
-        modalities: Modalities that a model knows; a leaf of another one raises. They also give the order of `values`.
+        modalities: Modalities that a model knows, in the order for `values`; a leaf of another modality raises.
+
+    Raises:
+        InvalidInput: For an object that is not a signal, or a leaf of another modality; the message has its path.
 
     >>> signals = [Signal.of([3, 1, 4], "token"), Signal.of([1, 5], "token")]
     >>> collate(signals).values["token"]
     tensor([3, 1, 4, 1, 5])
     >>> uncollate(collate(signals)) == signals
     True
-
-    Raises:
-        InvalidInput: For something that is no signal or a leaf of an undeclared modality, with its path.
     """
     roots = list(signals)
     for i, root in enumerate(roots):
         if not isinstance(root, (Signal, Leaf)):
-            raise InvalidInput(f"signals[{i}]", given=type(root).__name__, expected="a Signal or a Leaf")
+            raise InvalidInput(
+                f"signals[{i}]", got=f"a value of type {type(root).__name__}", expected="a Signal or a Leaf"
+            )
     num_children, domains, holders = _levels(roots)
     distinct = dict.fromkeys(domains)
     number = {domain: i for i, domain in enumerate(distinct)}
@@ -233,16 +237,16 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
         parts.setdefault(modality, []).append((int(structure.first_leaf[node]), part))
     for listed in parts.values():
         listed.sort(key=lambda entry: entry[0])
-    order = sorted(parts, key=lambda name: parts[name][0][0])  # of appearance
+    order = sorted(parts, key=lambda name: parts[name][0][0])  # by first appearance
     if modalities is not None:
         known = tuple(dict.fromkeys(modalities))
         for name in order:
             if name not in known:
                 raise InvalidInput(
                     _path(structure, domains, parts[name][0][0]),
-                    given=f"modality {name!r}",
+                    got=f"modality {name!r}",
                     expected=f"one of {known}",
-                    fix=f"add {name!r} to modalities, or leave these leaves out",
+                    fix=f"Add {name!r} to modalities, or leave these leaves out",
                 )
         order = [name for name in known if name in parts]
     return Batch(
@@ -255,7 +259,12 @@ def collate(signals: Iterable[Signal | Leaf], modalities: Iterable[str] | None =
 
 
 def uncollate(batch: Batch) -> list[Signal | Leaf]:
-    """Return the signals of a batch, each as it was."""
+    """Return the signals of a batch: the inverse of `collate`.
+
+    >>> signals = [Signal.of([3, 1, 4], "token"), Leaf(2.5, "number")]
+    >>> uncollate(collate(signals)) == signals
+    True
+    """
     s = batch.hierarchy.structure
     names = list(batch.values)
     modality = np.empty(len(s.leaf_nodes), np.int64)  # per leaf
@@ -273,7 +282,7 @@ def uncollate(batch: Batch) -> list[Signal | Leaf]:
     built: dict[int, Signal | Leaf] = {}
     facts = (nodes, s.num_children[nodes], s.first_child[nodes], s.first_leaf[nodes], uniform[nodes])
     for node, size, child, leaf, stacked in zip(*(fact[::-1].tolist() for fact in facts), strict=True):
-        # Children come before parents: nodes are ordered by depth, and we go backwards.
+        # Nodes are ordered by depth: going backwards, children come before their parents.
         name, begin = names[modality[leaf]], int(row[leaf])
         if size == 0:
             built[node] = Leaf(batch.values[name][begin], name)
@@ -295,7 +304,7 @@ def _compact(domains: tuple[Domain, ...], ids: np.ndarray) -> tuple[tuple[Domain
 def _levels(roots: list[Any]) -> tuple[np.ndarray, list[Domain], list[tuple[int, str, _Part]]]:
     """Return children per node and domains, in node order, and every node that holds values, with their modality.
 
-    Nodes of a hierarchy are in breadth-first order. The leaves of a stack are passed on as one number.
+    Nodes of a hierarchy are in breadth-first order. An integer in a level stands for that many leaves of a stack.
     """
     counts: list[int] = []
     repeats: list[int] = []
@@ -350,7 +359,7 @@ def _leaf_numbers(parts: list[tuple[int, _Part]]) -> Tensor:
 
 
 def _on(domain: Domain, rows: Any) -> Any:
-    """Return rows with the axes of a grid."""
+    """Return rows with the axes of the domain, if it is a grid."""
     if isinstance(domain, Grid) and isinstance(rows, Tensor):
         return rows.reshape(*domain.shape, *rows.shape[1:])
     return rows

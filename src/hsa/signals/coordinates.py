@@ -11,7 +11,7 @@ from hsa.signals.domains import Domain, Graph, Grid, Sequence, Table
 from hsa.tree.positions import Coordinates
 
 GRID_AXES = 3
-"""Coordinates of a member of a grid; grids with fewer axes have zeros at the end."""
+"""Number of coordinates of a member of a grid; missing axes have coordinate 0."""
 EIGENVECTORS = 8
 WALK_STEPS = 8
 
@@ -20,7 +20,8 @@ WALK_STEPS = 8
 def coordinates(domain: Domain) -> Coordinates:
     """Return the coordinates of the members of a domain.
 
-    A sequence gives indices, a grid an index per axis, a table its keys, a set nothing, a graph `graph_features`.
+    Members of a sequence have an index, of a grid an index per axis, of a table a key, of a graph `graph_features`; members
+    of a set have no coordinates.
 
     >>> from hsa.signals import Grid
     >>> coordinates(Grid((2, 2))).numbers.tolist()
@@ -31,7 +32,7 @@ def coordinates(domain: Domain) -> Coordinates:
     if isinstance(domain, Grid):
         axes = len(domain.shape)
         if axes > GRID_AXES:
-            raise InvalidInput("Grid.shape", given=f"{axes} axes", expected=f"at most {GRID_AXES} for positions")
+            raise InvalidInput("Grid.shape", got=f"{axes} axes", expected=f"at most {GRID_AXES} for positions")
         numbers = np.zeros((domain.size, GRID_AXES), np.float32)
         numbers[:, :axes] = np.indices(domain.shape).reshape(axes, -1).T
         return Coordinates("grid", numbers)

@@ -1,7 +1,7 @@
 """Domains: the arrangements of the members of a family.
 
-A domain says how many members there are and how they are arranged: on a line, on a grid, along the edges of a graph,
-without order, or under names. It holds no values. Every domain has at least one member.
+A domain has a number of members, at least one, and an arrangement: on a line, on a grid, along the edges of a graph,
+without order, or under names. It holds no values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from hsa.errors import InvalidInput
 
 
 class Domain(ABC):
-    """Base of all domains: frozen, compared by value. `size` is the number of members."""
+    """Base class of domains. Domains are frozen and compared by value.
+
+    Attributes:
+        size: Number of members.
+
+    >>> Sequence(3) == Sequence(3), Sequence(3).size
+    (True, 3)
+    """
 
     size: int
 
@@ -35,13 +42,13 @@ class Domain(ABC):
         return hash((type(self), *self.__dict__.values()))
 
     def step(self, member: int) -> str:
-        """Return the step of a path that names a member: `page` + `[2]`.
+        """Return the step to a member in a path: `[2]` in `page[2]`.
 
         >>> Sequence(5).step(2), Grid((2, 3)).step(4), Table(("title", "body")).step(1)
         ('[2]', '[1, 1]', '.body')
         """
         if not 0 <= member < self.size:
-            raise InvalidInput("member", given=member, expected=f"0..{self.size - 1}, a member of {self!r}")
+            raise InvalidInput("member", got=member, expected=f"a member of {self!r}, 0..{self.size - 1}")
         return self._step(member)
 
     def _step(self, member: int) -> str:
@@ -50,15 +57,15 @@ class Domain(ABC):
     def first(self, count: int) -> Domain:
         """Return the domain of the first `count` members; a graph keeps the edges among them, a grid cannot be divided.
 
-        >>> Sequence(5).first(2), Table(("title", "body")).first(1), Graph(3, [(0, 1), (1, 2)]).first(2)
-        (Sequence(2), Table('title'), Graph(2 nodes, 1 edge))
-
         Raises:
             InvalidInput: For fewer than one member, more than there are, or a part of a grid.
+
+        >>> Sequence(5).first(2), Table(("title", "body")).first(1), Graph(3, [(0, 1), (1, 2)]).first(2)
+        (Sequence(2), Table('title'), Graph(2 nodes, 1 edge))
         """
         count = _at_least_one("count", count)
         if count > self.size:
-            raise InvalidInput("count", given=count, expected=f"at most {self.size}, the members of {self!r}")
+            raise InvalidInput("count", got=count, expected=f"at most {self.size}, the members of {self!r}")
         return self if count == self.size else self._first(count)
 
     @abstractmethod
@@ -70,6 +77,9 @@ class Domain(ABC):
 
 class Sequence(Domain):
     """Members in a row: tokens of a sentence, sentences of a paragraph.
+
+    Args:
+        length: Number of members.
 
     >>> Sequence(5)
     Sequence(5)
@@ -89,7 +99,10 @@ class Sequence(Domain):
 
 
 class Grid(Domain):
-    """Members on an n-dimensional grid, numbered with the last axis fastest: patches of an image.
+    """Members on an n-dimensional grid, the last axis fastest: patches of an image.
+
+    Args:
+        shape: Number of members along each axis.
 
     >>> Grid((2, 3)).size
     6
@@ -100,19 +113,19 @@ class Grid(Domain):
     def __init__(self, shape: Iterable[int]):
         if isinstance(shape, (int, np.integer)):
             raise InvalidInput(
-                "Grid.shape", given=repr(shape), expected="one length per axis", fix=f"write Grid(({shape},))"
+                "Grid.shape", got=repr(shape), expected="one length per axis", fix=f"Write Grid(({shape},))"
             )
         lengths = tuple(_at_least_one(f"Grid.shape[{axis}]", length) for axis, length in enumerate(shape))
         if not lengths:
-            raise InvalidInput("Grid.shape", given="()", expected="at least one axis")
+            raise InvalidInput("Grid.shape", got="()", expected="at least one axis")
         self._freeze(shape=lengths, size=math.prod(lengths))
 
     def _first(self, count: int) -> Domain:
         raise InvalidInput(
             "count",
-            given=count,
+            got=count,
             expected=f"{self.size}, all members of {self!r}",
-            fix="keep a grid whole or leave it out",
+            fix="Keep a grid whole or leave it out",
         )
 
     def _step(self, member: int) -> str:
@@ -124,6 +137,10 @@ class Grid(Domain):
 
 class Graph(Domain):
     """Members at the nodes of a directed graph: pages of a site with their links.
+
+    Args:
+        num_nodes: Number of members.
+        edges: Pairs (from, to) of nodes, counted from 0: a list, or an array `[edges, 2]`.
 
     >>> Graph(3, [(0, 1), (0, 2), (2, 0)])
     Graph(3 nodes, 3 edges)
@@ -147,7 +164,10 @@ class Graph(Domain):
 
 
 class Set(Domain):
-    """Members without order: the boxes of a page. The order they are given in is kept but means nothing.
+    """Members without order: the boxes of a page. Their order is kept but has no meaning.
+
+    Args:
+        size: Number of members.
 
     >>> Set(4)
     Set(4)
@@ -166,6 +186,9 @@ class Set(Domain):
 class Table(Domain):
     """Members under distinct names: the columns of a row, the fields of a record.
 
+    Args:
+        keys: Name of each member.
+
     >>> Table(["title", "body"])
     Table('title', 'body')
     """
@@ -175,18 +198,20 @@ class Table(Domain):
     def __init__(self, keys: Iterable[str]):
         if isinstance(keys, str):
             raise InvalidInput(
-                "Table.keys", given=repr(keys), expected="a list of keys", fix=f"for one key write Table([{keys!r}])"
+                "Table.keys", got=repr(keys), expected="a list of keys", fix=f"For one key write Table([{keys!r}])"
             )
         names = tuple(keys)
         if not names:
-            raise InvalidInput("Table.keys", given="no keys", expected="at least one: a family has at least one member")
+            raise InvalidInput(
+                "Table.keys", problem="no keys", expected="at least one: families have at least one member"
+            )
         first: dict[str, int] = {}
         for i, name in enumerate(names):
             if not isinstance(name, str):
-                raise InvalidInput(f"Table.keys[{i}]", given=repr(name), expected="a string")
+                raise InvalidInput(f"Table.keys[{i}]", got=repr(name), expected="a string")
             if name in first:
                 raise InvalidInput(
-                    f"Table.keys[{i}]", given=repr(name), expected=f"a key other than that of Table.keys[{first[name]}]"
+                    f"Table.keys[{i}]", got=repr(name), expected=f"a key other than that of Table.keys[{first[name]}]"
                 )
             first[name] = i
         self._freeze(keys=names, size=len(names))
@@ -206,9 +231,9 @@ class Table(Domain):
 
 def _at_least_one(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidInput(where, given=repr(value), expected="a positive integer")
+        raise InvalidInput(where, got=repr(value), expected="a positive integer")
     if value < 1:
-        raise InvalidInput(where, given=int(value), expected="1 or more: a family has at least one member")
+        raise InvalidInput(where, got=int(value), expected="1 or more: families have at least one member")
     return int(value)
 
 
@@ -222,16 +247,16 @@ def _edges(num_nodes: int, edges: Any) -> tuple[tuple[int, int], ...]:
     except ValueError:  # rows of unequal lengths
         array = np.empty(0)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        given = f"an array of shape {array.shape}" if isinstance(pairs, np.ndarray) else _shorten(repr(pairs))
-        raise InvalidInput("Graph.edges", given=given, expected="pairs (from, to) of node numbers")
+        got = f"an array of shape {array.shape}" if isinstance(pairs, np.ndarray) else _shorten(repr(pairs))
+        raise InvalidInput("Graph.edges", got=got, expected="pairs (from, to) of nodes")
     outside = np.argwhere((array < 0) | (array >= num_nodes))
     if len(outside):
         edge = int(outside[0, 0])
         raise InvalidInput(
             f"Graph.edges[{edge}]",
-            given=tuple(array[edge].tolist()),
+            got=tuple(array[edge].tolist()),
             expected=f"a pair of nodes in 0..{num_nodes - 1}",
-            fix="number the nodes from 0",
+            fix="Number the nodes from 0",
         )
     return tuple((int(a), int(b)) for a, b in array.tolist())
 

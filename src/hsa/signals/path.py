@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """A step below another path; it becomes text only when a message needs it.
+    """A step below another path, turned into text only for an error message.
 
-    Readers make one per member they visit. Strings would cost time and memory quadratic in the depth; links do not.
+    Readers make a path per member. Strings would take time and memory quadratic in the depth; links do not.
 
     >>> str(Path(Path(Path(None, "page"), "[2]"), ".image"))
     'page[2].image'

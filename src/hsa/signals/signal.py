@@ -2,7 +2,7 @@
 
 A signal maps every position of its domain to a `Leaf` (a value with a modality) or to another signal, to any depth and
 with unequal depths. A family of leaves of one modality and one kind is always stored as one stack, without an object per
-leaf: so every signal has one form, and equal signals are equal field by field.
+leaf. Hence equal signals are equal field by field.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from hsa.signals.values import Value, Where, as_value, as_values, kind_of_stack,
 class Leaf:
     """A value and its modality: a token id, a string, a vector, a patch.
 
+    An int64, float64 or bool scalar is stored as Python's int, float or bool; other numbers are stored as tensors and keep
+    their dtype. Arrays are not copied: do not write to them.
+
+    Args:
+        value: String, number or array of numbers.
+        modality: Name of the kind of data, such as "text" or "patch".
+        where: Name of the leaf in error messages.
+
+    Raises:
+        InvalidInput: For a value of another type, or a modality that is not a name.
+
     >>> Leaf("cat", "text")
     Leaf('cat', 'text')
     >>> import torch
     >>> Leaf(torch.zeros(3, 5), "patch")
     Leaf(float32[3, 5], 'patch')
-
-    An int64, float64 or bool scalar is Python's int, float or bool; other numbers are tensors and keep their dtype.
-    Memory of arrays is shared, not copied: do not write to it.
-
-    Raises:
-        InvalidInput: For a value that is no string, number or array of numbers, or a modality that is no name.
     """
 
     value: Value
@@ -53,7 +58,15 @@ class Leaf:
 
 
 class Signal:
-    """Members on a domain, one for each position of the domain.
+    """A domain and a member for each of its positions: a `Leaf` or another `Signal`.
+
+    Args:
+        domain: Arrangement of the members.
+        members: A `Leaf` or a `Signal` for each position.
+        where: Name of this object in error messages, such as `page[2].image`.
+
+    Raises:
+        InvalidInput: If the number of members is not that of the domain, or a member is neither a leaf nor a signal.
 
     >>> import numpy as np
     >>> from hsa.signals import Table
@@ -67,14 +80,6 @@ class Signal:
     ├─ .title Sequence(2) · 2 leaves · text · 'Two' 'cats'
     ├─ .picture Grid((2, 3)) · 6 leaves · patch · float32[5, 5]
     └─ .likes number · 7
-
-    Args:
-        domain: Arrangement of the members.
-        members: A `Leaf` or a `Signal` for each position.
-        where: Name of this object in error messages, such as `page[2].image`.
-
-    Raises:
-        InvalidInput: For another number of members than the domain has, or a member that is neither leaf nor signal.
     """
 
     domain: Domain
@@ -87,26 +92,28 @@ class Signal:
 
     def __init__(self, domain: Domain, members: Iterable[Signal | Leaf], *, where: Where = "signal"):
         _check_domain(domain, where)
-        given: tuple[Any, ...] = tuple(members)
-        for i, member in enumerate(given):
+        listed: tuple[Any, ...] = tuple(members)
+        for i, member in enumerate(listed):
             if not isinstance(member, (Signal, Leaf)):
                 step = domain.step(i) if i < domain.size else f"[{i}]"
                 raise InvalidInput(
                     f"{where}{step}",
-                    given=type(member).__name__,
+                    got=f"a value of type {type(member).__name__}",
                     expected="a Signal or a Leaf",
-                    fix="wrap a value: Leaf(value, modality); many of one modality: Signal.of(values, modality)",
+                    fix="Wrap a value: Leaf(value, modality); many of one modality: Signal.of(values, modality)",
                 )
-        _check_size(domain, len(given), where)
-        self._fill(domain, given)
+        _check_size(domain, len(listed), where)
+        self._fill(domain, listed)
 
     @classmethod
     def of(cls, values: Any, modality: str, domain: Domain | None = None, *, where: Where = "signal") -> Signal:
-        """Build a family of leaves of one modality from one array or list. No object is made per leaf.
+        """Build a family of leaves of one modality from an array or a list, without an object per leaf.
 
         Args:
-            values: An array with one row per position (for a grid: of shape grid + leaf), or a list.
+            values: Array with a row per member (for a grid, of the shape of the grid + the shape of a leaf), or a list.
+            modality: Modality of the leaves.
             domain: Domain; a sequence by default.
+            where: Name of the family in error messages.
 
         >>> Signal.of([3, 1, 4], "token") == Signal(Sequence(3), [Leaf(i, "token") for i in (3, 1, 4)])
         True
@@ -118,7 +125,7 @@ class Signal:
         if domain is None:
             if len(listed) == 0:
                 raise InvalidInput(
-                    str(where), given="no values", expected="at least one: a family has at least one member"
+                    str(where), problem="no values", expected="at least one: families have at least one member"
                 )
             domain = Sequence(len(listed))
         _check_size(domain, len(listed), where)
@@ -165,7 +172,7 @@ class Signal:
 
     @property
     def members(self) -> abc.Sequence[Signal | Leaf]:
-        """Members, one per position of the domain; the leaves of a stack are made on access.
+        """Members, one per position of the domain. The leaves of a stack are made on access.
 
         >>> Signal.of(range(100_000), "token").members[-1]
         Leaf(99999, 'token')
@@ -173,25 +180,25 @@ class Signal:
         return self._members if self.values is None else _StackedLeaves(self.values, self.modalities[0])
 
     def first(self, leaves: int) -> Signal | None:
-        """Return the signal cut after its first `leaves` leaves; None if nothing is left.
+        """Return the first `leaves` leaves of the signal; None if nothing is left.
 
-        Families that the cut empties are removed. A grid is kept whole or not at all: one that the cut would divide is
-        left out, so there may be fewer leaves than asked for. Everything before the cut is shared.
+        Empty families are removed. A grid that the cut would divide is left out, so that there may be fewer leaves. Members
+        before the cut are shared with this signal.
+
+        Raises:
+            InvalidInput: For a negative number of leaves.
 
         >>> sentences = [Signal.of(["Two", "cats"], "text"), Signal.of(["They", "sat", "down"], "text")]
         >>> print(Signal(Sequence(2), sentences).first(3).show())
         Sequence(2) · 3 leaves · text
         ├─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
         └─ [1] Sequence(1) · 1 leaf · text · 'They'
-
-        Raises:
-            InvalidInput: For a negative number of leaves.
         """
         if leaves < 0:
-            raise InvalidInput("leaves", given=leaves, expected="0 or more")
+            raise InvalidInput("leaves", got=leaves, expected="0 or more")
         if leaves >= self.num_leaves:
             return self
-        above: list[tuple[Signal, int]] = []  # signals the cut goes through, and how many of their members stay whole
+        above: list[tuple[Signal, int]] = []  # signals that are cut, and the number of their whole members
         inside: Signal | Leaf = self
         while leaves and isinstance(inside, Signal) and not isinstance(inside.domain, Grid):
             if inside.values is not None:
@@ -209,7 +216,7 @@ class Signal:
         return cut
 
     def _first_members(self, whole: int, cut: Signal | None) -> Signal | None:
-        """Return the first members, and the rest of the one after them."""
+        """Return the first `whole` members, followed by the part that is left of the next one."""
         count = whole + (cut is not None)
         if not count:
             return None
@@ -228,7 +235,7 @@ class Signal:
         if not isinstance(other, Signal):
             return NotImplemented
         pairs: list[tuple[Any, Any]] = [(self, other)]
-        while pairs:  # an explicit stack: chains may be deeper than Python's own
+        while pairs:  # no recursion: chains may be deeper than Python's stack
             a, b = pairs.pop()
             if a is b:
                 continue
@@ -255,8 +262,8 @@ class Signal:
         """Return the tree as text, a row per family or single leaf.
 
         Args:
-            max_rows: Most rows; an ellipsis stands for the rest.
-            max_members: Most members shown of each family; a row says how many more there are.
+            max_rows: Largest number of rows; an ellipsis stands for the others.
+            max_members: Largest number of members shown per family; a row counts the others.
 
         >>> sentences = [Signal.of(["word"] * n, "text") for n in (2, 3, 5, 7, 11)]
         >>> print(Signal(Sequence(5), sentences).show(max_members=3))
@@ -318,7 +325,7 @@ def _check_domain(domain: Any, where: Where) -> None:
     if not isinstance(domain, Domain):
         raise InvalidInput(
             str(where),
-            given=f"a domain of type {type(domain).__name__}",
+            got=f"a domain of type {type(domain).__name__}",
             expected="Sequence, Grid, Graph, Set or Table",
         )
 
@@ -327,14 +334,14 @@ def _check_size(domain: Domain, members: int, where: Where) -> None:
     if members != domain.size:
         raise InvalidInput(
             str(where),
-            given=_count(members, "member", "members"),
+            got=_count(members, "member", "members"),
             expected=f"{domain.size:,}, one per position of {domain!r}",
         )
 
 
 def _modality(modality: Any, where: Where) -> str:
     if not isinstance(modality, str) or not modality:
-        raise InvalidInput(str(where), given=f"modality {modality!r}", expected="a name, such as 'text'")
+        raise InvalidInput(str(where), got=f"modality {modality!r}", expected="a name, such as 'text'")
     return modality
 
 

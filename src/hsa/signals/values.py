@@ -1,8 +1,8 @@
-"""Leaf values and stacks of them: which values are allowed, their kinds, and when many fit into one tensor.
+"""Leaf values and stacks of them: the types that are allowed, and the values that fit into one tensor.
 
 A value is a string, a number or an array of numbers. Arrays are stored as tensors. A scalar of dtype int64, float64 or
-bool is stored as Python's `int`, `float` or `bool`; a scalar of another dtype is a tensor without axes. So a value taken
-out of a stack equals the value that was put in, dtype included.
+bool is stored as Python's `int`, `float` or `bool`; a scalar of another dtype is a tensor without axes. Therefore a value
+taken out of a stack equals the value that was put in, dtype included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTEGERS = "an integer of at most 64 bits"
 
 
 def as_value(value: Any, where: Where) -> Value:
-    """Return the value in the form described above.
+    """Return a value in the form in which leaves store it (see the top of this file).
 
     >>> as_value(np.int64(3), "leaf"), as_value(torch.tensor(3), "leaf"), as_value(np.float32(0.5), "leaf")
     (3, 3, tensor(0.5000))
@@ -46,10 +46,10 @@ def as_value(value: Any, where: Where) -> Value:
         return bool(value) if isinstance(value, bool) else float(value)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**63:
-            raise InvalidInput(str(where), given=value, expected=_INTEGERS)
+            raise InvalidInput(str(where), got=value, expected=_INTEGERS)
         return int(value)
-    fix = "wrap it: torch.tensor([…])" if isinstance(value, (list, tuple)) else None
-    raise InvalidInput(str(where), given=f"a value of type {type(value).__name__}", expected=_ALLOWED, fix=fix)
+    fix = "Wrap it: torch.tensor([…])" if isinstance(value, (list, tuple)) else None
+    raise InvalidInput(str(where), got=f"a value of type {type(value).__name__}", expected=_ALLOWED, fix=fix)
 
 
 def as_tensor(array: Any, where: Where) -> Tensor:
@@ -61,7 +61,7 @@ def as_tensor(array: Any, where: Where) -> Tensor:
     try:
         return torch.from_numpy(np.asarray(array))
     except TypeError:
-        raise InvalidInput(str(where), given=f"an array of dtype {array.dtype}", expected=_ALLOWED) from None
+        raise InvalidInput(str(where), got=f"an array of dtype {array.dtype}", expected=_ALLOWED) from None
 
 
 def unstack_scalar(scalar: Tensor) -> Value:
@@ -70,7 +70,7 @@ def unstack_scalar(scalar: Tensor) -> Value:
 
 
 def kind_of(value: Value) -> Kind:
-    """Return the kind of a value: only values of one kind can be stacked.
+    """Return the kind of a value: `str`, or dtype and shape. Only values of one kind can be stacked.
 
     >>> kind_of("cat"), kind_of(3), kind_of(torch.zeros(2, 3))
     (<class 'str'>, (torch.int64, ()), (torch.float32, (2, 3)))
@@ -83,6 +83,7 @@ def kind_of(value: Value) -> Kind:
 
 
 def kind_of_stack(stack: Tensor | tuple[str, ...]) -> Kind:
+    """Return the kind of the values of a stack."""
     return (stack.dtype, tuple(stack.shape[1:])) if isinstance(stack, Tensor) else str
 
 
@@ -107,16 +108,17 @@ def stack(values: Sequence[Value]) -> Tensor | tuple[str, ...] | None:
 def as_values(values: Any, shape: tuple[int, ...] | None, where: Where) -> Tensor | tuple[str, ...] | list[Value]:
     """Return a stack with one value per member; a list if the values are of several kinds.
 
-    `shape` is the shape of a grid, the first axes of an array; None for a domain with one axis.
+    Args:
+        values: Array or list.
+        shape: Shape of a grid, which an array has as its first axes; None for a domain with one axis.
+        where: Name of the values in error messages.
     """
     if isinstance(values, (Tensor, np.ndarray)):
         if values.ndim == 0:
-            raise InvalidInput(str(where), given="an array without axes", expected="one row per member")
+            raise InvalidInput(str(where), got="an array without axes", expected="one row per member")
         if isinstance(values, np.ndarray) and values.dtype.kind == "U":
             if values.ndim > 1 and values.shape != shape:
-                raise InvalidInput(
-                    str(where), given=f"strings of shape {values.shape}", expected="one string per member"
-                )
+                raise InvalidInput(str(where), got=f"strings of shape {values.shape}", expected="one string per member")
             return tuple(values.reshape(-1).tolist())
         tensor = as_tensor(values, where)
         if shape is None or len(shape) == 1:
@@ -124,17 +126,17 @@ def as_values(values: Any, shape: tuple[int, ...] | None, where: Where) -> Tenso
         if tuple(tensor.shape[: len(shape)]) != shape:
             raise InvalidInput(
                 str(where),
-                given=f"values of shape {tuple(tensor.shape)}",
+                got=f"values of shape {tuple(tensor.shape)}",
                 expected=f"shape {shape} + the shape of a leaf, as the domain is Grid({shape})",
             )
         return tensor.reshape(math.prod(shape), *tensor.shape[len(shape) :])
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise InvalidInput(str(where), given=f"values of type {type(values).__name__}", expected="an array or a list")
+        raise InvalidInput(str(where), got=f"values of type {type(values).__name__}", expected="an array or a list")
     listed = list(values)
     types = set(map(type, listed))
     if types == {int}:
         _check_integers(listed, where)
-    elif not types <= {str, float, bool}:  # these are values as they are
+    elif not types <= {str, float, bool}:  # these need no conversion
         base = where if isinstance(where, Path) else Path(None, where)
         listed = [as_value(value, Path(base, f"[{i}]")) for i, value in enumerate(listed)]
     stacked = stack(listed) if listed else None
@@ -160,4 +162,4 @@ def same(a: Any, b: Any) -> bool:
 def _check_integers(values: list[int], where: Where) -> None:
     if max(values) >= 2**63 or min(values) < -(2**63):
         index = next(i for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
-        raise InvalidInput(f"{where}[{index}]", given=values[index], expected=_INTEGERS)
+        raise InvalidInput(f"{where}[{index}]", got=values[index], expected=_INTEGERS)

@@ -10,30 +10,35 @@ from hsa.signals.signal import Leaf, Signal
 
 
 def in_windows(signal: Signal | Leaf, most: int) -> Signal | Leaf:
-    """Return the same leaves in the same order, with no sequence of more than `most` members.
+    """Divide sequences of more than `most` members into windows.
 
-    A family costs the square of its size, and real texts have "sentences" of thousands of tokens: tables, listings, scans
-    without a full stop. Longer sequences become sequences of windows of equal size, up to one. Other domains stay.
+    Attention within a family costs the square of its size, and real texts have "sentences" of thousands of tokens: tables,
+    listings, scans without a full stop. Such a sequence becomes a sequence of windows whose sizes differ by at most one.
+    Leaves keep their order; other domains are not changed.
+
+    Args:
+        signal: Signal to divide.
+        most: Largest number of members of a sequence, 2 or more.
+
+    Raises:
+        InvalidInput: For `most` below 2.
 
     >>> print(in_windows(Signal.of(range(7), "token"), 3).show())
     Sequence(3) · 7 leaves · token
     ├─ [0] Sequence(3) · 3 leaves · token · 0 1 2
     ├─ [1] Sequence(2) · 2 leaves · token · 3 4
     └─ [2] Sequence(2) · 2 leaves · token · 5 6
-
-    Raises:
-        InvalidInput: For `most` below 2.
     """
     if most < 2:
-        raise InvalidInput("most", given=most, expected="2 or more: windows of one member would never end")
-    families: list[Signal] = []  # an explicit stack: chains may be deeper than Python's own
+        raise InvalidInput("most", got=most, expected="2 or more")
+    families: list[Signal] = []  # no recursion: chains may be deeper than Python's stack
     todo = [signal]
     while todo:
         node = todo.pop()
         if isinstance(node, Signal):
             families.append(node)
             todo.extend(node.members if node.values is None else ())
-    windowed: dict[int, Signal] = {}  # those that change
+    windowed: dict[int, Signal] = {}  # by the id of the signal that it replaces
     for old in reversed(families):  # members before their families
         new = old
         if old.values is None and any(id(member) in windowed for member in old.members):

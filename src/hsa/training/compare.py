@@ -1,4 +1,4 @@
-"""Compare models fairly: as many parameters each, a learning rate chosen on validation for each, several seeds."""
+"""Fair comparison of models: equal numbers of parameters, a learning rate tuned for each, several seeds."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ State = Literal["begun", "finished"] | Ending
 
 @dataclass(frozen=True)
 class Plan:
-    """Which runs a comparison has.
+    """Models, learning rates and seeds of a comparison.
 
     Args:
-        models: names; all have as many parameters as the first.
+        models: Names of the models. The first is the reference; the others are matched to its size.
         rates: Learning rates to try; each model keeps its best.
-        seeds: of the weights, the order of the data and dropout; rates are chosen with the first.
+        seeds: Random seeds of the weights, the order of the data and dropout. Rates are chosen with the first seed.
 
     Raises:
-        InvalidInput: unknown models; no models, rates or seeds; some twice; a rate that is not above 0.
+        InvalidInput: A model is unknown, a rate is not above 0, or a list is empty or has duplicates.
     """
 
     models: tuple[str, ...]
@@ -46,22 +46,23 @@ class Plan:
         check_models(self.models)
         for rate in self.rates:
             if not 0 < rate < math.inf:
-                raise InvalidInput("rates", given=f"{rate:g}", expected="learning rates above 0, such as 1e-3")
+                raise InvalidInput("rates", got=f"{rate:g}", expected="learning rates above 0, such as 1e-3")
         names: tuple[tuple[str, Sequence[Any]], ...] = (
             ("models", self.models),
-            ("rates", [f"{rate:g}" for rate in self.rates]),  # as folders are named
+            ("rates", [f"{rate:g}" for rate in self.rates]),  # as in the names of folders
             ("seeds", self.seeds),
         )
         for name, values in names:
             if not values:
-                raise InvalidInput(name, given="none", expected="one or more")
+                raise InvalidInput(name, got="an empty list", expected=f"one or more {name}")
             if (twice := next((value for value in values if values.count(value) > 1), None)) is not None:
-                raise InvalidInput(name, given=f"{twice} twice", expected="each once")
+                raise InvalidInput(name, got=f"{twice} twice", expected=f"different {name}")
 
     @property
     def num_runs(self) -> int:
-        """
-        >>> Plan(("hierarchical", "flat"), (1e-3, 3e-3), (0, 1, 2)).num_runs  # two rates, then two more seeds, of either
+        """Number of runs: all rates with the first seed, then the other seeds with the best rate.
+
+        >>> Plan(("hierarchical", "flat"), rates=(1e-3, 3e-3), seeds=(0, 1, 2)).num_runs
         8
         """
         return len(self.models) * (len(self.rates) + len(self.seeds) - 1)
@@ -69,11 +70,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One model, one learning rate, one seed.
+    """Run of one model with one learning rate and one seed.
 
     Attributes:
-        state: begun, or how it ended.
-        result: of a run that is finished, and of no other.
+        state: "begun", or how the run ended.
+        result: Result of a finished run; None for all others.
     """
 
     model: str
@@ -84,20 +85,20 @@ class Run:
 
     def __post_init__(self) -> None:
         if (self.state == "finished") != (self.result is not None):
-            raise InvalidInput(
-                "result", given=f"{self.result} of a run that is {self.state}", expected="one if finished"
-            )
+            expected = "a result for a finished run, None for others"
+            raise InvalidInput("result", got=f"{self.result} for a run that is {self.state}", expected=expected)
 
     def finished(self, result: Result) -> Run:
-        """The same run with its result."""
+        """Return the same run with its result."""
         return replace(self, state="finished", result=result)
 
     def folder(self, base: Path) -> Path:
+        """Return the folder of this run."""
         return base / self.model / f"{self.rate:g}" / str(self.seed)
 
     @property
     def validation(self) -> tuple[float, float]:
-        """The score of the best epoch, and minus its loss; no result is worse than all else."""
+        """Validation score and negative loss of the best epoch; −∞ without a result."""
         if self.result is None:
             return -math.inf, -math.inf
         return max((record.validation, -record.validation_loss) for record in self.result.history)
@@ -105,11 +106,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of one model.
+    """All runs of one model.
 
     Attributes:
-        tried: every rate with the first seed.
-        runs: every seed with the best rate; none where no rate gave a result.
+        tried: Runs of every rate with the first seed.
+        runs: Runs of every seed with the best rate; empty if no rate has a result.
     """
 
     model: str
@@ -118,21 +119,22 @@ class Compared:
 
     @property
     def results(self) -> list[Result]:
-        """Of the seeds that have one."""
+        """Results of the seeds that have one."""
         return [run.result for run in self.runs if run.result is not None]
 
     @property
     def rate(self) -> float | None:
+        """Best learning rate; None if no rate has a result."""
         return self.runs[0].rate if self.runs else None
 
     @property
     def failed(self) -> list[Run]:
-        """Those without a result."""
+        """All runs without a result."""
         return [run for run in dict.fromkeys([*self.tried, *self.runs]) if run.result is None]
 
     @property
     def scores(self) -> list[float]:
-        """Accuracy or R² of every seed."""
+        """Test accuracy or R² of every seed."""
         return [result.scores.main for result in self.results]
 
     @property
@@ -149,20 +151,23 @@ class Compared:
 
     @property
     def peak_memory(self) -> float | None:
-        """Of the usual run: the first one of a process also takes what the process needs once."""
+        """Median over seeds, in MiB: the first run of a process also counts one-time allocations."""
         known = [result.peak_memory for result in self.results if result.peak_memory is not None]
         return statistics.median(known) if known else None
 
     def mean(self, of: Callable[[Result], float]) -> float:
+        """Return the mean of a quantity over seeds."""
         return statistics.fmean(map(of, self.results))
 
 
 class Observer(Protocol):
-    """Who is told how a comparison goes."""
+    """Callbacks of a comparison."""
 
-    def begin(self, run: Run) -> Watcher: ...
+    def begin(self, run: Run) -> Watcher:
+        """Return the watcher of a run that begins."""
 
-    def end(self, run: Run) -> None: ...
+    def end(self, run: Run) -> None:
+        """Handle the end of a run."""
 
 
 def compare_models(
@@ -176,16 +181,21 @@ def compare_models(
     only: Collection[str] | None = None,
     observer: Observer | None = None,
 ) -> list[Compared]:
-    """Train all models of a plan, every run in `folder/MODEL/RATE/SEED`; one without a result does not stop the others.
+    """Train all models of a plan, each run in `folder/MODEL/RATE/SEED`. A run without a result does not stop the others.
 
     Args:
-        recipe: the options of models and of training, but for rate and seed.
-        resume: runs that finished or diverged are taken as they are, others go on, or begin where nothing was saved.
-        only: these models now; processes that each take some can share a folder.
+        plan: Models, learning rates and seeds.
+        recipe: Options of the models and of training; the plan sets the learning rate and the seed.
+        prepared: Data.
+        folder: Folder of the comparison.
+        accelerator: Result of `make_accelerator`.
+        resume: Whether to keep the runs that finished or diverged, and to continue the others.
+        only: Models to train now; None for all. Several processes can share a folder, each with some of the models.
+        observer: Callbacks of the comparison.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; says how far it came.
-        InvalidInput: with `resume`, a run in the folder had other options or data.
+        Interrupted: Ctrl-C was pressed; the message says how far the comparison got.
+        InvalidInput: With `resume`, a run in the folder had other options or data.
     """
     configs = {name: model_config(prepared, recipe.model, name, plan.models[0], recipe.extra) for name in plan.models}
     _check_first(folder, plan.models[0], accelerator)
@@ -209,18 +219,18 @@ def compare_models(
 
 
 def _check_first(folder: Path, first: str, accelerator: Any) -> None:
-    """The first model sets the size of all: it must stay what it was."""
+    """Raise an error if the comparison in the folder began with another first model, which sets the size of all."""
     path = folder / FIRST
     was = read_json(path, "the first model of a comparison")["model"] if path.is_file() else None
-    accelerator.wait_for_everyone()  # all have looked
+    accelerator.wait_for_everyone()  # until all processes have read the file
     if was is None and accelerator.is_main_process:
         write_json(path, {"model": first})
     if was not in (None, first):
         raise InvalidInput(
             "models",
-            given=f"{first} first, in a comparison that began with {was}",
-            expected=f"{was} first: all others are as large as it",
-            fix="add models after it, or compare into another folder",
+            got=f"{first} first",
+            expected=f"{was} first, as when this comparison began (the others are matched to its size)",
+            fix="Add new models after it, or compare in another folder",
         )
 
 
@@ -245,7 +255,7 @@ def _run(
 ) -> Run:
     folder = begun.folder(base)
     note = folder / ENDED
-    # As JSON gives it back, which knows no tuples.
+    # Through JSON, which turns tuples into lists, to compare with the file.
     now = json.loads(json.dumps(fingerprint(config, options, prepared.train, prepared.validation)))
     if resume and note.is_file():
         ended = read_json(note, "how a run ended")
@@ -254,7 +264,7 @@ def _run(
             return begun.finished(Result.load(folder))
         if ended["state"] == "diverged":
             return replace(begun, state="diverged")
-        # There may be room now.
+        # Out of memory: try again, because there may be more memory now.
     note.unlink(missing_ok=True)
     message = None
     try:
@@ -266,7 +276,7 @@ def _run(
         run, message = replace(begun, state=error.ending), str(error)
     if accelerator.is_main_process:
         write_json(note, {"state": run.state, "message": message, "training": now})
-        if run.state == "finished":  # what it would take to go on is as large as the model three times over
+        if run.state == "finished":  # a checkpoint is three times as large as the model, and no longer needed
             (folder / CHECKPOINT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     return run

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: how good models are against what they cost."""
+"""Plots of a comparison: the score of each model against its cost."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hsa.analysis.frontier import on_frontier
 from hsa.analysis.plots import COLORS, pyplot, save_figure
 
 _NOTHING = 4
-"""Factor by which a cost of 0 is drawn left of the smallest other cost: the axis is logarithmic."""
+"""Factor between the smallest cost above 0 and the position where 0 is drawn on the logarithmic axis."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A model: its cost (0 or more), its score, and the spread of that, where it is known."""
+    """Model with its cost (0 or more), its score, and the standard deviation of the score if known."""
 
     name: str
     cost: float
@@ -27,18 +27,20 @@ class Point:
 
 
 def plot_frontiers(path: Path, panels: Mapping[str, Sequence[Point]], score: str, title: str) -> None:
-    """The score against each cost, logarithmic; a dashed line shows what can be had for how much.
+    """Plot the score against each cost, on a logarithmic axis; a dashed line shows the best score up to each cost.
 
     Args:
-        panels: the name of a cost → the same models in the same order, one or more.
-        score: its name.
+        path: File to write.
+        panels: Points by the name of the cost: one or more models, the same in every panel and in the same order.
+        score: Name of the score.
+        title: Title of the figure.
     """
     size = (max(5.0, 4.2 * len(panels)), 4.0)
     figure, grid = pyplot().subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
     drawn = [_draw(axes, points, cost) for axes, (cost, points) in zip(grid[0], panels.items(), strict=True)]
     grid[0][0].set_ylabel(score)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    figure.canvas.draw()  # fixes the layout, which labels depend on
+    figure.canvas.draw()  # computes the layout, which the positions of the labels depend on
     figure.set_layout_engine("none")
     for axes, points, xs in zip(grid[0], panels.values(), drawn, strict=True):
         _label(figure, axes, points, xs)
@@ -46,7 +48,7 @@ def plot_frontiers(path: Path, panels: Mapping[str, Sequence[Point]], score: str
 
 
 def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
-    """Points, error bars and the frontier; returns where on the axis each point lies."""
+    """Draw points, error bars and the frontier; return the x coordinate of each point."""
     smallest = min((point.cost for point in points if point.cost > 0), default=1.0)
     nothing = smallest / _NOTHING
     xs = [point.cost if point.cost > 0 else nothing for point in points]
@@ -56,7 +58,7 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
     best = on_frontier((point.cost, point.score) for point in points)
     line = sorted((x, point.score) for x, point, on in zip(xs, points, best, strict=True) if on)
     left, right = min(xs) / 1.8, max(xs) * 1.8
-    line.append((right, line[-1][1]))  # the best score can be had at any higher cost
+    line.append((right, line[-1][1]))  # the best score is reached at any higher cost
     look: dict[str, Any] = {"color": "#999999", "ls": "--", "lw": 1, "zorder": 0, "drawstyle": "steps-post"}
     axes.plot([x for x, _ in line], [score for _, score in line], **look)
     axes.set_xlim(left, right)
@@ -75,7 +77,7 @@ def _draw(axes: Any, points: Sequence[Point], cost: str) -> list[float]:
 
 
 def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
-    """Powers of ten between two numbers, with twos and fives where there is room for them.
+    """Return the powers of ten between two numbers, with their multiples by 2 and 5 if that makes at most `most`.
 
     >>> _round_numbers(0.8, 30), _round_numbers(0.5, 2e6)
     ([1.0, 2.0, 5.0, 10.0, 20.0], [1.0, 10.0, 100.0, 1000.0, 10000.0, 100000.0, 1000000.0])
@@ -86,7 +88,8 @@ def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _short(number: float) -> str:
-    """
+    """Format a number with a unit prefix.
+
     >>> [_short(number) for number in (0.02, 5.0, 20_000.0, 1e6, 2e9)]
     ['0.02', '5', '20 k', '1 M', '2 G']
     """
@@ -97,12 +100,13 @@ def _short(number: float) -> str:
 
 
 _SIDES = ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
-"""Where a name may stand beside its point."""
+"""Directions from a point in which its label may lie."""
 _DISTANCES = (6, 12, 20, 30, 42, 56)
+"""Distances of a label from its point, in typographic points."""
 
 
 def _label(figure: Any, axes: Any, points: Sequence[Point], xs: Sequence[float]) -> None:
-    """The name of every point, where it covers no other one and no point, as near as that is possible."""
+    """Label every point, as near to it as possible without covering other labels or points."""
     from matplotlib.text import Text
 
     renderer = figure.canvas.get_renderer()
@@ -112,28 +116,28 @@ def _label(figure: Any, axes: Any, points: Sequence[Point], xs: Sequence[float])
         if point.spread:
             ends = (axes.transData.transform((x, point.score + sign * point.spread)) for sign in (-1, 1))
             taken.append(_box(*next(ends), *next(ends)))
-    names: list[Any] = []  # which must not cover each other, whatever else they cover
+    labels: list[Any] = []  # overlaps between labels are worse than overlaps with points
     for i, (color, point, x) in enumerate(zip(cycle(COLORS), points, xs, strict=False)):
-        least, kept, room = math.inf, None, None
+        least, kept, kept_box = math.inf, None, None
         for distance, (across, up) in product(_DISTANCES, _SIDES):
-            text = _name(axes, point, x, color, distance * across, distance * up)
+            text = _annotate(axes, point, x, color, distance * across, distance * up)
             text.update_positions(renderer)
-            box = Text.get_window_extent(text, renderer)  # without the line that leads to it
-            covered = 1.0 * sum(map(box.overlaps, taken)) + 5 * sum(map(box.overlaps, names))
-            covered += _outside(box, axes.bbox) + _astray(box, i, spots)
-            if covered >= least:
+            box = Text.get_window_extent(text, renderer)  # without the line to the point
+            penalty = 1.0 * sum(map(box.overlaps, taken)) + 5 * sum(map(box.overlaps, labels))
+            penalty += _outside_penalty(box, axes.bbox) + _nearer_penalty(box, i, spots)
+            if penalty >= least:
                 text.remove()
                 continue
             if kept is not None:
                 kept.remove()
-            least, kept, room = covered, text, box
-            if not covered:
+            least, kept, kept_box = penalty, text, box
+            if not penalty:
                 break
-        names.append(room)
+        labels.append(kept_box)
 
 
-def _name(axes: Any, point: Point, x: float, color: str, right: float, up: float) -> Any:
-    """Place a label beside its point, at a distance in printer's points; draw a line to it where that is far."""
+def _annotate(axes: Any, point: Point, x: float, color: str, right: float, up: float) -> Any:
+    """Draw a label at an offset from its point, in typographic points, with a line to the point if it is far."""
     return axes.annotate(
         point.name,
         (x, point.score),
@@ -149,18 +153,18 @@ def _name(axes: Any, point: Point, x: float, color: str, right: float, up: float
 
 
 def _box(left: float, bottom: float, right: float, top: float) -> Any:
-    """In pixels, as large as what is drawn there is wide."""
+    """Return a box in pixels with a margin for the size of the marker."""
     from matplotlib.transforms import Bbox
 
     return Bbox.from_extents(left - 5, bottom - 5, right + 5, top + 5)
 
 
-def _astray(box: Any, own: int, spots: Sequence[Any]) -> float:
-    """A label that stands nearer to another point than to its own misleads."""
+def _nearer_penalty(box: Any, own: int, spots: Sequence[Any]) -> float:
+    """Return the penalty of a label that lies nearer to another point than to its own."""
     distances = [math.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1)) for x, y in spots]
     return 0.5 * (min(distances) < distances[own])
 
 
-def _outside(box: Any, room: Any) -> float:
-    """Worse than to cover something else."""
-    return 10.0 * (box.x0 < room.x0 or box.x1 > room.x1 or box.y0 < room.y0 or box.y1 > room.y1)
+def _outside_penalty(box: Any, axes: Any) -> float:
+    """Return the penalty of a label that leaves the axes, which is worse than covering another label."""
+    return 10.0 * (box.x0 < axes.x0 or box.x1 > axes.x1 or box.y0 < axes.y0 or box.y1 > axes.y1)

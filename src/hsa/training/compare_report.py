@@ -1,4 +1,4 @@
-"""The report of `hsa compare`: one table, what it means, pictures, and all of it as JSON."""
+"""Report of `hsa compare`: a table, the differences between models, plots, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result
 from hsa.training.failures import SMALLER
 from hsa.training.recipe import Recipe
-from hsa.training.report import fewer_operations, options_section
+from hsa.training.report import fewer_operations, options_section, significance
 from hsa.training.significance import margin
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 JSON = "comparison.json"
 CAPTION = (
-    "±: spread over seeds; operations: of attention, per test example, all layers; train s: of one run; "
-    "test ms: per example; MiB: peak of training; on the frontier: for which cost no other model beats it"
+    "±: standard deviation over seeds; operations: attention operations per test example, all layers; train s: per run; "
+    "test ms: per example; MiB: peak memory in training; on the frontier: costs for which no other model is better"
 )
 _SAME_SIZE = 0.02
-"""Models whose numbers of parameters differ by a smaller share are as large as each other."""
+"""Relative difference in parameters below which models count as equally large."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,12 @@ class Comparison:
     """Results of a comparison.
 
     Attributes:
-        compared: what came of every model.
-        costs: by length; none where they were not measured.
-        device: what it ran on, in words.
+        plan: Models, learning rates and seeds.
+        recipe: Options of data, models and training.
+        prepared: Data.
+        compared: Runs of every model.
+        costs: Costs by document length; empty if not measured.
+        device: Description of the device.
     """
 
     plan: Plan
@@ -52,25 +55,27 @@ class Comparison:
 
     @property
     def score(self) -> str:
+        """Name of the main score."""
         return "accuracy" if self.prepared.test.classes else "R²"
 
     @property
     def finished(self) -> list[Compared]:
-        """Those with a result."""
+        """Models with a result."""
         return [model for model in self.compared if model.results]
 
     def milliseconds(self, model: Compared) -> float:
-        """Per test example."""
+        """Return the mean time per test example in milliseconds."""
         return 1e3 * model.test_seconds / len(self.prepared.test)
 
     @property
     def cost_of(self) -> dict[str, Callable[[Compared], float]]:
+        """Functions that return the costs of a model, by name; without training time if that is fixed."""
         training: dict[str, Callable[[Compared], float]] = {"training": lambda model: model.training_seconds}
         others = {"test": self.milliseconds, "operations": lambda model: model.operations}
-        return others if self.recipe.training.minutes else training | others  # all train for as many minutes
+        return others if self.recipe.training.minutes else training | others
 
     def frontiers(self) -> dict[str, list[str]]:
-        """For every model the costs for which no other model beats it."""
+        """Return for every model the costs for which no other model is better."""
         names: dict[str, list[str]] = {model.model: [] for model in self.compared}
         for name, cost in self.cost_of.items():
             points = [(cost(model), statistics.fmean(model.scores)) for model in self.finished]
@@ -80,7 +85,7 @@ class Comparison:
         return names
 
     def columns(self) -> tuple[list[str], list[list[str]]]:
-        """The header and rows of the table."""
+        """Return the header and the rows of the table."""
         second = "F1" if self.prepared.test.classes else "error"
         header = ["model", "parameters", "rate", self.score, second, "operations", "train s", "test ms", "MiB"]
         frontiers = self.frontiers()
@@ -113,72 +118,69 @@ class Comparison:
         return float(score or 0.0)
 
     def table(self) -> Table:
-        """For the terminal."""
+        """Return the table for the terminal."""
         return terminal_table(*self.columns(), CAPTION)
 
     def findings(self) -> list[str]:
-        """What the first model gained or lost against each of the others and how sure that is; what to look at again."""
+        """Return the differences between the first model and the others, the frontier, and remarks, one line each."""
         lines = []
         if self.finished:
             first, *others = self.finished
             lines += [self._against(first, other) for other in others]
             cost = next(iter(self.cost_of))
             best = [name for name, costs in self.frontiers().items() if cost in costs]
-            lines.append(f"on the frontier of {self.score} against {cost} time: {', '.join(best)}")
+            lines.append(f"on the frontier of {self.score} and {cost} time: {', '.join(best)}")
         return lines + self._remarks()
 
     def _against(self, first: Compared, other: Compared) -> str:
         classes, n = bool(self.prepared.test.classes), len(self.prepared.test)
         better = statistics.fmean(first.scores) - statistics.fmean(other.scores)
-        by_chance = margin(first.scores, other.scores, n if classes else None)
+        chance = margin(first.scores, other.scores, n if classes else None)
         unit = 100 if classes else 1
         gained = f"{unit * better:+.1f} points" if classes else f"R² {better:+.3f}"
         seeds = min(len(first.scores), len(other.scores))
         basis = f"{seeds} seeds" if seeds > 1 else "one seed"
-        basis = f"{n:,} test examples and {basis}" if classes else f"{basis}, whatever the test examples"
-        if by_chance is None:
-            sure = "one seed does not tell whether by chance"
+        if classes:
+            basis = f"{n:,} test examples and {basis}"
+        if chance is None:
+            sure = "significance unknown: one seed"
         else:
-            word = "more than chance" if abs(better) > by_chance else "within chance"
-            shown = f"{unit * by_chance:.1f}" if classes else f"{by_chance:.3f}"
-            sure = f"{word}: ± {shown} for {basis}"
+            shown = f"{unit * chance:.1f}" if classes else f"{chance:.3f}"
+            sure = f"{significance(better, chance)}: 95% margin ± {shown} with {basis}"
         ratio = first.training_seconds / other.training_seconds
-        slower = f", trains {ratio:.1f} × as long" if ratio > 1.05 else f", trains {1 / ratio:.1f} × faster"
-        time = slower if abs(ratio - 1) > 0.05 else ", trains as long"
+        time = f"trains {ratio:.1f} × slower" if ratio > 1 else f"trains {1 / ratio:.1f} × faster"
+        if abs(ratio - 1) <= 0.05:
+            time = "equal training time"
         operations = fewer_operations(first.operations, other.operations)
-        return f"{first.model} against {other.model}: {gained} ({sure}){operations}{time}"
+        return f"{first.model} against {other.model}: {gained} ({sure}){operations}, {time}"
 
     def _remarks(self) -> list[str]:
-        """What makes the comparison less fair than it could be."""
+        """Return what makes the comparison less fair than it could be, one line each."""
         lines, rates = [], sorted(self.plan.rates)
         for rate, which, other in ((rates[-1], "highest", "higher"), (rates[0], "lowest", "lower")):
-            ended = [model.model for model in self.finished if model.rate == rate]
-            if ended and len(rates) > 1:
-                lines.append(
-                    f"the {which} rate, {rate:g}, was the best for {', '.join(ended)}; {other} ones may be better still"
-                )
+            at_end = [model.model for model in self.finished if model.rate == rate]
+            if at_end and len(rates) > 1:
+                lines.append(f"{', '.join(at_end)} did best at the {which} rate, {rate:g}; {other} rates may be better")
         for model in self.compared:
             lines += self._failures(model)
         if any(run.state == "out of memory" for model in self.compared for run in model.failed):
             lines.append(
-                f"where memory ran out: --resume tries again, for when there is more; else compare into another folder "
+                "to retry the runs that ran out of memory, free some and use --resume; or compare in another folder "
                 f"with {SMALLER}"
             )
         minutes = self.recipe.training.minutes
         early = [model.model for model in self.finished if model.training_seconds < 0.95 * 60 * minutes]
         if early:
-            lines.append(
-                f"{', '.join(early)} trained for less than {minutes:g} minutes: epochs or patience ended first"
-            )
+            lines.append(f"{', '.join(early)} stopped before {minutes:g} min because of --epochs or --patience")
         sizes = {model.model: model.results[0].parameters for model in self.finished}
-        reference = next(iter(sizes.values()), 0)
+        first, reference = next(iter(sizes.items()), ("", 0))
         for name, size in sizes.items():
             if abs(size - reference) > _SAME_SIZE * reference:
                 more = "more" if size > reference else "fewer"
-                why = "no size of it fits"
+                why = "its size cannot be matched more closely"
                 if self._has_fixed_size(name):
-                    why = "it keeps the size of the encoder that it starts from"
-                lines.append(f"{name} has {abs(size / reference - 1):.0%} {more} parameters: {why}")
+                    why = "it keeps the size of its pre-trained encoder"
+                lines.append(f"{name} has {abs(size / reference - 1):.0%} {more} parameters than {first}: {why}")
         return lines
 
     def _has_fixed_size(self, name: str) -> bool:
@@ -197,7 +199,7 @@ class Comparison:
         return [f"{model.model} {words[run.state]} at rate {run.rate:g}, seed {run.seed}" for run in model.failed]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for scripts."""
+        """Return everything in plain values, for scripts."""
         prepared, recipe = self.prepared, self.recipe
         sizes = {name: len(getattr(prepared, name)) for name in ("train", "validation", "test")}
         parts = (recipe.read, recipe.model, *recipe.extra.values(), recipe.training)
@@ -259,7 +261,7 @@ class Comparison:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """`comparison.json`, `report.md` and its pictures; returns the pictures."""
+        """Write `comparison.json`, `report.md` and its plots; return the plots."""
         pictures = self._pictures(folder)
         content = self.to_json()
         write_json(folder / JSON, content)
@@ -269,7 +271,11 @@ class Comparison:
         lines += ["", f"## Validation {self.score} by learning rate, seed {self.plan.seeds[0]}", ""]
         lines += markdown_table(["model", *(f"{rate:g}" for rate in self.plan.rates)], self._rate_rows())
         if self.costs:
-            lines += ["", f"## Cost by document length: attention operations, forward pass ({self.device})", ""]
+            lines += [
+                "",
+                f"## Cost by document length: attention operations, time of a forward pass ({self.device})",
+                "",
+            ]
             lines += markdown_table(*cost_table(self.costs))
         lines += options_section(content["options"])
         write_text(folder / "report.md", "\n".join(lines))
@@ -288,8 +294,8 @@ class Comparison:
         pictures = []
         if self.finished:
             names = {
-                "training": "training of one run, s",
-                "test": "test, ms per example",
+                "training": "training time per run, s",
+                "test": "test time per example, ms",
                 "operations": "attention operations per example",
             }
             panels = {
@@ -312,7 +318,8 @@ def _spread(scores: Sequence[float]) -> float | None:
 
 
 def _with_spread(scores: Sequence[float]) -> str:
-    """
+    """Format the mean of the scores and their standard deviation.
+
     >>> _with_spread([0.5, 0.75]), _with_spread([0.5])
     ('0.6250 ± 0.1768', '0.5000')
     """
@@ -321,5 +328,5 @@ def _with_spread(scores: Sequence[float]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert a path to a string, for JSON."""
     return str(value) if isinstance(value, Path) else value

@@ -1,4 +1,4 @@
-"""Train a model and its baselines on the same data, and say which was best, at which cost."""
+"""Training of a model and its baselines on the same data, with their test scores and costs."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from hsa.training.metrics import Scores
 from hsa.training.options import TrainingOptions
 
 RESULT = "result.json"
-_MEASURED = 256  # test examples whose weights are looked at, one by one
+_MEASURED = 256  # test examples whose attention weights are measured
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one model."""
+    """Test scores and costs of one model."""
 
     model: str
     parameters: int
     scores: Scores
-    operations: float  # of attention per example, all layers
+    operations: float  # attention operations per test example, all layers
     training_seconds: float
     test_seconds: float
     epochs: int
     history: tuple[EpochRecord, ...]
     confusion: tuple[tuple[int, ...], ...] = ()
-    peak_memory: float | None = None  # MiB of training; None where the system cannot say
-    sparsity: tuple[LevelSparsity, ...] = ()  # of attention by entmax, on some test examples
+    peak_memory: float | None = None  # MiB in training; None if unknown
+    sparsity: tuple[LevelSparsity, ...] = ()  # of entmax attention, on some test examples
 
     @staticmethod
     def load(folder: Path) -> Result:
@@ -58,19 +58,19 @@ class Result:
 
 
 def check_models(names: Iterable[str]) -> None:
-    """Raise for a name that is no model."""
+    """Raise an error for a name that is not a model."""
     for name in names:
         find_model(name)
 
 
 def check_entmax(names: Iterable[str], model: ModelOptions) -> None:
-    """Raise where α is given and none of the models takes it."""
+    """Raise an error if α is set and none of the models uses it."""
     if model.entmax is not None and not any(map(_takes_entmax, names)):
         able = [name for name in MODELS.names() if _takes_entmax(name)]
         raise InvalidInput(
             "entmax",
-            given=f"{model.entmax} for {', '.join(names)}",
-            expected=f"one of {', '.join(able)} among the models: others attend by softmax, or not at all",
+            got=f"{model.entmax} for {', '.join(names)}",
+            expected=f"one of {', '.join(able)} among the models (the others do not use entmax)",
         )
 
 
@@ -86,7 +86,7 @@ def model_config(
     reference: str = "hierarchical",
     extra: Extra = MappingProxyType({}),
 ) -> ModelConfig:
-    """The configuration of a model by its name, for these data, with as many parameters as the `reference` has."""
+    """Return the configuration of a model for these data, with the same number of parameters as the `reference`."""
     targets = prepared.train.targets
     regression = prepared.task == "regression"
     spread = float(targets.float().std()) if regression and len(targets) > 1 else 1.0
@@ -123,10 +123,10 @@ def train_model(
     resume: bool = False,
     watcher: Watcher | None = None,
 ) -> Result:
-    """Train, test and save one model. With `resume`, a finished one is taken as it is, an unfinished one goes on.
+    """Train, test and save one model. With `resume`, continue an unfinished run and load the result of a finished one.
 
     Raises:
-        NoResult: it diverged, or memory is full.
+        NoResult: The model diverged or ran out of memory.
         Interrupted: Ctrl-C was pressed; a checkpoint is saved.
     """
     torch.manual_seed(options.seed)
@@ -175,7 +175,7 @@ def train_model(
 
 
 def _sparsity(folder: Path, prepared: PreparedData, device: torch.device) -> tuple[LevelSparsity, ...]:
-    """Of a saved model that attends by entmax."""
+    """Measure the sparsity of a saved model with entmax attention, on some test examples."""
     model, _ = load_model(folder, device)
     data, transform = prepared.test, prepared.input_spec.transform
     some = np.random.default_rng(0).permutation(len(data))[:_MEASURED]
@@ -203,10 +203,11 @@ def train_models(
     watch: Callable[[str], Watcher] | None = None,
     on_failure: OnFailure | None = None,
 ) -> list[Result]:
-    """Every model in a folder of its own; the results in `results.json`. All have as many parameters as the first.
+    """Train the models, each in its own folder, matched to the size of the first; write `results.json`.
 
     Args:
-        on_failure: is told of models without a result, and the others go on; by default that is an error.
+        watch: Function that returns the watcher for a model.
+        on_failure: Callback for a model without a result, after which the others continue; by default the error is raised.
     """
     configs = {name: model_config(prepared, model, name, names[0], extra) for name in names}
 

@@ -1,4 +1,4 @@
-"""Runs that end without a result: they diverge or run out of memory, and the other runs go on."""
+"""Failures of runs: a run that diverges or runs out of memory has no result, and the other runs continue."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ending = Literal["diverged", "out of memory"]
 _FULL = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-"""What errors of torch's CPU allocator, of a GPU's driver and of its libraries say."""
+"""Texts in the out-of-memory errors of torch's CPU allocator, the GPU driver and its libraries."""
 
-SMALLER = "fewer --batch-tokens, shorter texts (--max-tokens, or --context of a language model) or a smaller --width"
+SMALLER = "a smaller --batch-tokens, --max-tokens (--context for a language model) or --width"
+"""Options that need less memory, to follow "try"."""
 
 
 class NoResult(HsaError):
-    """A run has ended without a result."""
+    """A run that ended without a result."""
 
     ending: ClassVar[Ending]
 
 
 class Diverged(NoResult):
-    """The loss is no longer a number."""
+    """A run whose loss is no longer a number."""
 
     ending = "diverged"
 
 
 class OutOfMemory(NoResult):
-    """The memory of the device is full."""
+    """A run for which the memory of the device was too small."""
 
     ending = "out of memory"
 
 
 OnFailure = Callable[[str, NoResult], None]
-"""Told which model has no result, and why."""
+"""Callback that receives the name of a model without a result, and the reason."""
 
 
 def catch_oom(run: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that it raises `OutOfMemory` where memory is full, after the memory it held has been freed.
+    """Wrap a function so that it raises `OutOfMemory` if memory runs out, after its own memory has been freed.
 
-    In several processes the original error passes: the others wait for this one, so that all have to end.
+    With several processes the original error is raised: the other processes wait for this one, so all have to end.
 
     >>> catch_oom(torch.empty)(2**60)
     Traceback (most recent call last):
-    hsa.training.failures.OutOfMemory: memory is full; try ...
+    hsa.training.failures.OutOfMemory: out of memory; try ...
     """
 
     @wraps(run)
@@ -57,55 +58,55 @@ def catch_oom(run: Callable[P, T]) -> Callable[P, T]:
         try:
             return run(*args, **kwargs)
         except (RuntimeError, MemoryError) as error:
-            if not _is_full(error) or _waited_for():
+            if not _is_out_of_memory(error) or _has_other_processes():
                 raise
-        # Out here the error is gone, and with it the frames that it keeps.
-        raise OutOfMemory(f"memory is full; try {SMALLER}")
+        # Outside the except block the error is gone, and with it the frames (and tensors) that it keeps alive.
+        raise OutOfMemory(f"out of memory; try {SMALLER}")
 
     return wrapped
 
 
-def _is_full(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or any(words in str(error) for words in _FULL)
 
 
-def _waited_for() -> bool:
+def _has_other_processes() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @contextmanager
 def reported(name: str, on_failure: OnFailure | None = None) -> Iterator[None]:
-    """Inside this context a run may end without a result: `on_failure` is told, and the other runs go on.
+    """Catch the failure of a run in this context and pass it to `on_failure`, so that the other runs continue.
 
     Args:
         name: Name of the model.
-        on_failure: Told of a model without a result; by default that is an error.
+        on_failure: Callback for a model without a result; by default the error is raised.
     """
     try:
         yield
     except NoResult as error:
         if on_failure is None:
             raise
-        on_failure(name, error.with_traceback(None))  # whose frames would keep the model
+        on_failure(name, error.with_traceback(None))  # the frames of the traceback would keep the model alive
 
 
 def rows_without_results(failed: Mapping[str, NoResult], columns: int) -> list[list[str]]:
     """Return the table rows of models without a result.
 
-    >>> rows_without_results({"flat": OutOfMemory("memory is full")}, 5)
+    >>> rows_without_results({"flat": OutOfMemory("out of memory")}, 5)
     [['flat', '–', 'out of memory', '–', '–']]
     """
     return [[name, "–", error.ending, *["–"] * (columns - 3)] for name, error in failed.items()]
 
 
 def lines_of(failed: Mapping[str, NoResult]) -> list[str]:
-    """Return a line per model that says why it has no result."""
+    """Return one line per model with the reason why it has no result."""
     return [f"{name}: {error}" for name, error in failed.items()]
 
 
 def complain(failed: Mapping[str, NoResult]) -> None:
-    """Raise if a model has no result."""
+    """Raise an error if any model has no result."""
     if failed:
         raise HsaError("; ".join(lines_of(failed)))

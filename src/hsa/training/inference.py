@@ -1,153 +1,155 @@
-"""A saved model on new data."""
+"""`LoadedClassifier`: a saved classifier or regression model on new data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from os import PathLike
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier
-from hsa.models.saved import CONFIG, load_model
-from hsa.signals import Signal
+from hsa.models.folders import model_folder
+from hsa.models.saved import CLASSIFIER, load_model
 from hsa.signals.batch import collate
-from hsa.signals.readers.files import SUFFIXES
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.data_set import DataSet, Example, build
-from hsa.training.data.prepare import ROW_SUFFIXES, InputSpec, load_input_spec
-from hsa.training.data.sources import Files
+from hsa.training.data.prepare import InputSpec, load_input_spec
+from hsa.training.data.sources import OnBad
+from hsa.training.loaded_model import LoadedModel, Prediction, check_tokenizer
 from hsa.training.loop import Evaluation, Trainer
 from hsa.training.options import TrainingOptions
-
-OnBad = Callable[[InvalidInput], None]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a model says about one example."""
-
-    where: str
-    label: str | float
-    probability: float | None  # of the class; None for numbers
-    runner_up: str | None = None
+from hsa.training.raw_inputs import Inputs, raise_error
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """A model with its classes and its way of reading data."""
+class LoadedClassifier(LoadedModel):
+    """A classifier or a regression model that reads raw texts, rows and files.
 
+    >>> import tempfile
+    >>> from hsa.models import Classifier, ModelConfig, save_model
+    >>> from hsa.nn import EncoderConfig, Modality
+    >>> from hsa.signals import train_tokenizer
+    >>> from hsa.training.data.prepare import save_input_spec
+    >>> from hsa.training.data.sources import Columns
+    >>> tokenizer = train_tokenizer(["good film", "bad film"], 260)
+    >>> text = Modality(tokens=tokenizer.get_vocab_size())
+    >>> with tempfile.TemporaryDirectory() as folder:  # the files that hsa train writes
+    ...     save_model(folder, Classifier(ModelConfig(EncoderConfig(width=8), {"text": text}, 2)), ("neg", "pos"))
+    ...     save_input_spec(Path(folder), InputSpec("rows", Columns(text=("review",)), 512, 128, tokenizer))
+    ...     model = LoadedClassifier.load(folder)
+    >>> model.predict("good film") in model.classes
+    True
+    >>> model.predict_proba(["good film", "bad film", "film"]).shape, model.embed([{"review": "good film"}]).shape
+    (torch.Size([3, 2]), torch.Size([1, 8]))
+    """
+
+    kind: ClassVar[str] = CLASSIFIER
     model: Classifier
-    classes: tuple[str, ...]
     input_spec: InputSpec
 
-    @staticmethod
-    def load(folder: Path, device: torch.device | str = "cpu") -> Saved:
-        """From the folder of a model that `hsa train` wrote."""
-        if not folder.is_dir():
-            raise InvalidInput(str(folder), given="no such folder", expected="a model, as hsa train writes it")
-        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-        if inside and not (folder / CONFIG).exists():
-            raise InvalidInput(
-                str(folder), given="a folder of models", expected=f"one of {', '.join(map(str, inside))}"
-            )
+    @classmethod
+    def load(cls, folder: str | PathLike[str], device: torch.device | str = "cpu") -> LoadedClassifier:
+        """Load the model of a folder that `hsa train` wrote, or the first model of a run.
+
+        Raises:
+            InvalidInput: For a file that is missing, damaged or of another kind of model.
+        """
+        folder = model_folder(Path(folder))
         model, classes = load_model(folder, device)
         spec = load_input_spec(folder)
         if spec.kind == "generated":
             raise InvalidInput(
                 str(folder),
-                given="a model of generated data",
+                got="a model of generated data",
                 expected="a model that reads data",
-                fix="its scores are in the report of its run, beside this folder",
+                fix="Its scores are in the report of its run, beside this folder",
             )
-        _check_tokenizer(folder, model, spec)
-        return Saved(model, classes, spec)
+        text = model.config.modalities.get("text")
+        if text is not None and text.tokens:
+            check_tokenizer(folder, spec.tokenizer, text.tokens)
+        if not classes and model.config.task == "classification":
+            classes = tuple(map(str, range(model.config.outputs)))
+        return cls(folder, model, spec.tokenizer, classes, spec)
+
+    @property
+    def methods(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("predict", "predict_proba", "embed") if self.classes else ("predict", "embed")
+
+    def predictions(self, inputs: Inputs, *, on_bad: OnBad, batch_size: int = 32) -> Iterator[Prediction]:
+        """Yield a prediction per input."""
+        for examples in self._examples(inputs, on_bad, batch_size):
+            yield from self._label(examples)
+
+    def predict_proba(self, inputs: Inputs, *, batch_size: int = 32) -> Tensor:
+        """Return the probabilities of the classes.
+
+        Args:
+            inputs, batch_size: As in `predict`.
+
+        Returns:
+            `[inputs, classes]` on the CPU, or `[classes]` for one input; `classes` names the columns.
+
+        Raises:
+            InvalidInput: For a regression model, and as `predict`.
+        """
+        if not self.classes:
+            raise InvalidInput(
+                "predict_proba", got=f"a regression model, {self.folder}", expected="a classifier", fix="Use predict"
+            )
+        return self._stacked(self._probabilities, inputs, batch_size, len(self.classes))
+
+    def embed(self, inputs: Inputs, *, batch_size: int = 32) -> Tensor:
+        """Return document vectors: the pooled leaves of each input, which the head of the model reads.
+
+        Args:
+            inputs, batch_size: As in `predict`.
+
+        Returns:
+            `[inputs, width]` on the CPU, or `[width]` for one input.
+        """
+        return self._stacked(self._vectors, inputs, batch_size, self.model.config.encoder.width)
 
     def data_set(self, path: Path, on_bad: OnBad) -> DataSet:
-        """Labelled data of the kind the model was trained on."""
+        """Read labelled data of the kind that the model was trained on; `on_bad` is called for a bad row or file."""
         source = self.input_spec.source(path, labelled=True)
         examples = self._readable(self.input_spec.examples(source, on_bad), on_bad)
         return build(examples, self.model.config.task, self.classes or None)
 
-    def _readable(self, examples: Iterable[Example], on_bad: OnBad) -> Iterator[Example]:
-        """Those whose leaves are of kinds that the model was trained on."""
-        known = tuple(self.model.config.modalities)
-        for example in examples:
-            signal = example.signal
-            modalities = signal.modalities if isinstance(signal, Signal) else (signal.modality,)
-            unknown = [name for name in modalities if name not in known]
-            if unknown:
-                given, expected = (
-                    f"leaves of modality {unknown[0]!r}",
-                    f"what the model was trained on: {', '.join(known)}",
-                )
-                on_bad(InvalidInput(example.where, given=given, expected=expected))
-            else:
-                yield example
-
     def evaluate(self, data: DataSet) -> Evaluation:
-        """Scores on labelled data."""
+        """Score the model on labelled data."""
         options = TrainingOptions()
-        accelerator = make_accelerator(options, cpu=next(self.model.parameters()).device.type == "cpu")
+        accelerator = make_accelerator(options, cpu=self.device.type == "cpu")
         transform = self.input_spec.transform
         return Trainer(self.model, data, data, options, accelerator=accelerator, transform=transform).evaluate(data)
 
+    def _stacked(
+        self, compute: Callable[[list[Example]], Tensor], inputs: Inputs, batch_size: int, width: int
+    ) -> Tensor:
+        rows = [torch.empty(0, width), *map(compute, self._examples(inputs, raise_error, batch_size))]
+        stacked: Tensor = self._one_or_all(inputs, torch.cat(rows))
+        return stacked
+
     @torch.no_grad()
-    def predict(self, path: Path, on_bad: OnBad, batch: int = 32) -> Iterator[Prediction]:
-        """One prediction per row of a file of rows, or per file."""
-        waiting: list[Example] = []
-        for example in self._readable(self._unlabelled(path, on_bad), on_bad):
-            waiting.append(example)
-            if len(waiting) == batch:
-                yield from self._say(waiting)
-                waiting = []
-        if waiting:
-            yield from self._say(waiting)
-
-    def _unlabelled(self, path: Path, on_bad: OnBad) -> Iterator[Example]:
-        spec = self.input_spec
-        if spec.kind == "rows":
-            if path.exists() and (path.is_dir() or path.suffix.lower() not in ROW_SUFFIXES):
-                given = "a folder" if path.is_dir() else f"a {path.suffix or 'nameless'} file"
-                expected = f"rows, as the model was trained on: one of {', '.join(ROW_SUFFIXES)}"
-                raise InvalidInput(str(path), given=given, expected=expected)
-            yield from spec.examples(spec.source(path, labelled=False), on_bad)
-            return
-        if not path.exists():
-            raise InvalidInput(str(path), given="no such file or folder", expected="a file, or a folder of files")
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-        if not files:
-            raise InvalidInput(str(path), given="no files to read", expected=f"some of {', '.join(sorted(SUFFIXES))}")
-        unlabelled = Files([("", file) for file in files], spec.columns.language, spec.image_reader())
-        yield from spec.examples(unlabelled, on_bad)
-
-    def _say(self, examples: list[Example]) -> Iterator[Prediction]:
-        batch = collate([example.signal for example in examples], self.model.config.modalities)
-        batch = batch.to(next(self.model.parameters()).device)
+    def _outputs(self, examples: list[Example], function: Callable[..., Tensor]) -> Tensor:
+        batch = collate([example.signal for example in examples], self.model.config.modalities).to(self.device)
         transform = self.input_spec.transform
-        out = self.model(batch if transform is None else transform(batch)).float().cpu()
+        return function(batch if transform is None else transform(batch)).float().cpu()
+
+    def _probabilities(self, examples: list[Example]) -> Tensor:
+        return self._outputs(examples, self.model).softmax(-1)
+
+    def _vectors(self, examples: list[Example]) -> Tensor:
+        return self._outputs(examples, self.model.embed)
+
+    def _label(self, examples: list[Example]) -> Iterator[Prediction]:
         if not self.classes:
-            for example, number in zip(examples, out.tolist(), strict=True):
+            for example, number in zip(examples, self._outputs(examples, self.model).tolist(), strict=True):
                 yield Prediction(example.where, number, None)
             return
-        chances = out.softmax(-1).numpy()
-        for example, row in zip(examples, chances, strict=True):
-            best, second = np.argsort(-row)[:2].tolist()
+        for example, row in zip(examples, self._probabilities(examples).numpy(), strict=True):
+            best, second, *_ = np.argsort(-row).tolist()
             yield Prediction(example.where, self.classes[best], float(row[best]), self.classes[second])
-
-
-def _check_tokenizer(folder: Path, model: Classifier, input_spec: InputSpec) -> None:
-    """The ids of its tokens are rows of the model's table."""
-    text = model.config.modalities.get("text")
-    if text is None or not text.tokens:
-        return
-    size = 0 if input_spec.tokenizer is None else input_spec.tokenizer.get_vocab_size()
-    if size != text.tokens:
-        raise InvalidInput(
-            str(folder / "tokenizer.json"),
-            given=f"a tokenizer of {size:,} tokens" if size else "no such file",
-            expected=f"the model's own, of {text.tokens:,} tokens",
-            fix="copy the whole folder of a model, as hsa train wrote it",
-        )

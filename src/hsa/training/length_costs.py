@@ -1,4 +1,4 @@
-"""What models cost by the length of a document: attention operations, and the time of a forward pass."""
+"""Costs of models by document length: attention operations and the time of a forward pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hsa.training.failures import OutOfMemory, catch_oom
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
 LONGEST_PASS = 1.0
-"""Seconds: a model that takes longer is not measured at greater lengths."""
+"""Seconds of a forward pass; a model that takes longer is not measured at greater lengths."""
 _REPEATS = 5
-_AT_ONCE = 64  # documents that are read from the data set together
+_AT_ONCE = 64  # documents read from the data set at a time
 
 
 def length_costs(
@@ -38,13 +38,15 @@ def length_costs(
     longest_pass: float = LONGEST_PASS,
     watch: Callable[[str, int], None] | None = None,
 ) -> list[Cost]:
-    """One document of every length that can be made of the data, through every model; model by model.
+    """Measure every model on one document of each length, where the data suffice for it.
 
     Args:
-        folders: model → a folder that it was saved in.
-        lengths: leaves, rising.
-        longest_pass: seconds; a model that takes longer is not measured at greater lengths.
-        watch: is told the model and the length that come next.
+        folders: Folders of saved models, by name.
+        prepared: Data that the documents are made of.
+        accelerator: Result of `make_accelerator`.
+        lengths: Numbers of leaves, ascending.
+        longest_pass: Seconds of a forward pass; a model that takes longer is not measured at greater lengths.
+        watch: Callback that receives the model and the length to be measured next.
     """
     longest = _row_of_parts(prepared, max(lengths, default=1))
     documents = {length: document for length in lengths if (document := _cut(longest, length, prepared)) is not None}
@@ -76,32 +78,33 @@ def _cost(name: str, model: Classifier, document: Batch, prepared: PreparedData,
             model(batch)
 
     with counting_operations() as counts:
-        run()  # which also builds what depends on the tree alone
+        run()  # also builds and caches everything that depends on the tree only
     run()
     seconds = median_seconds(run, _REPEATS, most=2.0, device=accelerator.device)
     return Cost(name, batch.hierarchy.num_leaves, sum(count.attention for count in counts), seconds)
 
 
 def document_of(prepared: PreparedData, length: int) -> Batch | None:
-    """Return a batch of one document of the given number of leaves, put together from the training data.
+    """Return a batch with one document of the given length, concatenated from the training data.
 
-    Documents that are sequences of parts, such as paragraphs, give their parts; others become parts themselves. What is too
-    long is cut off, and families stay as large as the data's may be. None where the data cannot be put in a row, because
-    models would not know what a sequence is, and have no example that long.
+    Documents that are sequences of parts, such as paragraphs, contribute their parts; other documents are parts themselves.
+    The result is cut to the length, and its families obey `max_family`. If the data have no sequences (so that models
+    could not embed one), a single example is cut; the result is None if no example is long enough.
 
     Args:
-        length: in leaves.
+        prepared: Data.
+        length: Number of leaves.
 
     Raises:
-        InvalidInput: not above 0.
+        InvalidInput: The length is not above 0.
     """
     if length < 1:
-        raise InvalidInput("length", given=length, expected="1 or more")
+        raise InvalidInput("length", got=length, expected="1 or more")
     return _cut(_row_of_parts(prepared, length), length, prepared)
 
 
 def _row_of_parts(prepared: PreparedData, length: int) -> Signal | Leaf:
-    """Concatenate documents up to the given number of leaves; take the longest one if they cannot be concatenated."""
+    """Concatenate documents up to the given number of leaves; return the longest one if the data have no sequences."""
     data = prepared.train
     if "sequence" not in prepared.kinds:
         (only,) = uncollate(data.batch.select([int(data.lengths.argmax())]))
@@ -115,7 +118,7 @@ def _row_of_parts(prepared: PreparedData, length: int) -> Signal | Leaf:
             leaves += sum(map(_size, own))
             if leaves >= length:
                 return Signal(Row(len(parts)), parts)
-    raise AssertionError("a cycle has no end")
+    raise AssertionError("unreachable: the cycle never ends")
 
 
 def _size(signal: Signal | Leaf) -> int:
@@ -130,7 +133,7 @@ def _parts(signal: Signal | Leaf) -> tuple[Signal | Leaf, ...]:
 
 
 def _cut(signal: Signal | Leaf, length: int, prepared: PreparedData) -> Batch | None:
-    """Its first leaves; None where it has fewer, or a grid that cannot be cut."""
+    """Return a batch of the first leaves; None if there are fewer, or if a grid cannot be cut there."""
     if _size(signal) < length:
         return None
     cut = signal.first(length) if isinstance(signal, Signal) and signal.num_leaves > length else signal

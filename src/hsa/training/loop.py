@@ -1,4 +1,4 @@
-"""The training loop: one model, one data set, on one process or several."""
+"""Training loop for one classifier on one data set, in one process or several."""
 
 from __future__ import annotations
 
@@ -35,26 +35,30 @@ from hsa.training.options import TrainingOptions
 
 Transform = Callable[[Batch], Batch]
 CHECKPOINT = "checkpoint.pt"
-PRETRAINED_RATE = 0.1  # what is new learns at a rate that would undo what was learned before
-_LOOK_EVERY = 20  # steps between looks at whether the loss is still a number: each look waits for the device
+PRETRAINED_RATE = 0.1
+"""Factor on the learning rate of pre-trained parameters: the rate of new ones would undo their training."""
+_CHECK_EVERY = 20  # steps between checks that the loss is finite: each check waits for the device
 
 
 class Interrupted(HsaError):
-    """The user stopped the run; a checkpoint was saved."""
+    """A run that the user stopped; a checkpoint was saved."""
 
 
 class Watcher(Protocol):
-    """Who is told how it goes: a progress bar, a test."""
+    """Callbacks of a training run, for example of a progress bar."""
 
-    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        """Handle the end of a step; `loss` is the mean since the last check, None between checks."""
 
-    def epoch(self, record: EpochRecord) -> None: ...
+    def epoch(self, record: EpochRecord) -> None:
+        """Handle the end of an epoch."""
 
-    def done(self) -> None: ...
+    def done(self) -> None:
+        """Handle the end of the run."""
 
 
 class Silent:
-    """A watcher that says nothing."""
+    """Watcher that ignores everything."""
 
     def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
 
@@ -65,58 +69,62 @@ class Silent:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One row of the history."""
+    """Losses and validation score of one epoch."""
 
     epoch: int
     loss: float
     validation_loss: float
     validation: float  # the main score
     learning_rate: float
-    seconds: float  # of training, without validation
+    seconds: float  # training time, without validation
 
 
 @dataclass
 class Progress:
-    """Where a run is. Everything in it is plain, for the checkpoint."""
+    """State of a run, in plain values for the checkpoint."""
 
     epoch: int = 0
-    step: int = 0  # of the epoch
+    step: int = 0  # within the epoch
     loss_sum: float = 0.0
     epoch_seconds: float = 0.0
-    seconds: float = 0.0  # of training, all epochs
-    peak_memory: float | None = None  # MiB; None where the system cannot say
-    best: tuple[float, float] = (-math.inf, -math.inf)  # score and negative loss: small validation sets have many ties
+    seconds: float = 0.0  # training time of all epochs
+    peak_memory: float | None = None  # MiB; None if unknown
+    best: tuple[float, float] = (
+        -math.inf,
+        -math.inf,
+    )  # score, then negative loss to break ties in small validation sets
     best_epoch: int = -1
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Predictions for a data set, and what they cost."""
+    """Predictions for a data set, their scores and their cost."""
 
     scores: Scores
     loss: float
     outputs: np.ndarray  # logits [examples or leaves, classes], or numbers
     seconds: float
-    operations: int  # of attention, all layers, the whole data set
+    operations: int  # attention operations, all layers, whole data set
 
     @property
     def predicted(self) -> np.ndarray:
+        """Predicted class indices or numbers."""
         return self.outputs if self.outputs.ndim == 1 else self.outputs.argmax(-1)
 
 
 class Trainer:
-    """Trains a model; the best weights by validation end up in it.
+    """Training loop. After `fit`, the model has the weights of the best epoch by validation.
 
     Args:
-        model: to train.
-        train, validation: data.
-        options: how.
-        folder: for the checkpoint; None for none.
-        accelerator: from `make_accelerator`.
-        transform: applied to every batch after it is cut from the data, such as a frozen encoder.
-        pretrained: parameters that learn at a tenth of the rate of the others.
-        watcher: is told how it goes.
+        model: Model to train.
+        train, validation: Data sets.
+        options: Optimisation settings.
+        folder: Folder of the checkpoint; None for no checkpoints.
+        accelerator: Result of `make_accelerator`; by default, one is made.
+        transform: Function applied to every batch, such as a frozen encoder.
+        pretrained: Parameters that are trained at a tenth of the learning rate.
+        watcher: Callbacks of the run.
     """
 
     def __init__(
@@ -141,14 +149,14 @@ class Trainer:
         on_gpu = self.accelerator.device.type == "cuda"
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.98), fused=on_gpu)
         if hasattr(self.accelerator.state, "fsdp_plugin"):
-            model.register_forward_hook(_by_way_of_all)
-        if self.accelerator._models:  # of earlier trainers: it would keep them, and ask them about clipping
+            model.register_forward_hook(_touch_all_parameters)
+        if self.accelerator._models:  # models of earlier trainers, which it would keep and use for clipping
             self.accelerator.free_memory()
-        self._held = allocated(self.accelerator.device)  # before the model is there
+        self._held = allocated(self.accelerator.device)  # before the model is moved there
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.progress = Progress()
         self.best_weights: dict[str, Any] | None = None
-        self.steps_per_epoch = max(len(self._cut(epoch)) for epoch in range(options.epochs))
+        self.steps_per_epoch = max(len(self._shuffled_batches(epoch)) for epoch in range(options.epochs))
         self._bad = torch.zeros((), dtype=torch.bool, device=self.accelerator.device)
 
     @property
@@ -156,9 +164,9 @@ class Trainer:
         return self.steps_per_epoch * self.options.epochs
 
     def resume(self) -> None:
-        """Go on from the checkpoint in the folder."""
+        """Load the checkpoint in the folder, to continue from there."""
         if self.path is None:
-            raise InvalidInput("resume", given="no folder", expected="a folder with a checkpoint")
+            raise InvalidInput("folder", problem="not given", expected="a folder with a checkpoint to resume from")
         content = checkpoint.load(self.path)
         now = fingerprint(self.config, self.options, self.train, self.validation)
         checkpoint.check_same(self.path, content["progress"]["training"], now)
@@ -167,25 +175,25 @@ class Trainer:
         self.progress = Progress(**progress["state"])
 
     def fit(self) -> list[EpochRecord]:
-        """Train to the end, or until validation no longer improves.
+        """Train to the end, or until validation stops improving.
 
         Raises:
             Interrupted: Ctrl-C was pressed; a checkpoint is saved.
-            Diverged: the loss is not a number; the last checkpoint is from before.
+            Diverged: The loss is not a number; the last checkpoint was saved before that.
         """
         state, memory = self.progress, PeakMemory(self.accelerator.device, self._held)
         try:
             with defer_sigint() as stop:
                 self._warm_up()
-                while state.step or not self._is_over():  # an epoch that has begun is validated
+                while state.step or not self._is_over():  # an epoch in progress is always finished and validated
                     whole = self._train_epoch(stop)
-                    if (peak := memory.so_far()) is not None:  # before validation, which is no training
+                    if (peak := memory.so_far()) is not None:  # without the memory of validation
                         state.peak_memory = max(peak, state.peak_memory or 0.0)
                     if whole:
                         self._finish_epoch()
                     self._save()
                     if any(self._agree(stop())):
-                        raise Interrupted(self._how_to_resume())
+                        raise Interrupted(self._interruption_message())
         finally:
             self.watcher.done()
         if self.best_weights is not None:
@@ -203,23 +211,23 @@ class Trainer:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             loss = self._backward(*self._load(self.train, batches[0]))
         self.optimizer.zero_grad(set_to_none=True)
-        float(loss)  # waits for the device
+        float(loss)  # wait for the device
 
     def _is_over(self) -> bool:
         state, patience = self.progress, self.options.patience
         waited = bool(patience) and state.best_epoch >= 0 and state.epoch - 1 - state.best_epoch >= patience
-        return waited or state.epoch >= self.options.epochs or self._share_of_time() >= 1
+        return waited or state.epoch >= self.options.epochs or self._time_share() >= 1
 
-    def _share_of_time(self) -> float:
+    def _time_share(self) -> float:
         return self.progress.seconds / (60 * self.options.minutes) if self.options.minutes else 0.0
 
-    def _steps_gone(self) -> float:
-        """Of `total_steps`; where time runs out first, as large a share of them as of the time."""
+    def _steps_done(self) -> float:
+        """Return the progress out of `total_steps`, by steps or by time, whichever is further along."""
         steps = self.progress.epoch * self.steps_per_epoch + self.progress.step
-        return max(steps, self._share_of_time() * self.total_steps)
+        return max(steps, self._time_share() * self.total_steps)
 
     def _train_epoch(self, stop: Callable[[], bool]) -> bool:
-        """The steps of the epoch that are left, or that there is time for; False when it was asked to stop."""
+        """Train the rest of the epoch, or until the time is up; return False if interrupted."""
         state, longest = self.progress, 60 * self.options.checkpoint_minutes
         self.model.train()
         batches = self._epoch_batches(state.epoch)[state.step :]
@@ -231,12 +239,12 @@ class Trainer:
                 state.step += 1
                 due, stopping = self._agree(time.monotonic() - saved > longest, stop())
                 began = self._count_time(began)
-                over = self._share_of_time() >= 1
+                over = self._time_share() >= 1
                 mean = None
-                if len(running) == _LOOK_EVERY or due or stopping or over or state.step == self.steps_per_epoch:
-                    mean = self._look(running)
+                if len(running) == _CHECK_EVERY or due or stopping or over or state.step == self.steps_per_epoch:
+                    mean = self._check_losses(running)
                     began = self._count_time(began)
-                done = min(self.total_steps, math.floor(self._steps_gone()))
+                done = min(self.total_steps, math.floor(self._steps_done()))
                 self.watcher.step(done, self.total_steps, mean, self._learning_rate())
                 if over:
                     return True
@@ -248,7 +256,7 @@ class Trainer:
         return True
 
     def _count_time(self, began: float) -> float:
-        """What was spent since then counts as training; returns the time. All processes keep the same count."""
+        """Add the time since `began` to the training time of all processes; return the current time."""
         now = time.monotonic()
         spent = now - began
         if self.options.minutes and self.accelerator.num_processes > 1:
@@ -264,44 +272,44 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.options.mixed_precision != "fp16":  # whose scaler skips steps with infinite gradients by itself
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a sharded model
+        if self.options.mixed_precision != "fp16":  # the fp16 scaler skips steps with infinite gradients itself
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # the model is sharded
             self._bad |= ~torch.as_tensor(norm, device=self._bad.device).isfinite()
         return loss
 
     def _backward(self, batch: Batch, targets: Tensor, weights: Tensor) -> Tensor:
-        """The loss; its gradients are added to those of the parameters."""
+        """Accumulate the gradients of a batch and return its loss."""
         with collecting_penalties() as penalties:
             losses = self._losses(self.model(batch), targets)
         loss = (losses * weights).sum()
         self.accelerator.backward(loss + sum(penalties))
         return loss.detach()
 
-    def _look(self, running: list[Tensor]) -> float:
-        """The mean loss of the last steps, over all processes; and whether all is well."""
+    def _check_losses(self, running: list[Tensor]) -> float:
+        """Return the mean loss of the last steps over all processes; raise `Diverged` if it is not finite."""
         reduced = self.accelerator.reduce(torch.stack([*running, self._bad.to(running[0].dtype)]), "mean")
         *losses, bad = reduced.tolist()
         mean = sum(losses) / len(losses)
         if not math.isfinite(mean) or bad:
-            raise Diverged(self._what_to_do())
-        for loss in losses:  # one by one: the sum must not depend on when it was looked at
+            raise Diverged(self._divergence_message())
+        for loss in losses:  # one by one, so that rounding does not depend on the times of the checks
             self.progress.loss_sum += loss
         running.clear()
         return mean
 
-    def _what_to_do(self) -> str:
+    def _divergence_message(self) -> str:
         epoch, step = self.progress.epoch, self.progress.step
         rate = self._learning_rate()
         saved = self.path is not None and self.path.exists()
         fixes = "a lower learning rate" + ("" if self.options.mixed_precision == "no" else " or mixed_precision no")
         return (
             f"the loss is no longer a number (epoch {epoch + 1}, step {step}, learning rate {rate:.2g}); try {fixes}; "
-            + (f"the last good checkpoint is {self.path}" if saved else "there is no checkpoint from before")
+            + (f"the last good checkpoint is {self.path}" if saved else "there is no earlier checkpoint")
         )
 
-    def _how_to_resume(self) -> str:
+    def _interruption_message(self) -> str:
         done = self.progress.epoch * self.steps_per_epoch + self.progress.step
-        where = "" if self.path is None else f"; the checkpoint is {self.path}, go on with --resume"
+        where = "" if self.path is None else f"; the checkpoint is {self.path}, continue with --resume"
         return f"stopped after {done:,} of {self.total_steps:,} steps{where}"
 
     def _finish_epoch(self) -> None:
@@ -334,7 +342,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def save_model(self, folder: Path, classes: tuple[str, ...]) -> None:
-        """The weights as they are now, gathered from all processes."""
+        """Save the current weights, gathered from all processes."""
         weights = checkpoint.full_weights(self.model)
         if self.accelerator.is_main_process:
             whole = Classifier(self.config)
@@ -343,9 +351,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, data: DataSet) -> Evaluation:
-        """Predictions, scores, and the attention operations they took."""
+        """Return the predictions for a data set, their scores, and their attention operations."""
         self.model.eval()
-        order = np.argsort(-data.lengths, kind="stable")  # the longest first: memory runs out now or never
+        order = np.argsort(-data.lengths, kind="stable")  # longest first, so that running out of memory shows at once
         outputs: list[tuple[np.ndarray, np.ndarray]] = []
         operations, loss_sum = 0, 0.0
         began = time.monotonic()
@@ -391,37 +399,37 @@ class Trainer:
         return gather_object(entries)
 
     def _agree(self, *own: bool) -> list[bool]:
-        """True on all processes where it is true on one: they must save and stop together."""
+        """Return the flags that are set on any process: all processes must save and stop together."""
         if self.accelerator.num_processes == 1:
             return list(own)
         votes = torch.tensor(own, dtype=torch.float32, device=self.accelerator.device)
         return (self.accelerator.reduce(votes, "sum") > 0).tolist()
 
-    def _cut(self, epoch: int) -> list[np.ndarray]:
-        """The examples of an epoch as they fall; the same for every process, and for every start of a run."""
+    def _shuffled_batches(self, epoch: int) -> list[np.ndarray]:
+        """Return the examples of an epoch in random batches, the same in every process and after every resume."""
         order = np.random.default_rng((self.options.seed, epoch)).permutation(len(self.train))
         return batches_by_tokens(self.train.lengths, self.options.batch_tokens, self.options.batch_size, order)
 
     def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        """As many in every epoch: where the examples fall into fewer, the largest batches are halved."""
-        batches = self._cut(epoch)
+        """Return `steps_per_epoch` batches; if the shuffled batches are fewer, the largest are halved."""
+        batches = self._shuffled_batches(epoch)
         while len(batches) < self.steps_per_epoch:
             largest = max(range(len(batches)), key=lambda i: len(batches[i]))
             batches[largest : largest + 1] = np.array_split(batches[largest], 2)
         return batches
 
     def _share(self, chosen: np.ndarray) -> np.ndarray:
-        """This process's part of a batch, never empty: where there are too few, an example is repeated with weight 0."""
+        """Return this process's part of a batch, never empty: if there are too few examples, the first is repeated."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         own = chosen[rank::processes]
         return own if len(own) else chosen[:1]
 
     def _load(self, data: DataSet, chosen: np.ndarray) -> tuple[Batch, Tensor, Tensor]:
-        """This process's part of a batch, its targets, and weights that make the sum of all losses their mean."""
+        """Return this process's part of a batch, its targets, and weights with which the losses sum to their mean."""
         own = self._share(chosen)
         part = data.select(own)
         real = len(chosen[self.accelerator.process_index :: self.accelerator.num_processes]) > 0
-        # Gradients are averaged over processes: each loss counts as often as there are processes.
+        # Gradients are averaged over processes, hence the factor. A repeated example has weight 0.
         weight = self.accelerator.num_processes * float(real) / len(chosen)
         weights = torch.full((len(own),), weight)
         if data.per_leaf:
@@ -435,14 +443,14 @@ class Trainer:
         return batch, part.targets.to(device), weights.to(device)
 
     def _losses(self, out: Tensor, targets: Tensor) -> Tensor:
-        """One per example (per leaf for the task "tokens")."""
+        """Return one loss per example (per leaf for the task "tokens")."""
         if self.config.task == "regression":
             return ((out.float() - targets) / self.config.scale) ** 2
         return F.cross_entropy(out.float(), targets, reduction="none")
 
     def _learning_rate(self) -> float:
-        """Of the step that comes next."""
-        return learning_rate(self.options, self._steps_gone(), self.total_steps)
+        """Return the learning rate of the next step."""
+        return learning_rate(self.options, self._steps_done(), self.total_steps)
 
 
 def learning_rate(options: TrainingOptions, done: float, total: int) -> float:
@@ -456,10 +464,10 @@ def learning_rate(options: TrainingOptions, done: float, total: int) -> float:
     return options.learning_rate * (left if options.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
-def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-    """Adds nothing, by way of every parameter: processes that share one must all have a gradient for it, or wait forever.
+def _touch_all_parameters(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """Add 0 · Σ parameters to the output: every rank must produce every gradient, or FSDP hangs.
 
-    A batch without images does not use the weights of images. Replicas are told so, shards are not.
+    A batch without images does not use the image embedding. DDP can handle unused parameters, FSDP cannot.
     """
     if not torch.is_grad_enabled():
         return out
@@ -467,22 +475,22 @@ def _by_way_of_all(model: nn.Module, inputs: Any, out: Tensor) -> Tensor:
 
 
 def fingerprint(config: ModelConfig, options: TrainingOptions, train: DataSet, validation: DataSet) -> dict[str, Any]:
-    """What must be the same when a run goes on."""
-    given = asdict(options)
-    del given["checkpoint_minutes"]
+    """Return the options and digests that must not change when a run is resumed."""
+    own = asdict(options)
+    del own["checkpoint_minutes"]
     return {
-        **given,
-        **dict(leaves_of(config.to_dict())),
+        **own,
+        **dict(flat_options(config.to_dict())),
         "examples": len(train),
         "data": (train.digest, validation.digest),
     }
 
 
-def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested options by their full names."""
+def flat_options(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested options with dotted names."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves_of(value, f"{prefix}{name}.")
+            yield from flat_options(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -490,17 +498,22 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def parameter_groups(
     model: nn.Module, options: TrainingOptions, pretrained: Iterable[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Weight decay for matrices, not for biases, norms, frequencies, embeddings and α. A lower rate for pre-trained ones."""
-    not_decayed = (nn.Embedding, LearnedAlpha)
-    kept = {id(p) for module in model.modules() if isinstance(module, not_decayed) for p in module.parameters()}
+    """Return the parameter groups of the optimizer.
+
+    Biases, norms, frequencies, embeddings and α are not decayed; pre-trained parameters have a lower learning rate.
+    """
+    undecayed_modules = (nn.Embedding, LearnedAlpha)
+    undecayed = {
+        id(p) for module in model.modules() if isinstance(module, undecayed_modules) for p in module.parameters()
+    }
     slow = {id(p) for p in pretrained}
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = []
     for lower in ({}, {"rate": PRETRAINED_RATE}) if slow else ({},):
         here = [p for p in trained if (id(p) in slow) == bool(lower)]
-        decayed = [p for p in here if p.ndim >= 2 and id(p) not in kept]
-        chosen = {id(p) for p in decayed}
-        others = [p for p in here if id(p) not in chosen]
+        decayed = [p for p in here if p.ndim >= 2 and id(p) not in undecayed]
+        decayed_ids = {id(p) for p in decayed}
+        others = [p for p in here if id(p) not in decayed_ids]
         groups.append({"params": decayed, "weight_decay": options.weight_decay, **lower})
         groups.append({"params": others, "weight_decay": 0.0, **lower})
     return groups
@@ -508,21 +521,24 @@ def parameter_groups(
 
 @contextmanager
 def defer_sigint() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C ends the step in hand first; a second one ends at once."""
-    asked = False
+    """Defer Ctrl-C so that the current step can finish; a second Ctrl-C interrupts at once.
 
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+    Yields a function that returns whether Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        asked = True
+        pressed = True
 
     try:
-        before = signal.signal(signal.SIGINT, ask)
+        before = signal.signal(signal.SIGINT, handle)
     except ValueError:  # not the main thread: leave signals alone
         yield lambda: False
         return
     try:
-        yield lambda: asked
+        yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""How good predictions are."""
+"""Scores of predictions: accuracy and F1, or R² and mean absolute error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsa.analysis.metrics import confusion
 
 @dataclass(frozen=True)
 class Scores:
-    """Of classes: accuracy and macro F1. Of numbers: R² and the mean absolute error. `main` is what is selected by."""
+    """Accuracy and macro F1 of predicted classes, or R² and mean absolute error of predicted numbers."""
 
     accuracy: float | None = None
     f1: float | None = None
@@ -20,24 +20,25 @@ class Scores:
 
     @property
     def main(self) -> float:
+        """Score that models and epochs are selected by: accuracy or R²."""
         return float(self.accuracy if self.accuracy is not None else self.r2 or 0.0)
 
 
 def class_scores(predicted: np.ndarray, true: np.ndarray, classes: int) -> Scores:
-    """Accuracy, and the mean F1 of the classes that occur or are predicted.
+    """Return the accuracy, and the mean F1 over the classes that occur or are predicted.
 
     >>> class_scores(np.array([0, 1, 1]), np.array([0, 0, 1]), 3)
     Scores(accuracy=0.6666666666666666, f1=0.6666666666666666, r2=None, mean_absolute_error=None)
     """
     table = confusion(predicted, true, classes)
-    right, given, there = np.diag(table), table.sum(0), table.sum(1)
-    seen = (given + there) > 0
-    f1 = 2 * right[seen] / (given + there)[seen]
-    return Scores(accuracy=float(right.sum() / len(true)), f1=float(f1.mean()))
+    correct, predictions, examples = np.diag(table), table.sum(0), table.sum(1)
+    seen = (predictions + examples) > 0
+    f1 = 2 * correct[seen] / (predictions + examples)[seen]
+    return Scores(accuracy=float(correct.sum() / len(true)), f1=float(f1.mean()))
 
 
 def number_scores(predicted: np.ndarray, true: np.ndarray) -> Scores:
-    """R² (1 − squared error over variance; 0 where the true numbers are all equal) and the mean absolute error.
+    """Return R² (1 − squared error / variance; 0 if all true numbers are equal) and the mean absolute error.
 
     >>> number_scores(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
     Scores(accuracy=None, f1=None, r2=0.5, mean_absolute_error=0.5)

@@ -1,4 +1,4 @@
-"""The defaults of each task, in one place: what applies where neither a recipe nor the command line says more."""
+"""Default options of each task. A recipe and the command line override them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsa.training.tasks import Task
 
 
 def classification(data: Path | None, quick: bool) -> Recipe:
-    """Defaults of the options; without data, sizes that suit two thousand short programs and two cores."""
+    """Return the defaults. Without data, the sizes suit two thousand short programs on two CPU cores."""
     if data is not None:
         return Recipe(data)
     return Recipe(
@@ -22,12 +22,12 @@ def classification(data: Path | None, quick: bool) -> Recipe:
 
 
 def regression(data: Path | None, quick: bool) -> Recipe:
-    """Defaults of the options."""
+    """Return the defaults."""
     return Recipe(data, read=DataOptions(task="regression"))
 
 
 def language_model(data: Path | None, quick: bool) -> Recipe:
-    """Sizes that suit a megabyte of text and two cores."""
+    """Return defaults that suit a megabyte of text on two CPU cores."""
     return Recipe(
         data,
         ("multiscale", "flat"),
@@ -45,7 +45,7 @@ def language_model(data: Path | None, quick: bool) -> Recipe:
 
 
 def encoder_decoder(data: Path | None, quick: bool) -> Recipe:
-    """Sizes that suit short documents and two cores."""
+    """Return defaults that suit short documents on two CPU cores."""
     return Recipe(
         data,
         ("hierarchical", "flat"),

@@ -1,4 +1,4 @@
-"""Recipes: the options of an experiment in a YAML file."""
+"""Recipes: the options of a training run, from a YAML file or the command line."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ _PARTS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `hsa train` does.
+    """Options of one `hsa train` run.
 
     Args:
-        data: File of rows, or a folder per class; None for the Python standard library.
+        data: File of rows, or folder with one subfolder per class; None for the Python standard library.
         models: Models to train. The first is the reference; the others are matched to its size.
-        extra: Options of plug-ins, by the name of their group in `EXTRA_OPTIONS`; defaults where a group is missing.
+        read: Options of the data.
+        model: Options of the models.
+        training: Options of the optimisation.
+        language: Options of the task lm.
+        seq2seq: Options of the task seq2seq.
+        extra: Options of plug-ins, by the name of their group in `EXTRA_OPTIONS`. Missing groups have their defaults.
     """
 
     data: Path | None = None
@@ -44,70 +49,70 @@ class Recipe:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def group(self, name: str) -> Any:
-        """Return a group of options of a plug-in."""
+        """Return the options of a plug-in."""
         return self.extra[name] if name in self.extra else EXTRA_OPTIONS.get(name)()
 
     def options(self, *parts: str) -> dict[str, Any]:
-        """Return the options of some parts by name, then those of plug-ins whose task it is or that were changed."""
+        """Return the options of these parts by name, and those of plug-ins that define the task or were changed."""
         groups = [getattr(self, part) for part in parts]
         groups += [g for name, g in self.extra.items() if name == self.read.task or g != type(g)()]
         return {name: value for group in groups for name, value in asdict(group).items()}
 
 
 def load_recipe(path: Path) -> Recipe:
-    """A recipe file: `data`, `models`, and the options of `hsa train` by their names; paths are relative to the file.
+    """Read a recipe file: `data`, `models`, and the options of `hsa train` by name. Paths are relative to the file.
 
     Raises:
-        InvalidInput: naming the file: no YAML, a name that is no option, a value that does not fit.
+        InvalidInput: The file is not YAML, has an unknown option, or a value of the wrong type.
     """
-    given = load_yaml(path)
-    data = given.pop("data", None)
-    models = _words(given.pop("models", Recipe.models))
+    values = load_yaml(path)
+    data = values.pop("data", None)
+    models = _words(values.pop("models", Recipe.models))
     kinds = {**_PARTS, **{name: EXTRA_OPTIONS.get(name) for name in EXTRA_OPTIONS.names()}}
     parts: dict[str, Any] = {}
     for part, kind in kinds.items():
         names = {f.name for f in fields(kind)}
-        own = {name: _value(kind, name, given.pop(name), path) for name in sorted(names & set(given))}
+        own = {name: _value(kind, name, values.pop(name), path) for name in sorted(names & set(values))}
         try:
             parts[part] = kind(**own)
         except InvalidInput as error:
-            raise InvalidInput(f"{path}: {error.where}", given=error.given, expected=error.expected) from None
-    if given:
+            raise error.moved(f"{path}: {error.where}") from None
+    if values:
         known = sorted(f.name for kind in kinds.values() for f in fields(kind))
-        unknown = min(map(str, given))
+        unknown = min(map(str, values))
         close = difflib.get_close_matches(unknown, ["data", "models", *known], 1, cutoff=0.5)
         raise InvalidInput(
             str(path),
-            given=f"the unknown option {unknown!r}",
+            got=f"the unknown option {unknown!r}",
             expected=f"data, models, {', '.join(known)}",
-            fix=f"did you mean {close[0]!r}?" if close else None,
+            fix=f"Did you mean {close[0]!r}?" if close else None,
         )
     extra = {name: group for name in EXTRA_OPTIONS.names() if (group := parts.pop(name)) != kinds[name]()}
     return Recipe(None if data is None else path.parent / str(data), models, **parts, extra=extra)
 
 
 def _value(kind: type, name: str, value: Any, path: Path) -> Any:
-    """The value of an option as its type wants it; paths are relative to the recipe."""
+    """Convert the value of an option to the option's type. Paths are relative to the recipe."""
     wanted = get_type_hints(kind)[name]
     if get_origin(wanted) is tuple:
         items = value if isinstance(value, list) else [value]
         return tuple(_single(get_args(wanted)[0], item, f"{path}: {name}", path) for item in items)
     if get_origin(wanted) not in (Union, UnionType):
         return _single(wanted, value, f"{path}: {name}", path)
-    words = [word for kind in get_args(wanted) for word in get_args(kind)]  # beside what else it may be
+    words = [word for kind in get_args(wanted) for word in get_args(kind)]  # the literals of the union
     if value is None or value in words:
         return value
     try:
         return _single(get_args(wanted)[0], value, f"{path}: {name}", path)
     except InvalidInput as error:
         expected = " or ".join([str(error.expected), *words])
-        raise InvalidInput(error.where, given=error.given, expected=expected) from None
+        raise error.moved(error.where, expected=expected) from None
 
 
 def _single(wanted: Any, value: Any, where: str, path: Path) -> Any:
     expected = f"a value of type {getattr(wanted, '__name__', wanted)}"
     if get_origin(wanted) is Literal:
-        value = "no" if value is False else value  # YAML takes no for false
+        value = "no" if value is False else value  # YAML reads `no` as false
         expected = f"one of {', '.join(get_args(wanted))}"
         if value in get_args(wanted):
             return value
@@ -120,20 +125,20 @@ def _single(wanted: Any, value: Any, where: str, path: Path) -> Any:
             return str(value)
         if wanted is float:
             with suppress(ValueError):
-                return float(value)  # YAML takes 1e-3 for a string
-    raise InvalidInput(where, given=repr(value), expected=expected)
+                return float(value)  # YAML reads 1e-3 as a string
+    raise InvalidInput(where, got=repr(value), expected=expected)
 
 
 def _words(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
-def overridden(recipe: Recipe, given: Recipe, named: Collection[str]) -> Recipe:
-    """The recipe with the options of `given` that are `named`: those that stood on the command line."""
+def overridden(recipe: Recipe, changes: Recipe, named: Collection[str]) -> Recipe:
+    """Return the recipe with the `named` options taken from `changes` (those set on the command line)."""
 
     def merge(base: Any, own: Any) -> Any:
         return replace(base, **{f.name: getattr(own, f.name) for f in fields(own) if f.name in named})
 
-    parts = {part: merge(getattr(recipe, part), getattr(given, part)) for part in _PARTS}
-    extra = {name: merge(recipe.group(name), given.group(name)) for name in {**recipe.extra, **given.extra}}
-    return Recipe(recipe.data, given.models if "models" in named else recipe.models, **parts, extra=extra)
+    parts = {part: merge(getattr(recipe, part), getattr(changes, part)) for part in _PARTS}
+    extra = {name: merge(recipe.group(name), changes.group(name)) for name in {**recipe.extra, **changes.extra}}
+    return Recipe(recipe.data, changes.models if "models" in named else recipe.models, **parts, extra=extra)

@@ -1,4 +1,4 @@
-"""The report of a comparison: a table, what it means, pictures."""
+"""Report of `hsa train` for classifiers: a table, the differences between models, and plots."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hsa.training.tasks import TASKS
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TREE_LEAVES = 240  # of the largest tree that can be read in a picture
+_TREE_LEAVES = 240  # largest tree that is legible in a plot
 _SPARSITY = (
-    "Of up to 256 test examples. Level 1 are families of leaves (sentences, statements), level 2 families of these. Zeros: "
-    "of the weights that members of a family give each other and what is inside them. Visited: families, times heads, that "
-    "get a weight from above; without gradients, the others are skipped on the way down."
+    "Measured on up to 256 test examples. Level 1: families of leaves (sentences, statements); level 2: families of these. "
+    "Zeros: share of the attention weights of a member (on its siblings and on its own inside) that are exactly 0. "
+    "Visited: share of families, per head, that receive any weight from above; inference skips the others."
 )
 
 
 def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
-    """The header and rows of the table."""
+    """Return the header and the rows of the table of results."""
     classes = results[0].scores.accuracy is not None
     scores = ["accuracy", "F1"] if classes else ["R²", "error"]
     header = ["model", "parameters", *scores, "operations", "train s", "test s", "epochs"]
@@ -57,14 +57,18 @@ def columns(results: list[Result], failed: Mapping[str, NoResult]) -> tuple[list
 
 
 def result_table(results: list[Result], failed: Mapping[str, NoResult]) -> Table:
-    """For the terminal."""
+    """Return the table of results for the terminal."""
     header, rows = columns(results, failed)
-    caption = "operations: of attention, per test example, all layers; F1: mean over classes"
-    return terminal_table(header, rows, caption)
+    return terminal_table(header, rows, _caption(header))
+
+
+def _caption(header: list[str]) -> str:
+    score = "F1: mean over classes" if "F1" in header else "error: mean absolute error"
+    return f"{score}; operations: attention operations per test example, all layers; test s: all test examples"
 
 
 def report_lines(prepared: PreparedData, results: list[Result]) -> list[str]:
-    """What the first model gained or lost against each of the others, and how sure that is."""
+    """Return one line per other model: the difference of the first model's score, and whether it is significant."""
     first, lines = results[0], []
     for other in results[1:]:
         if first.scores.accuracy is None or other.scores.accuracy is None:
@@ -73,22 +77,27 @@ def report_lines(prepared: PreparedData, results: list[Result]) -> list[str]:
             lines.append(f"{first.model} against {other.model}: R² {better:+.3f}{cheaper}")
             continue
         a, b, n = first.scores.accuracy, other.scores.accuracy, len(prepared.test)
-        by_chance = margin([a], [b], n) or 0.0
-        sure = "more than chance" if abs(a - b) > by_chance else "within chance"
+        chance = margin([a], [b], n) or 0.0
         lines.append(
-            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points ({sure}: ± {100 * by_chance:.1f} for "
-            f"{n:,} test examples and one seed){fewer_operations(first.operations, other.operations)}"
+            f"{first.model} against {other.model}: {100 * (a - b):+.1f} points "
+            f"({significance(a - b, chance)}: 95% margin ± {100 * chance:.1f} with {n:,} test examples and one seed)"
+            f"{fewer_operations(first.operations, other.operations)}"
         )
     return lines
 
 
+def significance(difference: float, margin: float) -> str:
+    """Return whether a difference exceeds its margin, in words."""
+    return "significant" if abs(difference) > margin else "not significant"
+
+
 def fewer_operations(first: float, other: float) -> str:
-    """How many times fewer or more the first has; nothing where one has none."""
+    """Return the ratio of attention operations as the end of a sentence; empty if a model has none."""
     if not first or not other:
         return ""
     ratio = other / first
     if 0.95 < ratio < 1.05:
-        return ", as many attention operations"
+        return ", equal attention operations"
     times = f"{ratio:.1f} × fewer" if ratio > 1 else f"{1 / ratio:.1f} × more"
     return f", {times} attention operations"
 
@@ -96,7 +105,7 @@ def fewer_operations(first: float, other: float) -> str:
 def write_report(
     folder: Path, recipe: Recipe, prepared: PreparedData, results: list[Result], failed: Mapping[str, NoResult]
 ) -> list[Path]:
-    """`report.md` and its pictures; returns the pictures."""
+    """Write `report.md` and its plots; return the plots."""
     from hsa.analysis.plots import plot_confusion, plot_curves
     from hsa.analysis.sparsity import plot_sparsity
 
@@ -106,19 +115,19 @@ def write_report(
     plot_curves(pictures[0], {r.model: r.history for r in results}, score)
     if first.confusion:
         pictures.append(folder / "confusion.png")
-        plot_confusion(pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: test examples")
-    pictures += _picture_of_an_example(folder, first, prepared)
+        plot_confusion(
+            pictures[-1], first.confusion, prepared.test.classes, f"{first.model}: confusion on the test data"
+        )
+    pictures += _plot_example(folder, first, prepared)
     sparse = {r.model: r.sparsity for r in results if r.sparsity}
     if sparse:
         pictures.append(folder / "sparsity.png")
         plot_sparsity(pictures[-1], sparse)
-        pictures += _pictures_of_trees(folder, next(iter(sparse)), prepared)
+        pictures += _plot_trees(folder, next(iter(sparse)), prepared)
     header, rows = columns(results, failed)
     lines = [f"# {prepared.name}", "", *markdown_table(header, rows)]
-    lines += [
-        "",
-        "Operations: of attention, per test example, all layers. F1: mean over classes. Error: mean absolute.",
-    ]
+    caption = _caption(header)
+    lines += ["", f"{caption[0].upper()}{caption[1:]}."]
     lines += ["", *(f"- {line}" for line in [*report_lines(prepared, results), *lines_of(failed)]), ""]
     for model, levels in sparse.items():
         lines += [f"## Sparsity of {model}", "", *markdown_table(HEADER, rows_of_levels(levels)), "", _SPARSITY, ""]
@@ -133,19 +142,19 @@ def write_report(
 
 
 def options_section(options: Mapping[str, Any]) -> list[str]:
-    """Return the last section of a report, in Markdown."""
+    """Return the Markdown section of a report that lists the options."""
     return ["", "## Options", "", "```", *(f"{name}: {value}" for name, value in options.items()), "```", ""]
 
 
-def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
-    """Which branches of a test example get no weight: on average, and from the leaf that gets most."""
+def _plot_trees(folder: Path, name: str, prepared: PreparedData) -> list[Path]:
+    """Draw the branches of a test example that receive weight: on average, and from the leaf with the largest weight."""
     from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 
     model, _ = load_model(folder / name)
-    chosen = _longest_readable(prepared, _TREE_LEAVES)
-    if chosen is None or prepared.input_spec.transform is not None:
+    index = _longest_readable(prepared, _TREE_LEAVES)
+    if index is None or prepared.input_spec.transform is not None:
         return []
-    example = prepared.test.select([chosen])
+    example = prepared.test.select([index])
     labels, title = leaf_labels(example.batch, prepared), f"{name}, first layer: {example.names[0]}"
     mean = attention_tree(model, example.batch)
     top = int(mean.weights[mean.structure.leaf_nodes].argmax())
@@ -155,8 +164,8 @@ def _pictures_of_trees(folder: Path, name: str, prepared: PreparedData) -> list[
     return [folder / file for file in pictures]
 
 
-def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) -> list[Path]:
-    """Draw what the first model attends to in a test example, where that can be shown."""
+def _plot_example(folder: Path, first: Result, prepared: PreparedData) -> list[Path]:
+    """Draw the attention of the first model in a test example, if the model can be drawn."""
     model, _ = load_model(folder / first.model)
     explanation = explanation_of(model)
     if explanation is None or prepared.input_spec.transform is not None:
@@ -172,18 +181,18 @@ def _picture_of_an_example(folder: Path, first: Result, prepared: PreparedData) 
 
 
 def _longest_readable(prepared: PreparedData, most: int) -> int | None:
-    """Return the longest test example of at most `most` leaves, if there is one."""
+    """Return the index of the longest test example with at most `most` leaves; None if there is none."""
     lengths = prepared.test.lengths
     fitting = np.flatnonzero(lengths <= most)
     return int(fitting[lengths[fitting].argmax()]) if len(fitting) else None
 
 
 def leaf_labels(example: Any, prepared: PreparedData) -> list[str] | None:
-    """The text of every token: what it adds to those before it, with a space where a word begins."""
+    """Return the text that each token adds to those before it, with a space where a word begins; None without text."""
     tokenizer = prepared.input_spec.tokenizer
     if tokenizer is None or list(example.values) != ["text"]:
         return None
     ids = example.values["text"].tolist()
-    # A character of several tokens is that of the last one: until then it is decoded to replacement characters.
+    # A character that spans several tokens belongs to the last one; until then it decodes to replacement characters.
     texts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
     return [text[len(before) :] for before, text in pairwise(texts)]

@@ -1,4 +1,4 @@
-"""How far scores differ by chance."""
+"""Margin by which the scores of two models may differ by chance."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 
 def margin(first: Sequence[float], second: Sequence[float], examples: int | None) -> float | None:
-    """How far the means of two lists of scores differ by chance, in 19 of 20 cases; None where one cannot know.
+    """Return the largest difference of two mean scores that chance explains (95 %); None if it cannot be estimated.
 
         √( (t · spread of the difference over seeds)² + (1.96 · spread of the two accuracies over test examples)² )
 
-    Both models answer the same test examples and tend to err on the same ones, so that the second part is rather too large.
+    Both models answer the same test examples and tend to err on the same ones, so the second term is an upper estimate.
 
     Args:
-        first, second: a score per seed.
-        examples: Number of test examples that scores are shares of; None for scores that are no shares, such as R².
+        first, second: Scores, one per seed.
+        examples: Number of test examples that an accuracy is a share of; None for scores that are not shares, such as R².
 
     >>> round(margin([0.8], [0.9], 1000), 4)  # one seed: the test examples alone
     0.031
@@ -28,12 +28,12 @@ def margin(first: Sequence[float], second: Sequence[float], examples: int | None
     if not freedom and examples is None:
         return None
     by_seeds = 0.0
-    if freedom:  # a spread that both share, so that one seed of a model is as uncertain as one of the other
+    if freedom:  # pooled variance: assumes the same spread for both models, even if one has a single seed
         shared = sum((len(scores) - 1) * statistics.variance(scores) for scores in seeds) / freedom
         by_seeds = _student(freedom) * math.sqrt(shared * (1 / len(first) + 1 / len(second)))
     if examples is None:
         return by_seeds
-    # One right and one wrong answer more (Agresti and Caffo, 2000): that a few were all right does not make it certain.
+    # One more right and one more wrong answer (Agresti and Caffo, 2000): a perfect score on few examples is not certain.
     shares = [(examples * statistics.fmean(scores) + 1) / (examples + 2) for scores in (first, second)]
     by_examples = _NORMAL * math.sqrt(sum(p * (1 - p) for p in shares) / (examples + 2))
     return math.hypot(by_seeds, by_examples)
@@ -44,7 +44,7 @@ _NORMAL = 1.95996
 
 
 def _student(freedom: int) -> float:
-    """The two-sided 95 % point of Student's distribution: a table, then its expansion around the normal one's."""
+    """Return the two-sided 95 % point of Student's t, from a table or an expansion around the normal distribution."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     z, n = _NORMAL, freedom

@@ -1,4 +1,4 @@
-"""What `hsa train --task` names: where the data come from, which defaults suit them, what a report adds."""
+"""Registry of the tasks that `hsa train --task` accepts, each with its defaults, data and additions to the report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """A task of `hsa train`.
 
     Attributes:
-        preset: `preset(data, quick)`: the recipe that applies where neither a recipe file nor the command line says more.
+        preset: Function `preset(data, quick)` that returns the default recipe.
         own_data: Name of the data that are used without DATA.
-        prepare: `"module:attribute"`, for tasks of a classifier: `prepare(recipe, small, say)` returns `PreparedData`.
-        report: `"module:attribute"`: `report(folder, recipe, prepared)` returns further lines of the report, and pictures.
+        prepare: `"module:attribute"` of a function `prepare(recipe, small, say)` that returns `PreparedData`; for tasks that
+            train a classifier.
+        report: `"module:attribute"` of a function `report(folder, recipe, prepared)` that returns more lines for the report,
+            and plots.
     """
 
     preset: Callable[[Path | None, bool], Recipe]

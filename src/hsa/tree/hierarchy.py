@@ -1,15 +1,15 @@
-"""`Hierarchy`: the index tensors of one tree or of a batch of trees (a forest), without features.
+"""`Hierarchy`: the index tensors of a tree or of a batch of trees (a forest), without features.
 
-Invariants, stated once; everything else in the library relies on them.
+The rest of the library relies on these invariants:
 
-- A batch is a forest. Trees never see each other.
-- Nodes are ordered by depth, and inside one depth depth-first. Hence every family (all children of one parent) is one
-  contiguous slice of nodes, and the number of children of every node *is* the whole forest.
+- A batch is a forest. Trees never attend to each other.
+- Nodes are ordered by depth, and within one depth depth-first. Hence every family (all children of one parent) is one
+  contiguous slice of nodes, and the number of children of every node determines the whole forest.
 - Leaves are numbered depth-first. Hence the leaves below any node are one contiguous slice of leaves, and the user's
   order is kept.
 - Every tree has at least one leaf. A tree may be a single leaf; one-child chains are legal; depths may differ.
-- Frozen. The structure lives on the host once (`Structure`, numpy); `to(device)` shares it, so that plans are built
-  without a device synchronisation.
+- A forest is frozen. Its structure is kept on the host (`Structure`, numpy) and shared by `to(device)`, so that plans are
+  built without a device synchronisation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The forest as numpy arrays, one entry per node unless said otherwise."""
+    """A forest as numpy arrays, with one entry per node unless noted otherwise."""
 
     num_children: np.ndarray
     parent: np.ndarray  # −1 at roots
@@ -42,10 +42,10 @@ class Structure:
     leaf_count: np.ndarray
     first_leaf: np.ndarray
     first_child: np.ndarray
-    height: np.ndarray  # 0 at leaves, else 1 + the highest child
-    leaf_nodes: np.ndarray  # [leaves] the node of every leaf, depth-first
-    leaf_offsets: np.ndarray  # [trees + 1] the leaves of every tree
-    depth_offsets: np.ndarray  # [depth + 2] the nodes of every depth
+    height: np.ndarray  # 0 at leaves, else 1 + the height of the highest child
+    leaf_nodes: np.ndarray  # [leaves] node of every leaf, depth-first
+    leaf_offsets: np.ndarray  # [trees + 1] slice of leaves of every tree
+    depth_offsets: np.ndarray  # [depth + 2] slice of nodes of every depth
 
     @property
     def is_leaf(self) -> np.ndarray:
@@ -57,7 +57,7 @@ class Structure:
 
     @classmethod
     def from_num_children(cls, num_children: np.ndarray) -> Structure:
-        """Derive everything from the number of children per node, nodes already in canonical order."""
+        """Derive all arrays from the number of children per node, with nodes in the order of the invariants."""
         num_nodes = len(num_children)
         num_trees = num_nodes - int(num_children.sum())
         first_child = num_trees + np.cumsum(num_children) - num_children
@@ -105,15 +105,18 @@ class Structure:
 
 
 class Hierarchy:
-    """A frozen forest. Build one with a constructor below; every constructor takes a batch and makes one tree per entry.
+    """A tree over the tokens of a sequence, or one per sequence of a batch (a forest). The leaves are the tokens, in order.
 
-    >>> documents = Hierarchy.from_nested([[3, 2], [4]])  # two documents: sentences of 3 and 2 tokens; one of 4
+    Build it with `regular` (windows), `from_nested` or `from_offsets` (levels such as sentences and paragraphs),
+    `from_parents` (any tree) or `flat` (no levels). It is immutable and holds no features.
+
+    >>> documents = Hierarchy.from_nested([[3, 2], [4]])  # sentences of 3 and 2 tokens; one sentence of 4 tokens
     >>> documents
     Hierarchy(2 trees, 9 leaves, 14 nodes, 5 families, depth 2)
     >>> documents.leaf_count.tolist()  # two roots, three sentences, nine tokens
     [5, 4, 3, 2, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1]
 
-    The number of children alone gives the forest back; the parents, for example:
+    The number of children of every node determines the forest. The parents, for example:
 
     >>> nodes = torch.arange(documents.num_nodes)
     >>> torch.equal(documents.parent[documents.num_trees :], nodes.repeat_interleave(documents.num_children))
@@ -122,7 +125,7 @@ class Hierarchy:
 
     def __init__(self, structure: Structure, *, node_ids: np.ndarray | None = None, device: torch.device | str = "cpu"):
         self.structure = structure
-        self.device = torch.empty(0, device=device).device  # "cuda" by its full name, as tensors have it
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0", as for tensors
         self._node_ids = node_ids
         self._cache: dict[Any, Any] = {}
         self._frozen = True
@@ -134,38 +137,41 @@ class Hierarchy:
 
     @classmethod
     def from_parents(cls, parent: Any) -> Hierarchy:
-        """Build any forest: `parent[i]` is the parent of node i, −1 at a root. Children keep index order.
+        """Build any forest from the parent of every node.
 
-        Leaves are taken depth-first; `leaf_ids` and `node_ids` give the original node of each leaf and node.
+        Leaves are numbered depth-first; `leaf_ids` and `node_ids` map leaves and nodes back to the entries of `parent`.
+
+        Args:
+            parent: Parent of every node, −1 at roots. Siblings keep the order of their indices.
 
         >>> tree = Hierarchy.from_parents([4, 3, 3, 4, -1])  # 4 → (0, 3), 3 → (1, 2)
         >>> tree.leaf_ids.tolist(), tree.node_ids.tolist()
         ([0, 1, 2], [4, 0, 3, 1, 2])
 
         Raises:
-            InvalidInput: not a vector of integers, a parent out of range, a cycle.
+            InvalidInput: `parent` is not a vector of integers, an entry is out of range, or the nodes form a cycle.
         """
         array = integers("parent", parent)
         if array.ndim != 1:
             raise InvalidInput(
                 "parent",
-                given=f"shape {tuple(array.shape)}",
+                got=f"shape {tuple(array.shape)}",
                 expected="a vector with one parent per node",
-                fix="a node of a tree has exactly one parent; copy a node that is to appear under two",
+                fix="A node has exactly one parent; repeat a node to place it under two",
             )
         outside = np.flatnonzero((array < -1) | (array >= len(array)))
         if len(outside):
             raise InvalidInput(
                 f"parent[{outside[0]}]",
-                given=int(array[outside[0]]),
+                got=int(array[outside[0]]),
                 expected=f"−1 (a root) or a node in 0..{len(array) - 1}",
-                fix="number the nodes from 0",
+                fix="Number the nodes from 0",
             )
         return cls._from_parent_array(array, np.arange(len(array)), keep_ids=True)
 
     @classmethod
     def _from_parent_array(cls, parent: np.ndarray, rank: np.ndarray, *, keep_ids: bool = False) -> Hierarchy:
-        """Put nodes in canonical order: breadth-first, siblings by `rank`, a level at a time."""
+        """Put nodes in the order of the invariants: breadth-first, siblings sorted by `rank`."""
         num_nodes = len(parent)
         order = np.lexsort((rank, parent))
         counts = np.bincount(parent[parent >= 0], minlength=num_nodes)
@@ -185,13 +191,19 @@ class Hierarchy:
                 node = int(parent[node])
             cycle = " → ".join(str(n) for n in [*path[path.index(node) :], node])
             raise InvalidInput(
-                f"parent[{node}]", given=f"a cycle {cycle}", expected="a forest", fix="make one of them a root (−1)"
+                f"parent[{node}]",
+                got=f"the cycle {cycle}",
+                expected="a forest",
+                fix="Set the parent of one of these nodes to −1, a root",
             )
         return cls(Structure.from_num_children(counts[node_ids]), node_ids=node_ids if keep_ids else None)
 
     @classmethod
     def flat(cls, lengths: Any) -> Hierarchy:
-        """Build one family per tree: attention over it is ordinary softmax attention.
+        """Build trees of a single family each, over which attention is ordinary softmax attention.
+
+        Args:
+            lengths: Number of leaves per tree.
 
         >>> Hierarchy.flat([3, 2])
         Hierarchy(2 trees, 5 leaves, 7 nodes, 2 families, depth 1)
@@ -203,19 +215,20 @@ class Hierarchy:
     def regular(
         cls, lengths: Any, branching: Iterable[int], *, repeat_last: bool = False, sinks: Sinks = None
     ) -> Hierarchy:
-        """Build fixed windows: `branching` from the leaves up. The last family of a level may be short.
+        """Build trees of windows: families of `branching[0]` leaves, families of `branching[1]` of those, and so on.
 
-        The nodes that remain after the last factor are joined under the root; a level with a single node is the root.
-        With `repeat_last` the last factor repeats, so that the depth grows with the logarithm of the length.
+        The last family of a level may be smaller. The nodes that remain after the last factor become the children of the
+        root; a level with a single node is the root.
 
         Args:
-            lengths: leaves per tree.
-            branching: members per family, leaf families first.
-            sinks: leaves that hang directly under the root, such as [CLS] and [SEP]: the number of first leaves of
+            lengths: Number of leaves per tree.
+            branching: Number of members per family, leaf families first.
+            repeat_last: Whether the last factor repeats, so that the depth grows with the logarithm of the length.
+            sinks: Leaves that are children of the root, such as [CLS] and [SEP]: the number of first leaves of
                 every tree, their positions in every tree (`(0, -1)`: first and last), or a mask over all leaves. A sink
-                inside a sequence splits it: windows start anew after it.
+                inside a sequence splits it: a new window starts after it.
 
-        >>> Hierarchy.regular([1000], (16, 8)).num_children[:1].tolist()  # 1000 → 63 → 8, joined under the root
+        >>> Hierarchy.regular([1000], (16, 8)).num_children[:1].tolist()  # 1000 leaves → 63 → 8 children of the root
         [8]
         >>> print(Hierarchy.regular([7], (3,), sinks=(0, -1)).show())
         tree 0 · 7 leaves
@@ -226,24 +239,28 @@ class Hierarchy:
         """
         lengths = _lengths("lengths", lengths)
         if not isinstance(branching, Iterable):
-            raise InvalidInput("branching", given=repr(branching), expected="factors, such as (16, 8)")
+            raise InvalidInput("branching", got=repr(branching), expected="factors, such as (16, 8)")
         factors = [_positive(f"branching[{i}]", b) for i, b in enumerate(branching)]
         if not factors:
             raise InvalidInput(
-                "branching", given="()", expected="at least one factor", fix="use Hierarchy.flat for one family"
+                "branching", got="()", expected="at least one factor", fix="Use Hierarchy.flat for one family"
             )
         if repeat_last and factors[-1] < 2:
             raise InvalidInput(
                 "branching",
-                given=f"a last factor of {factors[-1]} to repeat",
+                got=f"a last factor of {factors[-1]} to repeat",
                 expected="2 or more",
-                fix="a factor of 1 never comes down to one root",
+                fix="Repeating a factor of 1 never reaches a single root",
             )
         return cls._from_parent_array(*_windows(lengths, factors, repeat_last, sink_leaves(sinks, lengths)))
 
     @classmethod
     def from_nested(cls, nested: Sequence[Any], *, sinks: Sinks = None) -> Hierarchy:
-        """Build one tree per entry: an integer is a node with that many leaves, a list is a node with these children.
+        """Build trees from nested lists: a list is a node with these children, an integer n is a node with n leaves.
+
+        Args:
+            nested: One entry per tree.
+            sinks: Leaves that are children of the root; see `regular`.
 
         >>> print(Hierarchy.from_nested([[3, [2, 1]]]).show())
         tree 0 · 6 leaves
@@ -262,9 +279,9 @@ class Hierarchy:
             count += 1
             if isinstance(entry, (list, tuple)):
                 if id(entry) in path:
-                    raise InvalidInput(where, given="a list that contains itself", expected="a finite nesting")
+                    raise InvalidInput(where, got="a list that contains itself", expected="a finite nesting")
                 if not entry:
-                    raise InvalidInput(where, given="an empty list", expected="at least one child", fix="leave it out")
+                    raise InvalidInput(where, got="an empty list", expected="at least one child", fix="Leave it out")
                 for i, child in enumerate(entry):
                     add(child, node, f"{where}[{i}]", (*path, id(entry)))
             else:
@@ -273,7 +290,7 @@ class Hierarchy:
                 count += leaves
 
         if not isinstance(nested, (list, tuple)):
-            raise InvalidInput("nested", given=type(nested).__name__, expected="a list with one entry per tree")
+            raise InvalidInput("nested", got=type(nested).__name__, expected="a list with one entry per tree")
         for i, entry in enumerate(nested):
             add(entry, -1, f"nested[{i}]", ())
         array = np.concatenate(parent) if parent else np.empty(0, np.int64)
@@ -281,25 +298,28 @@ class Hierarchy:
 
     @classmethod
     def from_offsets(cls, *levels: Any, sinks: Sinks = None) -> Hierarchy:
-        """Build from one offsets vector per level, from the leaves up; the last one makes the trees.
+        """Build trees from one vector of offsets per level, from the leaves up.
 
-        `levels[0][i] : levels[0][i+1]` are the leaves of family i, `levels[1]` groups those families, and so on.
+        Args:
+            levels: `levels[0][i]` to `levels[0][i + 1]` are the leaves of leaf family i, `levels[1]` groups these
+                families, and so on. The groups of the last level are the trees.
+            sinks: Leaves that are children of the root; see `regular`.
 
         >>> tokens, sentences = [0, 3, 5, 9], [0, 2, 3]  # sentences of 3, 2, 4 tokens; documents of 2 and 1 sentences
         >>> Hierarchy.from_offsets(tokens, sentences) == Hierarchy.from_nested([[3, 2], [4]])
         True
         """
         if not levels:
-            raise InvalidInput("levels", given="none", expected="at least one offsets vector")
+            raise InvalidInput("levels", problem="not given", expected="at least one vector of offsets")
         arrays = [_offsets(f"levels[{i}]", level) for i, level in enumerate(levels)]
         for i, (below, above) in enumerate(pairwise(arrays)):
             if above[-1] != len(below) - 1:
                 raise InvalidInput(
                     f"levels[{i + 1}][-1]",
-                    given=int(above[-1]),
+                    got=int(above[-1]),
                     expected=f"{len(below) - 1}, the number of families of levels[{i}]",
                 )
-        # Canonical order is top-down, and families are given depth-first: the counts per level are the forest.
+        # Nodes are ordered by depth, and offsets list families depth-first: the counts, top level first, are the forest.
         counts = [np.diff(level) for level in reversed(arrays)]
         num_children = np.concatenate([*counts, np.zeros(int(arrays[0][-1]), np.int64)])
         return cls(Structure.from_num_children(num_children))._with_sinks(sinks)
@@ -310,7 +330,7 @@ class Hierarchy:
 
     @staticmethod
     def collate(hierarchies: Iterable[Hierarchy]) -> Hierarchy:
-        """Join many forests into one; `uncollate` gives the single trees back.
+        """Join forests into one; `uncollate` splits it into single trees again.
 
         >>> a, b = Hierarchy.flat([3]), Hierarchy.from_nested([[2, 2]])
         >>> Hierarchy.collate([a, b]).uncollate() == [a, b]
@@ -328,60 +348,67 @@ class Hierarchy:
         return Hierarchy._from_parent_array(array, np.arange(len(array))).to(device)
 
     def uncollate(self) -> list[Hierarchy]:
-        """Return the single trees."""
+        """Return the trees of the forest, one hierarchy each."""
         s = self.structure
-        order = np.argsort(s.tree, kind="stable")  # canonical order holds inside each tree too
+        order = np.argsort(s.tree, kind="stable")  # keeps the order of nodes within each tree
         bounds = np.cumsum(np.bincount(s.tree, minlength=self.num_trees))[:-1]
         parts = np.split(s.num_children[order], bounds) if self.num_trees else []
         return [Hierarchy(Structure.from_num_children(part), device=self.device) for part in parts]
 
     @property
     def num_trees(self) -> int:
+        """Number of trees."""
         return len(self.structure.leaf_offsets) - 1
 
     @property
     def num_leaves(self) -> int:
+        """Number of leaves of all trees."""
         return len(self.structure.leaf_nodes)
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes, leaves included."""
         return len(self.structure.num_children)
 
     @property
     def num_families(self) -> int:
+        """Number of families, that is, of nodes with children."""
         return int((self.structure.num_children > 0).sum())
 
     @property
     def depth(self) -> int:
-        """The largest number of steps from a root to a leaf (0 for a forest of single leaves, or an empty one)."""
+        """Largest number of steps from a root to a leaf (0 for a forest of single leaves, or an empty one)."""
         return max(len(self.structure.depth_offsets) - 2, 0)
 
     @property
     def lengths(self) -> list[int]:
-        """Leaves per tree."""
+        """Number of leaves per tree."""
         return np.diff(self.structure.leaf_offsets).tolist()
 
     @property
     def num_children(self) -> Tensor:
+        """Number of children of every node, 0 at leaves, `[nodes]`."""
         return self.tensor("num_children")
 
     @property
     def parent(self) -> Tensor:
+        """Parent of every node, −1 at roots, `[nodes]`."""
         return self.tensor("parent")
 
     @property
     def leaf_count(self) -> Tensor:
+        """Number of leaves below every node, 1 at leaves, `[nodes]`."""
         return self.tensor("leaf_count")
 
     @property
     def node_ids(self) -> Tensor:
-        """The original node of every node, as given to `from_parents`; 0, 1, 2, … for other constructors."""
+        """Index of every node in the `parent` passed to `from_parents`; 0, 1, 2, … for other constructors."""
         ids = self._node_ids
         return self.cached("node_ids", lambda: self._to_tensor(np.arange(self.num_nodes) if ids is None else ids))
 
     @property
     def leaf_ids(self) -> Tensor:
-        """The original node of every leaf, as given to `from_parents`; 0, 1, 2, … for other constructors."""
+        """Index of every leaf in the `parent` passed to `from_parents`; 0, 1, 2, … for other constructors."""
         ids, nodes = self._node_ids, self.structure.leaf_nodes
         return self.cached(
             "leaf_ids", lambda: self._to_tensor(np.arange(self.num_leaves) if ids is None else ids[nodes])
@@ -401,12 +428,12 @@ class Hierarchy:
 
     @torch.compiler.disable
     def _build(self, key: Any, build: Callable[[], T]) -> T:
-        with torch.inference_mode(False):  # what is built now must serve later calls with gradients too
+        with torch.inference_mode(False):  # later calls, with gradients, use the same tensors
             self._cache[key] = value = build()
         return value
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """Return what `build` makes, built once per hierarchy and key. Operators keep their plans here."""
+        """Return `build()`, called once per hierarchy and key. Operators keep their plans here."""
         if key in self._cache:
             return self._cache[key]
         return self._build(key, build)
@@ -433,10 +460,10 @@ class Hierarchy:
         )
 
     def show(self, max_rows: int = 60) -> str:
-        """Return the forest as text, a row per family, cut after `max_rows` rows."""
+        """Return a drawing of the forest, one line per family, cut after `max_rows` lines."""
         s = self.structure
         rows: list[str] = []
-        # An explicit stack: chains may be deeper than Python's own.
+        # An explicit stack: chains may be deeper than Python's recursion limit.
         stack = [(root, "", "") for root in reversed(range(self.num_trees))]
         while stack and len(rows) < max_rows:
             node, stem, indent = stack.pop()
@@ -462,7 +489,10 @@ class Hierarchy:
 def _windows(
     lengths: np.ndarray, factors: list[int], repeat_last: bool, sinks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Parents and first leaves of `Hierarchy.regular`. Node ids: leaves, then windows level by level, then roots."""
+    """Return parents and first leaves of the nodes of `Hierarchy.regular`.
+
+    Nodes are numbered in this order: leaves, windows level by level, roots.
+    """
     num_leaves = int(lengths.sum())
     tree_start = np.cumsum(lengths) - lengths
     is_sink = np.zeros(num_leaves, bool)
@@ -474,9 +504,9 @@ def _windows(
     starts &= ~is_sink
     segment_start = np.flatnonzero(starts)
 
-    ids = np.flatnonzero(~is_sink)  # the nodes of the current level, their segment, their index in it
-    segment = np.cumsum(starts)[ids] - 1
-    index = ids - segment_start[segment]
+    ids = np.flatnonzero(~is_sink)  # nodes of the current level
+    segment = np.cumsum(starts)[ids] - 1  # segment of every node
+    index = ids - segment_start[segment]  # index of every node in its segment
     size = np.bincount(segment, minlength=len(segment_start))
     links, first_leaves, span = [], [np.arange(num_leaves)], 1
     next_id = num_leaves
@@ -503,7 +533,7 @@ def _windows(
         parent[below] = above
     tops = np.flatnonzero(parent < 0)
     tree = np.searchsorted(tree_start, first_leaf[tops], side="right") - 1
-    # A tree that has come down to one window has its root; the others get one.
+    # A tree with a single top window has that window as its root; the others get a new root.
     is_root = (np.bincount(tree, minlength=len(lengths))[tree] == 1) & (tops >= num_leaves)
     rootless = np.ones(len(lengths), bool)
     rootless[tree[is_root]] = False
@@ -512,35 +542,35 @@ def _windows(
 
 
 def ranges(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """[begin₀, begin₀+1, …, begin₀+count₀−1, begin₁, …]"""
+    """Return the concatenated ranges [begin₀, begin₀+1, …, begin₀+count₀−1, begin₁, …]."""
     return np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
 
 
 def integers(where: str, values: Any) -> np.ndarray:
-    """Return integers, from any device or list, as an int64 array; anything else raises, naming `where`."""
+    """Return a tensor, array or list of integers as an int64 array; raise an error at `where` for other values."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
-        raise InvalidInput(where, given=f"{array.dtype} values", expected="integers")
+        raise InvalidInput(where, got=f"{array.dtype} values", expected="integers")
     return array.astype(np.int64)
 
 
 def _positive(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise InvalidInput(where, given=repr(value), expected="a positive integer")
+        raise InvalidInput(where, got=repr(value), expected="a positive integer")
     return int(value)
 
 
 def _lengths(where: str, lengths: Any) -> np.ndarray:
     array = integers(where, lengths)
     if array.ndim != 1:
-        raise InvalidInput(where, given=f"shape {array.shape}", expected="a vector: the leaves of every tree")
+        raise InvalidInput(where, got=f"shape {array.shape}", expected="a vector, the number of leaves of every tree")
     bad = np.flatnonzero(array < 1)
     if len(bad):
         raise InvalidInput(
             f"{where}[{bad[0]}]",
-            given=int(array[bad[0]]),
+            got=int(array[bad[0]]),
             expected="at least one leaf per tree",
-            fix="leave empty sequences out of the batch",
+            fix="Leave empty sequences out of the batch",
         )
     return array
 
@@ -548,14 +578,14 @@ def _lengths(where: str, lengths: Any) -> np.ndarray:
 def _offsets(where: str, offsets: Any) -> np.ndarray:
     array = integers(where, offsets)
     if array.ndim != 1 or len(array) == 0 or array[0] != 0:
-        raise InvalidInput(where, given=f"{array.tolist()[:4]}…", expected="a vector that starts with 0")
+        raise InvalidInput(where, got=f"{array.tolist()[:4]}…", expected="a vector that starts with 0")
     bad = np.flatnonzero(np.diff(array) < 1)
     if len(bad):
         i = int(bad[0])
         raise InvalidInput(
             f"{where}[{i}:{i + 2}]",
-            given=array[i : i + 2].tolist(),
-            expected="rising offsets: a family has at least one member",
-            fix="leave empty families out",
+            got=array[i : i + 2].tolist(),
+            expected="increasing offsets, as a family has at least one member",
+            fix="Leave empty families out",
         )
     return array

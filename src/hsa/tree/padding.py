@@ -1,10 +1,10 @@
-"""`Padding`: between `[batch, heads, seq, head_dim]` with padding and packed `[leaves, heads, head_dim]` without."""
+"""`Padding`: conversion between padded `[batch, heads, seq, head_dim]` and packed `[leaves, heads, head_dim]` tensors."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,12 +12,12 @@ from hsa.errors import InvalidInput
 
 
 class Padding:
-    """The positions of a padded batch that hold tokens, with padding on the left, on the right or scattered.
+    """Conversion of a padded batch to packed tensors and back. Padding may be on the left, on the right or anywhere.
 
     Args:
-        mask: `[batch, seq]`, true or 1 where there is a token.
-        lengths: tokens per sequence instead of a mask, padding on the right; needs `width`.
-        width: the padded length.
+        mask: True or 1 at tokens, `[batch, seq]`.
+        lengths: Number of tokens per sequence, in place of a mask; padding is on the right.
+        width: Padded length; by default the longest of `lengths`.
 
     >>> from hsa import Hierarchy, hierarchical_attention
     >>> padding = Padding(lengths=[5, 3], width=6)
@@ -30,48 +30,69 @@ class Padding:
 
     def __init__(self, mask: Tensor | None = None, *, lengths: Any = None, width: int | None = None):
         if (mask is None) == (lengths is None):
-            raise InvalidInput("Padding", given="both or none of mask and lengths", expected="exactly one of them")
+            raise InvalidInput(
+                "Padding", got="neither" if mask is None else "both", expected="exactly one of mask and lengths"
+            )
         if mask is None:
-            mask = _mask_from_lengths(lengths, width)
-        if mask.ndim != 2:
-            raise InvalidInput("mask", given=f"shape {tuple(mask.shape)}", expected="[batch, seq]")
-        self.mask = mask.bool()
-        self._rows = self.mask.flatten().nonzero().squeeze(-1)
-        self.lengths: list[int] = self.mask.sum(1).tolist()
+            counts = lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
+            longest = max(counts, default=0)
+            width = longest if width is None else width
+            if longest > width:
+                raise InvalidInput("lengths", expected=f"at most width={width}", got=f"{longest} tokens")
+            self.shape, self.lengths = (len(counts), width), counts
+        else:
+            if mask.ndim != 2:
+                raise InvalidInput("mask", expected="shape [batch, seq]", got=f"{tuple(mask.shape)}")
+            self.mask = mask.bool()
+            self.shape, self.lengths = (len(mask), mask.shape[1]), self.mask.sum(1).tolist()
         if 0 in self.lengths:
             raise InvalidInput(
                 f"mask[{self.lengths.index(0)}]",
-                given="no token",
-                expected="at least one per sequence",
-                fix="leave empty sequences out of the batch",
+                problem="no token",
+                expected="at least one token per sequence",
+                fix="Leave empty sequences out of the batch",
             )
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """`[batch, seq]`, True where there is a token."""
+        return torch.arange(self.shape[1]) < torch.tensor(self.lengths, dtype=torch.long)[:, None]
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """Rows of the tokens among `batch · seq`."""
+        return self.mask.flatten().nonzero().squeeze(-1)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
 
     @property
     def full(self) -> bool:
-        """Whether there is no padding, so that nothing has to be copied."""
-        return len(self._rows) == self.mask.numel()
+        """Whether there is no padding, in which case nothing is copied."""
+        return self.num_tokens == self.shape[0] * self.shape[1]
 
     def pack(self, x: Tensor) -> Tensor:
-        """`[batch, heads, seq, dim]` → `[leaves, heads, dim]`."""
-        batch, seq = self.mask.shape
+        """Convert `[batch, heads, seq, dim]` to `[leaves, heads, dim]`."""
+        batch, seq = self.shape
         if x.ndim != 4 or (x.shape[0], x.shape[2]) != (batch, seq):
-            raise InvalidInput("x", given=f"shape {tuple(x.shape)}", expected=f"[{batch}, heads, {seq}, head_dim]")
-        rows = x.transpose(1, 2).flatten(0, 1)
-        return rows if self.full else rows.index_select(0, self._rows)
+            raise InvalidInput("x", expected=f"shape [{batch}, heads, {seq}, head_dim]", got=f"{tuple(x.shape)}")
+        return self.pack_tokens(x.transpose(1, 2))
 
     def unpack(self, x: Tensor) -> Tensor:
-        """`[leaves, heads, dim]` → `[batch, heads, seq, dim]`, zeros at padding."""
-        batch, seq = self.mask.shape
-        if x.ndim != 3 or len(x) != len(self._rows):
-            raise InvalidInput("x", given=f"shape {tuple(x.shape)}", expected=f"[{len(self._rows)}, heads, head_dim]")
-        padded = x if self.full else x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, self._rows, x)
-        return padded.unflatten(0, (batch, seq)).transpose(1, 2)
+        """Convert `[leaves, heads, dim]` to `[batch, heads, seq, dim]`, with zeros at padding."""
+        if x.ndim != 3 or len(x) != self.num_tokens:
+            raise InvalidInput("x", expected=f"shape [{self.num_tokens}, heads, head_dim]", got=f"{tuple(x.shape)}")
+        return self.unpack_tokens(x).transpose(1, 2)
 
+    def pack_tokens(self, x: Tensor) -> Tensor:
+        """Convert `[batch, seq, …]` to `[leaves, …]`."""
+        rows = x.flatten(0, 1)
+        return rows if self.full else rows.index_select(0, self._rows.to(x.device))
 
-def _mask_from_lengths(lengths: Any, width: int | None) -> Tensor:
-    counts = lengths if isinstance(lengths, Tensor) else torch.as_tensor(np.asarray(lengths, np.int64))
-    longest = int(counts.max()) if counts.numel() else 0
-    width = longest if width is None else width
-    if longest > width:
-        raise InvalidInput("lengths", given=f"{longest} tokens", expected=f"at most width={width}")
-    return torch.arange(width, device=counts.device) < counts[:, None]
+    def unpack_tokens(self, x: Tensor) -> Tensor:
+        """Convert `[leaves, …]` to `[batch, seq, …]`, with zeros at padding."""
+        if self.full:
+            return x.unflatten(0, self.shape)
+        empty = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        return empty.index_copy(0, self._rows.to(x.device), x).unflatten(0, self.shape)

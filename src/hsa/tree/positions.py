@@ -1,7 +1,7 @@
 """`NodePositions`: the position of every node of a forest in its family, as tensors.
 
-Few positions are distinct (the seventh word of a sentence is the seventh word of every sentence), so a position embedding is
-computed once for each distinct position and looked up for each node.
+Few positions are distinct (the seventh words of all sentences have the same position), so a position embedding is computed
+once for each distinct position and looked up for each node.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from hsa.tree.hierarchy import Hierarchy
 
 KINDS = ("sequence", "grid", "graph", "table")
-"""Domains whose members can be told apart by their position. Members of a set cannot."""
+"""Kinds of domains whose members have positions. Members of a set have none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """Positions of the members of one domain: a row of numbers each, or a key each; neither for a set."""
+    """Positions of the members of one domain: one row of numbers or one key per member; nothing for a set."""
 
     kind: str | None
     numbers: np.ndarray | None = None  # [members, width]
@@ -30,13 +30,14 @@ class Coordinates:
 
 @dataclass(frozen=True, eq=False)
 class NodePositions:
-    """Distinct positions per kind, and the position of every node.
+    """Distinct positions of each kind, and the position of every node.
 
     Attributes:
-        row: `[nodes]` 0 for nodes without a position (roots, members of sets), else 1 + the row among the distinct
-            positions of all kinds, one kind after another in the order of `KINDS`.
-        numbers: kind → `[positions, width]`, for "sequence" (the index), "grid" (an index per axis), "graph" (features).
-        keys: the distinct keys of tables.
+        row: Index of every node's position, `[nodes]`: 0 for nodes without a position (roots, members of sets), else 1 +
+            the index among the distinct positions of all kinds, one kind after another in the order of `KINDS`.
+        numbers: Distinct positions by kind, `[positions, width]`: "sequence" (the index), "grid" (an index per axis),
+            "graph" (features).
+        keys: Distinct keys of tables.
     """
 
     row: Tensor
@@ -49,12 +50,12 @@ class NodePositions:
         )
 
     def keep(self, nodes: Tensor) -> NodePositions:
-        """Return the positions of some nodes, after the others have left the forest."""
+        """Return the positions of some of the nodes."""
         return replace(self, row=self.row[nodes])
 
     @staticmethod
     def of_sequences(hierarchy: Hierarchy) -> NodePositions:
-        """Return positions as if every family were a sequence, for forests without domains.
+        """Return the positions of a forest in which every family is a sequence.
 
         >>> NodePositions.of_sequences(Hierarchy.flat([3, 2])).row.tolist()
         [0, 0, 1, 2, 3, 1, 2]
@@ -74,15 +75,16 @@ class NodePositions:
     def merge(
         domains: Sequence[Coordinates], domain: np.ndarray, member: np.ndarray, hierarchy: Hierarchy
     ) -> NodePositions:
-        """Return the positions of a forest from those of its domains.
+        """Return the positions of a forest, given those of its domains.
 
         Args:
-            domains: the distinct domains.
-            domain, member: for every node but the roots, its family's domain and its index in the family.
+            domains: Distinct domains.
+            domain: Domain of the family of every node except the roots, `[nodes - roots]`.
+            member: Index of every node except the roots in its family, `[nodes - roots]`.
         """
         distinct: dict[str, list[np.ndarray]] = {}
         keys: dict[str, int] = {}
-        local: list[np.ndarray] = []  # per domain: rows among the distinct positions of its kind
+        local: list[np.ndarray] = []  # rows of each domain among the distinct positions of its kind
         longest = 0
         for coordinates in domains:
             if coordinates.kind is None:

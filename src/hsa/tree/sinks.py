@@ -1,4 +1,4 @@
-"""Sinks: leaves that hang directly under the root, such as [CLS], [SEP] or the first token."""
+"""Sinks: leaves that are children of the root, such as [CLS], [SEP] or the first token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from hsa.tree.hierarchy import Structure
 
 Sinks: TypeAlias = int | Sequence[int] | Tensor | np.ndarray | None
-"""The number of first leaves of every tree, positions in every tree (negative from its end), or a mask over all leaves."""
+"""Number of first leaves of every tree, positions in every tree (negative from its end), or a mask over all leaves."""
 
 
 def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
-    """Return the sinks as sorted leaf numbers of the whole forest."""
+    """Return the sorted leaf indices of the sinks."""
     if sinks is None:
         return np.empty(0, np.int64)
     start = np.cumsum(lengths) - lengths
@@ -27,14 +27,16 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
         if mask.dtype != np.bool_ or mask.shape != (int(lengths.sum()),):
             raise InvalidInput(
                 "sinks",
-                given=f"{mask.dtype} of shape {tuple(mask.shape)}",
+                got=f"{mask.dtype} of shape {tuple(mask.shape)}",
                 expected=f"a boolean mask of shape ({int(lengths.sum())},), one entry per leaf",
-                fix="pass positions as a tuple, for example sinks=(0, -1)",
+                fix="Pass positions as a tuple, for example sinks=(0, -1)",
             )
         return np.flatnonzero(mask)
     if not isinstance(sinks, Sequence):
         if isinstance(sinks, bool) or not isinstance(sinks, (int, np.integer)) or sinks < 0:
-            raise InvalidInput("sinks", given=repr(sinks), expected="a number of first leaves, 0 or more, or positions")
+            raise InvalidInput(
+                "sinks", got=repr(sinks), expected="a number of first leaves (0 or more) or a sequence of positions"
+            )
         number = np.minimum(sinks, lengths)
         return np.repeat(start - (np.cumsum(number) - number), number) + np.arange(int(number.sum()))
     leaves = []
@@ -42,18 +44,19 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
         if not -lengths.min(initial=np.iinfo(np.int64).max) <= position < lengths.min(initial=np.iinfo(np.int64).max):
             raise InvalidInput(
                 f"sinks[{i}]",
-                given=position,
+                got=position,
                 expected=f"a position inside every tree (the shortest has {lengths.min()} leaves)",
-                fix="pass a mask over all leaves where trees differ",
+                fix="Pass a mask over all leaves where trees differ",
             )
         leaves.append(start + (position if position >= 0 else lengths + position))
     return np.unique(np.concatenate(leaves)) if leaves else np.empty(0, np.int64)
 
 
 def cut_out_sinks(structure: Structure, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return parents and first leaves of the forest in which these leaves hang from their roots and split what spanned them.
+    """Return parents and first leaves of the nodes of the forest in which the sinks are children of their roots.
 
-    A node becomes one piece per run of leaves between sinks that it reaches; its parent's piece of the same run is above.
+    Sinks split the nodes that contain them. A node becomes one piece for each run of leaves between sinks that it overlaps;
+    the parent of a piece is the piece of the node's parent for the same run.
     """
     s = structure
     num_trees = len(s.leaf_offsets) - 1
@@ -61,8 +64,8 @@ def cut_out_sinks(structure: Structure, sinks: np.ndarray) -> tuple[np.ndarray, 
     is_sink = np.zeros(num_leaves, bool)
     is_sink[sinks] = True
     after_sink = np.concatenate([[False], is_sink[:-1]])
-    run = np.cumsum(~is_sink & after_sink)  # nodes never span two trees, so runs may
-    first_run = np.where(is_sink, run + 1, run)  # of the first leaf at or after this one that is no sink
+    run = np.cumsum(~is_sink & after_sink)  # a run may span two trees, as nodes never do
+    first_run = np.where(is_sink, run + 1, run)  # run of the first leaf from here on that is not a sink
     below_root = np.arange(num_trees, len(s.parent))
     first = first_run[s.first_leaf[below_root]]
     last = run[s.end_leaf[below_root] - 1]
@@ -70,7 +73,7 @@ def cut_out_sinks(structure: Structure, sinks: np.ndarray) -> tuple[np.ndarray, 
 
     owner = np.repeat(below_root, pieces)
     piece_run = np.repeat(first - (np.cumsum(pieces) - pieces), pieces) + np.arange(len(owner))
-    begin = np.zeros(len(s.parent), np.int64)  # the id of a node's first piece
+    begin = np.zeros(len(s.parent), np.int64)  # index of each node's first piece
     begin[below_root] = num_trees + np.cumsum(pieces) - pieces
     first_of = np.zeros(len(s.parent), np.int64)
     first_of[below_root] = first

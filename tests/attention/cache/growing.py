@@ -1,4 +1,4 @@
-"""Texts that grow token by token in a cache, and what the full pass says about each of their tokens."""
+"""Texts that grow token by token in a cache, compared with a pass over the whole texts."""
 
 import io
 
@@ -12,11 +12,11 @@ HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 5, 7
 
 
 class Text:
-    """A batch of texts that are longer than what a cache has seen of them.
+    """A batch of texts, with the expected output of every token.
 
     Args:
-        lengths: of the texts.
-        closing: tokens close families up to this height, at random; 0 for fixed windows.
+        lengths: Lengths of the texts; a cache gets their first tokens as prompts, the others one by one.
+        closing: Greatest height up to which tokens close families, at random; 0 for families of fixed size.
     """
 
     def __init__(
@@ -43,48 +43,50 @@ class Text:
         self.closes = None
         if closing:
             self.closes = random.integers(1, closing + 1, sum(lengths)) * (random.random(sum(lengths)) < 0.3)
-            self.closes[self.first] = closing  # a sink, which closes nothing, or a family of one
+            self.closes[self.first] = closing  # the first token: a sink, which closes nothing, or a family of one
         self.tree = causal_tree(lengths, branching, self.closes, sinks)
         self.out = self.outputs(self.q, self.k, self.v)
         self.garbage = generator
 
     def outputs(self, q, k, v):
+        """Return the outputs of a pass over the whole texts."""
         selection = select(q, k, self.tree, near=self.near, causal=True)
         return multiscale_attention(q, k, v, self.tree, selection=selection, causal=True, **self.attention)
 
     def of(self, prompts):
-        """The first tokens of every text."""
+        """Return the rows of the first tokens of every text."""
         return np.concatenate([first + np.arange(n) for first, n in zip(self.first, prompts, strict=True)])
 
     def prompts(self, lengths):
-        """Packed keys and values of the first tokens."""
+        """Return the packed keys and values of the first tokens."""
         return self.k[self.of(lengths)], self.v[self.of(lengths)]
 
     def begin(self, cache, lengths):
+        """Fill a cache with the first tokens of every text."""
         tree = cache.begin(lengths, None if self.closes is None else self.closes[self.of(lengths)])
         for layer in range(cache.layers):
             cache.fill(layer, *(x.to(cache.device) for x in self.prompts(lengths)))
         return tree
 
     def rows(self, cache, which=None):
-        """The next token of every sequence. `which`: the text of each."""
+        """Return the row of the next token of every sequence; `which` is the text of each."""
         return self.first[range(len(self.lengths)) if which is None else which] + np.array(cache.lengths)
 
     def attend(self, cache, rows, layer=0):
-        """The largest error."""
+        """Attend in one layer, and return the largest error."""
         token = (x[rows].to(cache.device) for x in (self.q, self.k, self.v))
         out = cache.attend(layer, *token, **self.attention)
         assert out.dtype == self.q.dtype
         return (out.cpu() - self.out[rows]).abs().max().item()
 
     def step(self, cache, which=None):
-        """One more token in every sequence; the largest error."""
+        """Add a token to every sequence, and return the largest error."""
         rows = self.rows(cache, which)
         cache.append(None if self.closes is None else self.closes[rows])
         return max(self.attend(cache, rows, layer) for layer in range(cache.layers))
 
     def step_garbage(self, cache):
-        """A token that is in none of the texts, and closes what it likes."""
+        """Add a token that is in none of the texts and closes a random height."""
         heights = torch.randint(0, self.closing + 1, (cache.batch,), generator=self.garbage)
         cache.append(heights if self.closing else None)
         for layer in range(cache.layers):
@@ -96,7 +98,7 @@ class Text:
 
 
 def saved(cache):
-    """Its state, through a file."""
+    """Return the state of a cache, saved to a file and loaded again."""
     file = io.BytesIO()
     torch.save(cache.state_dict(), file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Trees over clustered keys, token by token: the same numbers as the full pass, whatever happened to the cache before."""
+"""`ClusteredCache`: decoding equals a pass over the whole text, also after prompts, crops and reordering."""
 
 import io
 
@@ -15,7 +15,7 @@ from hsa.errors import InvalidInput
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
 BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0, 0.1, -0.2])
-WAYS = {
+CASES = {
     "binary": {"branching": (4, 2), "chunk": 32, "top_k": 2, "beam": 5},
     "sink": {"branching": (4, 2), "chunk": 32, "top_k": 2, "beam": 5, "sinks": 1},
     "narrow": {"branching": (4, 2), "chunk": 16, "top_k": 3, "beam": 3, "sinks": 2},
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def tokens(lengths, seed=0, dtype=torch.float32):
-    """Packed queries, keys and values."""
+    """Return random queries, keys and values, packed."""
     generator = torch.Generator().manual_seed(seed)
     sizes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
     return [torch.randn(sum(lengths), *size, generator=generator).to(dtype) for size in sizes]
@@ -45,21 +45,21 @@ def full(q, k, v, lengths, *, branching, chunk, top_k, beam=None, sinks=0):
     return out, clusters, selection, tree
 
 
-def cache_of(batch, way, layers=1, **others):
-    return ClusteredCache(layers, batch, KV_HEADS, DIM, value_dim=VALUE_DIM, **WAYS[way], **others)
+def cache_of(batch, case, layers=1, **others):
+    return ClusteredCache(layers, batch, KV_HEADS, DIM, value_dim=VALUE_DIM, **CASES[case], **others)
 
 
 class Sequences:
-    """A batch of sequences of unequal lengths that are longer than what a cache has seen of them."""
+    """A batch of sequences, with the expected output of every token."""
 
-    def __init__(self, lengths, way, seed=0):
-        self.lengths, self.way = lengths, way
+    def __init__(self, lengths, case, seed=0):
+        self.lengths, self.case = lengths, case
         self.q, self.k, self.v = tokens(lengths, seed)
-        self.out, self.clusters, self.selection, self.tree = full(self.q, self.k, self.v, lengths, **WAYS[way])
+        self.out, self.clusters, self.selection, self.tree = full(self.q, self.k, self.v, lengths, **CASES[case])
         self.first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
 
     def prompts(self, lengths):
-        """Packed keys and values of the first tokens."""
+        """Return the packed keys and values of the first tokens."""
         rows = torch.cat([first + torch.arange(n) for first, n in zip(self.first, lengths, strict=True)])
         return self.k[rows], self.v[rows]
 
@@ -68,7 +68,7 @@ class Sequences:
         cache.fill(layer, *self.prompts(lengths))
 
     def step(self, cache, which=None, counted=None):
-        """One more token in every sequence; the largest error. `which`: the sequences in the cache."""
+        """Add a token to every sequence, and return the largest error; `which` are the sequences in the cache."""
         which = torch.arange(len(self.lengths)) if which is None else torch.tensor(which)
         rows = self.first[which] + torch.tensor(cache.lengths)
         cache.append()
@@ -76,31 +76,31 @@ class Sequences:
         return (out - self.out[rows]).abs().max().item()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_token_by_token_is_the_full_pass(way):
-    text = Sequences([300, 300], way)
-    cache = cache_of(2, way)
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_equals_the_full_pass(case):
+    text = Sequences([300, 300], case)
+    cache = cache_of(2, case)
     errors = [text.step(cache) for _ in range(300)]
     assert max(errors) < 1e-5, f"first at token {next(i for i, e in enumerate(errors) if e >= 1e-5)}"
 
 
-def test_at_every_length_it_is_the_full_pass_of_that_length():
-    """The tree over a longer text is another one, but not for the tokens that were there before."""
+def test_full_passes_of_all_lengths_agree():
+    """A longer text has another tree, but earlier tokens get the same results."""
     text = Sequences([150], "sink")
     for length in (1, 2, 31, 32, 33, 34, 64, 65, 66, 97, 98, 129, 149):
         part = [x[:length] for x in (text.q, text.k, text.v)]
-        out = full(*part, [length], **WAYS["sink"])[0]
+        out = full(*part, [length], **CASES["sink"])[0]
         torch.testing.assert_close(out[-1], text.out[length - 1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("products", [2**24, 2**12])
-def test_prompts_that_attend_inside_the_cache_are_the_full_pass(monkeypatch, way, products):
+def test_attend_prompts_equals_the_full_pass(monkeypatch, case, products):
     monkeypatch.setattr("hsa.attention.cache.clustered.PRODUCTS", products)
     lengths = [150, 90, 33, 1, 32, 65]
-    text = Sequences([n + 5 for n in lengths], way)
+    text = Sequences([n + 5 for n in lengths], case)
     rows = torch.cat([first + torch.arange(n) for first, n in zip(text.first, lengths, strict=True)])
-    cache = cache_of(len(lengths), way)
+    cache = cache_of(len(lengths), case)
     cache.begin(lengths)
     out = cache.attend_prompts(0, text.q[rows], *text.prompts(lengths), pooled_bias=BIAS)
     torch.testing.assert_close(out, text.out[rows], rtol=0, atol=1e-5)
@@ -109,30 +109,30 @@ def test_prompts_that_attend_inside_the_cache_are_the_full_pass(monkeypatch, way
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(sorted(WAYS)),
+    st.sampled_from(sorted(CASES)),
     st.lists(st.integers(1, 110), min_size=1, max_size=4),
     st.booleans(),
     st.integers(0, 99),
 )
-def test_prompts_of_unequal_lengths_and_then_token_by_token(way, prompts, given_clusters, seed):
-    text = Sequences([n + 40 for n in prompts], way, seed)
-    cache = cache_of(len(prompts), way)
+def test_decoding_after_prompts_of_unequal_lengths(case, prompts, pass_clusters, seed):
+    text = Sequences([n + 40 for n in prompts], case, seed)
+    cache = cache_of(len(prompts), case)
     tree = cache.begin(prompts)
     k, v = text.prompts(prompts)
-    cache.fill(0, k, v, clusters=cluster_keys(k, tree, chunk=WAYS[way]["chunk"]) if given_clusters else None)
+    cache.fill(0, k, v, clusters=cluster_keys(k, tree, chunk=CASES[case]["chunk"]) if pass_clusters else None)
     assert max(text.step(cache) for _ in range(40)) < 1e-5
 
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(sorted(WAYS)),
+    st.sampled_from(sorted(CASES)),
     st.lists(st.tuples(st.integers(1, 130), st.integers(0, 130)), min_size=1, max_size=3),
     st.integers(0, 99),
 )
-def test_after_a_crop_it_is_as_if_the_tokens_had_never_been(way, prompts, seed):
+def test_crop_removes_all_traces_of_tokens(case, prompts, seed):
     lengths, shorter = [n for n, _ in prompts], [min(n, m) for n, m in prompts]
-    text = Sequences([n + 20 for n in lengths], way, seed)
-    cache = cache_of(len(lengths), way)
+    text = Sequences([n + 20 for n in lengths], case, seed)
+    cache = cache_of(len(lengths), case)
     text.begin(cache, lengths)
     cache.crop(shorter)
     assert cache.lengths == shorter
@@ -142,15 +142,15 @@ def test_after_a_crop_it_is_as_if_the_tokens_had_never_been(way, prompts, seed):
     assert max(text.step(cache) for _ in range(20)) < 1e-5
 
 
-def test_crops_back_and_forth_across_chunks():
+def test_repeated_crops_across_chunks():
     text = Sequences([200, 190], "binary")
     cache = cache_of(2, "binary")
-    for back, forth in ((0, 70), (9, 20), (40, 71), (64, 64), (1, 1)):
-        cache.crop([n - back for n in cache.lengths])
-        assert max(text.step(cache) for _ in range(forth)) < 1e-5
+    for removed, added in ((0, 70), (9, 20), (40, 71), (64, 64), (1, 1)):
+        cache.crop([n - removed for n in cache.lengths])
+        assert max(text.step(cache) for _ in range(added)) < 1e-5
 
 
-def test_reordered_sequences():
+def test_reorder():
     text = Sequences([100, 120, 140], "sink")
     cache = cache_of(3, "sink")
     text.begin(cache, [30, 50, 70])
@@ -162,7 +162,7 @@ def test_reordered_sequences():
         assert max(text.step(cache, which) for _ in range(10)) < 1e-5
 
 
-def test_saved_and_restored():
+def test_save_and_restore():
     text = Sequences([170, 190], "binary")
     cache = cache_of(2, "binary")
     text.begin(cache, [90, 110])
@@ -174,11 +174,11 @@ def test_saved_and_restored():
     for _ in range(60):
         assert text.step(cache) < 1e-5
         assert text.step(other) < 1e-5
-    with pytest.raises(InvalidInput, match=r"state\['settings'\]: given"):
+    with pytest.raises(InvalidInput, match=r"state\['settings'\]: expected"):
         cache_of(2, "sink").load_state_dict(cache.state_dict())
 
 
-def test_layers_are_kept_apart():
+def test_layers_do_not_mix():
     texts = [Sequences([90], "binary", seed) for seed in (1, 2)]
     cache = cache_of(1, "binary", layers=2)
     cache.begin([60])
@@ -194,10 +194,10 @@ def test_layers_are_kept_apart():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions(dtype):
-    way = WAYS["sink"]
+    case = CASES["sink"]
     q, k, v = tokens([130], dtype=dtype)
-    out = full(q, k, v, [130], **way)[0]
-    cache = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, dtype=dtype, **way)
+    out = full(q, k, v, [130], **case)[0]
+    cache = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, dtype=dtype, **case)
     atol = 1e-12 if dtype == torch.float64 else 0.02
     for t in range(130):
         cache.append()
@@ -209,8 +209,8 @@ def test_other_precisions(dtype):
 
 def test_pooled_nodes_can_be_dropped_and_scaled():
     q, k, v = tokens([130])
-    way = WAYS["sink"]
-    _, clusters, _, tree = full(q, k, v, [130], **way)
+    case = CASES["sink"]
+    _, clusters, _, tree = full(q, k, v, [130], **case)
     options = {"pooled_bias": -torch.inf, "scale": 0.5}
     selection = select(q, k, tree, top_k=2, beam=5, clusters=clusters, causal=True, scale=0.5)
     out = multiscale_attention(q, k, v, tree, selection=selection, clusters=clusters, causal=True, **options)
@@ -221,10 +221,10 @@ def test_pooled_nodes_can_be_dropped_and_scaled():
         torch.testing.assert_close(cache.attend(0, q[row], k[row], v[row], **options), out[row], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["binary", "three members", "exact"])
-def test_counts_are_those_of_the_full_pass(way):
-    text = Sequences([210], way)
-    cache, counted = cache_of(1, way), Counted()
+@pytest.mark.parametrize("case", ["binary", "three members", "exact"])
+def test_counts_equal_those_of_the_full_pass(case):
+    text = Sequences([210], case)
+    cache, counted = cache_of(1, case), Counted()
     for _ in range(210):
         text.step(cache, counted=counted)
     by_pass = flops(text.selection, HEADS * DIM, HEADS, hierarchy=text.tree)
@@ -236,7 +236,7 @@ def test_counts_are_those_of_the_full_pass(way):
 def test_work_grows_with_the_logarithm_of_the_length():
     def entries(length):
         q, k, v = tokens([length])
-        cache, counted = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, **WAYS["binary"]), Counted()
+        cache, counted = ClusteredCache(1, 1, KV_HEADS, DIM, value_dim=VALUE_DIM, **CASES["binary"]), Counted()
         cache.begin([length - 1])
         cache.fill(0, k[:-1], v[:-1])
         cache.append()
@@ -247,7 +247,7 @@ def test_work_grows_with_the_logarithm_of_the_length():
     assert 0 < third - second < 1.3 * (second - first)
 
 
-def test_memory_says_that_leaves_are_kept():
+def test_memory():
     cache = cache_of(2, "binary", layers=3)
     memory = cache.memory()
     assert memory.leaves_kept
@@ -261,38 +261,38 @@ def test_memory_says_that_leaves_are_kept():
     assert "every key and value is kept" in str(cache.memory())
 
 
-def test_what_is_refused():
+def test_bad_input():
     cache = cache_of(2, "binary", max_length=65)
     q, k, v = (x[:2] for x in tokens([2, 2]))
     with pytest.raises(InvalidInput, match="append before attend"):
         cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match=r"closes: given heights to close.*None"):
+    with pytest.raises(InvalidInput, match="closes: expected None, got heights"):
         cache.append(closes=[1, 0])
     with pytest.raises(InvalidInput, match="max_length"):
         cache.begin([66, 3])
     cache = cache_of(2, "binary", max_length=65)
     tree = cache.begin([64, 65])
     prompts = tokens([64, 65])[1:]
-    with pytest.raises(InvalidInput, match=r"clusters: given .* in chunks of 16.*chunk=32"):
+    with pytest.raises(InvalidInput, match=r"clusters: expected .*, got .* in chunks of 16.*chunk=32"):
         cache.fill(0, *prompts, clusters=cluster_keys(prompts[0], tree, chunk=16))
     cache = cache_of(2, "binary", max_length=65)
     cache.begin([64, 65])
     cache.fill(0, *prompts)
     with pytest.raises(InvalidInput, match="65"):
         cache.append()
-    with pytest.raises(InvalidInput, match=r"chunk: given 24 with branching \(4, 2\).*chunk=32"):
+    with pytest.raises(InvalidInput, match=r"chunk: expected .*, got 24 with branching \(4, 2\).*chunk=32"):
         ClusteredCache(1, 1, 1, 8, branching=(4, 2), chunk=24)
-    with pytest.raises(InvalidInput, match=r"branching: given \(8, 4, 2\)"):
+    with pytest.raises(InvalidInput, match=r"branching: expected .*, got \(8, 4, 2\)"):
         ClusteredCache(1, 1, 1, 8, branching=(8, 4, 2))
-    with pytest.raises(InvalidInput, match=r"beam: given 3.*at least 4"):
+    with pytest.raises(InvalidInput, match=r"beam: expected .* at least 4 .*, got 3"):
         ClusteredCache(1, 1, 1, 8, top_k=4, beam=3)
 
 
-def test_what_is_refused_leaves_the_cache_as_it_was():
+def test_refused_calls_do_not_change_the_cache():
     cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)
     q, k, v = torch.randn(3, 40, 2, 8).unbind(0)
     cache.begin([39])
-    with pytest.raises(InvalidInput, match="q: given"):
+    with pytest.raises(InvalidInput, match="q: expected"):
         cache.attend_prompts(0, q[:7], k[:39], v[:39])
     with pytest.raises(InvalidInput, match="pooled_bias"):
         cache.attend_prompts(0, q[:39], k[:39], v[:39], pooled_bias=torch.zeros(3))

@@ -1,4 +1,4 @@
-"""The plain cache: exact attention over everything so far."""
+"""`FlatCache`: exact attention over all tokens so far."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def cache_of(batch, layers=1, **others):
 
 
 class FlatText(Text):
-    """Every token sees every token up to itself: the tree does not matter when all families are selected."""
+    """Texts whose tokens see all tokens up to themselves: all families are selected."""
 
     def outputs(self, q, k, v):
         selection = select(q, k, self.tree, near=sum(self.lengths), causal=True)
         return multiscale_attention(q, k, v, self.tree, selection=selection, causal=True)
 
 
-def test_token_by_token_is_exact_attention():
+def test_decoding_equals_exact_attention():
     text, cache = FlatText([100, 100]), cache_of(2)
     assert max(text.step(cache) for _ in range(100)) < 1e-5
     q, k, v = text.q[:100], text.k[:100], text.v[:100]
@@ -44,7 +44,7 @@ def test_prompts_of_unequal_lengths_and_layers():
     assert cache.lengths == [n + 30 for n in prompts]
 
 
-def test_crops_and_other_orders():
+def test_crop_and_reorder():
     text, cache = FlatText([110, 110, 110]), cache_of(3)
     text.begin(cache, [20, 40, 60])
     which = [0, 1, 2]
@@ -59,7 +59,7 @@ def test_crops_and_other_orders():
         assert max(text.step(cache, which=which) for _ in range(3)) < 1e-5
 
 
-def test_cropped_to_nothing_it_meets_prompts_again():
+def test_cache_cropped_to_nothing_takes_new_prompts():
     text, cache = FlatText([30, 30]), cache_of(2)
     text.begin(cache, [9, 5])
     cache.crop([0, 0])
@@ -67,7 +67,7 @@ def test_cropped_to_nothing_it_meets_prompts_again():
     assert text.step(cache) < 1e-5
 
 
-def test_saved_and_restored():
+def test_save_and_restore():
     text, cache, other = FlatText([60, 60]), cache_of(2), cache_of(5)
     text.begin(cache, [20, 31])
     other.load_state_dict(saved(cache))
@@ -89,7 +89,7 @@ def test_other_precisions(dtype):
     assert max(text.step(cache) for _ in range(30)) < (1e-12 if dtype == torch.float64 else 0.02)
 
 
-def test_every_token_is_an_entry():
+def test_every_token_counts_as_an_entry():
     text, cache, counted = FlatText([60, 60]), cache_of(2), Counted()
     text.begin(cache, [20, 32])
     rows = text.rows(cache)

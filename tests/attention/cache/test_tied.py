@@ -1,4 +1,4 @@
-"""The paper's cache: the newest row of its own operator, at every length."""
+"""`TiedCache`: the newest row of hierarchical attention with the paper's mask, at every length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def last_row(qkv: Tokens, length: int, tree: Hierarchy) -> Tensor:
 def step(
     cache: TiedCache, texts: Sequence[Tokens], closes: Sequence[np.ndarray] | None = None, layer: int = 0
 ) -> Tensor:
-    """The next token of every text."""
+    """Decode the next token of every text."""
     at = list(cache.lengths)
     cache.append(None if closes is None else [int(c[t]) for c, t in zip(closes, at, strict=True)])
     rows = [torch.stack([text[i][t] for text, t in zip(texts, at, strict=True)]) for i in range(3)]
@@ -43,7 +43,7 @@ def step(
 
 
 def test_every_length() -> None:
-    """1 to 300 tokens, float32."""
+    """The newest token gets its row of the full pass, for 1 to 300 tokens in float32."""
     branching = (3, 2)
     qkv = tokens(300, dtype=torch.float32)
     cache = TiedCache(1, branching)
@@ -62,7 +62,7 @@ def test_every_length() -> None:
     prefill=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_ragged_closes(branching: tuple[int, ...], sinks: int, lengths: list[int], prefill: bool, seed: int) -> None:
+def test_early_closing(branching: tuple[int, ...], sinks: int, lengths: list[int], prefill: bool, seed: int) -> None:
     """Tokens that close nodes early, sinks, batches of unequal lengths, with and without a prompt."""
     rng = np.random.default_rng(seed)
     longest = max(lengths) + 9
@@ -81,7 +81,7 @@ def test_ragged_closes(branching: tuple[int, ...], sinks: int, lengths: list[int
 
 
 def test_rows_of_earlier_tokens_change() -> None:
-    """Erratum 7: a later full pass gives earlier tokens other rows than the cache did; not so multiscale."""
+    """Erratum 7: a full pass over a longer text gives earlier tokens other rows. Multiscale attention does not."""
     branching, length = (4, 4), 16
     q, k, v = tokens(length)
     cache = TiedCache(1, branching)
@@ -90,7 +90,7 @@ def test_rows_of_earlier_tokens_change() -> None:
     full = hierarchical_attention(q, k, v, tree, causal="paper-mask")
     torch.testing.assert_close(incremental[-1], full[-1])
     moved = (incremental - full).abs().amax((1, 2)) > 1e-3
-    # All that had a node to their left and now have a token to their right in their own.
+    # Rows of tokens with an earlier node and with a later token in their own node.
     assert moved.tolist() == [False] * 4 + [True, True, True, False] * 3
 
     def multiscale(until: int) -> Tensor:
@@ -131,7 +131,7 @@ def test_reorder() -> None:
             )
 
 
-def test_saved_and_restored(tmp_path) -> None:
+def test_save_and_restore(tmp_path) -> None:
     texts = [tokens(20, i) for i in range(2)]
     cache = TiedCache(2, (3, 2), sinks=2)
     for _ in range(10):
@@ -142,7 +142,7 @@ def test_saved_and_restored(tmp_path) -> None:
     assert other.lengths == cache.lengths
     for _ in range(5):
         assert torch.equal(step(cache, texts), step(other, texts))
-    with pytest.raises(InvalidInput, match="a cache of"):
+    with pytest.raises(InvalidInput, match=r"state\['settings'\]: expected"):
         TiedCache(2, (3, 3), sinks=2).load_state_dict(cache.state_dict())
 
 
@@ -152,7 +152,7 @@ def test_memory_grows_with_the_logarithm() -> None:
     assert cache.begin([4**6]).num_leaves == 4**6
     cache.fill(0, q, k, v)
     kept = cache.memory()
-    # Seven levels of at most three members, each a key and a value; for these and the root a sum of queries and an energy.
+    # Seven levels of at most three members with a key and a value each; a query sum and an energy per level and root.
     assert kept.bytes == 4 * (7 * 3 * KV_HEADS * (DIM + VALUE_DIM) + 8 * HEADS * (DIM + 1))
     assert kept.flat_bytes == 4**6 * 4 * KV_HEADS * (DIM + VALUE_DIM)
     assert not kept.leaves_kept
@@ -180,33 +180,33 @@ def test_bad_input() -> None:
     with pytest.raises(InvalidInput, match="batch"):
         TiedCache(0, (4,))
     cache = TiedCache(2, (2,))
-    with pytest.raises(InvalidInput, match="append before it"):
+    with pytest.raises(InvalidInput, match="layer: 0 is not waiting for a token; expected a call of append"):
         cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match="begin before it"):
+    with pytest.raises(InvalidInput, match="layer: 0 is not waiting for prompts; expected a call of begin"):
         cache.fill(0, q, k, v)
     with pytest.raises(InvalidInput, match="closes"):
         cache.append([1])
     cache.append()
-    with pytest.raises(InvalidInput, match="call attend"):
+    with pytest.raises(InvalidInput, match=r"only 0 of 1 layers have the newest tokens.*attend after append"):
         cache.append()
-    with pytest.raises(InvalidInput, match="call attend"):
+    with pytest.raises(InvalidInput, match=r"only 0 of 1 layers have the newest tokens.*attend after append"):
         cache.reorder([0])
-    with pytest.raises(InvalidInput, match="a row per sequence"):
+    with pytest.raises(InvalidInput, match="one row per sequence"):
         cache.attend(0, q[:1], k[:1], v[:1])
-    with pytest.raises(InvalidInput, match="heads of k and v that divide"):
+    with pytest.raises(InvalidInput, match="heads in k and v that divide"):
         cache.attend(0, q, k.float(), v)
-    with pytest.raises(InvalidInput, match=r"0\.\.0"):
+    with pytest.raises(InvalidInput, match="layer: expected a number from 0 to 0, got 1"):
         cache.attend(1, q, k, v)
     cache.attend(0, q, k, v)
-    with pytest.raises(InvalidInput, match="append before it"):
+    with pytest.raises(InvalidInput, match="layer: 0 is not waiting for a token; expected a call of append"):
         cache.attend(0, q, k, v)
     cache.append()
-    with pytest.raises(InvalidInput, match="one model"):
+    with pytest.raises(InvalidInput, match="one cache per model"):
         cache.attend(0, q[:, :2], k, v)
     cache.attend(0, q, k, v)
     with pytest.raises(InvalidInput, match="an empty cache"):
         cache.begin([3, 4])
     with pytest.raises(InvalidInput, match="index"):
         cache.reorder([2])
-    with pytest.raises(InvalidInput, match="2 sequences"):
+    with pytest.raises(InvalidInput, match="lengths: expected one length for each of the 2 sequences, got"):
         TiedCache(2, (2,)).begin([3])

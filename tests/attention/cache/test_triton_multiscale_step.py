@@ -1,4 +1,4 @@
-"""The kernels of decoding move the same numbers as the steps in PyTorch."""
+"""Kernels of `MultiscaleCache`: the same state and results as the steps in PyTorch."""
 
 import pytest
 
@@ -12,8 +12,8 @@ from tests.attention.cache.growing import Text
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
 BIAS = torch.tensor([0.0, -0.5, 0.3, -1.0])
-# Which tokens the kernels are asked about: the first ones, those that close some levels, and the ones after those.
-WAYS = {
+# Settings, bias, and tokens to compare: the first ones, those that close some levels, and the ones after those.
+CASES = {
     "windows": ({"branching": (3, 2), "near": 1}, 0.0, (0, 2, 3, 11, 12, 23)),
     "sinks": ({"branching": (2,), "near": 0, "sinks": 2}, -0.4, (0, 1, 2, 3, 9, 17)),
     "closing": ({"branching": (3, 2), "near": 2, "sinks": 1, "closing": 3}, BIAS, (0, 1, 4, 9, 16, 23)),
@@ -22,7 +22,7 @@ WAYS = {
 
 
 class Pair:
-    """The same tokens in a cache of either backend."""
+    """Two caches with the same tokens, one per backend."""
 
     def __init__(self, batch, heads=(4, 2), dims=(5, 17), dtype=torch.float32, **settings):
         sizes = {"value_dim": dims[1], "max_length": 24, "dtype": dtype, "device": DEVICE, **settings}
@@ -32,7 +32,7 @@ class Pair:
         self.atol = 1e-5 if dtype == torch.float32 else 0.02
 
     def step(self, text, both=True):
-        """One more token, to begin with in PyTorch; the kernels take it up from the same state."""
+        """Add a token in PyTorch and, if `both`, with the kernels, starting from the same state."""
         rows, state = text.rows(self.torch), self.torch.state_dict()
         expected = self._step(self.torch, text, rows)
         if both:
@@ -56,17 +56,17 @@ class Pair:
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=self.atol)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_are_those_of_torch(way):
-    settings, bias, asked = WAYS[way]
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_those_of_torch(case):
+    settings, bias, compared = CASES[case]
     heads, dims = (4, 2), (5, 17)
     text = Text([24, 24], **settings, pooled_bias=bias, heads=heads, dims=dims, seed=3)
     pair = Pair(2, heads, dims, **settings)
     for token in range(24):
-        pair.step(text, token in asked)
+        pair.step(text, token in compared)
 
 
-def test_prompts_crops_and_other_orders():
+def test_prompts_crop_and_reorder():
     settings = {"branching": (3, 2), "near": 1, "sinks": 1, "closing": 2}
     heads, dims = (2, 1), (5, 7)
     text = Text([40, 40], **settings, heads=heads, dims=dims, scale=0.3)

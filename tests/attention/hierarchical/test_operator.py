@@ -1,4 +1,4 @@
-"""Hierarchical attention: the reference against its oracles, every other path against the reference."""
+"""Hierarchical attention: the reference against independent oracles, every other path against the reference."""
 
 import inspect
 import math
@@ -22,7 +22,7 @@ from tests.forests import (
 )
 
 seeds = st.integers(0, 10**6)
-ON_THE_CPU = [backend for backend in HIERARCHICAL if backend.name != "triton"]  # test_triton_operator.py has that one
+ON_THE_CPU = [backend for backend in HIERARCHICAL if backend.name != "triton"]  # see test_triton_operator.py
 BACKENDS = [backend.name for backend in ON_THE_CPU]
 
 
@@ -44,9 +44,8 @@ def test_torch_equals_reference(forest, seed, sight, with_positions):
 @given(forests(), seeds, sights)
 def test_energy_torch_equals_reference(forest, seed, sight):
     q, k, _ = random_inputs(forest, seed)
-    options = sight
-    fast = energy(q, k, forest, backend="torch", **options)
-    torch.testing.assert_close(fast, energy(q, k, forest, backend="reference", **options), rtol=1e-10, atol=1e-10)
+    fast = energy(q, k, forest, backend="torch", **sight)
+    torch.testing.assert_close(fast, energy(q, k, forest, backend="reference", **sight), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -60,7 +59,7 @@ def test_a_flat_tree_is_softmax_attention(backend, lengths, seed, include_self):
 
 
 @given(forests(), seeds, sights)
-def test_rows_sum_to_one_unless_there_is_nothing_to_see(forest, seed, sight):
+def test_rows_with_visible_leaves_sum_to_one(forest, seed, sight):
     q, k, _ = random_inputs(forest, seed)
     weights = dense_weights(hierarchical_attention, q, k, forest, **sight)
     length = torch.repeat_interleave(torch.tensor(forest.lengths), torch.tensor(forest.lengths))
@@ -80,7 +79,7 @@ def siblings(forest):
 
 
 @given(forests(), seeds, st.booleans())
-def test_weights_are_tied_over_pairs_of_siblings(forest, seed, include_self):
+def test_weights_are_tied_for_each_pair_of_siblings(forest, seed, include_self):
     q, k, _ = random_inputs(forest, seed)
     weights = dense_weights(hierarchical_attention, q, k, forest, include_self=include_self)
     for rows, columns in siblings(forest):
@@ -102,7 +101,7 @@ def test_the_gradient_of_the_energy_is_the_operator(forest, seed, include_self):
 
 
 def tied_matrix(forest, free):
-    """Any tied stochastic matrix: in each family a member divides its row between its siblings and its own children."""
+    """Return a tied stochastic matrix: in each family, a member divides its row among its siblings and its children."""
     s = forest.structure
     free = iter(free)
     total = torch.zeros(forest.num_leaves, forest.num_leaves, dtype=torch.float64)
@@ -128,7 +127,7 @@ def tied_matrix(forest, free):
 
 @pytest.mark.parametrize("nested", [[[3, 2]], [[[2, 1], 2]], [[[1, 2], [2]]]])
 def test_closest_to_softmax_among_all_tied_matrices(nested):
-    """Theorem 3.2, by L-BFGS over all tied stochastic matrices: it lands on the operator's, with the same divergence."""
+    """Theorem 3.2: L-BFGS over all tied stochastic matrices finds the operator's matrix, with the same divergence."""
     forest = Hierarchy.from_nested(nested)
     q, k, _ = random_inputs(forest, 3, heads=1, kv_heads=1)
     flat = softmax_weights(q, k, forest, include_self=False)[0]
@@ -146,9 +145,9 @@ def test_closest_to_softmax_among_all_tied_matrices(nested):
         return loss
 
     optimiser.step(divergence)
-    found = tied_matrix(forest, free).detach()
-    torch.testing.assert_close(found, ours, rtol=1e-6, atol=1e-7)
-    assert abs(total_kl(ours, flat) - total_kl(found, flat)) < 1e-10
+    best = tied_matrix(forest, free).detach()
+    torch.testing.assert_close(best, ours, rtol=1e-6, atol=1e-7)
+    assert abs(total_kl(ours, flat) - total_kl(best, flat)) < 1e-10
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), seeds)
@@ -165,7 +164,7 @@ def test_sets_are_permutation_equivariant(sizes, seed):
 
 
 @given(st.lists(forests(), min_size=2, max_size=3), seeds, sights)
-def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed, sight):
+def test_trees_of_a_batch_do_not_attend_to_each_other(parts, seed, sight):
     batch = Hierarchy.collate(parts)
     q, k, v = random_inputs(batch, seed)
     out = hierarchical_attention(q, k, v, batch, **sight)
@@ -178,7 +177,7 @@ def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed, sight):
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
-@pytest.mark.parametrize("value_dim", [2, 3])  # the fused and the plain path inside families
+@pytest.mark.parametrize("value_dim", [2, 3])  # the fused and the plain path within families
 def test_gradcheck(sight, value_dim):
     forest = Hierarchy.collate([Hierarchy.from_nested([[3, [2, 1]]], sinks=(0,)), Hierarchy.from_parents([-1])])
     q, k, v = random_inputs(forest, 1, heads=2, kv_heads=1, dim=2, value_dim=value_dim, requires_grad=True)
@@ -206,7 +205,7 @@ def test_declared_tolerances(backend, dtype):
 
 
 def test_causal_mask_of_the_paper_hides_right_siblings_but_leaks():
-    """Erratum 7: the weight matrix is lower triangular, yet earlier outputs move with the last query."""
+    """Erratum 7: the weight matrix is lower triangular, yet earlier outputs change with the last query."""
     forest = Hierarchy.regular([16], (4, 4))
     q, k, v = random_inputs(forest, 5)
     options = {"causal": "paper-mask"}
@@ -226,10 +225,12 @@ def test_the_mask_of_the_paper_needs_include_self():
 
 
 @pytest.mark.parametrize("causal", [True, False, "yes"])
-def test_causality_that_leaks_has_no_other_name(causal):
+def test_the_leaking_mask_has_no_other_name(causal):
     forest = Hierarchy.flat([3])
     q, k, v = random_inputs(forest, 0)
-    message = rf"causal: given {causal!r}, expected None, or 'paper-mask'.*leaks.*multiscale_attention\(causal=True\)"
+    message = (
+        rf"causal: expected None, or 'paper-mask'.*leaks.*, got {causal!r}\..*multiscale_attention\(causal=True\)$"
+    )
     with pytest.raises(HsaError, match=message):
         hierarchical_attention(q, k, v, forest, causal=causal)
     with pytest.raises(HsaError, match=message):
@@ -253,7 +254,7 @@ def test_an_empty_batch(backend):
     assert energy(q, k, forest).shape == (0, 6)
 
 
-def test_half_precision_survives_huge_logits():
+def test_half_precision_with_huge_logits():
     forest = Hierarchy.from_nested([[5, [3, 4]]])
     q, k, v = random_inputs(forest, 2, dim=16, value_dim=16, dtype=torch.float16)
     q, k = q * 60, k * 60
@@ -300,8 +301,8 @@ def test_family_attention_is_replaceable(name):
 
     for include_self in (False, True):
         exact = hierarchical_attention(q, k, v, forest, include_self=include_self)
-        chosen = mine if name == "mine" else name
-        other = hierarchical_attention(q, k, v, forest, include_self=include_self, family_attention=chosen)
+        function = mine if name == "mine" else name
+        other = hierarchical_attention(q, k, v, forest, include_self=include_self, family_attention=function)
         torch.testing.assert_close(other, exact, rtol=1e-10, atol=1e-10)
     assert bool(calls) == (name == "mine")
 
@@ -358,14 +359,14 @@ def test_refusals_list_every_backend():
     inputs = random_inputs(forest, 0)
     with pytest.raises(HsaError, match=r"(?s)torch: entmax needs.*reference: entmax needs"):
         hierarchical_attention(*inputs, forest, normalizer=Entmax(), family_attention="linear")
-    with pytest.raises(HsaError, match="reference: it is the definition"):
+    with pytest.raises(HsaError, match="reference: the reference needs family_attention='exact'"):
         hierarchical_attention(*inputs, forest, backend="reference", family_attention="linear")
-    with pytest.raises(HsaError, match=r"given 'cuda', expected 'auto' or one of \['triton', 'torch', 'reference'\]"):
+    with pytest.raises(HsaError, match=r"expected 'auto' or one of \['triton', 'torch', 'reference'\], got 'cuda'"):
         hierarchical_attention(*inputs, forest, backend="cuda")
 
 
 def test_memory_stays_linear():
-    """No tensor above four times the size of q, forward and backward."""
+    """Check that no tensor is larger than four times q, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -399,21 +400,24 @@ def test_a_quarter_million_leaves_forward_and_backward():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": lambda q: q[:-1]}, r"q: given 10 rows, expected 11, the number of leaves in Hierarchy"),
-        ({"v": lambda v: v[:-1]}, r"v: given 10 rows"),
-        ({"k": lambda k: k.float()}, r"k: given dtype torch.float32, expected torch.float64, as q"),
-        ({"k": lambda k: k[..., :2]}, r"k: given head_dim 2, expected 3, as q"),
-        ({"k": lambda k: k[:, [0, 1, 0, 1]]}, r"k: given 4 heads, expected a divisor of the 6 heads of q"),
-        ({"v": lambda v: v[:, :1]}, r"v: given 1 heads, expected 2, as k"),
-        ({"q": lambda q: q[None]}, r"q: given shape \(1, 11, 6, 3\).*hsa.Padding"),
-        ({"q": lambda q: q.long()}, r"q: given dtype torch.int64, expected a floating-point dtype"),
-        ({"q": lambda q: q.tolist()}, r"q: given list, expected a tensor"),
-        ({"q": lambda q: q[:, :0]}, r"q: given shape \(11, 0, 3\), expected at least one head"),
-        ({"v": lambda v: v.to(torch.float8_e4m3fn)}, r"v: given dtype torch.float8_e4m3fn"),
-        ({"v": lambda v: v.to("meta")}, r"v: given device meta, expected cpu, as the hierarchy"),
+        (
+            {"q": lambda q: q[:-1]},
+            r"q: expected 11 rows, the number of leaves in Hierarchy.*, got 10 rows\. .*per leaf",
+        ),
+        ({"v": lambda v: v[:-1]}, r"v: expected 11 rows, .*, got 10 rows"),
+        ({"k": lambda k: k.float()}, r"k: expected dtype torch.float64, as q, got dtype torch.float32"),
+        ({"k": lambda k: k[..., :2]}, r"k: expected head_dim 3, as q, got head_dim 2"),
+        ({"k": lambda k: k[:, [0, 1, 0, 1]]}, r"k: expected 6 heads, as q, or a divisor of that .*, got 4 heads"),
+        ({"v": lambda v: v[:, :1]}, r"v: expected 2 heads, as k, got 1 heads"),
+        ({"q": lambda q: q[None]}, r"q: expected \[leaves, .*\], got shape \(1, 11, 6, 3\)\. .*hsa.Padding"),
+        ({"q": lambda q: q.long()}, r"q: expected a floating-point dtype.*, got dtype torch.int64"),
+        ({"q": lambda q: q.tolist()}, r"q: expected a tensor.*, got list"),
+        ({"q": lambda q: q[:, :0]}, r"q: expected at least one head.*, got shape \(11, 0, 3\)"),
+        ({"v": lambda v: v.to(torch.float8_e4m3fn)}, r"v: expected a floating.*, got dtype torch.float8_e4m3fn"),
+        ({"v": lambda v: v.to("meta")}, r"v: expected device cpu, as the hierarchy, got device meta"),
     ],
 )
-def test_bad_inputs(change, message):
+def test_invalid_inputs(change, message):
     forest = Hierarchy.from_nested([[3, 2], [6]])
     inputs = dict(zip("qkv", random_inputs(forest, 0), strict=True))
     inputs = {name: change.get(name, lambda x: x)(x) for name, x in inputs.items()}
@@ -424,21 +428,24 @@ def test_bad_inputs(change, message):
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        (torch.zeros(11, 2), r"positions: given shape \(11, 2\), expected \[16 nodes, dim\]"),
+        (torch.zeros(11, 2), r"positions: expected \[16 nodes, dim\].*, got shape \(11, 2\)"),
         (torch.zeros(16, 5, 2), r"\[16 nodes, 6 heads, dim\]"),
-        (torch.zeros(16, 2, dtype=torch.float32), r"positions: given dtype torch.float32"),
-        ("sinusoidal", r"positions: given str"),
-        (torch.zeros(16, 2, dtype=torch.long), r"positions: given dtype torch.int64, expected torch.float64"),
+        (
+            torch.zeros(16, 2, dtype=torch.float32),
+            r"positions: expected dtype torch.float64, .*, got dtype torch.float32",
+        ),
+        ("sinusoidal", r"positions: expected a tensor, got str"),
+        (torch.zeros(16, 2, dtype=torch.long), r"positions: expected dtype torch.float64, as q, got dtype torch.int64"),
     ],
 )
-def test_bad_positions(positions, message):
+def test_invalid_positions(positions, message):
     forest = Hierarchy.from_nested([[3, 2], [6]])
     with pytest.raises(HsaError, match=message):
         hierarchical_attention(*random_inputs(forest, 0), forest, positions=positions)
 
 
-def test_your_values_are_never_overwritten():
-    """A family attention may hand its values through; without a gradient the sweeps save memory, but not that one."""
+def test_the_users_values_are_never_overwritten():
+    """A family attention may return its values, which the sweeps must not overwrite even if no gradient is needed."""
     forest = Hierarchy.regular([8], (2, 2))
     q, k, v = random_inputs(forest, 0, kv_heads=6)
     before = v.clone()
@@ -447,7 +454,7 @@ def test_your_values_are_never_overwritten():
     assert not torch.equal(through, v)
 
 
-def test_second_derivatives_are_refused_by_the_fast_backend():
+def test_only_the_reference_has_second_derivatives():
     forest = Hierarchy.from_nested([[3, 2]])
     q, k, v = random_inputs(forest, 0, requires_grad=True)
     for backend, works in (("torch", False), ("reference", True)):
@@ -463,16 +470,18 @@ def test_second_derivatives_are_refused_by_the_fast_backend():
 def test_unknown_family_attention():
     forest = Hierarchy.flat([3])
     for wrong in (["exact"], None):
-        with pytest.raises(HsaError, match="family_attention: given"):
+        with pytest.raises(HsaError, match="family_attention: expected"):
             hierarchical_attention(*random_inputs(forest, 0), forest, family_attention=wrong)
-    with pytest.raises(HsaError, match="a function that returned Tensor"):
+    with pytest.raises(
+        HsaError, match=r"expected a function that returns .*\(out, lse\), got a function that returned Tensor"
+    ):
         hierarchical_attention(*random_inputs(forest, 0), forest, family_attention=lambda q, *_, scale: q)
-    with pytest.raises(HsaError, match="family_attention: given 'fast', expected one of"):
+    with pytest.raises(HsaError, match=r"family_attention: expected one of.*, got 'fast'"):
         hierarchical_attention(*random_inputs(forest, 0), forest, family_attention="fast")
 
 
-def test_buckets_that_happen_to_lie_in_the_order_of_the_members():
-    """A small family of subtrees before a large one: two buckets, whose entries together are the members in order."""
+def test_two_buckets_whose_entries_are_the_members_in_order():
+    """A small family of subtrees comes before a large one."""
     tree = Hierarchy.from_nested([[[1, 1], [1] * 200]])
     q, k, v = torch.randn(3, tree.num_leaves, 2, 3, dtype=torch.float64).unbind(0)
     expected = hierarchical_attention(q, k, v, tree, backend="reference", include_self=True)

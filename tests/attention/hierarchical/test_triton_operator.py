@@ -1,4 +1,4 @@
-"""Kernels of hierarchical attention: the same numbers and gradients as the torch backend in float64."""
+"""Kernels of hierarchical attention: outputs and gradients equal those of the torch backend in float64."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def inputs(tree, heads=2, dim=5, value_dim=7, kv_heads=None, seed=0, spread=1.0)
 
 
 def run(tree, tensors, d_out, dtype, backend, positions=None, **options):
-    """Output and all gradients."""
+    """Return the output and all gradients."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
     if positions is not None:
         leaves.append(positions.detach().to(dtype).requires_grad_())
@@ -51,14 +51,14 @@ def check(tree, dtype=torch.float32, positions=None, spread=1.0, seed=0, options
     tree, options = tree.to(DEVICE), {"include_self": False} if options is None else options
     *tensors, d_out = inputs(tree, seed=seed, spread=spread, **sizes)
     tensors = [x.to(dtype).double() for x in tensors]
-    places = None
+    embedding = None
     if positions is not None:
-        places = torch.randn(tree.num_nodes, *positions, generator=torch.Generator().manual_seed(seed)).double()
-        places = places.to(DEVICE).to(dtype).double()
-    expected = run(tree, tensors, d_out, torch.float64, "torch", places, **options)
+        embedding = torch.randn(tree.num_nodes, *positions, generator=torch.Generator().manual_seed(seed)).double()
+        embedding = embedding.to(DEVICE).to(dtype).double()
+    expected = run(tree, tensors, d_out, torch.float64, "torch", embedding, **options)
     for name, x, y in zip(
         ["out", "q", "k", "v", "positions"],
-        run(tree, tensors, d_out, dtype, "triton", places, **options),
+        run(tree, tensors, d_out, dtype, "triton", embedding, **options),
         expected,
         strict=False,
     ):
@@ -86,10 +86,10 @@ def test_positions(forest, seed, shape):
 REGULAR = [
     ((64, 33), (16, 2)),  # full runs, then a short one
     ((130,), (17, 3)),  # runs of 32
-    ((140,), (40, 2)),  # of 64
-    ((260,), (100,)),  # of 128
+    ((140,), (40, 2)),  # runs of 64
+    ((260,), (100,)),  # runs of 128
     ((90,), (2, 2, 2)),  # many small families in a run
-    ((300, 5), (3, 3)),  # several levels below the top, small trees beside
+    ((300, 5), (3, 3)),  # several levels below the top, and a small tree
 ]
 
 
@@ -98,7 +98,7 @@ def test_sizes_of_families(lengths, branching):
     check(Hierarchy.regular(lengths, branching), dim=16, value_dim=16)
 
 
-def test_sizes_mixed_in_one_level():
+def test_families_of_different_sizes_in_one_level():
     check(Hierarchy.from_nested([[3, 40, 17, 1, 16, 90], [2, 30]]), dim=16, value_dim=16, options={})
 
 
@@ -122,7 +122,7 @@ def test_grouped_heads():
     check(Hierarchy.regular([50], (6, 3)), heads=6, kv_heads=2)
 
 
-def test_rows_need_not_be_contiguous():
+def test_rows_that_are_not_contiguous():
     tree = Hierarchy.regular([50], (6, 3)).to(DEVICE)
     packed = torch.randn(50, 3, 2, 16, device=DEVICE)
     q, k, v = packed.unbind(1)
@@ -136,7 +136,7 @@ def test_rows_need_not_be_contiguous():
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
 
 
-def test_a_tree_does_not_depend_on_others():
+def test_a_tree_does_not_depend_on_the_rest_of_its_batch():
     one, other = Hierarchy.from_nested([[5, 3]]), Hierarchy.regular([70], (16, 2))
     q, k, v, _ = inputs(Hierarchy.collate([one, other]).to(DEVICE))
     both = hierarchical_attention(
@@ -146,8 +146,7 @@ def test_a_tree_does_not_depend_on_others():
     torch.testing.assert_close(both[:8], alone, atol=1e-6, rtol=0)
 
 
-def test_the_same_twice():
-    """Outputs and gradients are deterministic, to the last bit."""
+def test_outputs_and_gradients_are_deterministic():
     tree = Hierarchy.from_nested([[20, 7, 3, 40], [5]]).to(DEVICE)
     *tensors, d_out = inputs(tree)
     for a, b in zip(
@@ -162,13 +161,13 @@ def test_custom_operators():
     tree = Hierarchy.regular([40], (6, 3)).to(DEVICE)
     plan = tiles(tree)
     q, k, v, d_out = (x.float() for x in inputs(tree, heads=1))
-    for places in (None, torch.randn(len(plan.node), 1, 3, device=DEVICE)):
-        leaves = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, places)]
+    for positions in (None, torch.randn(len(plan.node), 1, 3, device=DEVICE)):
+        leaves = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, positions)]
         arguments = (*leaves, None, plan.table, plan.layout, True, False, 0.5, True)
         torch.library.opcheck(kernels.forward.traced, arguments)
         _, *kept = kernels.forward.traced(*(None if x is None else x.detach() for x in leaves), *arguments[4:])
         torch.library.opcheck(
-            kernels.backward.traced, (d_out, q, k, v, places, None, plan.table, plan.layout, True, False, 0.5, kept)
+            kernels.backward.traced, (d_out, q, k, v, positions, None, plan.table, plan.layout, True, False, 0.5, kept)
         )
 
 
@@ -189,7 +188,7 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(a, b)
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_raise_an_error():
     tree = Hierarchy.flat([5]).to(DEVICE)
     q = torch.randn(5, 1, 8, device=DEVICE, requires_grad=True)
     (d_q,) = torch.autograd.grad(
@@ -199,15 +198,10 @@ def test_second_derivatives_are_refused():
         d_q.sum().backward()
 
 
-def test_equal_keys_of_launches_mean_equal_kernels(monkeypatch):
-    """What Triton compiles for follows from the key; a kernel compiled for other strides would read out of place."""
-    names, seen = (
-        {
-            getattr(sweeps, name): sweeps.__dict__[name].arg_names
-            for name in ("up", "down", "top", "d_up", "d_down", "d_top")
-        },
-        {},
-    )
+def test_launches_with_equal_keys_can_share_a_compiled_kernel(monkeypatch):
+    """The key determines what Triton specialises on; a kernel compiled for other strides would read wrong addresses."""
+    kernel_names = ("up", "down", "top", "d_up", "d_down", "d_top")
+    names, seen = {getattr(sweeps, name): sweeps.__dict__[name].arg_names for name in kernel_names}, {}
 
     def record(self, key, programs, arguments, constants):
         special = []
@@ -234,7 +228,7 @@ def test_equal_keys_of_launches_mean_equal_kernels(monkeypatch):
     assert len(seen) > 20
 
 
-def test_what_is_built_in_inference_mode_serves_training():
+def test_a_plan_built_in_inference_mode_can_be_used_in_training():
     fresh, tree = (Hierarchy.regular([40], (6, 3)).to(DEVICE) for _ in range(2))
     *tensors, d_out = inputs(tree, heads=1)
     with torch.inference_mode():
@@ -248,7 +242,7 @@ def test_what_is_built_in_inference_mode_serves_training():
 
 @few
 @given(forests())
-def test_runs_hold_every_family_once(forest):
+def test_every_family_is_in_one_run(forest):
     forest, _ = rooted(forest)
     assume(not why_not_tiles(forest, torch.empty(1, 1, 5), torch.empty(1, 1, 7), None))
     plan, chained = tiles(forest), levels(forest)
@@ -267,7 +261,7 @@ def test_runs_hold_every_family_once(forest):
                 above = parent[offset + begin[i] : offset + end[i]]
                 assert not job.single or len(set(above)) == 1
                 if begin[i] > level.begin:
-                    assert parent[offset + begin[i] - 1] != above[0]  # no family is cut
+                    assert parent[offset + begin[i] - 1] != above[0]  # no family is split
         assert (covered == 1).all()
     assert chained.num_rows == rows
 
@@ -275,15 +269,15 @@ def test_runs_hold_every_family_once(forest):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": torch.float64}, "no torch.float64"),
-        ({"dim": 257}, "head dims must be 1 to 256"),
-        ({"tree": Hierarchy.flat([129])}, "129 members"),
+        ({"dtype": torch.float64}, "the kernels do not support torch.float64"),
+        ({"dim": 257}, "head dims must be 1 to 256, not 257"),
+        ({"tree": Hierarchy.flat([129])}, "a family has 129 members"),
         ({"tree": Hierarchy.flat([100]), "dim": 200}, "at most"),
-        ({"family_attention": "linear"}, "'exact'"),
+        ({"family_attention": "linear"}, "the kernels need family_attention='exact'"),
         ({"positions": torch.zeros(6, 2000, device=DEVICE)}, "at most 0"),
     ],
 )
-def test_refusals(change, reason):
+def test_unsupported_calls(change, reason):
     tree = change.pop("tree", Hierarchy.flat([5])).to(DEVICE)
     dim, dtype = change.pop("dim", 8), change.pop("dtype", torch.float32)
     q = torch.randn(tree.num_leaves, 1, dim, dtype=dtype, device=DEVICE)
@@ -292,7 +286,7 @@ def test_refusals(change, reason):
     assert hierarchical_attention(q, q, q, tree, **change).shape == q.shape  # another backend runs it
 
 
-def test_a_comb_is_refused():
+def test_a_comb_is_not_supported():
     parent = [-1] + [i for node in range(60) for i in (2 * node, 2 * node)]
     comb = Hierarchy.from_parents(parent).to(DEVICE)
     q = torch.randn(comb.num_leaves, 1, 8, device=DEVICE)
@@ -300,12 +294,12 @@ def test_a_comb_is_refused():
         hierarchical_attention(q, q, q, comb, backend="triton")
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="about the CPU")
-def test_auto_never_interprets():
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests the CPU")
+def test_auto_never_selects_the_interpreter():
     q = torch.randn(5, 1, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "forward", None)  # would fail
         hierarchical_attention(q, q, q, Hierarchy.flat([5]))
         patch.setenv("TRITON_INTERPRET", "0")
-        with pytest.raises(Unsupported, match="kernels run on CUDA, the tensors are on cpu"):
+        with pytest.raises(Unsupported, match="the kernels run on CUDA, but the tensors are on cpu"):
             hierarchical_attention(q, q, q, Hierarchy.flat([5]), backend="triton")

@@ -1,4 +1,4 @@
-"""The kernels compile for the GPUs that are said to run them, and fit their shared memory; no GPU is needed for that."""
+"""Kernels compile for all supported GPUs and fit their shared memory; the test needs no GPU."""
 
 import os
 import subprocess

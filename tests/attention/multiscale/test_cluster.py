@@ -1,4 +1,4 @@
-"""Clustered keys: permutations inside trees and chunks, deterministic, and they group what belongs together."""
+"""`cluster_keys`: permutations inside trees and chunks, the same on every run, with similar keys together."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ seeds = st.integers(0, 10**6)
 
 
 @given(forests(), seeds)
-def test_a_permutation_inside_each_tree_with_sinks_fixed(forest, seed):
+def test_order_permutes_the_keys_of_each_tree_and_keeps_sinks(forest, seed):
     _, k, _ = random_inputs(forest, seed)
     order = cluster_keys(k, forest).order
     assert order.shape == (2, forest.num_leaves)
@@ -26,22 +26,22 @@ def test_a_permutation_inside_each_tree_with_sinks_fixed(forest, seed):
 
 
 @given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
-def test_chunks_that_are_not_complete_stay_as_they_are(forest, seed, chunk):
+def test_incomplete_chunks_keep_their_order(forest, seed, chunk):
     _, k, _ = random_inputs(forest, seed)
     order = cluster_keys(k, forest, chunk=chunk).order
     number, complete = chunk_of_leaf(forest, chunk)
-    assert (number[order.numpy()] == number).all()  # nobody leaves their chunk
-    open_end = ~torch.tensor(complete[number])
-    assert (order[:, open_end] == torch.arange(forest.num_leaves)[open_end]).all()
+    assert (number[order.numpy()] == number).all()  # keys stay in their chunk
+    incomplete = ~torch.tensor(complete[number])
+    assert (order[:, incomplete] == torch.arange(forest.num_leaves)[incomplete]).all()
 
 
 def principal_split(keys):
-    """Indices sorted along the first principal direction, in float64 by an eigendecomposition."""
+    """Sort keys along their first principal direction, by an eigendecomposition in float64."""
     centred = keys - keys.mean(0)
     direction = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -1]
-    place = centred @ direction
-    place = place * place[place.abs().argmax()].sign()
-    return place.argsort(stable=True)
+    coordinate = centred @ direction
+    coordinate = coordinate * coordinate[coordinate.abs().argmax()].sign()
+    return coordinate.argsort(stable=True)
 
 
 @given(st.integers(0, 200), st.sampled_from([(16, 5), (64, 5), (32, 3)]))
@@ -57,7 +57,7 @@ def test_a_binary_level_splits_at_the_median_of_the_first_principal_direction(se
     assert set(order[: number // 2].tolist()) == set(expected[: number // 2].tolist())
 
 
-def test_clusters_come_together():
+def test_similar_keys_share_a_group():
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(8, 16, generator=generator) * 5
     label = torch.randperm(128, generator=generator) % 8
@@ -68,7 +68,7 @@ def test_clusters_come_together():
     assert (groups == groups[:, :1]).all()
 
 
-def test_deterministic_and_per_head():
+def test_order_is_deterministic_and_per_head():
     forest = Hierarchy.regular([100], (4, 2), repeat_last=True)
     k = torch.randn(100, 3, 8)
     first, second = cluster_keys(k, forest).order, cluster_keys(k, forest).order
@@ -90,6 +90,6 @@ def test_any_dtype(dtype):
     assert (order.sort(-1).values == torch.arange(40)).all()
 
 
-def test_counts_its_operations():
+def test_operations_are_counted():
     small, large = (cluster_keys(torch.randn(n, 2, 8), Hierarchy.regular([n], (4, 2))) for n in (32, 64))
     assert 0 < small.operations < large.operations

@@ -1,4 +1,4 @@
-"""Entmax in multiscale attention: both backends, flat entmax as the oracle, causality, optimality."""
+"""Multiscale attention with entmax: both backends, flat entmax as the oracle, causality, optimality."""
 
 import math
 
@@ -19,7 +19,7 @@ seeds = st.integers(0, 10**6)
 counts = st.sampled_from(["weighted", "logits"])
 HEADS = 2
 shapes = [(), (1,), (HEADS,), (1, HEADS), (2, 1), (3, HEADS)]
-few = settings(max_examples=5)  # the reference goes entry by entry
+few = settings(max_examples=5)  # the reference is slow
 
 
 def small_inputs(forest, seed, **options):
@@ -27,24 +27,25 @@ def small_inputs(forest, seed, **options):
 
 
 def random_alpha(seed, shape):
-    """Between 1.1 and 1.9, with a gradient."""
+    """Return numbers between 1.1 and 1.9 that need a gradient."""
     generator = torch.Generator().manual_seed(seed + 3)
     return (1.1 + 0.8 * torch.rand(shape, generator=generator, dtype=torch.float64)).requires_grad_()
 
 
 def entmax_of(alpha, how="weighted", seed=0):
-    """`alpha`: a number, or the shape of a tensor."""
+    """Return an entmax with this α: a number, or the shape of a random tensor."""
     return Entmax(random_alpha(seed, alpha) if isinstance(alpha, tuple) else alpha, how)
 
 
 def both_backends(q, k, v, forest, normalizer, positions=None, pooled_bias=0.0, more=(), **options):
+    """Compare values and gradients of the backends "torch" and "reference"."""
     options = {"positions": positions, "pooled_bias": pooled_bias, "normalizer": normalizer, **options}
     fast, slow = (multiscale_attention(q, k, v, forest, backend=b, **options) for b in ("torch", "reference"))
     torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
     inputs = [q, k, v, positions, *more]
     inputs += [x for x in (pooled_bias, normalizer.alpha) if isinstance(x, torch.Tensor)]
     for a, b in zip(gradients(fast, inputs), gradients(slow, inputs), strict=True):
-        # Not closer: a weight that just became 0 in one of them is 1e-16 in the other, and its slope is its root.
+        # A weight that is 0 in one backend may be 1e-16 in the other, and its slope is the root of that: 1e-8.
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(multiscale_attention(q, k, v, forest, **options), fast, rtol=1e-12, atol=1e-12)
@@ -96,7 +97,7 @@ def test_torch_equals_reference_for_other_queries(forest, seed, data):
 
 @few
 @given(forests(), seeds, st.sampled_from([1.5, (3, HEADS)]), counts)
-def test_torch_equals_reference_with_heads_that_talk(forest, seed, alpha, how):
+def test_torch_equals_reference_with_talking_heads(forest, seed, alpha, how):
     q, k, v = small_inputs(forest, seed, requires_grad=True)
     generator = torch.Generator().manual_seed(seed)
     maps = torch.randn(2, HEADS, HEADS, generator=generator, dtype=torch.float64)
@@ -106,7 +107,7 @@ def test_torch_equals_reference_with_heads_that_talk(forest, seed, alpha, how):
 
 
 def flat_entmax(q, k, forest, alpha, include_self=True, causal=False):
-    """The package's, inside every tree, [heads, leaves, leaves]; rows without a key are 0."""
+    """Return the weights of the package `entmax` inside every tree, [heads, leaves, leaves]; 0 for rows without keys."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     tree = torch.repeat_interleave(torch.arange(forest.num_trees), torch.tensor(forest.lengths))
@@ -128,8 +129,8 @@ def test_all_selected_is_entmax_attention(forest, seed, alpha, include_self, how
 
 
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
-def test_identical_keys_inside_blocks(alpha):
-    """What is pooled is then as good as the leaves themselves; not so with leaf counts among the logits."""
+def test_identical_keys_inside_nodes(alpha):
+    """Pooling equal keys is exact, but not with leaf counts among the logits."""
     forest = Hierarchy.regular([27], (3, 3))
     q, k, _ = random_inputs(forest, 1)
     k = k[::9].repeat_interleave(9, 0)
@@ -146,7 +147,7 @@ def test_softmax_is_the_limit(forest, seed, how):
     soft = multiscale_attention(q, k, v, forest)
     for alpha in (1 + 1e-5, torch.full((2, 1), 1 + 1e-5, dtype=torch.float64)):
         near = multiscale_attention(q, k, v, forest, normalizer=Entmax(alpha, how))
-        # To first order the weights differ by (α − 1)/2 times p and the square of its logarithm, and what centres that.
+        # To first order, weights differ by (α − 1)/2 · p · (log p)², less its mean.
         distance = 1 + torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(3, 1)).abs().max() + math.log(len(k))
         assert (near - soft).abs().max() <= 1e-5 * distance**2 * v.abs().max() + 1e-9
     assert torch.equal(multiscale_attention(q, k, v, forest, normalizer=Entmax(1.0)), soft)
@@ -161,38 +162,37 @@ def test_rows_sum_to_one(forest, seed, alpha, include_self, how):
     torch.testing.assert_close(total, sees.double()[:, None, None].expand_as(total), rtol=0, atol=1e-12)
 
 
-def reached(weights, logits, alpha):
-    """Σ p z + Σ (p − p^α) / (α (α − 1)) of every row: what entmax maximises."""
+def objective(weights, logits, alpha):
+    """Return Σ p z + Σ (p − p^α) / (α (α − 1)) of every row, which entmax maximises."""
     return (weights * logits + (weights - weights**alpha) / (alpha * (alpha - 1))).sum(-1)
 
 
 @settings(max_examples=10)
 @given(forests(), seeds, st.sampled_from([1.2, 1.5, 2.0]))
-def test_no_other_row_tied_over_its_list_is_closer_to_entmax(forest, seed, alpha):
-    """The best of all rows that are constant on the nodes of a list; and the more is selected, the better."""
+def test_rows_are_optimal_among_those_tied_over_their_lists(forest, seed, alpha):
+    """No other row that is constant on the nodes of its list is better; more selected families are."""
     q, k, _ = random_inputs(forest, seed)
     logits = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(3, 1)) * q.shape[-1] ** -0.5
     last = None
     for near in (0, 1, 2):
         selection = select(q, k, forest, near=near)
         weights = dense_weights(multiscale_attention, q, k, forest, selection=selection, normalizer=Entmax(alpha))
-        best = reached(weights, logits, alpha)
+        best = objective(weights, logits, alpha)
         for other in range(4):
             draws = random_inputs(forest, seed + other + 1)[0], k * (0.1 + 3 * other)
-            random = dense_weights(
-                multiscale_attention, *draws, forest, selection=selection
-            )  # tied over the same lists
+            # Softmax rows of other queries and keys are tied over the same lists.
+            random = dense_weights(multiscale_attention, *draws, forest, selection=selection)
             for share in (1.0, 0.1, 1e-3):
                 mixed = (1 - share) * weights + share * random
-                assert (reached(mixed, logits, alpha) <= best + 1e-10).all()
+                assert (objective(mixed, logits, alpha) <= best + 1e-10).all()
         assert last is None or (best >= last - 1e-10).all()
         last = best
-    flat = reached(flat_entmax(q, k, forest, alpha), logits, alpha)
+    flat = objective(flat_entmax(q, k, forest, alpha), logits, alpha)
     assert (best <= flat + 1e-9).all()
 
 
-def test_with_an_alpha_per_level_no_other_row_is_better():
-    """Every node has the α of its family: the sum of both is what is maximised."""
+def test_rows_are_optimal_with_an_alpha_per_level():
+    """Every node has the α of its family; the rows maximise the sum over both levels."""
     forest = Hierarchy.regular([18], (3, 3))
     q, k, v = random_inputs(forest, 3, kv_heads=6)
     alpha = random_alpha(3, (2, 6)).detach()
@@ -205,7 +205,7 @@ def test_with_an_alpha_per_level_no_other_row_is_better():
         z = torch.stack([q[i, h] @ k[b, h].mean(0) * q.shape[-1] ** -0.5 for b in blocks])
         n = torch.tensor([len(b) for b in blocks], dtype=torch.float64)
         a = torch.stack([alpha[min({1: 1, 3: 2, 9: 3}[len(b)], 2) - 1, h] for b in blocks])
-        # Ascent on p = w² / Σ w², which may reach 0.
+        # Maximise over p = w² / Σ w², which can reach 0.
         w = torch.ones_like(z).requires_grad_()
         optimizer = torch.optim.LBFGS(
             [w], max_iter=500, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
@@ -224,18 +224,18 @@ def test_with_an_alpha_per_level_no_other_row_is_better():
         torch.testing.assert_close(row, result[i, h], rtol=0, atol=1e-5)
 
 
-def test_causal_rows_do_not_depend_on_what_follows():
+def test_causal_rows_do_not_depend_on_later_tokens():
     forest = Hierarchy.regular([13], (3, 2))
     q, k, v = random_inputs(forest, 5)
     for normalizer in (Entmax(1.5), Entmax(2.0), entmax_of((3, 6), seed=5)):
-        for place in range(13):
+        for leaf in range(13):
             jacobians = torch.autograd.functional.jacobian(
-                lambda *x, place=place, normalizer=normalizer: multiscale_attention(
+                lambda *x, leaf=leaf, normalizer=normalizer: multiscale_attention(
                     *x, forest, causal=True, normalizer=normalizer
-                )[place].sum(),
+                )[leaf].sum(),
                 (q, k, v),
             )
-            assert all((j[place + 1 :] == 0).all() and ((j[: place + 1] != 0).any() or place == 0) for j in jacobians)
+            assert all((j[leaf + 1 :] == 0).all() and ((j[: leaf + 1] != 0).any() or leaf == 0) for j in jacobians)
 
 
 @pytest.mark.parametrize(("shape", "how"), [((3, HEADS), "weighted"), ((HEADS,), "logits")])
@@ -251,7 +251,7 @@ def test_gradcheck(shape, how):
     assert torch.autograd.gradcheck(run, (q, k, v, positions, alpha))
 
 
-def test_rows_of_alpha_that_are_the_same_are_one():
+def test_equal_rows_of_alpha_equal_one_row():
     forest = Hierarchy.from_nested([[3, [1, 2]], 5])
     q, k, v = random_inputs(forest, 1)
     one = random_alpha(0, (6,)).detach()
@@ -264,7 +264,7 @@ def test_rows_of_alpha_that_are_the_same_are_one():
     )
 
 
-def test_dropping_pooled_nodes_is_entmax_inside_families():
+def test_without_pooled_nodes_it_is_entmax_inside_families():
     lengths = [3, 4, 2]
     forest, flat = Hierarchy.from_nested([lengths]), Hierarchy.flat(lengths)
     q, k, v = random_inputs(forest, 2)
@@ -295,7 +295,7 @@ def test_trees_do_not_see_each_other():
 
 @pytest.mark.parametrize("forest", [Hierarchy.from_parents([-1]), Hierarchy.flat([1]), Hierarchy.flat([])])
 @pytest.mark.parametrize("alpha", [1.5, 1.3])
-def test_single_leaves_and_nothing(forest, alpha):
+def test_single_leaves_and_empty_batches(forest, alpha):
     q, k, v = random_inputs(forest, 0)
     out = multiscale_attention(q, k, v, forest, normalizer=Entmax(alpha))
     torch.testing.assert_close(out, v.repeat_interleave(3, 1))
@@ -323,11 +323,11 @@ def test_huge_logits(alpha):
     out = multiscale_attention(q, k, v, forest, normalizer=entmax_of(alpha))
     assert out.isfinite().all()
     assert all(x.isfinite().all() for x in gradients(out, [q, k, v]))
-    hard = multiscale_attention(q, k, v, forest)  # softmax of such logits has one winner too
+    hard = multiscale_attention(q, k, v, forest)  # softmax of such logits also selects one entry
     torch.testing.assert_close(out, hard)
 
 
-def test_logits_beyond_all_numbers_are_reported():
+def test_infinite_logits_are_reported():
     forest = Hierarchy.flat([5])
     q, k, v = random_inputs(forest, 6, dtype=torch.float32)
     with hsa.checking(), pytest.raises(HsaError, match="a logit is"):
@@ -338,7 +338,7 @@ def test_logits_beyond_all_numbers_are_reported():
     ("options", "message"),
     [
         ({"normalizer": "entmax"}, "expected 'softmax' or an hsa.Entmax"),
-        ({"normalizer": Entmax(torch.full((5,), 1.5))}, r"normalizer.alpha: given shape \(5,\)"),
+        ({"normalizer": Entmax(torch.full((5,), 1.5))}, r"normalizer.alpha: expected .*, got shape \(5,\)"),
         ({"normalizer": Entmax(1.5), "backend": "triton"}, "triton: it has no entmax"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Multiscale attention: oracles, causality, and every path against the reference."""
+"""Multiscale attention: softmax as the oracle, causality, and all options against the reference."""
 
 import pytest
 import torch
@@ -23,11 +23,12 @@ from hsa.attention.rounds import rooted
 from tests.forests import forests, gradients, random_inputs, random_positions, softmax_weights, total_kl, windows
 
 seeds = st.integers(0, 10**6)
-ON_THE_CPU = [backend for backend in MULTISCALE if backend.name != "triton"]  # test_triton_operator.py has that one
+ON_THE_CPU = [backend for backend in MULTISCALE if backend.name != "triton"]  # see test_triton_operator.py
 BACKENDS = [backend.name for backend in ON_THE_CPU]
 
 
 def both_backends(q, k, v, forest, positions=None, pooled_bias=0.0, **options):
+    """Compare values and gradients of the backends "torch" and "reference"."""
     options = {"positions": positions, "pooled_bias": pooled_bias, **options}
     fast, slow = (multiscale_attention(q, k, v, forest, backend=b, **options) for b in ("torch", "reference"))
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
@@ -42,7 +43,7 @@ def both_backends(q, k, v, forest, positions=None, pooled_bias=0.0, **options):
 
 
 def select_all(forest, queries=None):
-    """Every leaf family selected for every group."""
+    """Select every leaf family for every group."""
     forest, _ = rooted(forest)
     queries = queries or Queries.families(forest)
     listed = leaf_families(forest)
@@ -117,7 +118,7 @@ def test_all_selected_is_causal_softmax_attention(forest, seed):
 
 
 @given(forests(), seeds, st.integers(0, 2), st.integers(0, 2))
-def test_every_key_is_in_one_block(forest, seed, near, top_k):
+def test_every_key_is_in_one_node_of_a_list(forest, seed, near, top_k):
     q, k, _ = random_inputs(forest, seed)
     selection = select(q, k, forest, near=near, top_k=top_k)
     partition = selection.partition(forest)
@@ -131,7 +132,7 @@ def test_every_key_is_in_one_block(forest, seed, near, top_k):
 
 
 @given(forests(), seeds)
-def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_selected(forest, seed):
+def test_closer_to_softmax_than_hierarchical_attention_and_closer_with_more_selected(forest, seed):
     q, k, _ = random_inputs(forest, seed)
     flat = softmax_weights(q, k, forest)
     tied = total_kl(dense_weights(hierarchical_attention, q, k, forest, include_self=True), flat)
@@ -149,6 +150,7 @@ def test_closer_to_softmax_than_the_tied_operator_and_closer_the_more_is_selecte
 
 
 def causal_options(forest, k, kind):
+    """Return options for the attention and for the selection."""
     if kind == "windows":
         return {}, {"near": 1, "top_k": 2}
     order = cluster_keys(k, forest, chunk=8)
@@ -157,13 +159,13 @@ def causal_options(forest, k, kind):
 
 @pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
 def test_causal_jacobian_is_exactly_zero(kind):
-    """Change everything after i: outputs up to i stay, selection and clusters included."""
+    """Changing all tokens after i leaves outputs up to i the same, through selection and clusters too."""
     forest = Hierarchy.regular([41], (4, 2), repeat_last=True, sinks=1)
     q, k, v = random_inputs(forest, 11)
 
     def run(q, k, v):
-        options, how = causal_options(forest, k, kind)
-        selection = select(q, k, forest, causal=True, **how)
+        options, selecting = causal_options(forest, k, kind)
+        selection = select(q, k, forest, causal=True, **selecting)
         return multiscale_attention(q, k, v, forest, selection=selection, causal=True, **options)
 
     out = run(q, k, v)
@@ -184,14 +186,14 @@ def test_causal_jacobian_is_exactly_zero(kind):
 
 @pytest.mark.parametrize("kind", ["windows", "clustered", "beam"])
 def test_step_by_step_equals_the_full_pass(kind):
-    """Token by token over the tree of what has come so far: the same numbers as all at once over the whole tree."""
+    """Each token over the tree up to itself gets the same result as in a pass over the whole tree."""
     length, branching = 48, (4, 2)
     full = Hierarchy.regular([length], branching, repeat_last=True)
     q, k, v = random_inputs(full, 13)
 
     def run(q, k, v, tree, queries=None):
-        options, how = causal_options(tree, k, kind)
-        selection = select(q, k, tree, queries=queries, causal=True, **how)
+        options, selecting = causal_options(tree, k, kind)
+        selection = select(q, k, tree, queries=queries, causal=True, **selecting)
         return multiscale_attention(q, k, v, tree, selection=selection, causal=True, **options)
 
     out = run(q, k, v, full)
@@ -287,7 +289,7 @@ def test_dropout_keeps_the_mean():
 
 
 @given(st.lists(forests(), min_size=2, max_size=3), seeds)
-def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
+def test_trees_of_a_batch_do_not_see_each_other(parts, seed):
     batch = Hierarchy.collate(parts)
     q, k, v = random_inputs(batch, seed)
 
@@ -303,7 +305,7 @@ def test_a_tree_does_not_see_the_rest_of_its_batch(parts, seed):
 
 
 @pytest.mark.parametrize("options", [{"causal": True, "include_self": False}, {"pooled_bias": -torch.inf}])
-def test_dropout_in_rows_that_see_nothing(options):
+def test_dropout_for_queries_that_see_no_key(options):
     forest = Hierarchy.regular([8], (2, 2))
     q, k, v = random_inputs(forest, 0, requires_grad=True)
     nothing_selected = Selection(torch.empty(4, 1, 0, dtype=torch.long), Queries.families(forest))
@@ -316,7 +318,7 @@ def test_dropout_in_rows_that_see_nothing(options):
         assert out[0].abs().max() == 0
 
 
-def test_empty_groups_change_nothing_for_the_others():
+def test_empty_groups_do_not_change_the_others():
     forest = Hierarchy.regular([32], (4, 4))
     q, k, v = random_inputs(forest, 0, queries=5)
     leaves = torch.arange(5)
@@ -329,8 +331,8 @@ def test_empty_groups_change_nothing_for_the_others():
     torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_built_in_inference_mode_serves_training():
-    """Outputs and gradients are those of a forest on which nothing was built before."""
+def test_caches_built_in_inference_mode_work_for_training():
+    """Outputs and gradients are those of a fresh forest."""
     used, fresh = (Hierarchy.from_nested([[3, [2, 4]]]) for _ in range(2))
     q, k, v = random_inputs(used, 0, requires_grad=True)
 
@@ -359,7 +361,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     selection = select(q, k, forest, near=1, top_k=2)
     whole = multiscale_attention(q, k, v, forest, selection=selection)
     monkeypatch.setattr("hsa.attention.multiscale.torch_lists.CHUNK", {"cpu": 1})
-    monkeypatch.setattr("hsa.attention.multiscale.torch_lists.WORTH_A_CHUNK", {"cpu": 0})
+    monkeypatch.setattr("hsa.attention.multiscale.torch_lists.COST_OF_CHUNK", {"cpu": 0})
     monkeypatch.setattr("hsa.attention.multiscale.selection.ROWS_AT_ONCE", 1)
     monkeypatch.setattr("hsa.attention.softmax.CHUNK", 1)
     again = Selection(selection.families, selection.queries)
@@ -395,7 +397,7 @@ def bad_calls():
     def selecting(**options):
         return lambda: select(q, k, forest, **options)
 
-    def ask(offsets=(0, 12), tree=(0,), **others):
+    def selecting_for(offsets=(0, 12), tree=(0,), **others):
         others = {name: torch.tensor(x) for name, x in others.items()}
         return selecting(queries=Queries(torch.tensor(offsets), torch.tensor(tree), **others))
 
@@ -403,79 +405,107 @@ def bad_calls():
     plain = select(q, k, forest, top_k=1)
     chunked = cluster_keys(k, forest, chunk=4)
 
-    # options that have no meaning for clustered keys
-    yield selecting(near=1, clusters=order), r"near: given a value together with clusters, expected near=0"
-    yield selecting(positions=positions, clusters=order), r"positions: given a value together with clusters"
-    yield attend(include_self=False, clusters=order, selection=clustered), r"include_self: .*clusters"
-    yield attend(positions=positions, clusters=order, selection=clustered), r"positions: .*clusters"
-    yield attend(clusters=order), r"selection: given None with clusters.*select"
+    # options that clustered keys do not allow
+    yield selecting(near=1, clusters=order), r"near: expected 0 with clusters, got 1. Clustered .* no neighbours"
+    yield selecting(positions=positions, clusters=order), r"positions: expected None with clusters, got a tensor"
+    yield attend(include_self=False, clusters=order, selection=clustered), r"include_self: expected True with clusters"
+    yield attend(positions=positions, clusters=order, selection=clustered), r"positions: expected None with clusters"
+    yield attend(clusters=order), r"top_k: expected 1 or more for clustered keys.*, got 0"
     # causality
-    yield selecting(top_k=1, clusters=order, causal=True), r"clusters: given clusters of whole trees.*chunk=256"
-    yield attend(selection=clustered, clusters=order, causal=True), r"clusters: given clusters of whole trees"
-    yield attend(selection=plain, causal=True), r"selection: given one made with causal=False"
+    yield (
+        selecting(top_k=1, clusters=order, causal=True),
+        r"clusters: expected .*, got clusters of whole trees.*chunk=256",
+    )
+    yield (
+        attend(selection=clustered, clusters=order, causal=True),
+        r"clusters: expected .*, got clusters of whole trees",
+    )
+    yield attend(selection=plain, causal=True), r"selection: expected .*, got one made with causal=False"
     yield (
         attend(selection=select(q, k, forest, top_k=1, clusters=chunked), clusters=chunked, causal=True),
-        r"selection: given one made with causal=False",
+        r"selection: expected .*, got one made with causal=False",
     )
     yield selecting(top_k=1, causal=True, queries=Queries.families(forest)), r"leak later queries"
-    yield selecting(causal=True, queries=elsewhere), r"queries.visible or queries.leaves"
-    # selections and clusters for something else
+    yield selecting(causal=True, queries=elsewhere), r"causal: expected queries with `visible` or `leaves`, got neither"
+    # selections and clusters made for other inputs
     other = Hierarchy.from_nested([[6, [4, 2]]])
-    yield attend(selection=select(q, k, other, top_k=1)), r"selection: given one made for another hierarchy"
-    yield attend(selection=clustered), r"selection: given one made with other clusters"
-    yield attend(selection=select(q[:, :2], k, forest, top_k=1)), r"selection: given a selection for 2 heads"
+    yield (
+        attend(selection=select(q, k, other, top_k=1)),
+        r"selection: expected one made for this hierarchy, got one for another",
+    )
+    yield attend(selection=clustered), r"selection: expected one made with the same clusters, got one made with others"
+    yield (
+        attend(selection=select(q[:, :2], k, forest, top_k=1)),
+        r"selection: expected .* 1 or 6 heads, as in q, got one for 2",
+    )
     yield (
         attend(selection=clustered, clusters=cluster_keys(k, other)),
-        r"clusters: given clusters made for another hier",
+        r"clusters: expected clusters of this hierarchy, got clusters of another one",
     )
     shorter = Hierarchy.regular([9], (2, 2))
     yield (
         attend(clusters=cluster_keys(k[:9], shorter), selection=clustered),
-        r"clusters: given shape \(2, 9\), expected \[2 key/value heads, 12 leaves\]",
+        r"clusters: expected an order of shape \(2 key/value heads, 12 leaves\), got shape \(2, 9\)",
     )
     # queries
-    yield attend(queries=elsewhere), r"selection: given None.*queries that are no leaves"
-    yield attend(queries=Queries.windows(forest, 3), selection=plain), r"queries: given other queries"
-    yield ask((0, 12, 13)), r"queries.offsets"
-    yield ask(tree=(1,)), r"queries.tree: given 1..1"
-    yield ask(visible=[1, 1, 1]), r"queries.visible: given shape \(3,\)"
-    yield ask(visible=[13] * 12), r"queries.visible\[0\]: given 13, expected 0..12, in tree 0"
-    yield ask(visible=[1.0] * 12), r"queries.visible: given torch.float32"
-    yield ask(leaves=[*range(11), 12]), r"queries.leaves\[11\]: given 12, expected 0..11"
-    yield ask(leaves=[*range(12)], visible=[1] * 12), r"queries: given visible and leaves, expected one of them"
-    yield selecting(queries=Queries([0, 12], [0])), r"queries.offsets: given list"
-    yield selecting(queries=torch.arange(3)), r"queries: given Tensor, expected an hsa.Queries"
+    yield attend(queries=elsewhere), r"top_k: expected 1 or more for queries that are not leaves.*, got 0"
+    yield (
+        attend(queries=Queries.windows(forest, 3), selection=plain),
+        r"queries: expected the queries of the selection, got another",
+    )
+    yield selecting_for((0, 12, 13)), r"queries.offsets"
+    yield selecting_for(tree=(1,)), r"queries.tree: expected tree numbers from 0 to 0, got 1 to 1"
+    yield selecting_for(visible=[1, 1, 1]), r"queries.visible: expected .*, got shape \(3,\)"
+    yield selecting_for(visible=[13] * 12), r"queries.visible\[0\]: expected a number from 0 to 12, in tree 0, got 13"
+    yield selecting_for(visible=[1.0] * 12), r"queries.visible: expected .*, got a torch.float32 tensor"
+    yield (
+        selecting_for(leaves=[*range(11), 12]),
+        r"queries.leaves\[11\]: expected a number from 0 to 11, in tree 0, got 12",
+    )
+    yield (
+        selecting_for(leaves=[*range(12)], visible=[1] * 12),
+        r"queries: expected either `visible` or `leaves`, got both",
+    )
+    yield selecting(queries=Queries([0, 12], [0])), r"queries.offsets: expected .*, got list"
+    yield selecting(queries=torch.arange(3)), r"queries: expected an hsa.Queries.*, got Tensor"
     windows_of_three = Queries.windows(forest, 3)
-    yield selecting(positions=positions, queries=windows_of_three), r"groups that span several leaf families"
+    yield selecting(positions=positions, queries=windows_of_three), r"got a group that spans several families"
     shared = select(q, k, forest, queries=windows_of_three)
-    yield attend(positions=positions, selection=shared), r"groups that span several leaf families"
+    yield attend(positions=positions, selection=shared), r"got a group that spans several families"
     from_outside = select(q, k, forest, queries=elsewhere, top_k=1)
-    yield attend(selection=from_outside, include_self=False), r"include_self: .*no self"
+    yield (
+        attend(selection=from_outside, include_self=False),
+        r"include_self: expected True for queries that are not leaves",
+    )
     yield attend(selection=from_outside, positions=positions), r"positions: .*no position in it"
-    # numbers
-    yield selecting(near=-1), r"near: given -1"
-    yield selecting(near=True), r"near: given True"
-    yield selecting(top_k=1.5), r"top_k: given 1.5"
-    yield selecting(top_k=4, beam=3), r"beam: given 3.*at least 4"
-    yield selecting(top_k=1, beam=2.5), r"beam: given 2.5"
-    yield selecting(top_k=4, beam="wide"), r"beam: given 'wide'"
-    yield attend(dropout_p=1.0), r"dropout_p: given 1.0"
-    yield attend(dropout_p=None), r"dropout_p: given None"
-    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: given shape \(5,\), expected a number or \(6,\)"
-    yield attend(pooled_bias=float("nan")), r"pooled_bias: given nan"
-    yield attend(pooled_bias=float("inf")), r"pooled_bias: given inf"
-    yield attend(pooled_bias=None), r"pooled_bias: given None"
-    yield attend(scale=float("nan")), r"scale: given nan, expected a finite number"
-    yield attend(scale=torch.tensor(1.0)), r"scale: given tensor.*multiply q"
-    yield lambda: cluster_keys(k, forest, chunk=0), r"chunk: given 0"
-    yield lambda: Queries.windows(forest, 0), r"size: given 0"
-    # the rest
-    yield attend(normalizer="entmax"), "normalizer: given 'entmax', expected 'softmax' or an hsa.Entmax"
-    yield attend(selection=torch.zeros(3)), r"selection: given Tensor, expected an hsa.Selection"
-    yield attend(clusters=order.order), r"clusters: given Tensor, expected an hsa.KeyClusters"
-    yield lambda: multiscale_attention(q[:5], k, v, forest), r"q: given 5 rows, expected 12"
-    yield lambda: cluster_keys(k[:5], forest), r"k: given 5 rows, expected 12"
-    yield lambda: multiscale_attention(q, k, v, [12]), r"hierarchy: given list, expected an hsa.Hierarchy"
+    # a selection, or what to select
+    yield attend(selection=plain, near=1), r"near: expected no value together with a selection, got 1"
+    yield attend(selection=plain, top_k=1), r"top_k: expected no value together with a selection, got 1"
+    yield attend(selection=plain, beam="exact"), r"beam: expected no value together with a selection, got 'exact'"
+    # counts and factors
+    yield selecting(near=-1), r"near: expected .*, got -1"
+    yield selecting(near=True), r"near: expected .*, got True"
+    yield selecting(top_k=1.5), r"top_k: expected .*, got 1.5"
+    yield selecting(top_k=4, beam=3), r"beam: expected .* at least 4 .*, got 3"
+    yield selecting(top_k=1, beam=2.5), r"beam: expected .*, got 2.5"
+    yield selecting(top_k=4, beam="wide"), r"beam: expected .*, got 'wide'"
+    yield attend(dropout_p=1.0), r"dropout_p: expected .*, got 1.0"
+    yield attend(dropout_p=None), r"dropout_p: expected .*, got None"
+    yield attend(pooled_bias=torch.zeros(5)), r"pooled_bias: expected a number or \(6,\).*, got shape \(5,\)"
+    yield attend(pooled_bias=float("nan")), r"pooled_bias: expected .*, got nan"
+    yield attend(pooled_bias=float("inf")), r"pooled_bias: expected .*, got inf"
+    yield attend(pooled_bias=None), r"pooled_bias: expected .*, got None"
+    yield attend(scale=float("nan")), r"scale: expected a finite number.*, got nan"
+    yield attend(scale=torch.tensor(1.0)), r"scale: expected .*, got tensor.*multiply q"
+    yield lambda: cluster_keys(k, forest, chunk=0), r"chunk: expected .*, got 0"
+    yield lambda: Queries.windows(forest, 0), r"size: expected .*, got 0"
+    # types and shapes
+    yield attend(normalizer="entmax"), "normalizer: expected 'softmax' or an hsa.Entmax.*, got 'entmax'"
+    yield attend(selection=torch.zeros(3)), r"selection: expected an hsa.Selection.*, got Tensor"
+    yield attend(clusters=order.order), r"clusters: expected an hsa.KeyClusters.*, got Tensor"
+    yield lambda: multiscale_attention(q[:5], k, v, forest), r"q: expected 12.*, got 5 rows"
+    yield lambda: cluster_keys(k[:5], forest), r"k: expected 12.*, got 5 rows"
+    yield lambda: multiscale_attention(q, k, v, [12]), r"hierarchy: expected an hsa.Hierarchy.*, got list"
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))

@@ -1,4 +1,4 @@
-"""The selection of leaf families: the definition, ties, tiles, the beam."""
+"""`select`: its definition, ties, tiles, neighbourhoods and the beam search."""
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ seeds = st.integers(0, 10**6)
 
 
 def best_of(selection, top_k, heads):
-    """The `top_k` best families as lists, without the neighbourhood and the padding."""
+    """Return the `top_k` best families as lists, without the neighbourhood and the padding."""
     if selection.families.shape[1] != heads:
         return [[[]] * heads for _ in selection.families]
     return [[[n for n in row if n >= 0] for row in group] for group in selection.families[:, :, -top_k:].tolist()]
 
 
 def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None, positions=None, near=0):
+    """Return the best families that the reference selects for the same groups."""
     forest, positions = rooted(forest, positions)
     limit = key_limit(selection.queries, forest, causal)
     call = SelectCall(
@@ -44,7 +45,7 @@ def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None
 
 
 @given(forests(), seeds, st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
-def test_the_exact_search_is_the_definition(forest, seed, near, top_k, causal, with_positions):
+def test_exact_search_equals_the_definition(forest, seed, near, top_k, causal, with_positions):
     q, k, _ = random_inputs(forest, seed, heads=4)
     positions = random_positions(forest, seed, heads=4) if with_positions else None
     options = {"positions": positions, "causal": causal, "near": near}
@@ -53,7 +54,7 @@ def test_the_exact_search_is_the_definition(forest, seed, near, top_k, causal, w
 
 
 @given(windows(), seeds, st.integers(1, 4), st.booleans())
-def test_the_exact_search_in_clusters_is_the_definition(forest, seed, top_k, causal):
+def test_exact_search_of_clusters_equals_the_definition(forest, seed, top_k, causal):
     q, k, _ = random_inputs(forest, seed, heads=4)
     order = cluster_keys(k, forest, chunk=6 if causal else None)
     selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order, causal=causal)
@@ -62,7 +63,7 @@ def test_the_exact_search_in_clusters_is_the_definition(forest, seed, top_k, cau
 
 
 @given(forests(), seeds, st.integers(1, 3), st.booleans())
-def test_a_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
+def test_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
     q, k, _ = random_inputs(forest, seed, heads=4)
     exact = select(q, k, forest, top_k=top_k, beam="exact", causal=causal)
     wide = select(q, k, forest, top_k=top_k, beam=64, causal=causal)
@@ -73,7 +74,7 @@ def test_a_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
     assert as_sets(wide) == as_sets(exact)
 
 
-def test_a_narrow_beam_follows_the_best_branch():
+def test_narrow_beam_follows_the_best_branch():
     tree = Hierarchy.regular([64], (2, 2), repeat_last=True)
     k = torch.zeros(64, 1, 3, dtype=torch.float64)
     k[37, 0, 0] = 20.0
@@ -81,9 +82,8 @@ def test_a_narrow_beam_follows_the_best_branch():
     q[:, 0, 0] = 20.0
     selection = select(q, k, tree, top_k=1, beam=1)
     best = tree.structure.parent[tree.structure.leaf_nodes[37]]
-    nearest = selection.families[:, 0, -1]
-    own = selection.families[:, 0, 0]
-    assert ((nearest == best) | (own == best)).all()
+    own, selected = selection.families[:, 0, 0], selection.families[:, 0, -1]
+    assert ((selected == best) | (own == best)).all()
     exact = select(q, k, tree, top_k=1, beam="exact")
     assert selection.scored < exact.scored
 
@@ -126,12 +126,12 @@ def test_near_skips_sinks():
     q, k, _ = random_inputs(forest, 0)
     selection = select(q, k, forest, near=1)
     starts = [[int(forest.structure.first_leaf[n]) for n in row if n >= 0] for row in selection.families[:, 0].tolist()]
-    # Groups: the first sink, windows 1–2, 3–4, 5, the last sink. Sinks are exact for everyone and count as no family.
+    # Groups: the first sink, leaves 1–2, 3–4, 5, the last sink. Sinks are exact for all queries and not listed.
     assert starts == [[1], [1, 3], [1, 3, 5], [3, 5], [5]]
 
 
-def test_a_selection_is_not_differentiated():
-    """It is the same with and without gradients, and no gradient flows through it."""
+def test_no_gradient_flows_through_a_selection():
+    """A selection is also the same with and without gradients."""
     forest = Hierarchy.regular([12], (2, 2))
     q, k, v = random_inputs(forest, 0, requires_grad=True)
     selection = select(q, k, forest, top_k=2)
@@ -145,7 +145,7 @@ def test_a_selection_is_not_differentiated():
 
 
 def test_windows_of_queries_share_a_selection():
-    """The group's scores are the sums over its queries: those of a window are those of its members."""
+    """The score of a group is the sum of the scores of its queries."""
     forest = Hierarchy.regular([30], (3, 2), repeat_last=True)
     q, k, _ = random_inputs(forest, 0)
     clusters, queries = cluster_keys(k, forest), Queries.windows(forest, 7)
@@ -158,9 +158,9 @@ def test_windows_of_queries_share_a_selection():
     assert not torch.equal(selection.families[queries.group], alone.families)
 
 
-def test_what_a_causal_query_selects_does_not_depend_on_the_length_of_its_tree(monkeypatch):
-    """Without a limit short trees are searched whole; with one, always by a beam."""
-    monkeypatch.setattr("hsa.attention.multiscale.select.EXACT_FAMILIES", 100)
+def test_causal_selections_do_not_depend_on_the_length_of_the_tree(monkeypatch):
+    """Short trees are searched exactly without a limit, but always with a beam for causal queries."""
+    monkeypatch.setattr("hsa.attention.multiscale.select.EXACT_FAMILIES", {"cpu": 100})
     tree, part = (Hierarchy.regular([n], (2, 2), repeat_last=True) for n in (251, 170))
     q, k, _ = random_inputs(tree, 5, heads=4)
     long = select(q, k, tree, top_k=3, causal=True)

@@ -1,4 +1,4 @@
-"""Clusters by the kernels: permutations inside nodes, and the same families as without kernels where keys form groups."""
+"""Kernels of `cluster_keys`: permutations inside nodes, and the same families as backend "torch" for grouped keys."""
 
 import pytest
 import torch
@@ -19,18 +19,21 @@ seeds = st.integers(0, 10**6)
 
 
 def cluster_keys(k, tree, chunk):
-    """Run the kernels, on a GPU where there is one."""
+    """Run the kernels, on a GPU if there is one."""
     return kernels.cluster_keys(k.to(DEVICE), tree.to(DEVICE), chunk).cpu()
 
 
 def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
-    """[keys, heads, dim] nested groups, group sizes from the leaves up, in random order: gaps shrink threefold per level."""
+    """Return keys `[keys, heads, dim]` in nested groups of these sizes, from the leaves up, in random order.
+
+    Gaps between groups shrink to a third per level.
+    """
     generator = torch.Generator().manual_seed(seed)
     keys = torch.full((1, heads, dim), 2.0)
     for level, size in enumerate(reversed(sizes)):
         direction = torch.randn(len(keys), 1, heads, dim, generator=generator)
         direction = direction / direction.norm(dim=-1, keepdim=True) * 4 * 3.0**-level
-        if level == len(sizes) - 1:  # inside the last groups: no order
+        if level == len(sizes) - 1:  # keys of the smallest groups
             offset = torch.randn(len(keys), size, heads, 1, generator=generator) * 0.3
         else:
             offset = torch.arange(size)[:, None, None] + 0.1 * torch.randn(
@@ -42,7 +45,7 @@ def grouped_keys(sizes, dim, heads=2, dtype=torch.float32, seed=0):
 
 
 def small_programs(monkeypatch):
-    """So that a small tree takes the ways of a large one."""
+    """Reduce all limits, so that small trees use the kernels for large ones."""
     constants = {"SMALL": 32, "NODE": 64, "BLOCK": 48, "ROWS": 32, "SPLIT": 32, "LONGEST_SPLIT": 32, "LONG_SPLIT": 64}
     for name, value in constants.items():
         monkeypatch.setattr(kernels, name, value)
@@ -55,7 +58,7 @@ def assert_permutation_inside_trees(order, forest):
 
 
 @given(forests(), seeds)
-def test_a_permutation_inside_each_tree_with_sinks_fixed_and_families_sorted(forest, seed):
+def test_order_permutes_the_keys_of_each_tree_keeps_sinks_and_sorts_families(forest, seed):
     _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
     order = cluster_keys(k, forest, None)
     assert order.dtype == torch.int64
@@ -69,7 +72,7 @@ def test_a_permutation_inside_each_tree_with_sinks_fixed_and_families_sorted(for
 
 
 @given(windows(), seeds, st.sampled_from([2, 3, 4, 8]))
-def test_chunks_that_are_not_complete_stay_as_they_are(forest, seed, chunk):
+def test_incomplete_chunks_keep_their_order(forest, seed, chunk):
     _, k, _ = random_inputs(forest, seed, dim=16, dtype=torch.float32)
     order = cluster_keys(k, forest, chunk)
     number, complete = chunk_of_leaf(forest, chunk)
@@ -89,13 +92,13 @@ def test_chunks_that_are_not_complete_stay_as_they_are(forest, seed, chunk):
         ((20, 5), 16, torch.float32),
     ],
 )
-def test_the_same_families_as_without_kernels(sizes, dim, dtype):
-    k = grouped_keys(sizes, dim, dtype=dtype, seed=1)  # one whose smallest gaps are well above the rounding of float16
+def test_same_families_as_without_kernels(sizes, dim, dtype):
+    k = grouped_keys(sizes, dim, dtype=dtype, seed=1)  # a seed with gaps well above the rounding of float16
     tree = Hierarchy.regular([len(k)], sizes)
     assert torch.equal(cluster_keys(k, tree, None), without_kernels(k, tree).order)
 
 
-def test_the_same_families_in_chunks_beside_sinks():
+def test_same_families_in_chunks_with_sinks():
     k = torch.cat([grouped_keys((8, 2, 2), 16, seed=seed) for seed in range(5)])
     k = torch.cat([torch.zeros(1, 2, 16), k, torch.zeros(1, 2, 16)])
     tree = Hierarchy.regular([len(k)], (8, 2), repeat_last=True, sinks=(0, -1))
@@ -105,7 +108,7 @@ def test_the_same_families_in_chunks_beside_sinks():
 
 
 @pytest.mark.parametrize("sizes", [(8, 2, 2, 2, 2), (10, 4, 5)])
-def test_large_nodes_are_measured_and_split_piece_by_piece(sizes, monkeypatch):
+def test_large_nodes_are_projected_in_blocks_and_split_in_pieces(sizes, monkeypatch):
     k = grouped_keys(sizes, 16, heads=1)
     expected = without_kernels(k, Hierarchy.regular([len(k)], sizes)).order
     small_programs(monkeypatch)
@@ -115,7 +118,7 @@ def test_large_nodes_are_measured_and_split_piece_by_piece(sizes, monkeypatch):
     assert {kernels.MEASURE_BLOCKS, kernels.SPLIT_NODES} <= set(steps)
 
 
-def test_as_good_as_without_kernels_where_nothing_stands_out():
+def test_as_good_as_without_kernels_for_keys_without_groups():
     k = torch.randn(192, 2, 16) * torch.arange(1, 17) ** -0.5
     tree = Hierarchy.regular([192], (8, 2), repeat_last=True)
 
@@ -128,7 +131,7 @@ def test_as_good_as_without_kernels_where_nothing_stands_out():
     assert spread_inside_families(order) < 0.8 * spread_inside_families(torch.arange(192).expand(2, -1))
 
 
-def test_a_tree_is_the_same_in_any_batch():
+def test_order_does_not_depend_on_the_batch():
     lengths = [9, 100, 24, 70]
     k = torch.randn(sum(lengths), 2, 16)
     together = cluster_keys(k, Hierarchy.regular(lengths, (4, 2), repeat_last=True), None)
@@ -139,10 +142,10 @@ def test_a_tree_is_the_same_in_any_batch():
         begin += length
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's own, on NaN
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns about NaN
 @pytest.mark.parametrize("value", [1.7, torch.nan])
 @pytest.mark.parametrize("large", [False, True])
-def test_equal_keys_keep_their_order_and_nan_loses_none(value, large, monkeypatch):
+def test_equal_keys_keep_their_order_and_nan_keys_are_not_lost(value, large, monkeypatch):
     if large:
         small_programs(monkeypatch)
     forest = Hierarchy.regular([150], (4, 3), repeat_last=True)
@@ -160,7 +163,7 @@ def test_strides_do_not_matter():
     assert torch.equal(cluster_keys(k.mT.contiguous().mT, forest, None), expected)
 
 
-def test_the_registered_operator():
+def test_operator_is_registered():
     forest = Hierarchy.regular([40], (4, 2), repeat_last=True, sinks=1).to(DEVICE)
     plan = kernels._build(forest, None)
     arguments = (torch.randn(40, 2, 16, device=DEVICE), plan.start, plan.slots, plan.table, plan.steps, 4)
@@ -168,8 +171,8 @@ def test_the_registered_operator():
 
 
 @pytest.mark.parametrize(("dim", "dtype", "reason"), [(256, torch.float32, "1 to 128"), (16, torch.float64, "float64")])
-def test_what_is_refused(dim, dtype, reason):
+def test_unsupported_inputs_are_refused(dim, dtype, reason):
     k, tree = torch.zeros(2, 1, dim, dtype=dtype), Hierarchy.flat([2])
     with pytest.raises(Unsupported, match=reason):
         without_kernels(k, tree, backend="triton")
-    assert without_kernels(k, tree).order.tolist() == [[0, 1]]  # torch finds it
+    assert without_kernels(k, tree).order.tolist() == [[0, 1]]  # "auto" chooses backend "torch"

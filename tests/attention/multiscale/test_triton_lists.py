@@ -1,4 +1,4 @@
-"""Pyramids and attention over lists by kernels, against the torch versions in float64."""
+"""Kernels of pyramids and of attention over lists, against PyTorch in float64."""
 
 import pytest
 
@@ -36,14 +36,14 @@ def close(result, expected, tolerance=2e-5):
 
 
 def inputs(shapes, seed, dtype=torch.float32):
-    """Tensors for the kernels, and the same in float64."""
+    """Return tensors for the kernels, and copies in float64."""
     generator = torch.Generator().manual_seed(seed)
     ours = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
     return ours, [x.detach().double().requires_grad_() for x in ours]
 
 
 def means(x, plan, order=None):
-    """[heads, rows, dim], row by row."""
+    """Return the pyramid `[heads, rows, dim]`, row by row."""
     x = x if order is None else in_order(x, order)
     ranges = zip(plan.first_leaf, plan.first_leaf + plan.leaf_count, strict=True)
     return torch.stack([x[begin:end].mean(0) for begin, end in ranges], 1)
@@ -69,7 +69,7 @@ def check_pyramid(forest, seed, *, heads=2, dim=16, moved=False, dtype=torch.flo
 @given(planned, seeds, st.booleans(), st.sampled_from([2, 256]))
 def test_pyramid_of_any_forest(forest, seed, moved, subtree):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pyramid, "SUBTREE", subtree)  # one stage, or one per level or two
+        patch.setattr(pyramid, "SUBTREE", subtree)  # many stages, or one
         check_pyramid(forest, seed, moved=moved)
 
 
@@ -82,7 +82,7 @@ def test_pyramid_of_a_deep_tree(monkeypatch, dim, dtype):
     check_pyramid(forest, 1, dim=dim, moved=True, dtype=dtype)
 
 
-def test_pyramid_of_a_wide_family_and_of_strides():
+def test_pyramid_of_a_wide_family_and_of_strided_inputs():
     check_pyramid(Hierarchy.flat([150, 1]), 2)
     forest = Hierarchy.regular([40], (4, 4)).to(DEVICE)
     plan = levels(forest)
@@ -92,14 +92,14 @@ def test_pyramid_of_a_wide_family_and_of_strides():
     close(pyramid.pyramid(halves, plan), means(halves.double(), plan))
 
 
-def test_a_long_tree_takes_few_launches():
+def test_long_trees_take_few_launches():
     for length, branching in ((32768, (8, 2)), (32768, (16, 8, 8, 16)), (131072, (8, 2))):
         plan = levels(Hierarchy.regular([length], branching, repeat_last=len(branching) == 2))
         assert len(pyramid._climb(plan).stages) <= 3 * 4
 
 
 def attend(q, k, v, forest, selection, *, causal=False, clusters=None, include_self=True, pooled_bias=None):
-    """What the operator does, with the kernels."""
+    """Run multiscale attention with the kernels."""
     queries = selection.queries
     limit = key_limit(queries, forest, causal)
     rooted_forest, _ = rooted(forest)
@@ -124,8 +124,8 @@ def attend(q, k, v, forest, selection, *, causal=False, clusters=None, include_s
     )
 
 
-def derived(out, inputs, weight):
-    """Gradients; zeros where nothing depends on an input."""
+def gradients(out, inputs, weight):
+    """Return gradients; zeros for inputs that the output does not depend on."""
     if not out.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     return torch.autograd.grad(out, inputs, weight, allow_unused=True, materialize_grads=True)
@@ -143,10 +143,10 @@ def check(
     dims=(16, 32),
     **options,
 ):
-    """Kernels against torch, values and gradients. `selection`: a function of q, k that chooses."""
+    """Compare values and gradients with backend "torch"; `selection` is a function of q and k, from `selecting`."""
     n = forest.num_leaves
-    asked = n if queries is None else queries.num_queries
-    shapes = [(asked, heads[0], dims[0]), (n, heads[1], dims[0]), (n, heads[1], dims[1]), (heads[0],)]
+    num_queries = n if queries is None else queries.num_queries
+    shapes = [(num_queries, heads[0], dims[0]), (n, heads[1], dims[0]), (n, heads[1], dims[1]), (heads[0],)]
     ours, precise = inputs(shapes, seed, dtype)
     selected, clusters = selection(*ours[:2])
     bias, precise_bias = ours.pop(), precise.pop()
@@ -160,13 +160,13 @@ def check(
     assert out.dtype == dtype
     close(out, expected, TOLERANCE[dtype])
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-    for a, b in zip(derived(out, ours, weight), derived(expected, precise, weight.double()), strict=True):
+    for a, b in zip(gradients(out, ours, weight), gradients(expected, precise, weight.double()), strict=True):
         close(a, b, TOLERANCE[dtype])
     return out
 
 
 def selecting(forest, *, queries=None, chunk=None, clustered=False, **options):
-    """Return a function of q and k that gives a selection and the clusters of the keys."""
+    """Return a function of q and k that returns a selection and the clusters of the keys."""
 
     def selected(q, k):
         q, k = q.detach(), k.detach()
@@ -195,7 +195,7 @@ def test_clusters(forest, seed, top_k, size):
 @fewer
 @given(small, seeds, st.integers(0, 2), st.sampled_from([3, 8]), st.sampled_from([1, 4]))
 def test_causal_clusters(forest, seed, top_k, chunk, size):
-    """One query per group; and several, where the selection does not depend on them."""
+    """One query per group, or several if the selection does not depend on them."""
     forest = forest.to(DEVICE)
     top_k = top_k if size == 1 else 0
     queries = Queries.windows(forest, size)
@@ -255,7 +255,7 @@ def test_mixed_families_selected_inside_each_other():
     parents = np.unique(forest.structure.parent[forest.structure.leaf_nodes])
     inner = torch.tensor(parents[forest.structure.parent[parents] >= 0])
     generator = torch.Generator().manual_seed(0)
-    for width in (1, 3, len(inner) + 1):  # repeated, missing, in any order
+    for width in (1, 3, len(inner) + 1):  # with repeated or missing families, in any order
         picks = inner[torch.randint(len(inner), (3, 2, width), generator=generator)]
         picks = torch.where(torch.rand(picks.shape, generator=generator) < 0.2, -1, picks).to(DEVICE)
         offsets = torch.tensor([0, 1, leaves - 2, leaves]).to(DEVICE)
@@ -266,7 +266,7 @@ def test_mixed_families_selected_inside_each_other():
         check(forest, width, lambda q, k, selection=selection: (selection, None), include_self=width % 2 == 0)
 
 
-def test_lists_in_stretches(monkeypatch):
+def test_lists_in_batches_of_groups(monkeypatch):
     forest = Hierarchy.regular([30], (4, 3)).to(DEVICE)
     whole = check(forest, 8, selecting(forest, near=1))
     monkeypatch.setattr(lists, "SCRATCH", 100)
@@ -282,7 +282,7 @@ def test_most_entries_is_a_bound():
         assert longest <= lists.rows_of(levels(rooted(forest)[0])).most_entries(selection.families.shape[2])
 
 
-def test_nothing_to_see_is_zero():
+def test_queries_that_see_no_key_get_zero():
     single = Hierarchy.from_nested([[[1]], [2]]).to(DEVICE)
     out = check(single, 9, selecting(single), include_self=False)
     assert out[0].abs().max() == 0

@@ -1,4 +1,4 @@
-"""Multiscale attention by kernels through the public functions: clusters, selection, attention, refusals, graphs."""
+"""Backend "triton" through the public functions: clusters, selection, attention, refusals, CUDA graphs."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def binary(leaves=60):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_clusters_from_keys_to_gradients(causal):
+def test_clusters_selection_and_gradients(causal):
     tree, (q, k, v) = binary(), inputs()
     order = cluster_keys(k, tree, chunk=16, backend="triton")
     groups = None if causal else Queries.windows(tree, 8)
@@ -63,7 +63,7 @@ def test_refusals(options, reason):
         options["positions"] = torch.randn(tree.num_nodes, 3, device=DEVICE)
     with pytest.raises(Unsupported, match=reason):
         multiscale_attention(q, k, v, tree, backend="triton", **options)
-    assert multiscale_attention(q, k, v, tree, **options).shape == v.shape  # another backend runs it
+    assert multiscale_attention(q, k, v, tree, **options).shape == v.shape  # "auto" chooses another backend
 
 
 def test_deterministic_gradients_are_left_to_another_backend():
@@ -78,14 +78,14 @@ def test_deterministic_gradients_are_left_to_another_backend():
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_beam_too_wide_is_refused():
+def test_wide_beams_are_refused():
     tree, (q, k, _) = binary(20), inputs(20, heads=1)
-    with pytest.raises(Unsupported, match="looks at 200 rows at once"):
+    with pytest.raises(Unsupported, match="reads 200 rows at once"):
         select(q, k, tree, top_k=1, beam=200, backend="triton")
 
 
 @pytest.mark.gpu
-def test_everything_can_be_captured():
+def test_all_steps_can_be_captured_in_a_cuda_graph():
     tree, (q, k, v) = binary(300), [x.detach() for x in inputs(300)]
 
     def attend():

@@ -1,4 +1,4 @@
-"""The selection by kernels: the same families as the torch search, group by group and head by head."""
+"""Kernels of `select`: the same families as the PyTorch search, for each group and head."""
 
 import pytest
 
@@ -27,12 +27,12 @@ from hsa.attention.rounds import rooted
 from tests.forests import forests, random_inputs, windows
 from tests.interpreter import DEVICE, quick_interpreter  # noqa: F401
 
-few = settings(max_examples=6, derandomize=True)  # near-ties could fall either way: always the same examples
+few = settings(max_examples=6, derandomize=True)  # near-ties may differ, so the examples are fixed
 seeds = st.integers(0, 10**6)
 
 
 def pooled(k, plan, clusters=None):
-    """[kv_heads, rows, dim] means over the leaves below every row."""
+    """Return the means over the leaves below every row, `[kv_heads, rows, dim]`."""
     k = k if clusters is None else in_order(k, clusters.order)
     sums = torch.cat([torch.zeros_like(k[:1], dtype=torch.float64), k.double().cumsum(0)])
     first, count = (torch.as_tensor(x) for x in (plan.first_leaf, plan.leaf_count))
@@ -40,7 +40,7 @@ def pooled(k, plan, clusters=None):
 
 
 def search(q, k, forest, *, queries=None, near=0, top_k=1, beam="exact", clusters=None, causal=False):
-    """What `select` does, up to the selected nodes [groups, heads, top_k] and the number of products."""
+    """Return the nodes that the kernels select, `[groups, heads, top_k]`, and the number of products."""
     if queries is None:
         queries = Queries.windows(forest, 1) if causal else Queries.families(forest)
     forest, _ = rooted(forest)
@@ -62,7 +62,7 @@ def search(q, k, forest, *, queries=None, near=0, top_k=1, beam="exact", cluster
     rows = rows.cpu()
     nodes = torch.as_tensor(plan.node)[rows.long()].where(rows >= 0, -1)
     lowest = torch.as_tensor(plan.row_of_node)[nodes].where(nodes >= 0, -1)
-    assert torch.equal(rows.long(), lowest)  # the kernels that follow want the foot of a chain
+    assert torch.equal(rows.long(), lowest)  # other kernels expect the lowest row of a node
     return nodes, int(scored.sum())
 
 
@@ -72,7 +72,7 @@ def on_device(tables):
 
 
 def expected(q, k, forest, *, top_k, clusters=None, **options):
-    """The torch search of every group and head alone: how far others get must not change a selection."""
+    """Return the result of the PyTorch search of each group and head alone: others must not change a selection."""
     selected, scored = [], 0
     repeat = q.shape[1] // k.shape[1]
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def test_binary_trees_and_heads_that_share_keys(beam):
 @pytest.mark.parametrize("beam", ["exact", 3])
 @pytest.mark.parametrize("most", [1, 5, 70])
 def test_groups_of_any_size_with_limits(beam, most):
-    """Cross-attention: empty groups, groups of more queries than a tile has, queries that see nothing."""
+    """Cross-attention with empty groups, groups larger than a tile, and queries that see no key."""
     forest = Hierarchy.from_nested([[3, [2, 1], [[2, 2], 1]], [[4, 2], [3, 3]]])
     sizes = torch.tensor([most, 0, 1, (most + 1) // 2])
     tree = torch.tensor([1, 0, 0, 1])
@@ -147,7 +147,7 @@ def test_groups_of_any_size_with_limits(beam, most):
 
 @pytest.mark.parametrize(("beam", "size"), [("exact", 16), (3, 16), (3, 1)])
 def test_more_candidates_than_a_tile(monkeypatch, beam, size):
-    """A root and nodes below it with many members: several turns, whose best are merged."""
+    """Nodes with many members take several turns, whose best candidates are merged."""
     monkeypatch.setattr(beam_search, "CANDIDATES", 16)
     forest = Hierarchy.regular([297], (3, 9, 11))
     q, k = inputs(forest, 3, queries=size)
@@ -156,7 +156,7 @@ def test_more_candidates_than_a_tile(monkeypatch, beam, size):
 
 
 def test_long_paths_to_the_neighbourhood():
-    """One-child chains: a node is left by one edge at a time, whatever stands for it at other levels."""
+    """Nodes with one child have rows at several levels; a descent passes each node once."""
     forest = Hierarchy.from_nested([[[[[[2]]]], [[3, 1], [[1, 2], 2]], 4, [[[5]], 1]]])
     q, k = inputs(forest, 4)
     check(q, k, forest, near=1, top_k=2, beam=2)
@@ -176,7 +176,7 @@ def test_ties_go_to_the_lower_number(beam, size):
 @pytest.mark.parametrize("beam", ["exact", 4])
 @pytest.mark.parametrize("size", [1, 8])
 def test_half_precision_and_padded_heads(beam, size):
-    """The same as float32 of the same numbers: products of half precision are exact in float32. Any strides."""
+    """Results equal those in float32, where products of half-precision numbers are exact; with strided queries."""
     forest = Hierarchy.regular([16], (2, 4))
     q, k = inputs(forest, 5, dim=80)
     plan = levels(forest)

@@ -13,7 +13,7 @@ WIDTH, INNER = 5, 3
 @pytest.mark.parametrize("layers", [1, 2])
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7))
-def test_it_is_a_gru_over_every_family_alone(layers, lengths):
+def test_equals_a_gru_on_each_family_alone(layers, lengths):
     model = exact(FamilyGRU(WIDTH, INNER, layers))
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, requires_grad=True)
     alone = [model.output(model.gru(rows[:, None])[0][:, 0]) for rows in x.split(lengths)]
@@ -26,7 +26,7 @@ def test_it_is_a_gru_over_every_family_alone(layers, lengths):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-def test_its_gradient():
+def test_gradients():
     model, families = exact(FamilyGRU(WIDTH, INNER)), Hierarchy.flat([3, 1, 2])
     x = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: model(x, families), (x, *model.parameters()), fast_mode=True)
@@ -45,7 +45,7 @@ def test_dropout_only_in_training():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_states_are_not_in_half_precision(dtype):
+def test_hidden_states_stay_in_full_precision(dtype):
     model, families = exact(FamilyGRU(WIDTH, INNER)).float(), Hierarchy.flat([7, 2])
     caught = []
     model.gru.register_forward_hook(lambda module, inputs, outputs: caught.append(outputs[0].data.dtype))

@@ -29,7 +29,7 @@ def node(*members):
 
 @settings(max_examples=15)
 @given(readable(trees=(1, 1), depth=4), st.integers(1, 3))
-def test_a_leaf_weighs_the_product_of_the_weights_above_it(listed, levels):
+def test_leaf_weight_is_the_product_of_weights_on_its_path(listed, levels):
     model, example = han(levels), collate(listed)
     alpha = {
         int(n): float(w) for level in model.weights(example) for n, w in zip(level.nodes, level.weights, strict=True)
@@ -43,12 +43,12 @@ def test_a_leaf_weighs_the_product_of_the_weights_above_it(listed, levels):
     result = document_weights(model, example)
     np.testing.assert_allclose(result.leaves, [prod(alpha[n] for n in path(leaf)) for leaf in leaf_nodes], atol=1e-12)
     assert result.leaves.sum() == pytest.approx(1)
-    for first, end in zip(result.rows[:-1], result.rows[1:], strict=True):  # runs of one family, as long as can be
+    for first, end in zip(result.rows[:-1], result.rows[1:], strict=True):  # longest runs of one family
         assert len({parent[leaf] for leaf in leaf_nodes[first:end]}) == 1
         assert end == len(leaf_nodes) or parent[leaf_nodes[end]] != parent[leaf_nodes[first]]
 
 
-def test_rows_and_parts_weigh_what_their_nodes_do():
+def test_weights_of_rows_and_parts_are_those_of_their_nodes():
     document = node(0, 1, node(node(2, 3), node(4)), node(5, 6), 7)
     example, model = collate([document]), han(levels=3)
     result = document_weights(model, example)
@@ -60,7 +60,7 @@ def test_rows_and_parts_weigh_what_their_nodes_do():
     assert result.of(result.rows)[1:3].sum() == pytest.approx(wanted[1])
 
 
-def test_a_single_leaf_is_everything():
+def test_single_leaf_has_weight_one():
     result = document_weights(han(), collate([Leaf(3, "text")]))
     assert (result.leaves.tolist(), result.rows.tolist(), result.parts.tolist()) == ([1.0], [0, 1], [0, 1])
 
@@ -90,7 +90,7 @@ def test_pictures(tmp_path, name, labelled):
 
 
 def test_labels_of_all_kinds(tmp_path):
-    """No label is a formula, and glyphs that the font lacks are no warning."""
+    """Labels are not parsed as formulas, and glyphs that the font lacks give no warning."""
     names = ["$x$", r" $\frac{$", "日本", "a" * 200, " _^", "", "🐈", "\n", "e\u0301"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -99,24 +99,24 @@ def test_labels_of_all_kinds(tmp_path):
 
 
 def drawn(monkeypatch, tmp_path, document, labels):
-    """What a picture says: (x, y, text)."""
-    said = []
+    """Return the texts of a picture as (x, y, text)."""
+    texts = []
     write = module.Page.write
 
-    def listen(self, x, y, text, **look):
-        said.append((x, y, text))
+    def record(self, x, y, text, **look):
+        texts.append((x, y, text))
         write(self, x, y, text, **look)
 
-    monkeypatch.setattr(module.Page, "write", listen)
+    monkeypatch.setattr(module.Page, "write", record)
     plot_document_weights(tmp_path / "a.png", han(), collate([document]), labels, "title")
-    return said
+    return texts
 
 
 def test_words_stay_together(monkeypatch, tmp_path):
-    """Pieces of a word stand side by side, words a space apart; a word that does not fit goes to the next line."""
+    """Pieces of a word are adjacent, words are a space apart, and a word that does not fit moves to the next line."""
     labels = ["ab", "cd", " ef", *[" " + "x" * 8] * 9, " yy", "yyyyyyyy"]
-    said = drawn(monkeypatch, tmp_path, sentences(len(labels)), labels)
-    position = {text: (x, y) for x, y, text in said}
+    texts = drawn(monkeypatch, tmp_path, sentences(len(labels)), labels)
+    position = {text: (x, y) for x, y, text in texts}
     cell = module.CELL
     assert position["cd"] == pytest.approx((position["ab"][0] + 2 * cell, position["ab"][1]))
     assert position["ef"] == pytest.approx((position["ab"][0] + 5 * cell, position["ab"][1]))
@@ -125,39 +125,39 @@ def test_words_stay_together(monkeypatch, tmp_path):
 
 
 def test_words_longer_than_a_line_are_broken(monkeypatch, tmp_path):
-    """As texts without spaces are: no piece stands outside."""
-    said = drawn(monkeypatch, tmp_path, sentences(120), ["abc"] * 120)
-    right = max(x for x, _, text in said if text == "abc") + 3 * module.CELL
-    left = min(x for x, _, text in said if text == "abc")
+    """Text without spaces stays inside the column."""
+    texts = drawn(monkeypatch, tmp_path, sentences(120), ["abc"] * 120)
+    right = max(x for x, _, text in texts if text == "abc") + 3 * module.CELL
+    left = min(x for x, _, text in texts if text == "abc")
     assert right - left <= module.CELLS * module.CELL + 1e-6
-    assert len({y for _, y, text in said if text == "abc"}) == 4
+    assert len({y for _, y, text in texts if text == "abc"}) == 4
 
 
-def test_the_numbers_of_a_picture(monkeypatch, tmp_path):
+def test_numbers_in_the_picture(monkeypatch, tmp_path):
     example = collate([sentences(5, 3)])
     shares = document_weights(han(), example)
-    said = [text for _, _, text in drawn(monkeypatch, tmp_path, sentences(5, 3), None)]
+    texts = [text for _, _, text in drawn(monkeypatch, tmp_path, sentences(5, 3), None)]
     for share in shares.of(shares.rows):
-        assert module.percent(share) in said
-    assert "top level" not in said  # its bars would be those of the sentences
+        assert module.percent(share) in texts
+    assert "top level" not in texts  # its bars would repeat those of the sentences
     assert "top level" in [
         text for _, _, text in drawn(monkeypatch, tmp_path, node(sentences(3, 2), sentences(4)), None)
     ]
 
 
-def test_what_is_left_out_is_said(monkeypatch, tmp_path):
+def test_long_documents_are_cut_with_a_note(monkeypatch, tmp_path):
     document = sentences(*[3] * (module.LINES + 4))
     result = document_weights(han(), collate([document]))
-    said = [text for _, _, text in drawn(monkeypatch, tmp_path, document, None)]
+    texts = [text for _, _, text in drawn(monkeypatch, tmp_path, document, None)]
     rest = module.percent(result.leaves[-12:].sum())
-    assert f"… and 12 more, which weigh {rest} together" in said
-    assert "179" in said
-    assert "180" not in said
+    assert f"… and 12 more, with a total weight of {rest}" in texts
+    assert "179" in texts
+    assert "180" not in texts
 
 
 def test_bad_input(tmp_path):
     two = collate([Leaf(3, "text"), Leaf(1, "text")])
-    with pytest.raises(InvalidInput, match="example: given 2 trees, expected one document"):
+    with pytest.raises(InvalidInput, match="example: expected one document, got 2 trees"):
         document_weights(han(), two)
-    with pytest.raises(InvalidInput, match="labels: given 2, expected 3, one per leaf"):
+    with pytest.raises(InvalidInput, match=r"labels: expected 3.*, got 2"):
         plot_document_weights(tmp_path / "a.png", han(), collate([sentences(3)]), ["a", "b"], "title")

@@ -1,4 +1,4 @@
-"""The plain layer against PyTorch's own, tree by tree, and against attention written out."""
+"""The transformer layer compared with PyTorch's own, tree by tree, and with attention written out."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.forests import softmax_weights
 from tests.model_inputs import exact
 
 WIDTH, HEADS, INNER = 15, 3, 17  # heads of 5
-LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=11)  # more than 8 trees are padded to like lengths
+LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=11)  # more than 8 trees are padded to similar lengths
 
 
 def layer_of(**options):
@@ -28,7 +28,7 @@ def rows(lengths, seed=5):
 
 
 def torch_layer(layer, norm, activation, epsilon):
-    """PyTorch's layer with the same weights."""
+    """Return PyTorch's layer with the same weights."""
     twin = nn.TransformerEncoderLayer(
         WIDTH, HEADS, INNER, 0.0, activation, layer_norm_eps=epsilon, batch_first=True, norm_first=norm == "pre"
     ).double()
@@ -48,7 +48,7 @@ def torch_layer(layer, norm, activation, epsilon):
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @given(lengths=LENGTHS)
-def test_it_is_the_layer_of_pytorch_on_every_tree(norm, activation, lengths):
+def test_equals_the_layer_of_pytorch_on_each_tree(norm, activation, lengths):
     layer = layer_of(norm=norm, activation=activation, epsilon=0.03)
     twin = torch_layer(layer, norm, activation, 0.03)
     x = rows(lengths).requires_grad_()
@@ -62,12 +62,12 @@ def test_it_is_the_layer_of_pytorch_on_every_tree(norm, activation, lengths):
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_what_attention_is_told_of_positions_goes_into_queries_keys_and_values(norm):
+def test_positions_are_added_to_queries_keys_and_values(norm):
     lengths = [7, 2, 1]
     forest, x, positions = Hierarchy.flat(lengths), rows(lengths), rows(lengths, seed=6)
     layer = layer_of(norm=norm, activation="gelu-tanh")
-    told = (layer.norm_attention(x) if norm == "pre" else x) + positions
-    q, k, v = (part.view(-1, HEADS, WIDTH // HEADS) for part in layer.project(told).split(WIDTH, -1))
+    inputs = (layer.norm_attention(x) if norm == "pre" else x) + positions
+    q, k, v = (part.view(-1, HEADS, WIDTH // HEADS) for part in layer.project(inputs).split(WIDTH, -1))
     attended = torch.einsum("hij,jhd->ihd", softmax_weights(q, k, forest), v).flatten(1)
     y = x + layer.output(attended)
     if norm == "post":
@@ -79,7 +79,7 @@ def test_what_attention_is_told_of_positions_goes_into_queries_keys_and_values(n
     torch.testing.assert_close(layer(x, forest, positions), wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_a_layer_that_starts_as_the_identity_learns_not_to_be():
+def test_layer_starts_as_the_identity_and_can_learn():
     lengths = [5, 3]
     layer = TransformerLayer(WIDTH, HEADS, identity=True).double()
     x = rows(lengths)
@@ -120,5 +120,5 @@ def test_dropout_is_on_both_branches():
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(InvalidInput, match="heads that divide the width"):
+    with pytest.raises(InvalidInput, match="heads that divide the width, got 4 heads for a width of 15"):
         TransformerLayer(WIDTH, 4)

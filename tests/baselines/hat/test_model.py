@@ -1,4 +1,4 @@
-"""HAT against its definition, segment by segment, and against a plain transformer."""
+"""HAT compared with its definition, segment by segment, and with a plain transformer."""
 
 import json
 from dataclasses import asdict, replace
@@ -24,7 +24,7 @@ TEXT = {"text": Modality(tokens=499)}
 
 
 def encoder(modalities=MODALITIES, **changes):
-    """With parameters that are all at work: layers across segments are no identity."""
+    """Return an encoder whose parameters are all random, so that layers across segments are not the identity."""
     return exact(HatEncoder(HatConfig(**{**SIZES, **changes}), modalities))
 
 
@@ -33,17 +33,17 @@ def fresh(modalities=TEXT, **changes):
 
 
 def text(*lengths, seed=1):
-    """Documents of no two equal tokens."""
+    """Return documents without repeated tokens."""
     ids = torch.randperm(499, generator=torch.Generator().manual_seed(seed))[: sum(lengths)]
     return [Signal.of(part, "text") for part in ids.split(lengths)]
 
 
 def layer_by_hand(layer, x, positions=None):
-    """One plain layer on the rows of one sequence, `[rows, width]`."""
+    """Apply one layer to the rows of one sequence, `[rows, width]`."""
     norm, heads = layer.norm_attention, layer.heads
-    told = norm(x) if layer.norm_first else x
-    told = told if positions is None else told + positions
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in layer.project(told).chunk(3, -1))
+    inputs = norm(x) if layer.norm_first else x
+    inputs = inputs if positions is None else inputs + positions
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in layer.project(inputs).chunk(3, -1))
     attended = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
     x = x + layer.output(attended.transpose(0, 1).flatten(1))
     if not layer.norm_first:
@@ -53,7 +53,7 @@ def layer_by_hand(layer, x, positions=None):
 
 
 def document_by_hand(model, leaves, lengths):
-    """The rows of the segments of one document, `[[1 + leaves (+ 1), width], …]`, and the same after all layers."""
+    """Return the rows of every segment of one document after all layers, `[[1 + leaves (+ 1), width], …]`."""
     config, result = model.config, []
     for part in leaves.split(lengths):
         marks = model.marks.weight
@@ -78,7 +78,7 @@ def document_by_hand(model, leaves, lengths):
     norm=st.sampled_from(["pre", "post"]),
     separator=st.booleans(),
 )
-def test_windows_are_read_as_it_is_defined(signals, layout, layers, norm, separator):
+def test_windows_match_the_definition(signals, layout, layers, norm, separator):
     batch = collate(signals)
     options = {"layout": layout, "layers": layers, "norm": norm, "separator": separator, "segment": 3}
     model = encoder(returns="leaves", **options)
@@ -98,7 +98,7 @@ def test_windows_are_read_as_it_is_defined(signals, layout, layers, norm, separa
     torch.testing.assert_close(x, firsts, rtol=1e-10, atol=1e-10)
 
 
-def test_sentences_and_paragraphs_are_segments():
+def test_sentences_and_paragraphs_as_segments():
     sentences = text(4, 3, 7, 1)
     document = Signal(Sequence(2), [Signal(Sequence(2), sentences[:2]), Signal(Sequence(2), sentences[2:])])
     batch = collate([document])
@@ -113,7 +113,7 @@ def test_sentences_and_paragraphs_are_segments():
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("layout", [*STYLES, "SCCSCC"])
-def test_on_one_segment_it_starts_as_a_plain_transformer(layout, norm):
+def test_one_segment_starts_as_a_plain_transformer(layout, norm):
     documents = text(5, 1, 3)
     model = fresh(layout=layout, layers=2, norm=norm, returns="leaves")
     plain = fresh(layout="S" * model.config.layers, norm=norm, returns="leaves")
@@ -125,7 +125,7 @@ def test_on_one_segment_it_starts_as_a_plain_transformer(layout, norm):
     assert torch.equal(model(collate(documents))[0], plain(collate(documents))[0])
 
 
-def test_at_the_start_segments_are_read_one_by_one():
+def test_segments_start_independent():
     (document,) = text(13)
     alone = [Signal.of(part, "text") for part in document.values.split(5)]
     model = fresh(layers=2)
@@ -133,8 +133,8 @@ def test_at_the_start_segments_are_read_one_by_one():
 
 
 @pytest.mark.parametrize(("layout", "crosses"), [("SC", False), ("SCS", True), ("SS", False)])
-def test_a_layer_across_segments_tells_the_next_layer_inside(layout, crosses):
-    """A token of the last segment changes tokens of the first one where S follows C."""
+def test_layer_across_segments_reaches_tokens_through_the_next_layer_inside(layout, crosses):
+    """A token of the last segment changes tokens of the first if S follows C."""
     (document,) = text(11)
     other = document.values.clone()
     other[-1] = next(i for i in range(499) if i not in document.values.tolist())
@@ -146,7 +146,7 @@ def test_a_layer_across_segments_tells_the_next_layer_inside(layout, crosses):
     assert (not torch.equal(x[0], y[0])) == ("C" in layout)
 
 
-def test_the_order_of_segments_counts_across_them():
+def test_layers_across_segments_use_the_order_of_segments():
     (document,) = text(10)
     swapped = Signal.of(document.values.roll(5), "text")
     model = encoder(TEXT, layout="SC")
@@ -167,7 +167,7 @@ def test_a_document_does_not_depend_on_its_batch(signals, level, returns):
 
 
 def test_many_segments():
-    """No maximum, and a batch so large that attention pads segments of like length."""
+    """Use many segments, in a batch large enough that attention pads segments of similar length."""
     documents = [Signal.of(torch.arange(n) % 499, "text") for n in (1201, 1, 77)]
     model = encoder(TEXT, segment=2)
     together, forest = model(collate(documents))
@@ -186,14 +186,14 @@ def test_documents_of_one_token_and_no_documents(returns):
     assert hierarchy.num_trees == 0
 
 
-def test_preparing_changes_nothing():
+def test_prepare_changes_nothing():
     model, signals = encoder(TEXT), text(13, 2)
     ahead = collate(signals)
     model.prepare(ahead)
     assert torch.equal(model(ahead)[0], model(collate(signals))[0])
 
 
-def test_every_parameter_is_at_work():
+def test_every_parameter_has_a_gradient():
     model = encoder(TEXT, layout="SSCS", separator=True, returns="leaves")
     model(collate(text(13)))[0].pow(3).sum().backward()
     idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
@@ -211,7 +211,7 @@ def test_gradients():
     assert torch.autograd.gradcheck(out, (values,))
 
 
-def test_operations_are_those_of_all_layers():
+def test_operations_of_all_layers_are_counted():
     model = encoder(TEXT, layout="SSC", separator=True)
     with counting_operations() as counts:
         model(collate(text(13)))
@@ -242,7 +242,7 @@ def test_published_layouts_are_those_of_the_authors():
     assert {name: layout.replace("|", "").replace("D", "C") for name, layout in authors.items()} == PUBLISHED
 
 
-def test_a_pattern_says_how_many_layers_there_are():
+def test_pattern_determines_the_number_of_layers():
     assert HatConfig(layout="SSCSC", layers=7).layers == 3
     assert HatConfig(layout="EC2").layers == 9
 
@@ -265,24 +265,24 @@ def test_a_pattern_says_how_many_layers_there_are():
         ({"activation": "sine"}, "activation"),
     ],
 )
-def test_sizes_that_make_no_encoder(changes, where):
+def test_invalid_sizes(changes, where):
     with pytest.raises(InvalidInput) as caught:
         HatConfig(**{**SIZES, **changes})
     assert caught.value.where == where
 
 
-def test_levels_that_the_data_lack():
+def test_segment_level_above_the_data():
     sentences = Hierarchy.from_nested([[3, 2], 4])
     check_levels(HatConfig(segment_level=2), sentences)
     check_levels(HatConfig(segment_level=0), Hierarchy.from_parents([-1, -1]))
     check_levels(HatConfig(segment_level=5), Hierarchy.flat([]))
-    with pytest.raises(InvalidInput, match="3, for trees of 2 levels above their leaves"):
+    with pytest.raises(InvalidInput, match="segment_level: expected at most 2, the depth of these trees, got 3"):
         check_levels(HatConfig(segment_level=3), sentences)
     with pytest.raises(InvalidInput, match="at most 0"):
         check_levels(HatConfig(segment_level=1), Hierarchy.from_parents([-1, -1]))
 
 
-def test_a_classifier_with_it_goes_through_json():
+def test_classifier_config_survives_json():
     config = ModelConfig(HatConfig(**SIZES, layout="SSC"), TEXT, outputs=7)
     again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config
@@ -298,26 +298,26 @@ def test_parameters_grow_with_the_feed_forward_networks():
 
 def test_a_class_per_leaf_needs_leaves():
     ModelConfig(HatConfig(**SIZES, returns="leaves"), TEXT, outputs=7, task="tokens")
-    with pytest.raises(InvalidInput, match="leaves that are still there"):
+    with pytest.raises(InvalidInput, match="expected an encoder that keeps leaves"):
         ModelConfig(HatConfig(**SIZES), TEXT, outputs=7, task="tokens")
 
 
-def test_starting_from_weights():
+def test_start_from_pretrained_weights():
     model, other = fresh(layout="SSC"), fresh(layout="SSC")
     inside = {k: v for k, v in other.state_dict().items() if not k.startswith(("layers.2.", "numbers."))}
     across = {k: v.clone() for k, v in model.state_dict().items() if k not in inside}
     model.start_from(inside)
     assert all(torch.equal(v, {**inside, **across}[k]) for k, v in model.state_dict().items())
     for weights, match in (
-        ({k: v for k, v in inside.items() if k != "layers.1.inner.bias"}, "layers.1.inner.bias: given no such weight"),
-        ({**inside, "marks.weight": torch.zeros(2, 15)}, r"marks.weight: given \(2, 15\)"),
-        ({**inside, "layers.3.inner.bias": torch.zeros(17)}, "layers.3.inner.bias: given a weight too many"),
+        ({k: v for k, v in inside.items() if k != "layers.1.inner.bias"}, "layers.1.inner.bias: missing"),
+        ({**inside, "marks.weight": torch.zeros(2, 15)}, r"marks.weight: expected shape \(1, 15\), got \(2, 15\)"),
+        ({**inside, "layers.3.inner.bias": torch.zeros(17)}, "layers.3.inner.bias: unknown weight"),
     ):
         with pytest.raises(InvalidInput, match=match):
             model.start_from(weights)
 
 
-def test_configurations_say_what_they_are():
+def test_config_names_its_architecture():
     assert asdict(HatConfig())["architecture"] == "hat"
     assert not HatConfig().keeps_leaves
     assert HatConfig(returns="leaves").keeps_leaves

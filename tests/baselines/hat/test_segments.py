@@ -1,4 +1,4 @@
-"""Segments against a walk over every tree."""
+"""Segments compared with a recursive walk over every tree."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.forests import forests
 
 
 def by_hand(hierarchy, longest, level):
-    """The leaves of every segment of every document."""
+    """Return the leaves of every segment of every document."""
     s = hierarchy.structure
 
     def leaves(node):
@@ -41,7 +41,7 @@ def by_hand(hierarchy, longest, level):
 
 
 @given(hierarchy=forests(), longest=st.integers(1, 7), level=st.integers(0, 4), last_row=st.booleans())
-def test_segments_are_those_of_a_walk(hierarchy, longest, level, last_row):
+def test_segments_match_a_recursive_walk(hierarchy, longest, level, last_row):
     wanted = by_hand(hierarchy, longest, level)
     result = text_segments(hierarchy, longest, level, last_row=last_row)
     segments = [segment for document in wanted for segment in document]
@@ -71,14 +71,14 @@ def test_no_documents(level):
     assert result.first.dtype == result.source.dtype == torch.int64
 
 
-def test_they_are_built_once():
+def test_segments_are_built_once():
     text = Hierarchy.from_nested([[3, 2]])
     assert text_segments(text, 4, 1) is text_segments(text, 4, 1)
     assert text_segments(text, 4, 1) is not text_segments(text, 4, 0)
 
 
 def test_loose_tokens_of_two_documents_are_not_neighbours():
-    """The last leaf of one family, and the first of the next, where both hang higher up than sentences."""
+    """Do not join the last leaf of one family with the first of the next if both are above the sentences."""
     texts = Hierarchy.from_parents([-1, -1, 0, 0, 1, 1, 2, 2, 5, 5])
     result = text_segments(texts, 99, 1)
     assert [n - 1 for n in result.rows.lengths] == [2, 1, 1, 2]

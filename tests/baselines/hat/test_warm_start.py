@@ -1,4 +1,4 @@
-"""A warm-started HAT against the pre-trained model itself, and from the command line."""
+"""A warm-started HAT compared with the pre-trained model itself, and its use from the command line."""
 
 import json
 from dataclasses import replace
@@ -25,8 +25,8 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 SHAPE = {"hidden_size": 15, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 17}
-WIDE = {"initializer_range": 0.4, "layer_norm_eps": 1e-3}  # weights and an epsilon that show
-PLACES = 23
+WIDE = {"initializer_range": 0.4, "layer_norm_eps": 1e-3}  # large enough to show in the outputs
+POSITIONS = 23
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 ROBERTA = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
 
@@ -37,7 +37,7 @@ def save_tokenizer(folder, special):
         tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=special["unk_token"])
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.enable_truncation(3)  # as many published ones have it
+    tokenizer.enable_truncation(3)  # common in published tokenizers
     tokenizer.enable_padding(length=3)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return len(names)
@@ -45,7 +45,7 @@ def save_tokenizer(folder, special):
 
 def save_bert(folder, **changes):
     size = save_tokenizer(folder, BERT)
-    sizes = {**SHAPE, **WIDE, "vocab_size": size, "max_position_embeddings": PLACES}
+    sizes = {**SHAPE, **WIDE, "vocab_size": size, "max_position_embeddings": POSITIONS}
     model = transformers.BertModel(transformers.BertConfig(**{**sizes, **changes})).eval()
     return save(folder, model)
 
@@ -53,13 +53,13 @@ def save_bert(folder, **changes):
 def save_roberta(folder, **changes):
     size = save_tokenizer(folder, ROBERTA)
     ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "type_vocab_size": 1}
-    sizes = {**SHAPE, **WIDE, **ids, "vocab_size": size + 5, "max_position_embeddings": PLACES + 2}
+    sizes = {**SHAPE, **WIDE, **ids, "vocab_size": size + 5, "max_position_embeddings": POSITIONS + 2}
     model = transformers.RobertaModel(transformers.RobertaConfig(**{**sizes, **changes})).eval()
     return save(folder, model)
 
 
 def save(folder, model):
-    with torch.no_grad():  # fresh models have biases of 0 and norms of 1
+    with torch.no_grad():  # new models have biases of 0 and norms of 1
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
@@ -91,14 +91,14 @@ def ids(*lengths, seed=2):
 
 
 def direct(kind, model, part):
-    """The last states of one text between its special tokens."""
+    """Return the last hidden states of one text with its special tokens."""
     begin, end = MARKS[kind]
     with torch.no_grad():
         return model(torch.tensor([[begin, *part.tolist(), end]])).last_hidden_state[0]
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "ad-hoc", "early", "late", "SCCS"])
-def test_on_one_segment_it_is_the_pretrained_model(pretrained, layout):
+def test_one_segment_equals_the_pretrained_model(pretrained, layout):
     kind, name, model = pretrained
     texts = ids(7, 1, 21)
     batch = collate([Signal.of(part, "text") for part in texts])
@@ -109,7 +109,7 @@ def test_on_one_segment_it_is_the_pretrained_model(pretrained, layout):
             torch.testing.assert_close(encoder(batch)[0], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_segments_are_read_as_texts_of_their_own_at_first(pretrained):
+def test_segments_start_as_independent_texts(pretrained):
     kind, name, model = pretrained
     (text,) = ids(19)
     encoder = encoder_of(name, segment=7)
@@ -129,7 +129,7 @@ def test_activations(tmp_path, activation):
     torch.testing.assert_close(x[0], direct("bert", model, text)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_its_tokenizer_reads_whole_texts_as_the_model_would(pretrained):
+def test_tokenizer_does_not_truncate(pretrained):
     _, name, _ = pretrained
     tokenizer = pretrained_tokenizer(name)
     text = " ".join(["the", "it", "."] * 9)
@@ -138,11 +138,11 @@ def test_its_tokenizer_reads_whole_texts_as_the_model_would(pretrained):
     assert tokenizer.encode(text, add_special_tokens=False).ids == known
 
 
-def test_what_cannot_be_started_from(tmp_path, pretrained):
+def test_options_that_do_not_fit_the_encoder(tmp_path, pretrained):
     _, name, _ = pretrained
-    with pytest.raises(InvalidInput, match=r"at most 21: .* has 23 positions"):
+    with pytest.raises(InvalidInput, match=r"segment: expected at most 21 \(.* has 23 positions, .*\), got 22"):
         warm_start(name, segment=22)
-    with pytest.raises(InvalidInput, match="with 3 layers inside segments"):
+    with pytest.raises(InvalidInput, match=r"layout: expected .* 2 layers inside segments.*, got 'SSCS', which has 3"):
         warm_start(name, layout="SSCS", segment=5)
     with pytest.raises(InvalidInput, match="no such folder"):
         warm_start(str(tmp_path / "nothing"))
@@ -153,12 +153,13 @@ def test_what_cannot_be_started_from(tmp_path, pretrained):
 def test_models_of_other_kinds(tmp_path):
     config = transformers.DistilBertConfig(vocab_size=31, dim=8, n_layers=1, n_heads=2, hidden_dim=8)
     transformers.DistilBertModel(config).save_pretrained(tmp_path / "other")
-    with pytest.raises(InvalidInput, match="a model of type 'distilbert', expected an encoder: one of bert, roberta"):
+    message = "expected an encoder: one of bert, roberta, .*, got a model of type 'distilbert'"
+    with pytest.raises(InvalidInput, match=message):
         warm_start(str(tmp_path / "other"))
     for changes, match in (
         ({"is_decoder": True}, "a model of type 'bert'"),
         ({"hidden_act": "swish"}, "the activation 'swish'"),
-        ({"vocab_size": 9}, "tokens for 9 vectors"),
+        ({"vocab_size": 9}, r"got 9 vectors for a tokenizer of \d+ tokens"),
     ):
         name, _ = save_bert(tmp_path / next(iter(changes)), **changes)
         with pytest.raises(InvalidInput, match=match):
@@ -180,7 +181,7 @@ TINY = ModelOptions(width=8, heads=2, position_width=8, dropout=0.0)
 @pytest.mark.parametrize("pretrained", ["bert"], indirect=True)
 @pytest.mark.usefixtures("_cache")
 def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
-    """With a learning rate of next to nothing they are still there when it ends, and other models are what they were."""
+    """Train with a tiny learning rate, so that the weights are still those of the start."""
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.csv", reviews())
     options = TrainingOptions(epochs=1, learning_rate=1e-12, weight_decay=0.0)
@@ -196,7 +197,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
     own = model.encoder.state_dict()
     assert all(torch.allclose(own[key], tensor, atol=1e-8) for key, tensor in tensors.items())
     assert model.config.modalities["text"] == Modality(tokens=pretrained_tokenizer(name).get_vocab_size())
-    assert hsa.parameters == pytest.approx(hat.parameters, rel=0.02)  # those of the first
+    assert hsa.parameters == pytest.approx(hat.parameters, rel=0.02)  # the first model is the reference
     last = model_config(prepared, TINY, "hat", "hierarchical", extra)
     assert last.encoder == config  # no feed-forward networks of another width
 
@@ -204,7 +205,7 @@ def test_training_starts_from_the_pretrained_weights(tmp_path, pretrained):
 @pytest.mark.parametrize("pretrained", ["bert"], indirect=True)
 @pytest.mark.usefixtures("_cache")
 def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
-    """The first step of Adam is as long as its rate."""
+    """Compare the first steps of Adam, which are as long as the learning rate."""
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.jsonl", reviews())
     rates = {"warmup": 0.0, "schedule": "constant", "weight_decay": 0.0, "learning_rate": 1e-3}
@@ -226,7 +227,7 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
     assert max(moved[False].values()) == pytest.approx(1e-3, rel=1e-2)
     assert {"encoder.layers.1.output.weight", "encoder.embedding.maps.number.weight"} <= set(moved[False])
     assert {"encoder.layers.2.output.weight", "encoder.embedding.tables.text.weight"} <= set(moved[True])
-    (folder / "result.json").unlink()  # what was interrupted goes on as it was
+    (folder / "result.json").unlink()  # as after an interruption
     again = train_model("hat", config, prepared, options, folder, accelerator, resume=True)
     assert again.scores == actual.scores
 
@@ -236,18 +237,16 @@ def test_pretrained_weights_learn_at_a_tenth_of_the_rate(tmp_path, pretrained):
 def test_data_are_read_with_the_tokenizer_of_the_pretrained_model(tmp_path, pretrained):
     _, name, _ = pretrained
     data = write_rows(tmp_path / "reviews.csv", reviews())
-    given = {"tokenizer": pretrained_tokenizer(name)}
-    own, prepared, again = prepare(data, READ), prepare(data, READ, **given), prepare(data, READ)
+    pretrained = {"tokenizer": pretrained_tokenizer(name)}
+    own, prepared, again = prepare(data, READ), prepare(data, READ, **pretrained), prepare(data, READ)
     assert prepared.input_spec.tokenizer.to_str() == pretrained_tokenizer(name).to_str()
     assert own.train.digest == again.train.digest != prepared.train.digest
     for conflict in ({"encoder": name}, {"word_vectors": tmp_path / "vectors.txt"}):
-        with pytest.raises(
-            InvalidInput, match=f"^{next(iter(conflict))}: given .*, with a model that has a tokenizer of its own"
-        ):
-            prepare(data, replace(READ, **conflict), **given)
+        with pytest.raises(InvalidInput, match=f"^{next(iter(conflict))}: .* tokenizer"):
+            prepare(data, replace(READ, **conflict), **pretrained)
     numbers = write_rows(tmp_path / "numbers.csv", [{"a": i, "label": "xy"[i % 2]} for i in range(40)])
-    with pytest.raises(InvalidInput, match="for data without text"):
-        prepare(numbers, DataOptions(number=("a",), label="label"), **given)
+    with pytest.raises(InvalidInput, match="without text"):
+        prepare(numbers, DataOptions(number=("a",), label="label"), **pretrained)
 
 
 @pytest.mark.usefixtures("_cache")
@@ -270,7 +269,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert code == 0, out
     saved = json.loads((tmp_path / "run" / "hat" / "config.json").read_text())
     assert saved["encoder"]["segment_level"] == 1
-    code, out = call("predict", "run/hat", "reviews.csv")  # with nothing but what was saved
+    code, out = call("predict", "run/hat", "reviews.csv")  # needs only the saved files
     assert code == 0, out
     assert out.count("reviews.csv: row") == len(reviews())
     code, out = call("train", *columns, "--models", "hierarchical", *warm)

@@ -1,4 +1,4 @@
-"""The language model of Transformer-XL: in parts, step by step or at once, it says the same."""
+"""The language model of Transformer-XL gives the same result read in parts, step by step or at once."""
 
 import io
 import json
@@ -13,13 +13,13 @@ from hsa.baselines.transformer_xl import encoder as transformer_xl
 from hsa.baselines.transformer_xl.encoder import SegmentMemory
 from hsa.baselines.transformer_xl.language_model import TransformerXLLanguageConfig, TransformerXLLanguageModel
 from hsa.errors import InvalidInput
-from hsa.generation.generate import generate
-from hsa.generation.loading import load_writer
+from hsa.generation.generate_text import generate
 from hsa.generation.sampling import Sampling
 from hsa.models.memory import set_test_memory
 from hsa.models.saved import CONFIG as CONFIG_FILE
 from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.tokens import train_tokenizer
+from hsa.training.language_model.inference import LoadedLanguageModel
 from tests.model_inputs import exact
 
 TOKENS = 37
@@ -41,14 +41,14 @@ def close(result, wanted):
 
 @st.composite
 def parts(draw):
-    """Lengths of the parts of texts: every text has a token or more in each."""
+    """Draw the lengths of the parts of some texts; every text has at least one token in each part."""
     count, batch = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     return [[draw(st.integers(1, 9)) for _ in range(batch)] for _ in range(count)]
 
 
 @pytest.mark.parametrize("projected", [False, True])
 @given(parts(), st.integers(1, 6), st.integers(0, 8))
-def test_in_parts_as_at_once(projected, sizes, segment, memory):
+def test_reading_in_parts_equals_reading_at_once(projected, sizes, segment, memory):
     made = model(segment=segment, memory=memory)
     whole = texts(*map(sum, zip(*sizes, strict=True)))
     wanted = made(torch.cat(whole), [len(text) for text in whole]).split([len(text) for text in whole])
@@ -56,7 +56,7 @@ def test_in_parts_as_at_once(projected, sizes, segment, memory):
     for lengths in sizes:
         now = [text[a : a + n] for text, a, n in zip(whole, done, lengths, strict=True)]
         with torch.set_grad_enabled(not projected):
-            hidden, state = made.go_on(torch.cat(now), lengths, state)
+            hidden, state = made.extend(torch.cat(now), lengths, state)
         for text, logits, a, n in zip(wanted, made._logits(hidden).split(lengths), done, lengths, strict=True):
             close(logits, text[a : a + n])
         done = [a + n for a, n in zip(done, lengths, strict=True)]
@@ -67,7 +67,7 @@ def test_in_parts_as_at_once(projected, sizes, segment, memory):
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
-def test_with_enough_memory_segments_are_one_long_segment(length, more, segment):
+def test_long_memory_equals_one_long_segment(length, more, segment):
     (text,) = texts(length + more)
     made, long = model(segment=segment, memory=100), model(segment=100, memory=0)
     close(made(text, [len(text)]), long(text, [len(text)]))
@@ -80,7 +80,7 @@ def test_with_enough_memory_segments_are_one_long_segment(length, more, segment)
     assert cache.memory().leaves_kept
 
 
-def test_no_output_depends_on_a_later_token_and_no_gradient_on_a_memory():
+def test_gradients_are_causal_and_stay_inside_a_segment():
     made, lengths = model(), [19, 4]
     tokens = torch.randperm(TOKENS)[: sum(lengths)]
 
@@ -99,10 +99,10 @@ class _Hidden(torch.nn.Module):
         self.model = model
 
     def forward(self, tokens, lengths):
-        return self.model.go_on(tokens, lengths)[0].sum(-1)
+        return self.model.extend(tokens, lengths)[0].sum(-1)
 
 
-def test_the_loss_is_the_cross_entropy_and_carries_on():
+def test_loss_is_the_cross_entropy_and_returns_the_memory():
     made = model()
     (text,) = texts(31)
     logits = made(text[:-1], [30])
@@ -114,22 +114,22 @@ def test_the_loss_is_the_cross_entropy_and_carries_on():
     assert state.seen == (30,)
 
 
-def test_keys_of_what_is_remembered_are_made_with_the_weights_of_the_day():
+def test_keys_of_the_memory_use_the_current_weights_unless_projected():
     made = model(layers=1)
     (text,) = texts(10)
-    _, state = made.go_on(text[:5], [5])
-    _, keys = made.go_on(text[:5], [5], made.new_memory(projected=True))
+    _, state = made.extend(text[:5], [5])
+    _, keys = made.extend(text[:5], [5], made.new_memory(projected=True))
     with torch.no_grad():
         made.layers.stack[0].attention.key_value.weight.mul_(2)
-    wanted = made.go_on(text, [10])[0][5:]
-    close(made.go_on(text[5:], [5], state)[0], wanted)
-    assert (made.go_on(text[5:], [5], keys)[0] - wanted).abs().max() > 1e-3
+    wanted = made.extend(text, [10])[0][5:]
+    close(made.extend(text[5:], [5], state)[0], wanted)
+    assert (made.extend(text[5:], [5], keys)[0] - wanted).abs().max() > 1e-3
 
 
-def test_a_memory_is_saved_with_torch():
+def test_memory_is_saved_with_torch():
     made = model()
     tokens = torch.cat(texts(12, 7))
-    _, state = made.go_on(tokens, [12, 7])
+    _, state = made.extend(tokens, [12, 7])
     file = io.BytesIO()
     torch.save(state.state_dict(), file)
     file.seek(0)
@@ -139,41 +139,41 @@ def test_a_memory_is_saved_with_torch():
         assert torch.equal(ours, theirs)
 
 
-def test_plans_of_equal_lengths_are_made_once():
+def test_plans_of_equal_lengths_are_cached():
     made, tokens = model(memory=5), torch.cat(texts(5, 5))
     state = None
     for _ in range(2):
-        _, state = made.go_on(tokens, [5, 5], state)
+        _, state = made.extend(tokens, [5, 5], state)
     known = len(made._plans)
     for _ in range(5):
-        _, state = made.go_on(tokens, [5, 5], state)
+        _, state = made.extend(tokens, [5, 5], state)
     assert len(made._plans) == known
     for i in range(1, 40):
         made(texts(i)[0], [i])
     assert len(made._plans) <= 16
 
 
-def test_written_tokens_take_no_plan_of_the_host_and_push_none_out(monkeypatch):
+def test_generation_neither_builds_plans_on_the_host_nor_evicts_cached_ones(monkeypatch):
     made, cache, tokens = model(), model().new_cache(2), torch.cat(texts(7, 7))
     with torch.no_grad():
         made.read(tokens, [7, 7], cache)
         known = dict(made._plans)
         monkeypatch.setattr(transformer_xl, "plan_segments", None)
-        for _ in range(20):  # over the ends of segments
+        for _ in range(20):  # across several segments
             made.step(tokens[:2], cache)
     assert dict(made._plans) == known
 
 
 @pytest.mark.parametrize("lengths", [[7, 7], [7, 4], [6, 1]])
 @pytest.mark.parametrize("shorter", [0, 1, 8])
-def test_a_memory_that_changes_while_a_text_is_written(lengths, shorter):
-    """What was kept for a longer memory is not all looked at by the next token."""
+def test_memory_length_changed_during_generation(lengths, shorter):
+    """The next token attends to only part of a memory that was kept for a longer length."""
     made, tokens = model(memory=8), torch.cat(texts(*lengths))
     result = []
     for whole in (True, False):
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             if whole:
-                patch.setattr(transformer_xl, "_in_step", lambda *state: False)
+                patch.setattr(transformer_xl, "_is_uniform_step", lambda *state: False)
             made.layers.lengths = (8, None)
             cache = made.new_cache(2)
             made.read(tokens, lengths, cache)
@@ -182,25 +182,26 @@ def test_a_memory_that_changes_while_a_text_is_written(lengths, shorter):
     close(result[0], result[1])
 
 
-def test_the_cache_is_small():
+def test_memory_of_the_cache():
     made, cache = model(), model().new_cache(2)
     with torch.no_grad():
         made.read(torch.cat(texts(22, 8)), [22, 8], cache)
     memory = cache.memory()
-    kept = (3 + 2) + (3 + 3)  # the memory and what has begun, of either text
+    kept = (3 + 2) + (3 + 3)  # memory and unfinished segment of each text
     assert memory.bytes == kept * 2 * CONFIG.width * 8 * CONFIG.layers
     assert memory.flat_bytes == 30 * 2 * CONFIG.width * 8 * CONFIG.layers
     assert not memory.leaves_kept
 
 
-def test_saved_and_loaded_and_writing(tmp_path):
+def test_save_load_and_generate(tmp_path):
     tokenizer = train_tokenizer(["the cat sat on the mat"], 270)
     saved = model(vocabulary=tokenizer.get_vocab_size(), test_memory=7, max_length=40)
     save_language_model(tmp_path, saved.float(), tokenizer)
     about = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert (about["model"], about["architecture"]) == ("language model", "transformer-xl")
     assert about["test_memory"] == 7
-    made, result = load_writer(tmp_path)
+    loaded = LoadedLanguageModel.load(tmp_path)
+    made, result = loaded.model, loaded.tokenizer
     assert made.config == saved.config
     assert not made.training
     stream = generate(made, result, "the cat", max_new_tokens=90, sampling=Sampling(temperature=0))
@@ -208,7 +209,7 @@ def test_saved_and_loaded_and_writing(tmp_path):
     assert text == result.decode(stream.ids, skip_special_tokens=False)
     assert stream.reason == "max_length"
     whole = torch.tensor([*stream.prompt, *stream.ids])
-    assert len(whole) == 41  # nothing is asked after the last
+    assert len(whole) == 41  # the last token is not read
     likeliest = saved(whole[:-1], [40]).argmax(-1).tolist()
     assert stream.ids == likeliest[len(stream.prompt) - 1 :]
     assert "flat cache" in str(stream.cache.memory())
@@ -220,29 +221,29 @@ def test_saved_and_loaded_and_writing(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocabulary": 0}, "vocabulary: given 0"),
-        ({"memory": -1}, "memory: given -1"),
-        ({"segment": 0}, "segment: given 0"),
-        ({"activation": "relu"}, "activation: given 'relu', expected one of swiglu, gelu"),
-        ({"max_length": 0}, "max_length: given 0"),
-        ({"heads": 4}, "heads: given 4 heads of a width of 14"),
+        ({"vocabulary": 0}, "vocabulary: expected .*, got 0"),
+        ({"memory": -1}, "memory: expected .*, got -1"),
+        ({"segment": 0}, "segment: expected .*, got 0"),
+        ({"activation": "relu"}, "activation: expected one of swiglu, gelu, got 'relu'"),
+        ({"max_length": 0}, "max_length: expected .*, got 0"),
+        ({"heads": 4}, "heads: expected .*, got 4 heads .* 14"),
     ],
 )
-def test_sizes_without_meaning(changes, message):
+def test_invalid_sizes(changes, message):
     with pytest.raises(InvalidInput, match=message):
         replace(CONFIG, **changes)
 
 
-def test_texts_and_memories_that_do_not_fit():
+def test_mismatched_texts_and_memories():
     made, tokens = model(max_length=9), torch.cat(texts(5, 3))
-    with pytest.raises(InvalidInput, match="every text at least one"):
+    with pytest.raises(InvalidInput, match="at least one"):
         made(tokens, [8, 0])
-    with pytest.raises(InvalidInput, match="given one of 3 texts, expected one of 2"):
-        made.go_on(tokens, [5, 3], made.new_memory(3))
-    with pytest.raises(InvalidInput, match="that of another model"):
-        made.go_on(tokens, [5, 3], model(layers=1).new_memory(2))
-    with pytest.raises(InvalidInput, match="that of another model"):
-        made.go_on(tokens, [5, 3], model(width=10).new_memory(2))
-    _, state = made.go_on(tokens, [5, 3])
-    with pytest.raises(InvalidInput, match="a text of 10 tokens, expected at most 9"):
-        made.go_on(tokens, [5, 3], state)
+    with pytest.raises(InvalidInput, match="memory: expected the memory of 2 texts, got 3"):
+        made.extend(tokens, [5, 3], made.new_memory(3))
+    with pytest.raises(InvalidInput, match="memory: expected 3 layers of width 14, got the memory of another model"):
+        made.extend(tokens, [5, 3], model(layers=1).new_memory(2))
+    with pytest.raises(InvalidInput, match="memory: expected 3 layers of width 14, got the memory of another model"):
+        made.extend(tokens, [5, 3], model(width=10).new_memory(2))
+    _, state = made.extend(tokens, [5, 3])
+    with pytest.raises(InvalidInput, match=r"at most 9.* 10 tokens"):
+        made.extend(tokens, [5, 3], state)

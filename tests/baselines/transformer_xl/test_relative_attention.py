@@ -1,4 +1,4 @@
-"""Relative attention against its definition, token by token, over texts that go on in any way."""
+"""Relative attention compared with its definition, token by token, over texts read in several passes."""
 
 import math
 
@@ -22,14 +22,14 @@ def attention():
 
 
 def features(distance, width=WIDTH):
-    """sin and cos of a distance, written out."""
+    """Return sin and cos of a distance, written out."""
     waves = math.ceil(width / 2)
     phases = [distance / 10_000 ** (i / waves) for i in range(waves)]
     return [math.sin(p) for p in phases] + [math.cos(p) for p in phases][: width - waves]
 
 
 def by_definition(module, x, before, lengths, segment, memory, carried, begun):
-    """What every token gets, one after another; earlier segments without gradient."""
+    """Return the output of every token, one by one, without gradients into earlier segments."""
     out, done, rows = [], 0, 0
     for size, had, old in zip(lengths, carried, begun, strict=True):
         own = x[done : done + size]
@@ -56,7 +56,7 @@ def _row(module, query, known):
 
 @st.composite
 def readings(draw):
-    """Texts with tokens that were carried here, some of them of a segment that has begun."""
+    """Draw texts with carried tokens, which may include those of an unfinished segment."""
     segment, memory = draw(st.integers(1, 7)), draw(st.integers(0, 9))
     texts = draw(st.integers(1, 4))
     lengths = [draw(st.integers(1, 19)) for _ in range(texts)]
@@ -66,7 +66,7 @@ def readings(draw):
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 5), (3, 3), (5, 11)])
-def test_the_shift_is_the_loop(rows, keys):
+def test_relative_shift_equals_a_loop(rows, keys):
     x = torch.randn(2, 3, rows, keys + 1)
     shifted = relative_shift(x)
     assert shifted.shape == (2, 3, rows, keys)
@@ -78,7 +78,7 @@ def test_the_shift_is_the_loop(rows, keys):
 
 
 @given(readings())
-def test_attention_is_its_definition(reading):
+def test_attention_matches_its_definition(reading):
     lengths, segment, memory, carried, begun = reading
     module, x, before = attention(), torch.randn(sum(lengths), WIDTH), torch.randn(sum(carried), WIDTH)
     x, before = x.double().requires_grad_(), before.double().requires_grad_()
@@ -102,8 +102,8 @@ def test_attention_is_its_definition(reading):
 
 
 @given(readings())
-def test_what_is_kept_is_what_is_needed(reading):
-    """The memory before the segment that goes on, and its tokens; of which text and in which order."""
+def test_kept_rows(reading):
+    """Keep the memory before the unfinished segment and the tokens of that segment, text by text."""
     lengths, segment, memory, carried, begun = reading
     plan = plan_segments(lengths, segment, memory, carried=carried, begun=begun)
     rows, new, wanted = 0, sum(carried), []
@@ -150,8 +150,8 @@ def test_many_segments_share_calls_and_large_calls_are_split(monkeypatch):
 
 
 @given(st.integers(1, 11), st.integers(1, 7), st.integers(0, 9), st.data())
-def test_a_step_is_a_pass_of_one_token(texts, segment, memory, data):
-    """The plan of texts that are at the same position, and how attention takes it."""
+def test_plan_step_equals_a_pass_of_one_token(texts, segment, memory, data):
+    """Compare the plans for texts at the same position."""
     seen = data.draw(st.integers(0, 25))
     begun = seen % segment
     carried = min(seen, memory + begun)
@@ -180,7 +180,7 @@ def test_features_of_any_distance(width):
 
 
 def test_few_queries_fold_the_projection():
-    """A step of writing does not project all distances: the same numbers either way."""
+    """One token does not project all distances, and gets the same numbers."""
     module, before = attention(), torch.randn(301, WIDTH).double()
     x = torch.randn(40, WIDTH).double()
     calls = []
@@ -202,6 +202,6 @@ def test_half_precision_stays_close():
     assert (result - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
-def test_nothing_in_nothing_out():
+def test_no_tokens():
     plan = plan_segments([], 5, 7)
     assert attention()(torch.empty(0, WIDTH).double(), None, plan)[0].shape == (0, WIDTH)

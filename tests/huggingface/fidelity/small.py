@@ -43,7 +43,7 @@ def text(generator, least=41, most=57):
 
 
 def rows(count=12, seed=0, **columns):
-    """Texts of known words with labels 0 and 1 in turns; `columns` are the same in all rows."""
+    """Return texts of known words, labelled 0 and 1 in turn; `columns` are added to all rows."""
     generator = random.Random(seed)
     return [{"text": text(generator), "label": i % 2, **columns} for i in range(count)]
 
@@ -55,7 +55,7 @@ def examples(count=12, seed=0, labels=True, parts=1, least=41, most=57):
 
 
 def learnable(count=48, seed=0):
-    """The label is whether the text is of cats or dogs."""
+    """Return texts about cats or dogs, with the animal as label."""
     generator = random.Random(seed)
     texts = [
         (" ".join([*["cat cat", "dog dog"][i % 2].split(), *generator.choices(WORDS[8:], k=5)]),) for i in range(count)

@@ -1,7 +1,8 @@
-"""The search for settings: budgets, its path, what it keeps, and what it leaves behind."""
+"""The search for settings: budgets, path, resumption, and the state of the model afterwards."""
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -41,7 +42,7 @@ def judge(model):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The converted layers at each pass over the examples."""
+    """Record the converted layers of each pass over the examples."""
     seen, ask = [], Judge.ask
     monkeypatch.setattr(
         Judge, "ask", lambda self, model, *rest: (seen.append(settings_of(model)), ask(self, model, *rest))[1]
@@ -67,12 +68,12 @@ def test_budgets(text, metric, value):
 
 
 @pytest.mark.parametrize("text", ["", "ops", "4x", "ops fast", "ops 1.2.3", "ops .", "ops 4y", "ops 4x more", "kept -"])
-def test_budgets_that_are_none(text):
-    with pytest.raises(InvalidInput, match=r"budget: given .*expected such as"):
+def test_texts_that_are_not_budgets(text):
+    with pytest.raises(InvalidInput, match=rf"budget: expected a metric and a value.*, got {re.escape(repr(text))}$"):
         Budget.parse(text)
 
 
-def test_what_holds():
+def test_points_that_keep_to_a_budget():
     original = {"accuracy": 0.9, "perplexity": 10.0}
     point = {
         "ops": 3.0,
@@ -101,7 +102,7 @@ def test_what_holds():
     st.lists(st.tuples(st.floats(0, 1.2), st.floats(-1, 10)), max_size=12),
     st.tuples(st.floats(0.5, 1), st.floats(0, 1)),
 )
-def test_the_hull_falls_at_rising_cost(points, first):
+def test_the_hull_is_convex(points, first):
     ways = [(*point, index) for index, point in enumerate(points)]
     taken = trace_hull((*first, None), ways)
     slopes = [slope for slope, _ in taken]
@@ -109,7 +110,7 @@ def test_the_hull_falls_at_rising_cost(points, first):
     operations = [first[0], *(points[index][0] for _, index in taken)]
     assert all(later < earlier for earlier, later in itertools.pairwise(operations))
     assert operations[-1] == min([first[0], *(p[0] for p in points)])  # down to the cheapest
-    # No way lies below the line from one that is taken to the next.
+    # No option lies below the line between neighbours on the hull.
     corners = [first, *(points[index] for _, index in taken)]
     for (x0, y0), (x1, y1) in itertools.pairwise(corners):
         for x, y in points:
@@ -117,7 +118,7 @@ def test_the_hull_falls_at_rising_cost(points, first):
                 assert y >= y1 + (y0 - y1) * (x - x1) / (x0 - x1) - 1e-6 * (1 + abs(y0) + abs(y1))
 
 
-def test_operations_as_asked_for(model, judge):
+def test_a_budget_of_operations(model, judge):
     result = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
     assert result.holds
     assert settings_of(model) == {}
@@ -150,7 +151,7 @@ def test_a_budget_that_nothing_keeps_to(model, judge):
     assert (result.holds, result.settings) == (False, {})
 
 
-def test_a_score_as_asked_for(model, judge):
+def test_a_budget_of_a_score(model, judge):
     result = calibrate(model, judge, "kept 0%", candidates=WAYS)
     assert result.holds
     assert max(result.frontier, key=lambda point: point["ops"])["chosen"]  # the cheapest
@@ -168,7 +169,7 @@ def test_every_layer(model, judge):
         assert replace(settings, pooled_bias=0.0).to_json() == nearest[layer]["settings"]
 
 
-def test_sliding_layers_stay_as_they_are():
+def test_sliding_layers_stay_exact():
     model = classifier("ModernBert", num_hidden_layers=4, local_attention=8, cls_token_id=1, sep_token_id=2)
     known = tokenizer()
     known.model_input_names = ["input_ids", "attention_mask"]
@@ -177,7 +178,7 @@ def test_sliding_layers_stay_as_they_are():
     assert set(result.settings) == {0, 3}
 
 
-def test_what_was_measured_is_used_again(model, judge, tmp_path, asked):
+def test_measurements_are_reused(model, judge, tmp_path, asked):
     first = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
     fresh = len(asked)
     assert fresh > 2 + 2 * len(WAYS)
@@ -190,11 +191,11 @@ def test_what_was_measured_is_used_again(model, judge, tmp_path, asked):
     ]  # original, and its biases
     asked.clear()
     calibrate(model, judge, "ops 1.5x", candidates=WAYS[:1], folder=tmp_path)
-    assert len(asked) > 2  # other candidates: anew
+    assert len(asked) > 2  # other candidates are measured again
     assert {s for layers in asked for s in layers.values() if not s.pooled_bias} == set(WAYS[:1])
 
 
-def test_a_run_that_was_broken_off_goes_on(model, judge, tmp_path, asked, monkeypatch):
+def test_an_interrupted_search_resumes(model, judge, tmp_path, asked, monkeypatch):
     wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
     whole = len(asked)
     asked.clear()
@@ -212,22 +213,22 @@ def test_a_run_that_was_broken_off_goes_on(model, judge, tmp_path, asked, monkey
     monkeypatch.setattr(Judge, "ask", counted)
     asked.clear()
     assert calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path) == wanted
-    assert len(asked) == whole - 3  # the original is asked again
+    assert len(asked) == whole - 3  # the original is measured again
 
 
 @pytest.mark.parametrize("change", ["weights", "labels"])
-def test_another_model_or_other_labels_are_measured_anew(model, judge, tmp_path, asked, change):
+def test_another_model_and_other_labels_are_measured_again(model, judge, tmp_path, asked, change):
     calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
     whole = len(asked)
     asked.clear()
     if change == "weights":
-        with torch.no_grad():  # a change that answers of three digits do not show
+        with torch.no_grad():  # a change too small to show in three digits of an answer
             for weight in model.parameters():
                 weight.mul_(1 + 1e-6)
     else:
         judge.labels = 1 - judge.labels
     result = calibrate(model, judge, "ops 1.5x", candidates=WAYS, folder=tmp_path)
-    assert abs(len(asked) - whole) <= 1  # the biases may turn out otherwise
+    assert abs(len(asked) - whole) <= 1  # the biases may differ
     assert result.frontier[0]["accuracy"] == judge.scores(judge.ask(model))["accuracy"]
 
 
@@ -242,7 +243,7 @@ def test_biases_only_where_they_help(model, judge, monkeypatch):
     assert least < distance(0.0)
     monkeypatch.setattr(calibration, "BIASES", (good,))
     nearness = Judge.distance
-    for sign, wanted in ((1, (good,) * 4), (-1, 0.0)):  # as it is, and where the same bias takes answers further away
+    for sign, wanted in ((1, (good,) * 4), (-1, 0.0)):  # with a bias that helps, and one that hurts
         monkeypatch.setattr(Judge, "distance", lambda self, *both, sign=sign: sign * nearness(self, *both))
         result = calibrate(model, judge, "ops 1000x", candidates=[CHEAP]).settings
         assert {settings.pooled_bias for settings in result.values()} == {wanted}
@@ -259,12 +260,12 @@ def test_biases_do_not_break_the_budget(model, judge, monkeypatch):
     assert search.with_biases(plain, Budget("kept", 80)) != plain
 
 
-def test_what_does_not_fit(model, judge):
-    with pytest.raises(InvalidInput, match=r"budget: given 'speed', expected one of ops, accuracy, .*, kept$"):
+def test_budgets_of_unknown_metrics(model, judge):
+    with pytest.raises(InvalidInput, match=r"budget: expected one of ops, accuracy, .*, kept, got 'speed'$"):
         calibrate(model, judge, "speed 2x", candidates=WAYS)
     encoder = classifier().bert
     texts = Judge(examples(4, labels=False, parts=2), "embedding", encoder, tokenizer(), longest=LONGEST)
-    with pytest.raises(InvalidInput, match=r"budget: given 'spearman', expected one of ops, cosine$"):
+    with pytest.raises(InvalidInput, match=r"budget: expected one of ops, cosine, got 'spearman'$"):
         calibrate(encoder, texts, "spearman -1", candidates=WAYS)
 
 
@@ -276,7 +277,7 @@ def test_language_models(asked):
     assert "perplexity" in result.frontier[0]
 
 
-def test_a_converted_model_is_searched_from_its_exact_attention(model, judge, asked):
+def test_the_search_of_a_converted_model_starts_from_exact_attention(model, judge, asked):
     wanted = calibrate(model, judge, "ops 1.5x", candidates=WAYS)
     convert(model, **vars(CLUSTERED))
     asked.clear()
@@ -284,7 +285,7 @@ def test_a_converted_model_is_searched_from_its_exact_attention(model, judge, as
     assert asked[0] == settings_of(model) == {}
 
 
-def test_the_one_who_watches_sees_each_stage_end(model, judge):
+def test_watch_is_called_at_the_end_of_each_stage(model, judge):
     heard = {}
     calibrate(
         model, judge, "ops 1.5x", candidates=WAYS, watch=lambda what, done, total: heard.update({what: (done, total)})

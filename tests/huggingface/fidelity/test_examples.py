@@ -57,7 +57,7 @@ def test_splits(table):
     assert texts(rows, split="test") == {"test"}
     assert texts(rows, usual=("train", "validation")) == {"train"}
     assert texts([row for row in rows if row["split"] != "validation"]) == {"test"}
-    assert texts([row for row in rows if row["split"] == "train"]) == {"train"}  # no other there
+    assert texts([row for row in rows if row["split"] == "train"]) == {"train"}  # the only split
     assert len(load_examples(table(rows))) == 2
 
 
@@ -83,34 +83,45 @@ def test_labels_by_name_and_number():
     assert numbers(["pos", "neg", "none"]) == [1, 0, 2]
     assert numbers([2, 0, np.int64(1)]) == [2, 0, 1]
     assert numbers(["2", "0"]) == [2, 0]
-    assert numbers([1.0, 2.0]) == [1, 2]  # a column of integers with missing ones
-    assert numbers(["2", 0], {"2": 0, "0": 1, "1": 2}) == [0, 1]  # a name goes before a number
+    assert numbers([1.0, 2.0]) == [1, 2]  # integers in a column with missing values
+    assert numbers(["2", 0], {"2": 0, "0": 1, "1": 2}) == [0, 1]  # names take precedence over numbers
     for wrong in (3, -2, "3", "maybe", 1.5):
         with pytest.raises(
-            InvalidInput, match=re.escape(f"t: label: given {wrong!r}, expected one of the model's classes: 'neg'")
+            InvalidInput,
+            match=rf"t: label: expected one of the model's classes: 'neg'.*, got {re.escape(repr(wrong))}$",
         ):
             numbers(["pos", wrong])
-    with pytest.raises(InvalidInput, match=r"t: given no labels, expected a label per row.*--label"):
+    with pytest.raises(InvalidInput, match=r"t: no labels; expected a label per row.*--label"):
         number_labels(Examples("t", [("x",)]), NAMES, 3)
-    with pytest.raises(InvalidInput, match="model: given a head of 1 output, expected a class each: 2 or more"):
+    with pytest.raises(
+        InvalidInput, match=r"model: expected a classification head of 2 or more classes, got a head of 1$"
+    ):
         number_labels(Examples("t", [("x",)], [0]), {"LABEL_0": 0}, 1)
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"x": "a"}], {}, r"t.jsonl: given columns \['x'\], expected to know which hold the text; pass --text COLUMN"),
-        ([{"text": "a"}], {"text": ["tex"]}, "the column 'tex'.*did you mean 'text'"),
-        ([{"text": "a"}], {"label": "mark"}, "the column 'mark', expected one of 'text'"),
-        ([{"text": "a"}, {"text": " "}], {}, r"row 2 \(line 2\), text: given ' ', expected a text"),
-        ([{"text": "a"}, {"text": None}], {}, "row 2.*given None, expected a text"),
-        ([{"text": 5}], {}, "row 1.*given 5, expected a text"),
-        ([{"a": "1", "b": "2", "c": "3"}], {"text": ["a", "b", "c"]}, "text: given 3 columns, expected one, or two"),
-        ([{"text": "a"}], {"split": "test"}, "given no column 'split', expected one that says 'test'"),
-        ([{"text": "a", "split": "dev"}], {"split": "test"}, r"split: given 'test', expected one of \['dev'\]"),
+        (
+            [{"x": "a"}],
+            {},
+            r"t.jsonl: no text column among \['x'\]; expected one with a usual name, such as 'text'. Pass --text COLUMN",
+        ),
+        ([{"text": "a"}], {"text": ["tex"]}, "the column 'tex'.*Did you mean 'text'"),
+        ([{"text": "a"}], {"label": "mark"}, "expected one of 'text', got the column 'mark'$"),
+        ([{"text": "a"}, {"text": " "}], {}, r"row 2 \(line 2\), text: expected a text, got ' '"),
+        ([{"text": "a"}, {"text": None}], {}, "row 2.*expected a text, got None"),
+        ([{"text": 5}], {}, "row 1.*expected a text, got 5"),
+        (
+            [{"a": "1", "b": "2", "c": "3"}],
+            {"text": ["a", "b", "c"]},
+            "text: expected one column, or two .*, got 3 columns",
+        ),
+        ([{"text": "a"}], {"split": "test"}, "no column 'split'; expected one that contains 'test'"),
+        ([{"text": "a", "split": "dev"}], {"split": "test"}, r"split: expected one of \['dev'\], got 'test'"),
     ],
 )
-def test_what_does_not_fit(table, rows, options, message):
+def test_tables_that_do_not_fit(table, rows, options, message):
     with pytest.raises(InvalidInput, match=message):
         load_examples(table(rows), **options)
 
@@ -158,11 +169,11 @@ def test_pairs_have_types():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_length_that_leaves_out_of_memory_for_text(parts):
+def test_a_length_that_leaves_no_room_for_text(parts):
     some, known = examples(2, parts=parts), tokenizer()
     least = known.num_special_tokens_to_add(pair=parts == 2) + parts
     assert tokenize(some, known, least).lengths.tolist() == [least] * 2
-    with pytest.raises(InvalidInput, match=f"max_tokens: given {least - 1}, expected at least {least}"):
+    with pytest.raises(InvalidInput, match=f"max_tokens: expected at least {least}, for .*, got {least - 1}$"):
         tokenize(some, known, least - 1)
 
 

@@ -1,4 +1,4 @@
-"""Answers against a direct pass of the model, scores against their definitions."""
+"""Answers equal those of a direct pass of the model, and scores follow their definitions."""
 
 import math
 
@@ -23,7 +23,7 @@ def judge_of(task, model, some=None, **options):
 
 @torch.no_grad()
 def direct(model, some, **options):
-    """One text at a time, with nothing padded."""
+    """Run the model on one text at a time, without padding."""
     known = tokenizer()
     for texts in some.texts:
         yield model(**known(*texts, truncation=True, max_length=LONGEST, return_tensors="pt"), **options)
@@ -36,7 +36,7 @@ def test_classes_are_those_of_a_direct_pass(parts, batch_tokens):
     answers = judge_of("classification", model, some, batch_tokens=batch_tokens).ask(model)
     wanted = torch.cat([out.logits.softmax(-1) for out in direct(model, some)])
     np.testing.assert_allclose(answers.values, wanted, atol=1e-5)
-    assert answers.values.std(0).min() > 1e-3  # a mixed order would show
+    assert answers.values.std(0).min() > 1e-3  # a wrong order would show
 
 
 def test_embeddings_are_those_of_a_direct_pass():
@@ -46,7 +46,7 @@ def test_embeddings_are_those_of_a_direct_pass():
     np.testing.assert_allclose(answers.values, torch.cat(wanted), atol=1e-5)
 
 
-def test_pairs_are_embedded_apart():
+def test_texts_of_a_pair_are_embedded_separately():
     model, pairs = classifier().bert, examples(8, parts=2, least=3)
     judge = judge_of("embedding", model, pairs)
     assert len(judge) == 16
@@ -60,7 +60,7 @@ def test_pairs_are_embedded_apart():
     assert judge.scores(answers) == {"spearman": spearman(cosine, np.array(pairs.labels))}
     alike = judge_of("embedding", model, Examples("a", pairs.texts, [str(c) for c in cosine]))  # as CSV has them
     assert alike.scores(answers)["spearman"] == pytest.approx(1)
-    with pytest.raises(InvalidInput, match=r"a: label: given .*'maybe'.*, expected how alike two texts are"):
+    with pytest.raises(InvalidInput, match=r"a: label: .*'maybe'; expected a number for the similarity of two texts"):
         judge_of("embedding", model, Examples("a", pairs.texts, ["maybe"] * 8))
 
 
@@ -81,7 +81,7 @@ def test_perplexity_is_that_of_the_models_own_loss(warm_up):
     assert len(stream) - 29 * len(judge) < 29
 
 
-def test_pieces_begin_with_the_token_for_that():
+def test_pieces_start_with_the_bos_token():
     known = tokenizer()
     known.bos_token = "[CLS]"
     judge = Judge(examples(4), "lm", language_model(), known, longest=17)
@@ -89,19 +89,22 @@ def test_pieces_begin_with_the_token_for_that():
     assert set(judge.tokens.lengths) == {17}
 
 
-def test_what_does_not_fit():
+def test_examples_that_do_not_fit():
     model = language_model()
-    with pytest.raises(InvalidInput, match="task: given 'guess', expected one of classification, embedding, lm"):
+    with pytest.raises(InvalidInput, match=r"task: expected one of classification, embedding, lm, got 'guess'"):
         judge_of("guess", model)
-    with pytest.raises(InvalidInput, match=r"small: given .* tokens, expected at least 5000, one piece.*--max-tokens"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"small: expected at least 5000 tokens, .*, got \d+ tokens. Pass smaller --max-tokens",
+    ):
         judge_of("lm", model, longest=5000)
     for longest, warm_up in ((1, 0), (12, 11)):
-        with pytest.raises(InvalidInput, match=f"max_tokens: given {longest}, expected more than {warm_up + 1}"):
+        with pytest.raises(InvalidInput, match=f"max_tokens: expected more than {warm_up + 1}, to .*, got {longest}$"):
             judge_of("lm", model, longest=longest, warm_up=warm_up)
     for task in TASKS:
-        with pytest.raises(InvalidInput, match="none: given no texts, expected at least one"):
+        with pytest.raises(InvalidInput, match="none: no texts; expected at least one text"):
             judge_of(task, model, Examples("none", [], []))
-    with pytest.raises(InvalidInput, match="small: given no labels"):
+    with pytest.raises(InvalidInput, match="small: no labels"):
         judge_of("classification", classifier(), examples(3, labels=False))
 
 
@@ -119,7 +122,7 @@ def test_operations_are_counted_on_hierarchical_attention_only():
     assert counted == after  # padding costs nothing
 
 
-def test_the_one_who_watches_hears_of_every_example():
+def test_watch_counts_every_example():
     model, done = classifier(), []
     judge = judge_of("classification", model, batch_tokens=60)
     judge.ask(model.train(), done.append)
@@ -128,7 +131,7 @@ def test_the_one_who_watches_hears_of_every_example():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_equal_answers_are_at_no_distance(task):
+def test_equal_answers_have_distance_zero(task):
     model = language_model() if task == "lm" else classifier()
     model = model.bert if task == "embedding" else model
     judge = judge_of(task, model, examples(6), longest=41)
@@ -185,7 +188,7 @@ def test_scores_of_classes_by_definition(data, classes, count):
 
 
 def ranks(values):
-    """The mean index among the sorted."""
+    """Return the mean position of each value in the sorted list."""
     return [sum(w < v for w in values) + (sum(w == v for w in values) + 1) / 2 for v in values]
 
 
@@ -198,7 +201,7 @@ def test_spearman_with_ties(pairs):
 
 
 @given(total=st.integers(1, 5000), share=st.floats(0, 1))
-def test_intervals_hold_the_share(total, share):
+def test_intervals_contain_the_proportion(total, share):
     hits = round(share * total)
     low, high = wilson_interval(hits, total)
     assert 0 <= low <= hits / total + 1e-12

@@ -1,4 +1,4 @@
-"""Pictures of conversions, for what is usual and what is not."""
+"""Plots of conversions, with usual and unusual values."""
 
 import warnings
 
@@ -23,7 +23,7 @@ ODD = r"$\nothing{$ _^ 日本 🐈"
 
 @pytest.fixture
 def limits(monkeypatch):
-    """The y limits of every picture, by their axes' labels."""
+    """Record the y limits of each plot, by axis label."""
     from hsa.huggingface.fidelity import plots as conversion_plots
 
     result, save = {}, conversion_plots.save_figure
@@ -55,7 +55,7 @@ def test_operations(tmp_path, limits, count):
     assert limits["operations, % of exact attention"][1] > 100  # the line of exact attention shows
 
 
-def test_operations_that_are_more(tmp_path, limits):
+def test_more_operations_than_exact_attention(tmp_path, limits):
     plot_operations(tmp_path / "a.png", [layer(0.3), layer(3.0)], ODD)
     check_picture(tmp_path / "a.png")
     assert limits["operations, % of exact attention"][1] > 300
@@ -78,11 +78,12 @@ def test_frontier(tmp_path, count, original):
 
 
 def test_sensitivity(tmp_path):
-    ways = ["one", ODD, "three"]
+    candidates = ["one", ODD, "three"]
     rows = [
-        {"layer": 2 * i, "way": w, "distance": d} for i, w, d in ((0, 0, 0.5), (1, 2, 0.0), (1, 1, -1e-3), (3, 0, 2))
+        {"layer": 2 * i, "candidate": w, "distance": d}
+        for i, w, d in ((0, 0, 0.5), (1, 2, 0.0), (1, 1, -1e-3), (3, 0, 2))
     ]
-    plot_sensitivity(tmp_path / "a.png", rows, ways, ODD)
+    plot_sensitivity(tmp_path / "a.png", rows, candidates, ODD)
     check_picture(tmp_path / "a.png", least=200)
 
 

@@ -72,13 +72,13 @@ def test_remarks():
         f"Nothing is saved on texts of {report.mean_length:.0f} tokens on average"
     ]
     slow = replace(report, timed=[Timed(n, 1.0, after, None, None) for n, after in ((128, 3), (1024, 2), (2048, 0.5))])
-    assert ["up to 1,024 tokens the converted model is slower" in remark for remark in slow.remarks()] == [True]
+    assert ["the converted model is slower up to 1,024 tokens" in remark for remark in slow.remarks()] == [True]
     for holds, count in ((True, 0), (False, 1)):
         result = replace(report, calibration=Calibration({}, [], [], holds), budget="ops 99x")
-        assert sum("keeps to the budget 'ops 99x'" in remark for remark in result.remarks()) == count
+        assert sum("keep to the budget 'ops 99x'" in remark for remark in result.remarks()) == count
 
 
-def test_what_is_written(tmp_path):
+def test_files(tmp_path):
     report, *_ = report_of({1: CLUSTERED}, timed=[Timed(7, 2.0, 1.0, None, None), Timed(61, 2.0, 1.0, 3.0, 1.5)])
     pictures = write_report(tmp_path, report)
     assert [picture.name for picture in pictures] == ["operations.png", "timing.png"]
@@ -102,7 +102,7 @@ def test_what_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["classification", "embedding", "lm"])
-def test_a_search_is_written_too(tmp_path, task):
+def test_files_of_a_search(tmp_path, task):
     report, judge, *_ = report_of({1: CHEAP}, task)
     model = {"lm": language_model}.get(task, classifier)()
     model = model.bert if task == "embedding" else model
@@ -120,7 +120,7 @@ def test_a_search_is_written_too(tmp_path, task):
 
 
 def test_nothing_converted(tmp_path):
-    """What a search gives when nothing keeps to its budget."""
+    """A search may convert no layer if no settings keep to the budget."""
     report, _judge, before, after = report_of({})
     assert (before.values == after.values).all()
     assert report.ratio == 1
@@ -140,7 +140,7 @@ def test_nothing_converted(tmp_path):
         ({"pooled_bias": (0.0, 0.5)}, "clustered (8, 2), top_k 8, biased"),
         ({"pooled_bias": (0.0, 0.0)}, "clustered (8, 2), top_k 8"),
         ({"kind": "hierarchical"}, "hierarchical, windows (8, 2)"),
-        ({"kind": "multiscale", "tree": len}, "multiscale, given trees (8, 2), top_k 8"),
+        ({"kind": "multiscale", "tree": len}, "multiscale, trees from a function (8, 2), top_k 8"),
     ],
 )
 def test_settings_in_words(changes, words):

@@ -1,4 +1,4 @@
-"""Time and memory by length; nothing is said about how much."""
+"""Time and memory by length, without checks of their values."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_row_for_each_length(monkeypatch, memory):
         assert (row.before_mib is None) == (row.after_mib is None) == (not memory)
 
 
-def test_it_stops_when_time_is_up_but_not_before_two():
+def test_timing_stops_at_the_limit_after_at_least_two_passes():
     calls = []
     median_seconds(lambda: calls.append(1), repeats=50, most=0.0)
     assert len(calls) == 2
@@ -53,8 +53,8 @@ def test_it_stops_when_time_is_up_but_not_before_two():
     assert len(calls) == 7
 
 
-def test_lengths_that_are_none():
-    with pytest.raises(InvalidInput, match="lengths: given 0, expected 1 or more"):
+def test_lengths_that_do_not_fit():
+    with pytest.raises(InvalidInput, match=r"lengths: expected 1 or more, got 0"):
         time_model(classifier(), {}, [7, 0])
 
 

@@ -1,4 +1,4 @@
-"""Shared projections: exact with all channels, with fewer where heads repeat each other, and near otherwise."""
+"""Shared projections: exact with all channels, or with fewer if heads repeat each other, and approximate otherwise."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def random_layer(heads=HEADS, head_dim=HEAD_DIM, width=WIDTH, seed=0, dtype=torc
 
 
 def head_logits(layer, heads, x):
-    """`[heads, tokens, tokens]`, each head on its own."""
+    """Return the logits of each head, `[heads, tokens, tokens]`."""
     query_weight, query_bias, key_weight, key_bias = layer
     queries, keys = x @ query_weight.T + query_bias, x @ key_weight.T + key_bias
     queries, keys = (rows.unflatten(-1, (heads, -1)).transpose(0, 1) for rows in (queries, keys))
@@ -33,7 +33,7 @@ def shared_logits(shared, x):
 
 
 def forms(layer, heads):
-    """`[heads, width + 1, width + 1]`, biases as one more channel of the input."""
+    """Return the bilinear forms, `[heads, width + 1, width + 1]`, with biases as one more channel of the input."""
     query_weight, query_bias, key_weight, key_bias = layer
     queries = torch.cat([query_weight, query_bias[:, None]], 1).unflatten(0, (heads, -1))
     keys = torch.cat([key_weight, key_bias[:, None]], 1).unflatten(0, (heads, -1))
@@ -41,7 +41,7 @@ def forms(layer, heads):
 
 
 def random_inputs(count=200, seed=5, width=WIDTH):
-    """Inputs with a mean, whose channels differ in how much they vary."""
+    """Return inputs with a non-zero mean and different variances of their channels."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.linspace(0.05, 3, width, dtype=torch.float64)
     return torch.randn(count, width, dtype=torch.float64, generator=generator) * scale + 1.0
@@ -54,7 +54,7 @@ def moment_of(x):
 
 @pytest.mark.parametrize("with_moment", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_with_all_channels_the_logits_stay(dtype, tolerance, with_moment):
+def test_all_channels_keep_the_logits(dtype, tolerance, with_moment):
     layer = random_layer(dtype=dtype)
     x = random_inputs().to(dtype)
     shared = share_projections(*layer, HEADS, CHANNELS, moment=moment_of(x) if with_moment else None)
@@ -65,24 +65,24 @@ def test_with_all_channels_the_logits_stay(dtype, tolerance, with_moment):
     assert shared.query_weight.dtype == shared.mixing.dtype == dtype
 
 
-def test_the_error_is_that_of_all_forms_together():
+def test_error_is_that_of_all_forms_together():
     layer = random_layer()
     shared = share_projections(*layer, HEADS, 7)
-    given = [shared.query_weight, shared.query_bias[:, None], shared.key_weight, shared.key_bias[:, None]]
-    near = torch.einsum("hr,ra,rb->hab", shared.mixing, torch.cat(given[:2], 1), torch.cat(given[2:], 1))
+    parts = [shared.query_weight, shared.query_bias[:, None], shared.key_weight, shared.key_bias[:, None]]
+    near = torch.einsum("hr,ra,rb->hab", shared.mixing, torch.cat(parts[:2], 1), torch.cat(parts[2:], 1))
     expected = forms(layer, HEADS)
     assert shared.error == pytest.approx(float((near - expected).norm() / expected.norm()), rel=1e-9)
     assert shared.shared_dim == 7
     assert shared.logit_error is None
 
 
-def test_the_error_falls_with_the_channels():
+def test_error_falls_with_the_channels():
     errors = [share_projections(*random_layer(), HEADS, n).error for n in range(1, CHANNELS + 1)]
     assert all(after < before for before, after in itertools.pairwise(errors))
 
 
-def test_the_error_is_below_that_of_heads_cut_one_by_one():
-    """Even of the best cut: the strongest singular components over all heads."""
+def test_error_is_below_that_of_separate_heads():
+    """Compare with the strongest singular components over all heads, the best approximation without sharing."""
     layer = random_layer()
     strengths = torch.linalg.svdvals(forms(layer, HEADS))[:, :HEAD_DIM].flatten().sort(descending=True).values
     for channels in (3, 7, 11):
@@ -91,8 +91,8 @@ def test_the_error_is_below_that_of_heads_cut_one_by_one():
 
 
 @pytest.mark.parametrize("amount", [1.0, -0.4])
-def test_heads_that_repeat_others_need_no_channels(amount):
-    """Six heads of which three are multiples of the others: half the channels, exactly."""
+def test_repeated_heads_need_no_channels(amount):
+    """Half the channels are exact if three of six heads are multiples of the others."""
     query_weight, query_bias, key_weight, key_bias = random_layer()
     doubled = [
         torch.cat([query_weight, amount * query_weight]),
@@ -108,15 +108,15 @@ def test_heads_that_repeat_others_need_no_channels(amount):
     assert share_projections(*doubled, 2 * HEADS, CHANNELS - 1).error > 1e-3
 
 
-def test_rotated_channels_of_a_repeated_head_make_no_difference():
-    """A head's form, not its channels, counts: q → R q and k → R k for orthogonal R."""
+def test_rotated_channels_of_a_repeated_head_do_not_matter():
+    """The bilinear form of a head does not change with q → R q and k → R k for orthogonal R."""
     query_weight, query_bias, key_weight, key_bias = random_layer(heads=1)
     turn = torch.linalg.qr(random_layer(heads=1, width=HEAD_DIM, seed=3)[0])[0]
     doubled = [torch.cat([x, turn @ x]) for x in (query_weight, query_bias, key_weight, key_bias)]
     assert share_projections(*doubled, 2, HEAD_DIM, iterations=0).error < 1e-7
 
 
-def test_with_a_moment_logits_are_nearer():
+def test_moment_improves_the_logits():
     layer, x = random_layer(), random_inputs()
     y = random_inputs(seed=6)
     expected = head_logits(layer, HEADS, y)
@@ -129,7 +129,7 @@ def test_with_a_moment_logits_are_nearer():
     assert errors[1] < 0.6 * errors[0]
 
 
-def test_the_logit_error_is_that_of_logits_between_independent_inputs():
+def test_logit_error_is_that_of_logits_between_independent_inputs():
     layer, x = random_layer(), random_inputs()
     shared = share_projections(*layer, HEADS, 4, moment=moment_of(x))
     expected, logits = head_logits(layer, HEADS, x), shared_logits(shared, x)
@@ -137,8 +137,8 @@ def test_the_logit_error_is_that_of_logits_between_independent_inputs():
     assert shared.logit_error == pytest.approx(float((logits - expected).norm() / expected.norm()), rel=1e-2)
 
 
-def test_what_softmax_drops_costs_no_channels():
-    """A key bias adds the same to all logits of a query."""
+def test_part_that_softmax_drops_costs_no_channels():
+    """A key bias adds the same number to all logits of a query."""
     layer, moment = random_layer(), moment_of(random_inputs())
     without = share_projections(*layer[:3], None, HEADS, 7, moment=moment)
     large = share_projections(*layer[:3], 100 * layer[3], HEADS, 7, moment=moment)
@@ -154,8 +154,8 @@ def test_parameters_are_counted():
 
 
 @pytest.mark.parametrize("channels", [7, CHANNELS])
-def test_no_projection_outgrows_the_others(channels):
-    """Scale could lie anywhere; training, and float16, want it everywhere."""
+def test_projections_are_balanced(channels):
+    """Queries and keys have equal norms, which suits training and float16."""
     shared = share_projections(*random_layer(), HEADS, channels, moment=moment_of(random_inputs()))
     torch.testing.assert_close(shared.mixing.abs().amax(0), torch.ones(channels, dtype=torch.float64))
     lengths = [
@@ -168,14 +168,14 @@ def test_no_projection_outgrows_the_others(channels):
 def test_without_biases():
     query_weight, _, key_weight, _ = random_layer()
     zero = torch.zeros(CHANNELS, dtype=torch.float64)
-    given = share_projections(query_weight, zero, key_weight, zero, HEADS, 7)
+    zeros = share_projections(query_weight, zero, key_weight, zero, HEADS, 7)
     missing = share_projections(query_weight, None, key_weight, None, HEADS, 7)
-    assert missing.error == given.error
+    assert missing.error == zeros.error
     assert missing.parameters_before == 2 * CHANNELS * WIDTH
     assert float(missing.query_bias.abs().max()) < 1e-12
 
 
-def test_heads_of_more_channels_than_the_width():
+def test_heads_with_more_channels_than_the_width():
     layer = random_layer(heads=2, head_dim=13, width=5)
     assert share_projections(*layer, 2, 12).error < 1e-10
     assert share_projections(*layer, 2, 25).error < 1e-10
@@ -183,7 +183,7 @@ def test_heads_of_more_channels_than_the_width():
     assert share_projections(*random_layer(heads=5, head_dim=3, width=2), 5, 11).error < 1e-10
 
 
-def test_weights_that_are_zero_give_numbers():
+def test_zero_weights():
     shared = share_projections(
         *(torch.zeros_like(x) for x in random_layer()), HEADS, 4, moment=moment_of(random_inputs())
     )
@@ -191,7 +191,7 @@ def test_weights_that_are_zero_give_numbers():
     assert not shared.query_weight.any()
 
 
-def test_inputs_that_are_all_alike_give_numbers():
+def test_equal_inputs_give_finite_weights():
     alike = torch.ones(9, WIDTH, dtype=torch.float64)
     shared = share_projections(*random_layer(), HEADS, 4, moment=moment_of(alike))
     assert bool(shared.query_weight.isfinite().all())
@@ -199,25 +199,27 @@ def test_inputs_that_are_all_alike_give_numbers():
 
 
 @pytest.mark.parametrize("shared_dim", [0, CHANNELS + 1, 3.0, True])
-def test_channels_outside_their_bound_are_refused(shared_dim):
-    with pytest.raises(InvalidInput, match=rf"shared_dim: given .*, expected 1\.\.{CHANNELS}"):
+def test_shared_dim_out_of_range(shared_dim):
+    with pytest.raises(InvalidInput, match=rf"shared_dim: expected 1 to {CHANNELS} \(.*\), got {shared_dim}"):
         share_projections(*random_layer(), HEADS, shared_dim)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes():
     layer = random_layer()
-    with pytest.raises(InvalidInput, match="heads: given 4"):
+    with pytest.raises(InvalidInput, match=r"heads: expected .*, got 4"):
         share_projections(*layer, 4, 3)
-    with pytest.raises(InvalidInput, match="heads: given 0"):
+    with pytest.raises(InvalidInput, match=r"heads: expected .*, got 0"):
         share_projections(*layer, 0, 3)
-    with pytest.raises(InvalidInput, match="weights"):
+    with pytest.raises(InvalidInput, match=r"weights: expected .*, got \[15, 11\] and \[14, 11\]"):
         share_projections(layer[0], layer[1], layer[2][:-1], layer[3], HEADS, 3)
     with pytest.raises(InvalidInput, match="key_bias"):
         share_projections(*layer[:3], layer[3][:-1], HEADS, 3)
     with pytest.raises(InvalidInput, match="query_bias"):
         share_projections(layer[0], layer[1][:-1], *layer[2:], HEADS, 3)
     x = random_inputs()
-    with pytest.raises(InvalidInput, match=r"moment: given shape \[11, 11\].*\[12, 12\]"):
+    with pytest.raises(InvalidInput, match=r"moment: expected .* \[12, 12\], .*, got shape \[11, 11\]$"):
         share_projections(*layer, HEADS, 3, moment=x.T @ x)
-    with pytest.raises(InvalidInput, match=r"moment\[-1, -1\]: given 2"):
+    with pytest.raises(InvalidInput, match=r"moment: expected finite .*, got shape \[12, 12\] with infinite or NaN"):
+        share_projections(*layer, HEADS, 3, moment=moment_of(x) * torch.nan)
+    with pytest.raises(InvalidInput, match=r"moment\[-1, -1\]: expected 1, got 2"):
         share_projections(*layer, HEADS, 3, moment=2 * moment_of(x))

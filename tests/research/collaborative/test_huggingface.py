@@ -1,4 +1,4 @@
-"""Collaborative heads in pre-trained encoders: nothing changes with all channels, and what has no shared form is refused."""
+"""Collaborative heads in pre-trained encoders: exact with all channels, and refused for models without a bilinear form."""
 
 import copy
 import pickle
@@ -20,14 +20,14 @@ def batches(count=3):
 
 
 def distance(model, changed, inputs, kept):
-    """Relative, over tokens that count."""
+    """Return the relative distance of outputs, over all tokens but padding."""
     before, after = run(model, **inputs)[kept], run(changed, **inputs)[kept]
     return float((after - before).norm() / before.norm())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", BERT_LIKE)
-def test_with_all_channels_nothing_changes(family, implementation):
+def test_all_channels_change_nothing(family, implementation):
     model = tiny(family)
     model.set_attn_implementation(implementation)
     inputs, kept = inputs_of(family)
@@ -59,7 +59,7 @@ def test_implementations_agree_with_fewer_channels():
     assert distance(model, other, inputs, kept) < 1e-12
 
 
-def test_the_layer_is_softmax_attention_with_mixed_channels():
+def test_layer_is_softmax_attention_with_mixed_channels():
     model = tiny("bert")
     collaborate(model, 13)
     layer = model.encoder.layer[0].attention.self
@@ -72,7 +72,7 @@ def test_the_layer_is_softmax_attention_with_mixed_channels():
     torch.testing.assert_close(layer(x)[0][0], expected)
 
 
-def test_the_error_of_each_layer_falls_with_the_channels():
+def test_error_of_each_layer_falls_with_the_channels():
     model = tiny("bert")
     errors = [[x.error for x in collaborate(copy.deepcopy(model), share).layers] for share in (0.25, 0.5, 0.75, 1.0)]
     for layer in zip(*errors, strict=True):
@@ -80,7 +80,7 @@ def test_the_error_of_each_layer_falls_with_the_channels():
 
 
 @pytest.mark.parametrize("family", BERT_LIKE)
-def test_inputs_bring_the_outputs_nearer(family):
+def test_inputs_improve_the_outputs(family):
     model = tiny(family)
     inputs, kept = inputs_of(family, seed=11)
     plain, seen = copy.deepcopy(model), copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_inputs_bring_the_outputs_nearer(family):
     assert all(0 < layer.logit_error < layer.error for layer in report.layers)
 
 
-def test_padded_tokens_are_no_inputs():
+def test_padding_is_not_used_for_the_fit():
     model = tiny("bert")
     (ids, mask), other = random_ids(), random_ids([41] * 3, seed=7)[0]
     reports = []
@@ -101,7 +101,7 @@ def test_padded_tokens_are_no_inputs():
         assert one.logit_error == pytest.approx(two.logit_error, rel=1e-6)
 
 
-def test_the_report_counts():
+def test_report():
     model = tiny("electra")
     before = sum(parameter.numel() for parameter in model.parameters())
     report = collaborate(model, 0.5)
@@ -119,7 +119,7 @@ def test_the_report_counts():
     assert lines[-1] == f"saved: {report.saved:,} ({report.saved / before:.1%})"
 
 
-def test_gradients_reach_every_parameter_and_training_mode_stays():
+def test_gradients_reach_every_parameter_and_training_mode_is_kept():
     model = tiny("bert", dtype=torch.float32).train()
     collaborate(model, 0.5, inputs=batches(1))
     assert all(module.training for module in model.modules())
@@ -130,7 +130,7 @@ def test_gradients_reach_every_parameter_and_training_mode_stays():
         assert float(parameter.grad.abs().max()) > 0
 
 
-def test_dropout_of_weights_stays():
+def test_dropout_of_weights_is_kept():
     model = tiny("bert", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
     collaborate(model, 0.5)
     inputs, _ = inputs_of("bert")
@@ -154,8 +154,8 @@ def test_copies_and_pickles_run():
         assert torch.equal(run(other, **inputs), expected)
 
 
-def test_weights_can_be_asked_for():
-    """Of a model that has not run before, too: transformers looks for its layers by their class, once."""
+def test_attention_weights_can_be_returned():
+    """Use new models, because transformers looks up the classes of layers only once."""
     inputs, kept = inputs_of("bert")
     models = tiny("bert"), tiny("bert")
     collaborate(models[1], 1.0)
@@ -169,7 +169,7 @@ def test_weights_can_be_asked_for():
         torch.testing.assert_close(one[rows], two[rows])
 
 
-def test_a_saved_model_is_loaded_into_its_form(tmp_path):
+def test_saved_model_is_loaded(tmp_path):
     from safetensors.torch import load_file
 
     model = tiny("bert", dtype=torch.float32)
@@ -183,15 +183,15 @@ def test_a_saved_model_is_loaded_into_its_form(tmp_path):
     assert torch.equal(run(other, **inputs), run(model, **inputs))
 
 
-def test_a_form_needs_its_size():
-    with pytest.raises(InvalidInput, match="shared_dim: given None, and none in the config"):
+def test_prepare_needs_shared_dim():
+    with pytest.raises(InvalidInput, match="shared_dim: not given, and not in the config; expected the number"):
         prepare_collaborative(tiny("bert"))
     model = tiny("bert")
     prepare_collaborative(model, 0.25)
     assert model.encoder.layer[0].attention.self.mixing.shape == (HEADS, 8)
 
 
-def test_a_classifier_around_an_encoder():
+def test_classifier_with_an_encoder():
     torch.manual_seed(1)
     config = tiny("bert").config
     model = transformers.BertForSequenceClassification(config).double().eval()
@@ -201,7 +201,7 @@ def test_a_classifier_around_an_encoder():
     torch.testing.assert_close(run(model, **inputs), expected, atol=1e-10, rtol=0)
 
 
-def test_a_model_with_collaborative_heads_can_be_converted():
+def test_model_with_collaborative_heads_can_be_converted():
     model = tiny("bert")
     collaborate(model, 1.0)
     inputs, kept = inputs_of("bert")
@@ -224,7 +224,7 @@ def test_a_model_with_collaborative_heads_can_be_converted():
         ("bart", "has a decoder"),
     ],
 )
-def test_other_families_are_refused_and_stay_as_they_are(family, reason):
+def test_other_families_are_refused_and_unchanged(family, reason):
     model = tiny(family)
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(Unsupported, match=reason):
@@ -232,8 +232,8 @@ def test_other_families_are_refused_and_stay_as_they_are(family, reason):
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_a_layer_that_does_more_is_refused():
-    """A family that we do not know may change queries and keys in ways that no name tells."""
+def test_layer_that_does_more_is_refused():
+    """An unknown layer may change queries and keys without any sign in its signature."""
     model = tiny("bert")
     layer = model.encoder.layer[1].attention.self
 
@@ -243,11 +243,11 @@ def test_a_layer_that_does_more_is_refused():
             return super().forward(hidden_states, attention_mask, **kwargs)  # ALL_ATTENTION_FUNCTIONS
 
     layer.__class__ = Sharper
-    with pytest.raises(Unsupported, match="layer 1: Sharper does more than to compare its projections"):
+    with pytest.raises(Unsupported, match="layer 1: Sharper does more than compare its projections"):
         collaborate(model, 0.5)
 
 
-def test_a_layer_that_normalises_is_refused():
+def test_layer_that_normalises_is_refused():
     model = tiny("bert")
     model.encoder.layer[0].attention.self.q_norm = torch.nn.LayerNorm(8)
     with pytest.raises(Unsupported, match="layer 0: BertSelfAttention normalises queries and keys"):
@@ -260,27 +260,27 @@ def test_decoders_are_refused():
         collaborate(model, 0.5)
 
 
-def test_what_is_no_model_or_changed_already_is_refused():
-    with pytest.raises(Unsupported, match="Linear is no transformers model"):
+def test_other_objects_and_changed_models_are_refused():
+    with pytest.raises(Unsupported, match="Linear is not a transformers model"):
         collaborate(torch.nn.Linear(3, 5), 0.5)
     model = tiny("bert")
     collaborate(model, 0.5)
-    with pytest.raises(Unsupported, match="has collaborative heads already"):
+    with pytest.raises(Unsupported, match="already has collaborative heads"):
         collaborate(model, 0.5)
     model = tiny("bert")
     convert(model, kind="multiscale", branching=(4, 2))
-    with pytest.raises(InvalidInput, match="a converted one"):
+    with pytest.raises(InvalidInput, match="model: expected a model with exact attention, got a converted model"):
         collaborate(model, 0.5)
 
 
 @pytest.mark.parametrize("shared_dim", [0, CHANNELS + 1, 0.0, 1.5, -0.5, True, "half", float("nan")])
-def test_channels_outside_their_bound_are_refused(shared_dim):
-    with pytest.raises(InvalidInput, match=r"shared_dim: given .*, expected 1\.\.32 channels"):
+def test_shared_dim_out_of_range(shared_dim):
+    with pytest.raises(InvalidInput, match=rf"shared_dim: expected 1 to 32 channels .*, got {shared_dim!r}"):
         collaborate(tiny("bert"), shared_dim)
 
 
-def test_no_inputs_at_all_are_refused():
+def test_empty_inputs():
     model = tiny("bert")
-    with pytest.raises(InvalidInput, match="inputs: given nothing"):
+    with pytest.raises(InvalidInput, match="inputs: empty; expected at least one batch"):
         collaborate(model, 0.5, inputs=[])
     assert not any(module._forward_pre_hooks for module in model.modules())

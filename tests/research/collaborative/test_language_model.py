@@ -1,4 +1,4 @@
-"""Trained language models whose heads come to share projections."""
+"""Shared projections in trained language models."""
 
 import copy
 
@@ -18,13 +18,13 @@ SIZES = {"width": 24, "heads": 3, "layers": 2, "branching": (3, 2), "positions":
 def trained(**changes):
     torch.manual_seed(3)
     model = LanguageModel(LanguageModelConfig(19, **{**SIZES, **changes})).double()
-    for layer in model.layers:  # weights as training leaves them: logits that matter
+    for layer in model.layers:  # as large as after training, so that logits matter
         torch.nn.init.normal_(layer.project.weight, std=0.5)
     return model
 
 
 @pytest.mark.parametrize("attention", ["flat", "multiscale", "clustered"])
-def test_as_many_channels_as_heads_have_change_nothing(attention):
+def test_all_channels_change_nothing(attention):
     model = trained(attention=attention)
     shared = copy.deepcopy(model)
     report = collaborate(shared, 24)
@@ -53,7 +53,7 @@ def test_fewer_channels_save_parameters_and_cost_accuracy():
     assert sizes[0] < sizes[1] < sizes[2]
 
 
-def test_heads_that_are_alike_share_for_nothing():
+def test_equal_heads_share_without_loss():
     model = trained()
     with torch.no_grad():
         for layer in model.layers:
@@ -65,8 +65,8 @@ def test_heads_that_are_alike_share_for_nothing():
     torch.testing.assert_close(shared(tokens, [25]), model(tokens, [25]), rtol=1e-6, atol=1e-6)
 
 
-def test_the_changed_model_is_as_one_made_with_collaborative_heads():
-    """It can be saved, loaded, trained on and generate from a cache."""
+def test_changed_model_equals_one_built_with_collaborative_heads():
+    """The model can be saved, loaded, trained and used with a cache."""
     model = trained()
     model.layers[0].project.requires_grad_(False)
     collaborate(model, 1 / 3)
@@ -81,7 +81,7 @@ def test_the_changed_model_is_as_one_made_with_collaborative_heads():
     assert model.layers[1].fusion.mix_channels.requires_grad
 
 
-def test_models_that_cannot():
+def test_unsupported_models():
     with pytest.raises(HsaError, match="rotated before they are compared"):
         collaborate(LanguageModel(LanguageModelConfig(19, width=24, heads=3, layers=1)), 8)
     with pytest.raises(HsaError, match="concatenation"):
@@ -93,5 +93,5 @@ def test_models_that_cannot():
     classifier = Classifier(ModelConfig(EncoderConfig(width=16), {"text": Modality(tokens=10)}, outputs=3))
     with pytest.raises(HsaError, match="normalised after projection"):
         collaborate(classifier, 8)
-    with pytest.raises(HsaError, match="inputs: given some, for a language model of hsa, expected none"):
+    with pytest.raises(HsaError, match="inputs: expected None, got inputs for a language model of hsa"):
         collaborate(trained(), 8, inputs=[])

@@ -1,4 +1,4 @@
-"""Layers of every kind with every fusion of their heads, and trees for them."""
+"""Helpers: layers of every kind with every head fusion, and trees for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hsa.nn.cross_attention import CrossAttention
 from hsa.nn.decoder import DecoderLayer
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import head_fusion
-from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.layer import EncoderLayer
 from hsa.research.trilinear.module import HierarchicalTrilinear, Trilinear
 from hsa.tree.causal_tree import causal_tree
 
 WIDTH, HEADS, DIM, SOURCE = 13, 3, 5, 7
-WIDE = HEADS * 2 * DIM  # of decoders, whose heads share their width; channels turn in pairs
+WIDE = HEADS * 2 * DIM  # width of decoders, whose heads divide it; rotary positions need an even number of channels
 FUSIONS = ("talking", "collaborative", "over-heads")
 ATTENTIONS = {
     "hierarchical": Hierarchical,
@@ -36,8 +36,8 @@ CAUSAL = {
     "hierarchical": lambda: CausalMultiscale(HEADS),
     "clustered": lambda top_k=1: CausalClustered(HEADS, chunk=4, top_k=top_k),
 }
-SELECTING = ("multiscale top_k", "clustered")  # each head selects nodes of its own
-NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # not one query with one key
+SELECTING = ("multiscale top_k", "clustered")  # each head has its own selection
+NOT_PAIRS = ("none", "trilinear", "hierarchical-trilinear")  # do not compare one query with one key
 
 
 def fits(fusion: str, attention: str) -> bool:
@@ -61,14 +61,14 @@ CAUSAL_TREES = {
 
 
 def make_fusion(name, width, dim, full):
-    """`full`: as many shared channels as all heads have."""
+    """Return a fusion; if `full`, with as many shared channels as all heads have."""
     return head_fusion(name, width, HEADS, dim, shared_dim=HEADS * dim if full and name == "collaborative" else None)
 
 
-def encoder_layer(attention, fusion="concatenation", *, full=False, **options) -> HierarchicalEncoderLayer:
+def encoder_layer(attention, fusion="concatenation", *, full=False, **options) -> EncoderLayer:
     made = make_fusion(fusion, WIDTH, DIM, full)
     module = ATTENTIONS[attention](**options)
-    return HierarchicalEncoderLayer(WIDTH, HEADS, module, fusion=made, head_dim=DIM, feed_forward=11)
+    return EncoderLayer(WIDTH, HEADS, module, fusion=made, head_dim=DIM, feed_forward=11)
 
 
 def decoder_layer(attention, fusion="concatenation", *, full=False, kv_heads=None, **options) -> DecoderLayer:
@@ -81,12 +81,12 @@ def cross_layer(top_k, fusion="concatenation", *, full=False) -> CrossAttention:
     return CrossAttention(WIDE, HEADS, SOURCE, top_k=top_k, fusion=make_fusion(fusion, WIDE, 2 * DIM, full))
 
 
-def attend(layer: HierarchicalEncoderLayer, x: Tensor, tree: Hierarchy, positions: Tensor | None = None) -> Tensor:
+def attend(layer: EncoderLayer, x: Tensor, tree: Hierarchy, positions: Tensor | None = None) -> Tensor:
     return layer(x, tree, Groups((len(x),), None, None), positions)
 
 
 def angles_of(positions: Tensor, dim: int) -> Tensor:
-    """As `rotary_angles`, in float64."""
+    """Return the same as `rotary_angles`, in float64."""
     phase = positions.double()[:, None, None] * 100.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return torch.stack([phase.cos(), phase.sin()])
 

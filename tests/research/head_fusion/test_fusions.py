@@ -1,4 +1,4 @@
-"""The ways to fuse heads, in every layer: each is concatenation somewhere, and what its formula says elsewhere."""
+"""Head fusions in every layer, compared with concatenation and with their formulas."""
 
 import math
 
@@ -15,7 +15,7 @@ from hsa.nn.cross_attention import CrossAttention, Source
 from hsa.nn.decoder import DecoderLayer, initialise
 from hsa.nn.grouped_linear import Groups
 from hsa.nn.head_fusion import Concatenation, head_fusion
-from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.layer import EncoderLayer
 from hsa.nn.rotary import rotate
 from hsa.research.head_fusion import AttentionOverHeads, CollaborativeHeads, TalkingHeads
 from hsa.tree.causal_tree import causal_tree
@@ -51,11 +51,11 @@ def close(a, b, atol=1e-11):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-# Where they are concatenation
+# Equality with concatenation
 
 
 def as_concatenation(fused, plain):
-    """Give both the same weights; what is left of the fusion becomes, or already is, concatenation."""
+    """Give both layers the same weights, and set the fusion so that it equals concatenation."""
     own = fused.double().load_state_dict(exact(plain).state_dict(), strict=False)
     assert own.missing_keys
     assert all(name.startswith("fusion.") for name in own.missing_keys)
@@ -69,16 +69,16 @@ def as_concatenation(fused, plain):
 
 
 def selecting_all(fusion, attention):
-    """Shared keys are wider and are clustered differently: results are equal only where everything is selected."""
+    """Select everything if keys are shared: they are wider, and are clustered differently."""
     return {"top_k": 99} if attention == "clustered" and fusion == "collaborative" else {}
 
 
 @pytest.mark.parametrize(("fusion", "attention"), ENCODERS)
 @settings(max_examples=3)
 @given(forests(), st.integers(0, 99))
-def test_an_encoder_layer_of_concatenated_heads(fusion, attention, forest, seed):
-    how = selecting_all(fusion, attention)
-    plain, fused = encoder_layer(attention, **how), encoder_layer(attention, fusion, full=True, **how)
+def test_encoder_layer_can_equal_concatenation(fusion, attention, forest, seed):
+    options = selecting_all(fusion, attention)
+    plain, fused = encoder_layer(attention, **options), encoder_layer(attention, fusion, full=True, **options)
     as_concatenation(fused, plain)
     forest = Hierarchy.flat(forest.lengths) if attention == "flat" else forest
     positions = random_positions(forest, seed, HEADS) if plain.attention.uses_positions else None
@@ -88,9 +88,9 @@ def test_an_encoder_layer_of_concatenated_heads(fusion, attention, forest, seed)
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("fusion", "attention"), DECODERS)
-def test_a_decoder_layer_of_concatenated_heads(fusion, attention, rotated):
-    how = selecting_all(fusion, attention)
-    plain, fused = decoder_layer(attention, **how), decoder_layer(attention, fusion, full=True, **how)
+def test_decoder_layer_can_equal_concatenation(fusion, attention, rotated):
+    options = selecting_all(fusion, attention)
+    plain, fused = decoder_layer(attention, **options), decoder_layer(attention, fusion, full=True, **options)
     as_concatenation(fused, plain)
     angles = angles_of(token_positions(), 2 * DIM) if rotated else None
     x, tree = randn(sum(LENGTHS), WIDE), CAUSAL_TREES[attention]
@@ -100,7 +100,7 @@ def test_a_decoder_layer_of_concatenated_heads(fusion, attention, rotated):
 @pytest.mark.parametrize(("fusion", "top_k"), CROSSES)
 @settings(max_examples=3)
 @given(forests(), st.integers(0, 99))
-def test_cross_attention_of_concatenated_heads(fusion, top_k, forest, seed):
+def test_cross_attention_can_equal_concatenation(fusion, top_k, forest, seed):
     plain, fused = cross_layer(top_k), cross_layer(top_k, fusion, full=True)
     as_concatenation(fused, plain)
     lengths = [1 + (seed + i) % 3 for i in range(forest.num_trees)]
@@ -114,16 +114,16 @@ def started(layer, *fusion):
 
 
 @pytest.mark.parametrize("fusion", [TalkingHeads(HEADS, DIM), AttentionOverHeads(HEADS, DIM, WIDTH)])
-def test_an_encoder_layer_starts_as_concatenation(fusion):
+def test_encoder_layer_starts_as_concatenation(fusion):
     def layer(fusion):
-        return HierarchicalEncoderLayer(WIDTH, HEADS, Hierarchical(), fusion=fusion, head_dim=DIM)
+        return EncoderLayer(WIDTH, HEADS, Hierarchical(), fusion=fusion, head_dim=DIM)
 
     x = randn(TREE.num_leaves, WIDTH)
     close(attend(started(layer, None), x, TREE), attend(started(layer, fusion), x, TREE), 1e-7)  # weights in float32
 
 
 @pytest.mark.parametrize("fusion", [TalkingHeads(HEADS, 2 * DIM), AttentionOverHeads(HEADS, 2 * DIM, WIDE)])
-def test_so_do_decoder_layers_and_cross_attention(fusion):
+def test_decoder_layer_and_cross_attention_start_as_concatenation(fusion):
     def decoder(fusion):
         layer = DecoderLayer(WIDE, HEADS, CausalFlat(), fusion=fusion)
         initialise(layer, 2)
@@ -141,7 +141,7 @@ def test_so_do_decoder_layers_and_cross_attention(fusion):
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_initialise_leaves_the_fusion_as_it_was_made(fusion):
+def test_initialise_does_not_change_the_fusion(fusion):
     layer = decoder_layer("flat", fusion)
     before = {n: p.clone() for n, p in layer.fusion.named_parameters()}
     projected = layer.project.weight.clone()
@@ -154,7 +154,7 @@ def test_initialise_leaves_the_fusion_as_it_was_made(fusion):
 
 
 def concatenated(weights, v, layer, x):
-    """The rest of an encoder layer, from the weights of its heads in every tree of these lengths."""
+    """Compute the rest of an encoder layer from the attention weights and values of every tree."""
     parts = [torch.einsum("hij,jhd->ihd", w, c) for w, c in zip(weights, v, strict=True)]
     x = x + F.gelu(torch.cat(parts).flatten(1) @ layer.output.weight[0] + layer.output.bias[0])
     return x + layer.feed_forward(x)
@@ -163,7 +163,7 @@ def concatenated(weights, v, layer, x):
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 99))
 @settings(max_examples=10)
 def test_talking_heads_in_a_flat_layer_written_out(lengths, seed):
-    """Shazeer et al. 2020: softmax(P·logits), mixed by U, times the values."""
+    """Compute softmax(P·logits), mixed by U, times the values (Shazeer et al. 2020)."""
     layer = exact(encoder_layer("flat", "talking"), seed)
     x, forest = randn(sum(lengths), WIDTH, seed=seed), Hierarchy.flat(lengths)
     projected = x @ layer.project.weight[0] + layer.project.bias[0]
@@ -178,7 +178,7 @@ def test_talking_heads_in_a_flat_layer_written_out(lengths, seed):
 
 @pytest.mark.parametrize("top_k", [None, 0])
 def test_talking_heads_of_cross_attention_written_out(top_k):
-    """All leaves, or the two members of the root, each with its mean and the logarithm of its leaves."""
+    """Attend to all leaves, or to the two members of the root, with their means and log leaf counts."""
     cross, forest = exact(cross_layer(top_k, "talking")), Hierarchy.from_nested([[3, 2]])
     x, vectors = randn(4, WIDE), randn(5, SOURCE)
     k, v = cross.keys_and_values(vectors)
@@ -194,8 +194,8 @@ def test_talking_heads_of_cross_attention_written_out(top_k):
     close(cross(x, Source.of(vectors, forest, [4])), wanted, 1e-9)
 
 
-def test_who_hears_whom():
-    """Where only head 1 has values, its row of the weights' map matters, and every head's logits."""
+def test_rows_of_the_mixing_matrices():
+    """One row of the weight mixing matters if only head 1 has values, and the logits of every head do."""
     layer = exact(encoder_layer("hierarchical", "talking"))
     with torch.no_grad():
         values = slice(2 * HEADS * DIM, None)
@@ -220,7 +220,7 @@ def test_collaborative_logits():
     close(torch.einsum("ihr,jhr->hij", wide_q, wide_k) / math.sqrt(fusion.key_dim), wanted)
 
 
-def test_a_layer_of_collaborative_heads_written_out():
+def test_layer_of_collaborative_heads_written_out():
     layer = exact(encoder_layer("flat", "collaborative"))
     x = randn(sum(LENGTHS), WIDTH)
     assert layer.fusion.key_dim == DIM  # half of three heads: one
@@ -232,10 +232,10 @@ def test_a_layer_of_collaborative_heads_written_out():
 
 
 @pytest.mark.parametrize("attention", CAUSAL)
-def test_rotated_collaborative_logits_depend_on_distances_alone(attention):
+def test_rotated_collaborative_logits_depend_only_on_distances(attention):
     layer = exact(decoder_layer(attention, "collaborative"))
     x, tree = randn(sum(LENGTHS), WIDE), CAUSAL_TREES[attention]
-    if attention == "clustered":  # whose trees follow from where keys are turned to
+    if attention == "clustered":  # clusters depend on the rotated keys
         layer.attention.top_k = 99
     with torch.no_grad():
         here, there, apart = (
@@ -247,7 +247,7 @@ def test_rotated_collaborative_logits_depend_on_distances_alone(attention):
 
 
 def test_rotated_collaborative_logits_written_out():
-    """Every block of the shared channels turns as a head of its own would, and every head weighs it."""
+    """Every block of shared channels is rotated like a separate head, and weighted by every head."""
     layer = exact(decoder_layer("flat", "collaborative", full=True))
     x, angles = randn(13, WIDE), angles_of(torch.arange(13), 2 * DIM)
     q, k, v = layer._project(x, angles)
@@ -255,15 +255,15 @@ def test_rotated_collaborative_logits_written_out():
     mixing = layer.fusion.mix_channels.unflatten(1, (HEADS, 2 * DIM))  # [heads, blocks, dim]
     wanted = torch.zeros(HEADS, 13, 13, dtype=torch.float64)
     for block in range(HEADS):
-        asks, key = bare[:, 0, block, None], bare[:, 1, block, None]
-        turned = rotate(asks, angles)[:, 0], rotate(key * mixing[:, block], angles)
-        wanted += torch.einsum("id,jhd->hij", *turned)
+        query, key = bare[:, 0, block, None], bare[:, 1, block, None]
+        rotated = rotate(query, angles)[:, 0], rotate(key * mixing[:, block], angles)
+        wanted += torch.einsum("id,jhd->hij", *rotated)
     close(torch.einsum("ihr,jhr->hij", q, k) / math.sqrt(HEADS), wanted)  # attention divides by √(heads · dim)
     close(v, bare[:, 2])
 
 
-def test_collaborative_heads_start_at_the_size_of_heads_of_their_own():
-    """Logits of normalised queries and keys have the same spread, however many channels are shared."""
+def test_collaborative_logits_start_with_the_variance_of_separate_heads():
+    """Logits of normalised queries and keys have the same variance for any number of shared channels."""
     q, k = randn(2, 400, 16, 16, seed=3).unbind(0)
     for blocks in (2, 8, 16):
         fusion = CollaborativeHeads(16, 16, blocks * 16).double()
@@ -282,14 +282,14 @@ def test_weights_over_heads_written_out():
     q = normal @ fusion.query.weight.T + fusion.query.bias
     close(β, (q @ fusion.keys.T / math.sqrt(11)).softmax(-1))
     close(β.sum(-1), torch.ones(17, dtype=torch.float64))
-    assert (β.std(0) > 0.01).all()  # every token its own
+    assert (β.std(0) > 0.01).all()  # weights differ between tokens
     attended = randn(17, HEADS, DIM)
     close(fusion.weigh(attended, x), torch.einsum("im,imd->imd", β, attended))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
-def test_tokens_weigh_heads_by_what_the_layer_was_given(kind):
-    """out_i = Σ_m β_im W_m head_m(i): the layer that concatenates, with its output weight cut into heads."""
+def test_tokens_weigh_heads_by_the_input_of_the_layer(kind):
+    """Compare out_i = Σ_m β_im W_m head_m(i) with a layer that concatenates heads."""
     make = {
         "encoder": lambda *fusion: encoder_layer("hierarchical", *fusion),
         "decoder": lambda *fusion: decoder_layer("flat", *fusion),
@@ -314,7 +314,7 @@ def test_tokens_weigh_heads_by_what_the_layer_was_given(kind):
     close(for_each(fused), for_each(plain))
 
 
-# Causal, on their own, and differentiable
+# Causality, independence and gradients
 
 
 @pytest.mark.parametrize(("fusion", "attention"), DECODERS)
@@ -329,7 +329,7 @@ def test_no_output_depends_on_a_later_input(fusion, attention):
 
 
 @pytest.mark.parametrize(("fusion", "attention"), ENCODERS)
-def test_trees_do_not_see_each_other(fusion, attention):
+def test_trees_are_independent(fusion, attention):
     layer, x = exact(encoder_layer(attention, fusion)), randn(TREE.num_leaves, WIDTH)
     together = attend(layer, x, TREE).split(TREE.lengths)
     for rows, nested, wanted in zip(x.split(TREE.lengths), NESTED, together, strict=True):
@@ -337,7 +337,7 @@ def test_trees_do_not_see_each_other(fusion, attention):
 
 
 @pytest.mark.parametrize(("fusion", "attention"), ENCODERS)
-def test_no_leaf_one_leaf_and_bare_leaves(fusion, attention):
+def test_no_leaves_and_single_leaves(fusion, attention):
     layer = exact(encoder_layer(attention, fusion)).train()
     for forest in (Hierarchy.flat([]), Hierarchy.from_nested([1]), Hierarchy.from_parents([-1, -1])):
         x = randn(forest.num_leaves, WIDTH)
@@ -345,8 +345,8 @@ def test_no_leaf_one_leaf_and_bare_leaves(fusion, attention):
 
 
 @pytest.mark.parametrize(("fusion", "attention"), DECODERS)
-def test_a_text_of_one_token(fusion, attention):
-    """It sees itself, so what it compares does not matter; heads that talk hand on their weight of 1."""
+def test_text_of_one_token(fusion, attention):
+    """The token attends only to itself, so logits do not matter; talking heads mix weights of 1."""
     layer, x = exact(decoder_layer(attention, fusion)).train(), randn(1, WIDE)
     v = layer.project(layer.norm_attention(x)).unflatten(-1, (-1, 2 * DIM))[:, -HEADS:]
     mixing = layer.fusion.mixing
@@ -357,11 +357,11 @@ def test_a_text_of_one_token(fusion, attention):
 
 
 def small(kind, fusion):
-    """Few numbers, for finite differences."""
+    """Return a layer small enough for finite differences."""
     width = 3 if kind == "encoder" else 4
     made = AttentionOverHeads(2, 2, width, query_dim=2) if fusion == "over-heads" else head_fusion(fusion, width, 2, 2)
     if kind == "encoder":
-        return HierarchicalEncoderLayer(width, 2, Hierarchical(), fusion=made, head_dim=2, feed_forward=2)
+        return EncoderLayer(width, 2, Hierarchical(), fusion=made, head_dim=2, feed_forward=2)
     if kind == "decoder":
         return DecoderLayer(width, 2, CausalMultiscale(2, near=0), fusion=made, feed_forward=2)
     return CrossAttention(width, 2, 3, top_k=0, fusion=made)

@@ -1,6 +1,7 @@
-"""Head fusion in training: all loops add the penalty, models are as large as each other, and names are checked."""
+"""Head fusion in training: all loops add the penalty, models have equal sizes, and names are checked."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +34,11 @@ HALF = replace(ONCE, mixed_precision="bf16", batch_tokens=48)
 HUGE = 30.0
 
 
-# All loops add the penalty
+# Penalties in all loops
 
 
 def tilted(model):
-    """All tokens favour the first head, by far."""
+    """Make all tokens strongly prefer the first head."""
     for module in model.modules():
         if isinstance(module, AttentionOverHeads):
             with torch.no_grad():
@@ -48,7 +49,7 @@ def tilted(model):
 
 
 def first_head(model, forward):
-    """Its mean weight, layer by layer, while the model does something."""
+    """Return the mean weight of the first head in a forward pass, layer by layer."""
     outcome, hooks = [], []
 
     def watch(fusion):
@@ -72,7 +73,7 @@ def first_head(model, forward):
 
 
 def classify(penalty, options=ONCE):
-    """Of a run: the weights of the first head before and after, and the loss it reports."""
+    """Train a classifier; return the weights of the first head before and after, and the reported loss."""
     model = tilted(
         classifier("hierarchical", layers=2, include_self=False, fusion="over-heads", fusion_penalty=penalty)
     )
@@ -98,8 +99,7 @@ def model_language(penalty, options=HALF, steps=20):
         return first_head(model, lambda m: m(torch.from_numpy(text[:100].astype(np.int64)), [100]))
 
     language = LanguageOptions(context=24, steps=steps, evaluate_every=steps)
-    given = {"start": start.state_dict(), "device": "cpu"}
-    outcome = train_language_model(config, text, text[:60], options, language, **given)
+    outcome = train_language_model(config, text, text[:60], options, language, start=start.state_dict(), device="cpu")
     return weights(start), weights(outcome.model), outcome.history[0].loss
 
 
@@ -121,10 +121,10 @@ def answer(pairs, monkeypatch):
         return tilted(Seq2Seq(config))
 
     monkeypatch.setattr(seq2seq, "Seq2Seq", tilted_model)
-    read, said, lengths = pairs.train.shifted(1, 2)
+    inputs, targets, lengths = pairs.train.shifted(1, 2)
 
     def weights(model):
-        return first_head(model, lambda m: m.loss(pairs.train.prompts, read, said, lengths))
+        return first_head(model, lambda m: m.loss(pairs.train.prompts, inputs, targets, lengths))
 
     def run(penalty, options=ONCE):
         config = seq2seq_config(pairs, fusion="over-heads", fusion_penalty=penalty)
@@ -135,7 +135,7 @@ def answer(pairs, monkeypatch):
 
 
 def check(train, fusions):
-    """Tilted at first; somewhere still so without a penalty; near uniform everywhere with a huge one."""
+    """Check that weights stay tilted without a penalty, and become nearly uniform with a huge one."""
     (before, kept, _), (_, levelled, _) = train(0.0), train(HUGE)
     assert len(before) == len(kept) == len(levelled) == fusions
     assert min(before) > 0.87
@@ -143,22 +143,22 @@ def check(train, fusions):
     assert max(abs(β - 0.5) for β in levelled) < 0.05
 
 
-def test_the_loop_of_classifiers():
+def test_penalty_in_classifier_training():
     check(classify, fusions=2)
 
 
-def test_the_loop_of_language_models():
+def test_penalty_in_language_model_training():
     check(model_language, fusions=2)
 
 
-def test_the_loop_of_encoder_decoders(answer):
-    check(answer, fusions=3)  # a layer of the encoder, one of the decoder, and between them
+def test_penalty_in_seq2seq_training(answer):
+    check(answer, fusions=3)  # a layer of the encoder, one of the decoder, and cross-attention
 
 
-def test_the_loss_that_is_reported_is_that_of_the_task(answer):
-    standing = replace(ONCE, learning_rate=1e-12, batch_size=64)
-    for train in (classify, lambda *given: model_language(*given, steps=1), answer):
-        assert train(HUGE, standing)[2] == pytest.approx(train(0.0, standing)[2], rel=1e-5)
+def test_reported_loss_excludes_the_penalty(answer):
+    frozen = replace(ONCE, learning_rate=1e-12, batch_size=64)
+    for train in (classify, lambda *args: model_language(*args, steps=1), answer):
+        assert train(HUGE, frozen)[2] == pytest.approx(train(0.0, frozen)[2], rel=1e-5)
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
@@ -173,13 +173,13 @@ def test_every_fusion_learns(fusion):
     assert min(moved.values()) > 1e-4
 
 
-# As many parameters
+# Equal numbers of parameters
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("sizes", [(128, 4, 1), (96, 4, 2), (24, 3, 3), (12, 2, 1)])
-def test_models_are_as_large_as_each_other(fusion, sizes):
-    """To half a channel of the feed-forward networks of all layers."""
+def test_models_have_equal_sizes(fusion, sizes):
+    """Sizes differ by at most half a channel of the feed-forward networks of all layers."""
     width, heads, layers = sizes
     encoder = EncoderConfig(width=width, heads=heads, layers=layers)
     plain = ModelConfig(encoder, {"text": Modality(tokens=97)}, outputs=3)
@@ -201,14 +201,12 @@ def test_names_of_models():
     check_models(["hierarchical", "flat+collaborative", "deepsets+over-heads"])
     for name in ("hierarchical+nonsense", "hierarchical+", "flat+talking+talking"):
         base = name.partition("+")[0]
-        expected = (
-            rf"^models: given '{name.replace('+', '.')}', expected {base}\+ and one of concatenation, talking, coll"
-        )
-        with pytest.raises(InvalidInput, match=expected):
+        message = rf"^models: expected {base}\+.* concatenation, talking, coll.*, got '{re.escape(name)}'"
+        with pytest.raises(InvalidInput, match=message):
             check_models(["hierarchical", name])
     for name in ("nonsense+talking", "+talking", ""):
         base = name.partition("+")[0]
-        with pytest.raises(InvalidInput, match=f"^models: given '{base}', expected one of hierarchical, mult"):
+        with pytest.raises(InvalidInput, match=f"^models: expected one of hierarchical, mult.*, got '{base}'"):
             check_models(["hierarchical", name])
 
 
@@ -222,7 +220,7 @@ def test_options_reach_the_models(pairs):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """`hsa train` on rows: exit code, and what it says on stderr."""
+    """Run `hsa train` on rows; return the exit code and stderr."""
     monkeypatch.setenv("HSA_CACHE", str(tmp_path / "cache"))
     rows = write_rows(tmp_path / "reviews.csv", reviews())
     sizes = ("--width", "8", "--heads", "2", "--epochs", "1", "--position-width", "8", "--vocabulary", "300", "--cpu")
@@ -235,33 +233,40 @@ def command(tmp_path, monkeypatch, capsys):
     return call
 
 
-def test_the_command_says_what_does_not_fit(command, tmp_path):
+def test_errors_of_the_command(command, tmp_path):
     out = ("--out", str(tmp_path / "out"))
-    code, said = command(*out, "--models", "hierarchical+nonsense")
-    assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith(
-        "models: given 'hierarchical+nonsense', expected hierarchical+ and one of concatenation, talking"
-    )
-    code, said = command(*out, "--models", "hierarchical", "nonsense+talking")
-    assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("models: given 'nonsense', expected one of hierarchical, multiscale")
-    code, said = command(*out, "--fusion", "talkin")
+    for arguments, message in (
+        (
+            ("--models", "hierarchical+nonsense"),
+            r"models: expected hierarchical\+.* concatenation, talking.*, got 'hierarchical\+nonsense'",
+        ),
+        (
+            ("--models", "hierarchical", "nonsense+talking"),
+            r"models: expected one of hierarchical, multiscale.*, got 'nonsense'",
+        ),
+        (
+            ("--models", "hierarchical", "--fusion", "collaborative", "--shared-dim", "3"),
+            r"shared_dim: expected a multiple of 4, the channels of a head, got 3\n",
+        ),
+        (
+            ("--models", "hierarchical", "--fusion", "over-heads", "--fusion-penalty", "-1"),
+            r"penalty: expected a finite number, 0 or more, got -1\.0\n",
+        ),
+    ):
+        code, error = command(*out, *arguments)
+        assert (code, error.count("\n")) == (2, 1)
+        assert re.match(message, error), error
+    code, error = command(*out, "--fusion", "talkin")
     assert code == 2
-    assert "did you mean 'talking'?" in said
-    code, said = command(*out, "--models", "hierarchical", "--fusion", "collaborative", "--shared-dim", "3")
-    assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("shared_dim: given 3, expected a multiple of 4")
-    code, said = command(*out, "--models", "hierarchical", "--fusion", "over-heads", "--fusion-penalty", "-1")
-    assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("penalty: given -1.0, expected a number, 0 or more")
+    assert "did you mean 'talking'" in error.lower()
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "models", [("hierarchical+talking", "hierarchical"), ("bottom-up+over-heads", "flat+collaborative")]
 )
-def test_the_command_compares_them(command, tmp_path, models):
-    """To the report and its pictures, which show attention where there is a matrix."""
+def test_command_compares_fusions(command, tmp_path, models):
+    """The report shows attention if the first model has an attention matrix."""
     assert command("--out", str(tmp_path / "out"), "--models", *models) == (0, "")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["model"] for result in results] == list(models)

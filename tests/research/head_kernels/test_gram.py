@@ -1,4 +1,4 @@
-"""Gram matrices: what must hold of alignments, redundancy and sums of kernels."""
+"""Properties of alignments, redundancy and sums of kernels."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ def features(seed, heads=5, n=13, dim=3):
 
 
 def symmetric(seed, heads=5, n=13):
-    """With eigenvalues of both signs."""
+    """Return symmetric matrices with eigenvalues of both signs."""
     some = torch.randn(heads, n, n, dtype=torch.float64, generator=generator(seed))
     return some + some.mT
 
 
 @given(seeds)
-def test_centring_is_taking_the_mean_from_the_features(seed):
+def test_centring_subtracts_the_mean_of_the_features(seed):
     rows = features(seed, heads=1)[0]
     shifted = rows - rows.mean(0)
     torch.testing.assert_close(centred(rows @ rows.T), shifted @ shifted.T)
@@ -48,7 +48,7 @@ def test_centring_is_taking_the_mean_from_the_features(seed):
 
 
 @given(seeds, st.floats(0.01, 100), st.floats(-50, 50))
-def test_alignment_knows_neither_scale_nor_shift(seed, scale, shift):
+def test_alignment_ignores_scale_and_shift(seed, scale, shift):
     one, other = symmetric(seed, 2)
     assert centred_alignment(one, one) == pytest.approx(1)
     assert centred_alignment(one, -one) == pytest.approx(-1)
@@ -57,12 +57,13 @@ def test_alignment_knows_neither_scale_nor_shift(seed, scale, shift):
     assert centred_alignment(scale * one + shift, other) == pytest.approx(expected, abs=1e-9)
     assert centred_alignment(other, one) == pytest.approx(expected)
     rows = torch.randn(13, generator=generator(seed + 1), dtype=torch.float64)
-    assert centred_alignment(one + rows[:, None] + rows, other) == pytest.approx(expected, abs=1e-9)  # of features
+    shifted = one + rows[:, None] + rows  # as if features were shifted
+    assert centred_alignment(shifted, other) == pytest.approx(expected, abs=1e-9)
 
 
 @given(seeds)
 def test_linear_cka(seed):
-    """‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred features, as Kornblith et al. have it."""
+    """Compare with ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖) of centred features, the formula of Kornblith et al."""
     x, y = features(seed, 2)
     xc, yc = x - x.mean(0), y - y.mean(0)
     cka = (xc.T @ yc).norm() ** 2 / ((xc.T @ xc).norm() * (yc.T @ yc).norm())
@@ -70,7 +71,7 @@ def test_linear_cka(seed):
 
 
 @given(seeds)
-def test_the_matrix_of_alignments(seed):
+def test_alignment_matrix(seed):
     for grams in (symmetric(seed), linear_grams(features(seed))):
         table = alignment_matrix(grams)
         assert torch.equal(table, table.T)
@@ -81,7 +82,7 @@ def test_the_matrix_of_alignments(seed):
     assert float(alignment_matrix(linear_grams(features(seed))).min()) >= 0
 
 
-def test_constant_kernels_are_like_no_other():
+def test_constant_kernels_have_no_alignment():
     grams = torch.cat([linear_grams(features(1, 2)), torch.full((1, 13, 13), 7.3, dtype=torch.float64)])
     table = alignment_matrix(grams)
     assert table[2].abs().max() == table[:, 2].abs().max() == 0
@@ -100,14 +101,14 @@ def test_duplicates(seed):
     assert redundancy(table)[0] < 0.999
     assert most_redundant_first(table)[0] in (1, 3)
     first, *others = most_redundant_first(table)
-    left = [i for i in range(4) if i != first]  # with its double gone it is redundant no more
+    left = [i for i in range(4) if i != first]  # without its duplicate, it is no longer redundant
     assert others == [left[i] for i in most_redundant_first(table[left][:, left])]
     again = alignment_matrix(torch.cat([grams, grams, grams]))
     assert effective_number(again) == pytest.approx(effective_number(alignment_matrix(grams)))
 
 
-def test_how_many_kernels():
-    """Kernels that have nothing in common count fully; k of them in groups of equals count as k."""
+def test_effective_number():
+    """Unrelated kernels count fully; k groups of equal kernels count as k."""
     apart = torch.block_diag(*[torch.ones(3, 3)] * 4)
     assert effective_number(apart) == pytest.approx(4)
     assert effective_number(torch.tensor([[1.0, 0.5], [0.5, 1.0]])) == pytest.approx(
@@ -127,7 +128,7 @@ def test_conditional_sums(seed):
     beta = torch.rand(13, 5, dtype=torch.float64, generator=source).softmax(-1)
     result = input_conditional(grams, beta)
     weighted = torch.cat([b[:, None] * head for b, head in zip(beta.T, rows, strict=True)], 1)
-    torch.testing.assert_close(result, weighted @ weighted.T)  # heads that each token weighs, side by side
+    torch.testing.assert_close(result, weighted @ weighted.T)  # weighted heads, concatenated
     assert float(torch.linalg.eigvalsh(result).min()) > -1e-10
 
 
@@ -146,7 +147,7 @@ def test_similarities_of_tokens(seed):
 
 
 @given(seeds)
-def test_the_most_redundant_go_first(seed):
+def test_most_redundant_heads_are_removed_first(seed):
     table = alignment_matrix(symmetric(seed, 7))
     order = most_redundant_first(table)
     assert sorted(order) == list(range(7))
@@ -156,8 +157,8 @@ def test_the_most_redundant_go_first(seed):
         left.remove(head)
 
 
-def test_which_of_two_goes():
-    """Both are as much like each other; the second is like others too."""
+def test_tie_between_two_heads():
+    """Remove the one of the two most similar heads that is also similar to others."""
     table = torch.eye(4)
     for i, j, value in [(0, 1, 0.9), (1, 2, 0.5), (1, 3, 0.5), (2, 3, 0.6)]:
         table[i, j] = table[j, i] = value
@@ -180,10 +181,10 @@ def test_steps(heads, points):
     assert len(counts) == heads + 1 or points < heads
 
 
-def test_how_many_can_be_removed():
+def test_removable_heads():
     curve = Curve("c", [0, 1, 3, 7], [[0.9, 0.9, 0.88, 0.9], [0.9, 0.89, 0.9, 0.9]])
     assert curve.mean == pytest.approx([0.9, 0.895, 0.89, 0.9])
-    assert curve.removable(0.007) == 1  # what comes after a fall does not count
+    assert curve.removable(0.007) == 1  # points after a drop do not count
     assert curve.removable(0.004) == 0
     assert curve.removable(0.2) == 7
 
@@ -191,17 +192,17 @@ def test_how_many_can_be_removed():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: centred(torch.ones(2, 3)), r"gram: given shape \(2, 3\)"),
-        (lambda: centred(torch.full((2, 2), torch.nan)), "gram: given numbers that are infinite or NaN"),
-        (lambda: alignment_matrix(torch.ones(3, 3)), r"grams: given shape \(3, 3\)"),
-        (lambda: alignment_matrix(torch.ones(0, 3, 3)), "grams: given shape"),
-        (lambda: centred_alignment(torch.ones(3, 3), torch.ones(2, 2)), r"other: given shape \(2, 2\)"),
-        (lambda: input_conditional(torch.ones(5, 3, 3), torch.ones(5, 3)), r"weights: given shape \(5, 3\)"),
-        (lambda: similarity_gram(torch.ones(5, 3), torch.ones(5, 2), 1), r"k: given shape \(5, 2\)"),
-        (lambda: effective_number(torch.ones(2, 3)), "alignment: given shape"),
-        (lambda: steps(5, 0), "points: given 0"),
+        (lambda: centred(torch.ones(2, 3)), r"gram: expected .*, got shape \(2, 3\)"),
+        (lambda: centred(torch.full((2, 2), torch.nan)), "gram: expected finite values, got infinite or NaN values"),
+        (lambda: alignment_matrix(torch.ones(3, 3)), r"grams: expected .*, got shape \(3, 3\)"),
+        (lambda: alignment_matrix(torch.ones(0, 3, 3)), "grams: expected .*, got shape"),
+        (lambda: centred_alignment(torch.ones(3, 3), torch.ones(2, 2)), r"other: expected .*, got shape \(2, 2\)"),
+        (lambda: input_conditional(torch.ones(5, 3, 3), torch.ones(5, 3)), r"weights: expected .*, got shape \(5, 3\)"),
+        (lambda: similarity_gram(torch.ones(5, 3), torch.ones(5, 2), 1), r"k: expected .*, got shape \(5, 2\)"),
+        (lambda: effective_number(torch.ones(2, 3)), "alignment: expected .*, got shape"),
+        (lambda: steps(5, 0), "points: expected .*, got 0"),
     ],
 )
-def test_what_does_not_fit(call, message):
+def test_bad_input(call, message):
     with pytest.raises(InvalidInput, match=message):
         call()

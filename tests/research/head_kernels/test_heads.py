@@ -1,4 +1,4 @@
-"""The heads of our encoders: what is seen of them, and the model without some."""
+"""Observation and removal of heads in encoders of hsa."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ HEADS, LAYERS = 3, 2
 
 
 def model_of(kind="hierarchical", **changes):
-    """Weights far from 0, so that heads differ."""
+    """Return a model with large random weights, so that heads differ."""
     model = classifier(kind, width=15, heads=HEADS, layers=LAYERS, **changes).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,8 +30,8 @@ BATCHES = [np.array([4, 1]), np.array([0]), np.array([3, 2])]
 
 @pytest.mark.parametrize("kind", ["hierarchical", "multiscale", "clustered", "flat", "none"])
 @pytest.mark.parametrize("fusion", ["concatenation", "talking", "collaborative", "over-heads"])
-def test_what_is_seen(kind, fusion):
-    """Outputs are what the layer's output projection gets, per example, whatever examples share a batch."""
+def test_outputs_are_the_inputs_of_the_output_projection(kind, fusion):
+    """They do not depend on the examples in the same batch."""
     if (kind in ("clustered", "none") and fusion == "talking") or (kind == "none" and fusion == "collaborative"):
         pytest.skip("nothing to mix or compare")
     model, examples = model_of(kind, fusion=fusion, near=0), data(5)
@@ -72,7 +72,7 @@ def test_what_is_seen(kind, fusion):
 
 @pytest.mark.parametrize("fusion", ["concatenation", "talking", "collaborative"])
 def test_similarities_are_those_that_attention_uses(fusion):
-    """Softmax of them over one example gives the weights that its outputs come from."""
+    """Their softmax over one example reproduces the outputs."""
     model, examples = model_of("flat", fusion=fusion, position_width=0), data(5)
     longest = int(examples.lengths.argmax())
     one, leaves = [np.array([longest])], int(examples.lengths[longest])
@@ -103,21 +103,21 @@ def test_similarities_are_those_that_attention_uses(fusion):
     assert all(0 < share < 1 for share in shares)
 
 
-def test_tokens_are_drawn_of_all_examples():
+def test_tokens_are_sampled_from_all_examples():
     model, examples = model_of(), data(5)
     heads, answer = EncoderHeads(model.encoder), answer_of(model, examples)
     result = collect(heads, answer, BATCHES, tokens=10)
     assert len(result.queries[0]) == int(np.minimum(examples.lengths, 2).sum())
     alone = collect(heads, answer, [np.array([i]) for i in (4, 1, 0, 3, 2)], tokens=10)
     for one, other in zip(result.keys, alone.keys, strict=True):
-        torch.testing.assert_close(one, other)  # the same tokens, whoever shares a batch
+        torch.testing.assert_close(one, other)  # the same tokens, however examples are batched
     other = collect(heads, answer, BATCHES, tokens=10, seed=1)
     assert not torch.equal(other.keys[0], result.keys[0])
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "flat", "none"])
-def test_without_heads(kind):
-    """As if their columns of the output projection were 0."""
+def test_removed_heads(kind):
+    """Removing heads equals setting their columns of the output projection to 0."""
     model, examples = model_of(kind), data(5)
     heads, every = EncoderHeads(model.encoder), np.arange(5)
     with torch.no_grad():
@@ -135,7 +135,6 @@ def test_curves():
     model, examples = model_of(), data(5)
     heads, answer = EncoderHeads(model.encoder), answer_of(model, examples)
     features = collect(heads, answer, BATCHES)
-    order = [3, 0, 5, 1, 4, 2]
     order = np.concatenate(BATCHES)
     done = []
     curves = pruning_curves(
@@ -152,7 +151,7 @@ def test_curves():
     assert curves[0].removed == list(range(7))
     assert curves[0].scores[0][0] == pytest.approx(1)
     assert curves[1].scores[1] == curves[0].scores[0]
-    assert curves[1].scores[0][-1] == curves[0].scores[0][-1]  # all gone
+    assert curves[1].scores[0][-1] == curves[0].scores[0][-1]  # all heads removed
     assert len(done) == 21
     with torch.no_grad(), heads.without([features.heads[i] for i in order[:3]]):
         expected = cosine(features.answers)(answer(np.arange(5)))
@@ -168,7 +167,7 @@ def test_scores():
     assert cosine(answers)(-answers) == pytest.approx(-1)
 
 
-def test_hooks_are_gone_after_an_error():
+def test_hooks_are_removed_after_an_error():
     model = model_of()
     heads = EncoderHeads(model.encoder)
 
@@ -182,18 +181,18 @@ def test_hooks_are_gone_after_an_error():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_what_has_no_heads_to_show():
+def test_unsupported_models():
     with pytest.raises(Unsupported, match="bottom-up"):
         EncoderHeads(model_of("bottom-up").encoder)
     examples = data(5)
     for model, message in [
-        (model_of("none"), "compare a query with a key"),
-        (model_of(pool="families"), "layers pool"),
+        (model_of("none"), "compare: expected 'outputs', .* compare a query with a key, got 'similarity'"),
+        (model_of(pool="families"), "compare: expected 'outputs', .* pool tokens, got 'similarity'"),
     ]:
         with pytest.raises(InvalidInput, match=message):
             collect(EncoderHeads(model.encoder), answer_of(model, examples), BATCHES, tokens=9)
     model = model_of(pool="families")
     features = collect(EncoderHeads(model.encoder), answer_of(model, examples), BATCHES)
     assert features.outputs[-1].shape == (5, 5)
-    with pytest.raises(InvalidInput, match="given no queries and keys"):
+    with pytest.raises(InvalidInput, match="no queries and keys"):
         features.similarity_grams()

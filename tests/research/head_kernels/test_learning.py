@@ -1,4 +1,4 @@
-"""Weights of kernels: what is optimal, and what it is worth on other examples."""
+"""Learned weights of kernels: optimality, and performance on held-out examples."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def labelled(seed, n=17, classes=3):
 
 
 @given(seeds)
-def test_known_weights_are_found(seed):
+def test_known_weights_are_recovered(seed):
     grams = linear_grams(features(seed, heads=4, n=19))
     weights = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
     result = flat_mkl(grams, 3 * weighted(weights, grams) + 1)
@@ -49,7 +49,7 @@ def test_known_weights_are_found(seed):
 
 @given(seeds, st.booleans())
 def test_optimality(seed, positive):
-    """Karush, Kuhn and Tucker; and nothing else aligns better."""
+    """The Karush-Kuhn-Tucker conditions hold, and no other weights align better."""
     grams = linear_grams(features(seed, n=17)) if positive else symmetric(seed, n=17)
     target = target_kernel(labelled(seed))
     result = flat_mkl(grams, target)
@@ -73,8 +73,8 @@ def test_optimality(seed, positive):
 
 
 @given(seeds)
-def test_all_subsets_say_the_same(seed):
-    """The quadratic programme by trying which weights are not 0."""
+def test_equals_search_over_all_subsets(seed):
+    """Solve the quadratic programme by trying every set of non-zero weights."""
     grams, target = linear_grams(features(seed, n=17)), target_kernel(labelled(seed))
     flat, wanted = centred(grams).flatten(1), centred(target).flatten()
     products, towards = flat @ flat.T, flat @ wanted
@@ -90,8 +90,8 @@ def test_all_subsets_say_the_same(seed):
 
 
 @given(seeds)
-def test_what_looks_best_first_may_have_to_go(seed):
-    """The third kernel is the most like the target, but has a part in it that the target lacks: the first two have none."""
+def test_best_single_kernel_may_get_no_weight(seed):
+    """The third kernel is closest to the target, but contains a part that the sum of the first two avoids."""
     one, other, wrong = (gram / gram.norm() for gram in linear_grams(features(seed, heads=3, n=17)))
     grams = torch.stack([one, other, one + other + 0.4 * wrong])
     target = one + other - 0.1 * wrong
@@ -103,8 +103,8 @@ def test_what_looks_best_first_may_have_to_go(seed):
     assert single[2] == max(single)
 
 
-def test_equal_kernels_and_many():
-    """More kernels than they have dimensions, each twice."""
+def test_many_kernels_with_duplicates():
+    """Use more kernels than dimensions, each twice."""
     few = torch.cat([linear_grams(features(3, heads=60, n=9, dim=2))] * 2)
     target = target_kernel(labelled(1, 9))
     result = flat_mkl(few, target)
@@ -114,7 +114,7 @@ def test_equal_kernels_and_many():
     assert result.alignment == pytest.approx(flat_mkl(few[:60], target).alignment)
 
 
-def test_kernels_that_say_nothing():
+def test_constant_and_negative_kernels():
     constant = torch.ones(3, 7, 7)
     target = target_kernel(labelled(1, 7))
     assert flat_mkl(constant, target).weights.tolist() == pytest.approx([1 / 3] * 3)
@@ -123,9 +123,9 @@ def test_kernels_that_say_nothing():
     assert flat_mkl(one, target).weights.tolist() == [0, 0, 0, 1]
     against = torch.stack([-target, -target + torch.eye(7), torch.ones(7, 7)])
     result = flat_mkl(against, target)
-    assert result.weights.tolist() == [0, 1, 0]  # the least bad
+    assert result.weights.tolist() == [0, 1, 0]  # the best of negative alignments
     assert result.alignment < 0
-    with pytest.raises(InvalidInput, match="target: given a kernel that is constant"):
+    with pytest.raises(InvalidInput, match=r"target: expected .*, got a constant kernel"):
         flat_mkl(against, torch.ones(7, 7))
 
 
@@ -135,10 +135,11 @@ def test_targets():
     torch.testing.assert_close(target_kernel(numbers), expected)
     assert len(numbers.part(torch.tensor([0, 2]))) == 2
     for call, message in [
-        (lambda: Targets.of_classes(["a", "a"]), "label: given nothing but 'a', expected at least 2 classes"),
-        (lambda: Targets.of_classes([]), "label: given no labels"),
-        (lambda: Targets.of_numbers([2.0, 2.0]), "label: given numbers that are all equal"),
-        (lambda: Targets.of_numbers([2.0, np.nan]), "label: given numbers"),
+        (lambda: Targets.of_classes(["a", "a"]), "label: expected at least 2 classes, got nothing but 'a'"),
+        (lambda: Targets.of_classes([]), "label: no labels; expected at least 2 classes"),
+        (lambda: Targets.of_numbers([2.0, 2.0]), "label: expected finite numbers .* not all equal, got equal numbers"),
+        (lambda: Targets.of_numbers([2.0, np.nan]), "label: expected finite numbers .*, got infinite or NaN values"),
+        (lambda: Targets.of_numbers([]), "label: expected finite numbers .*, got no numbers"),
     ]:
         with pytest.raises(InvalidInput, match=message):
             call()
@@ -150,7 +151,7 @@ def test_halves(labels, seed):
         return
     targets = Targets.of_classes(labels)
     if not can_halve(targets):
-        with pytest.raises(InvalidInput, match="label: given"):
+        with pytest.raises(InvalidInput, match="label: expected at least 18 examples, and at least 2"):
             halves(targets, seed)
         return
     learn, hold = halves(targets, seed)
@@ -170,16 +171,16 @@ def test_too_few_to_halve():
 
 
 def two_experts(n=80):
-    """Two heads, and a switch that says which of them knows the class. Each alone is right for half of them."""
+    """Return two heads, a switch and classes; the switch tells which head knows the class, the other is random."""
     source = np.random.default_rng(0)
     sign, switch = source.choice([-1.0, 1.0], (2, n))
-    told = np.stack([np.where(switch > 0, sign, source.choice([-1.0, 1.0], n)), np.where(switch < 0, sign, 0)])
-    told[1][switch > 0] = source.choice([-1.0, 1.0], int((switch > 0).sum()))
-    heads = [torch.tensor(values)[:, None] for values in told]
+    outputs = np.stack([np.where(switch > 0, sign, source.choice([-1.0, 1.0], n)), np.where(switch < 0, sign, 0)])
+    outputs[1][switch > 0] = source.choice([-1.0, 1.0], int((switch > 0).sum()))
+    heads = [torch.tensor(values)[:, None] for values in outputs]
     return heads, torch.tensor(switch)[:, None], Targets.of_classes(sign)
 
 
-def test_conditional_weights_learn_who_to_trust():
+def test_conditional_weights_learn_which_head_is_right():
     heads, switch, targets = two_experts()
     grams, target = linear_grams(heads), target_kernel(targets)
     flat = flat_mkl(grams, target)
@@ -200,12 +201,12 @@ def test_gating_without_a_gain_stays_at_global_weights():
     assert (gating.steps, gating.linear.abs().max()) == (0, 0)
     beta = gating.weights(torch.randn(40, 2, dtype=torch.float64)).square()
     torch.testing.assert_close(beta / beta.sum(1, keepdim=True), ((start + 0.002) / 1.01).expand(40, -1))
-    with pytest.raises(InvalidInput, match="z: given 8 examples, expected at least 9"):
+    with pytest.raises(InvalidInput, match="z: expected at least 9 examples, to hold out a third, got 8"):
         fit_gating(grams[:, :8, :8], target[:8, :8], torch.zeros(8, 2), start)
 
 
 def test_ridge_regression():
-    """Against the same in the space of features."""
+    """Predict linear functions of the features, and fail on noise."""
     rows = torch.randn(31, 3, dtype=torch.float64)
     y = rows @ torch.tensor([1.0, -2, 0.5], dtype=torch.float64) + 4
     learn, hold = torch.arange(20), torch.arange(20, 31)
@@ -217,15 +218,15 @@ def test_ridge_regression():
     assert ridge_score(0 * gram, Targets.of_classes([0, 1, 1] * 10 + [0]), learn, hold) == pytest.approx(
         sum(([0, 1, 1] * 10 + [0])[20:]) / 11
     )
-    # Shifted features are the same to a kernel that is centred.
+    # The kernel is centred, so that shifts of the features do not matter.
     shifted = (rows + 3) @ (rows + 3).T
     assert ridge_score(shifted, Targets.of_numbers(y.numpy()), learn, hold) > 0.999
 
 
 @given(seeds, st.sampled_from([1e-3, 0.1, 30.0]))
 def test_leaving_one_out(seed, ridge):
-    """In closed form as by learning again from all others, by the normal equations with an intercept."""
-    n, dim = 11, 23  # more features than rows: everything can be learned by heart
+    """Compare the closed form with refitting to all other rows, by normal equations with an intercept."""
+    n, dim = 11, 23  # more features than rows, so that a fit can be exact
     rows = torch.randn(n, dim, dtype=torch.float64, generator=generator(seed))
     y = torch.randn(n, 2, dtype=torch.float64, generator=generator(seed + 1))
     result = leave_one_out(*torch.linalg.eigh(centred(rows @ rows.T)), y, ridge)
@@ -237,18 +238,18 @@ def test_leaving_one_out(seed, ridge):
         torch.testing.assert_close(result[i], y[i] - predicted, atol=1e-8, rtol=1e-6)
 
 
-def test_the_ridge_is_not_too_small():
-    """Many features of which few matter: what is learned by heart is of no use."""
+def test_ridge_avoids_overfitting():
+    """Use many features, with one that matters."""
     rows = torch.randn(200, 150, dtype=torch.float64)
     y = rows[:, :1] + 2 * torch.randn(200, 1, dtype=torch.float64)
     learn, hold = torch.arange(100), torch.arange(100, 200)
     targets = Targets.of_numbers(y[:, 0].numpy())
     score = ridge_score(rows @ rows.T, targets, learn, hold)
     assert score > -0.1
-    assert ridge_score(rows @ rows.T * 1e-6, targets, learn, hold) == pytest.approx(score)  # whatever the scale
+    assert ridge_score(rows @ rows.T * 1e-6, targets, learn, hold) == pytest.approx(score)  # at any scale
 
 
-def test_scaling_knows_only_what_is_known():
+def test_scaling_uses_only_known_rows():
     some = torch.randn(11, 3, dtype=torch.float64) * 7 + 5
     known = torch.arange(6)
     result = scaled(some, known)
@@ -262,7 +263,7 @@ def test_scaling_knows_only_what_is_known():
 @settings(max_examples=3)
 @given(seeds)
 def test_comparing_sums(seed):
-    """One head knows the classes, others know nothing: weights find it, and it is worth something elsewhere too."""
+    """One head knows the classes: learned weights prefer it, and improve results on held-out examples."""
     targets = labelled(seed, 48, 2)
     knows = targets.values[:, :1] + 0.1 * torch.randn(48, 1, dtype=torch.float64, generator=generator(seed))
     heads = [*features(seed, heads=6, n=48), 100 * knows]

@@ -1,4 +1,4 @@
-"""Pictures of heads as kernels, for few heads and many, and for odd names."""
+"""Plots of heads: few heads and many, and unusual names."""
 
 import warnings
 
@@ -25,16 +25,16 @@ def heads_of(counts):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every figure that is saved."""
+    """Record every figure that is saved."""
     from hsa.research.head_kernels import plots as kernel_plots
 
     result, save = [], kernel_plots.save_figure
 
-    def note(figure, path):
+    def record(figure, path):
         result.append(figure)
         save(figure, path)
 
-    monkeypatch.setattr(kernel_plots, "save_figure", note)
+    monkeypatch.setattr(kernel_plots, "save_figure", record)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical three-way attention against its definition, written node by node; what it sees, and what it is tied over."""
+"""Hierarchical three-way attention compared with its definition, node by node; visibility and tied weights."""
 
 import math
 from itertools import product
@@ -23,7 +23,7 @@ MIXED = Hierarchy.from_nested([[3, [2, 4, 1], 2], [1], [[[2]]], 3], sinks=(0,))
 
 
 class Definition:
-    """Of every leaf, one node at a time."""
+    """The definition, computed one node at a time."""
 
     def __init__(self, q, k1, k2, v1, v2, forest, tensor):
         self.x = {"q": q, "k1": k1, "k2": k2, "v1": v1, "v2": v2}
@@ -40,7 +40,7 @@ class Definition:
         return DIM**-0.5 * similarity + math.log(self.s.leaf_count[b]) + math.log(self.s.leaf_count[c])
 
     def average(self, query, pairs):
-        """The pairs' log-mass and their average; None where there are none."""
+        """Return the log-mass of the pairs, None if there are none, and their average."""
         if not pairs:
             return None, torch.zeros(HEADS, self.x["v1"].shape[-1], dtype=torch.float64)
         logits = torch.stack([self.logit(query, b, c) for b, c in pairs])
@@ -48,13 +48,13 @@ class Definition:
         return logits.logsumexp(0), (logits.softmax(0)[..., None] * values).sum(0)
 
     def family(self, node):
-        """A node's siblings; a leaf is its own."""
+        """Return the siblings of a node; a leaf is one of its own."""
         parent = self.s.parent[node]
         members = [node] if parent < 0 else self.children(parent)
         return [b for b in members if b != node or self.s.num_children[node] == 0]
 
     def inner(self, node):
-        """None for a leaf."""
+        """Return the log-mass inside a node; None for a leaf."""
         children = self.children(node)
         if not children:
             return None
@@ -108,7 +108,7 @@ class Definition:
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=12)
 @given(forest=small, seed=seeds)
-def test_the_definition(name, causal, forest, seed):
+def test_matches_the_definition(name, causal, forest, seed):
     x = rows(forest, seed=seed, requires_grad=True)
     tensor, parameters = form(name, seed, requires_grad=True)
     out = hierarchical_trilinear_attention(*x, forest, tensor=tensor, causal=causal)
@@ -119,8 +119,8 @@ def test_the_definition(name, causal, forest, seed):
 
 
 @both
-def test_the_definition_on_a_mixed_forest(causal):
-    """Buckets with padding, sinks, chains, a single leaf."""
+def test_matches_the_definition_on_a_mixed_forest(causal):
+    """Cover buckets with padding, sinks, chains and a single leaf."""
     x = rows(MIXED, requires_grad=True)
     out = hierarchical_trilinear_attention(*x, MIXED, causal=causal)
     definition = Definition(*x, MIXED, None)
@@ -130,7 +130,7 @@ def test_the_definition_on_a_mixed_forest(causal):
 
 @both
 @pytest.mark.parametrize("name", FORMS)
-def test_a_flat_tree_is_three_way_attention(name, causal):
+def test_flat_tree_equals_three_way_attention(name, causal):
     forest = Hierarchy.flat([7, 1, 4])
     x = rows(forest, requires_grad=True)
     tensor, parameters = form(name, requires_grad=True)
@@ -141,7 +141,7 @@ def test_a_flat_tree_is_three_way_attention(name, causal):
 
 
 def weights(x, forest, **options):
-    """[leaves i, heads, leaves j, leaves k]: what is made of v1 = e_j, v2 = e_k."""
+    """Return the weights [leaves i, heads, leaves j, leaves k], the outputs for v1 = e_j and v2 = e_k."""
     n = forest.num_leaves
     eye = torch.eye(n, dtype=torch.float64)
     v1 = eye.repeat_interleave(n, 1)[:, None].expand(-1, HEADS, -1)
@@ -150,7 +150,7 @@ def weights(x, forest, **options):
 
 
 def meeting(forest, i, j):
-    """The parent in whose family i and j meet; a leaf meets itself in its own."""
+    """Return the parent in whose family i and j meet; a leaf meets itself in its own family."""
     s = forest.structure
     path = []
     node = s.parent[s.leaf_nodes[i]]
@@ -163,7 +163,7 @@ def meeting(forest, i, j):
 @both
 @settings(max_examples=15)
 @given(forest=small, seed=seeds)
-def test_weights_are_those_of_pairs_that_meet_at_one_node(causal, forest, seed):
+def test_weights_are_positive_for_pairs_that_meet_at_one_node(causal, forest, seed):
     x = rows(forest, seed=seed)
     w = weights(x, forest, causal=causal)
     n = forest.num_leaves
@@ -176,7 +176,7 @@ def test_weights_are_those_of_pairs_that_meet_at_one_node(causal, forest, seed):
 
 
 def before(forest, i, j):
-    """The sibling that holds j, where it meets i, lies wholly before i, or is i."""
+    """Return whether the sibling that contains j, where j meets i, ends before i or is i."""
     s = forest.structure
     node = s.leaf_nodes[j]
     if i == j:
@@ -188,7 +188,7 @@ def before(forest, i, j):
 
 @settings(max_examples=15)
 @given(forest=small, seed=seeds)
-def test_rows_and_columns_are_tied_over_siblings(forest, seed):
+def test_weights_are_tied_over_siblings(forest, seed):
     w = weights(rows(forest, seed=seed), forest)
     s = forest.structure
     for parent in s.num_children.nonzero()[0]:
@@ -205,7 +205,7 @@ def test_rows_and_columns_are_tied_over_siblings(forest, seed):
 @settings(max_examples=15)
 @given(forest=small, seed=seeds)
 def test_pooling_values_is_exact(causal, forest, seed):
-    """v1_j∘v2_k is bilinear: the mean over a block of pairs is the product of the means."""
+    """The mean of v1_j∘v2_k over a block of pairs is the product of the means, because it is bilinear."""
     x = rows(forest, seed=seed)
     expanded = torch.einsum("ihjk,jhe,khe->ihe", weights(x, forest, causal=causal), x[3], x[4])
     assert_same([hierarchical_trilinear_attention(*x, forest, causal=causal)], [expanded])
@@ -213,7 +213,7 @@ def test_pooling_values_is_exact(causal, forest, seed):
 
 @settings(max_examples=15)
 @given(forest=forests(), seed=seeds)
-def test_nothing_later_matters_at_all(forest, seed):
+def test_no_output_depends_on_a_later_leaf(forest, seed):
     x = rows(forest, seed=seed, requires_grad=True)
     out = hierarchical_trilinear_attention(*x, forest, causal=True)
     for i in sorted({0, forest.num_leaves // 3, forest.num_leaves // 2, forest.num_leaves - 1}):
@@ -223,8 +223,8 @@ def test_nothing_later_matters_at_all(forest, seed):
         assert (grads[3][i] != 0).any()
 
 
-def test_tied_rows_leak():
-    """Which is why causal=True has rows of its own: the mean query of a node is not known before its last leaf."""
+def test_tied_rows_are_not_causal():
+    """The mean query of a node depends on its last leaf, so causal=True has a row per leaf."""
     forest = Hierarchy.from_nested([[2, 2]])
     x = rows(forest, requires_grad=True)
     out = hierarchical_trilinear_attention(*x, forest)
@@ -249,7 +249,7 @@ def test_gradcheck(name, causal):
 @both
 @settings(max_examples=15)
 @given(forest=forests(), seed=seeds)
-def test_a_tree_does_not_see_who_shares_the_batch(causal, forest, seed):
+def test_a_tree_does_not_depend_on_its_batch(causal, forest, seed):
     x = rows(forest, seed=seed)
     out = hierarchical_trilinear_attention(*x, forest, causal=causal).split(forest.lengths)
     for t, tree in enumerate(forest.uncollate()):
@@ -291,9 +291,9 @@ def test_lower_precision(dtype, causal):
 
 def test_bad_input():
     x = rows(MIXED)
-    with pytest.raises(InvalidInput, match="k2: given 11 rows"):
+    with pytest.raises(InvalidInput, match=r"k2: expected .*, got 11 rows"):
         hierarchical_trilinear_attention(x[0], x[1], x[2][:11], x[3], x[4], MIXED)
-    with pytest.raises(InvalidInput, match="rank 10, expected at most 9"):
+    with pytest.raises(InvalidInput, match=r"expected a rank of at most 9.*, got a CP of rank 10"):
         hierarchical_trilinear_attention(*x, MIXED, tensor=CP(*torch.zeros(3, 10, DIM, dtype=torch.float64)))
     with pytest.raises(InvalidInput, match="hierarchy"):
         hierarchical_trilinear_attention(*x, [3, 4])
@@ -318,7 +318,7 @@ def test_counts(forest):
     assert causal.attention == triples * (2 * 26 + 2 * 14 + 2) + pairs * (26 + 2 * 14)
 
 
-def test_counts_of_one_family_are_those_of_three_way_attention():
+def test_counts_of_one_family_equal_those_of_three_way_attention():
     forest = Hierarchy.flat([12, 5])
     for causal in (False, True):
         flat = flops_trilinear(forest, 24, 3, causal=causal)

@@ -1,4 +1,4 @@
-"""Three-way attention: the dense form against its definition, the streaming form against the dense one."""
+"""Three-way attention: the dense backend compared with the definition, the streaming backend with the dense one."""
 
 import inspect
 from itertools import product
@@ -34,7 +34,7 @@ def chunks_of(numbers):
 
 
 def assert_streaming_equals_dense(inputs, chunk, attend, tolerance=1e-10):
-    """Forward and gradients of `attend(backend)`."""
+    """Compare output and gradients of `attend(backend)`."""
     with chunks_of(chunk):
         ours = attend("streaming")
         ours = [ours, *gradients(ours, inputs)]
@@ -45,7 +45,7 @@ def assert_streaming_equals_dense(inputs, chunk, attend, tolerance=1e-10):
 
 
 def definition(q, k1, k2, v1, v2, tensor, *, causal=False, window=None, scale=None):
-    """Of one tree: sums over all triples, one query at a time."""
+    """Compute one tree by sums over all triples, one query at a time."""
     out = []
     scale = DIM**-0.5 if scale is None else scale
     for i in range(len(q)):
@@ -64,7 +64,7 @@ def definition(q, k1, k2, v1, v2, tensor, *, causal=False, window=None, scale=No
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=5)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=2), seed=seeds, options=limits, data=st.data())
-def test_dense_is_the_definition(name, sizes, seed, options, data):
+def test_dense_matches_the_definition(name, sizes, seed, options, data):
     forest = Hierarchy.flat(sizes)
     first = second = forest
     if not options:
@@ -96,7 +96,7 @@ def test_streaming_equals_dense(name, chunk, sizes, seed, options):
 @pytest.mark.parametrize("chunk", [2**20, 2003])
 @pytest.mark.parametrize("options", LIMITS)
 def test_longer_trees_are_cut_into_blocks(options, chunk):
-    """Blocks, edges of windows and trees that are shorter than a window."""
+    """Cover several blocks, edges of windows, and trees shorter than a window."""
     forest = Hierarchy.flat([41, 3, 41, 67])
     options = {k: 7 * v if k == "window" and v < 100 else v for k, v in options.items()}
     x = rows(forest, requires_grad=True)
@@ -120,7 +120,7 @@ def test_different_sets(name, chunk, sizes, seed):
 @pytest.mark.parametrize("options", LIMITS)
 @pytest.mark.parametrize("name", ["diagonal", "full", "CP"])
 def test_single_precision(name, options):
-    """With logits of a size that float32 has seven digits for."""
+    """Use logits small enough for the seven digits of float32."""
     forest = Hierarchy.flat([23, 5])
     x = rows(forest, dtype=torch.float32, requires_grad=True)
     tensor, parameters = form(name, dtype=torch.float32, requires_grad=True)
@@ -135,7 +135,7 @@ def test_single_precision(name, options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", [b for b in TRILINEAR if b.name in ON_THE_CPU], ids=lambda b: b.name)
 @pytest.mark.parametrize("name", ["none", "full"])
-def test_half_precision_keeps_its_tolerance(name, backend, dtype):
+def test_half_precision_within_the_tolerance(name, backend, dtype):
     forest = Hierarchy.flat([23, 5])
     x = rows(forest, dtype=dtype, requires_grad=True)
     tensor, parameters = form(name, dtype=dtype, requires_grad=True)
@@ -157,7 +157,7 @@ def test_half_precision_keeps_its_tolerance(name, backend, dtype):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 11}])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_streaming_on_a_gpu(dtype, options, name):
-    """Where products of bfloat16 are taken in bfloat16."""
+    """Products of bfloat16 inputs are computed in bfloat16."""
     forest = Hierarchy.flat([61, 5, 61]).to("cuda")
     inputs = [*rows(forest, dtype=dtype), *form(name, dtype=dtype)[1]]
     weight = torch.randn(forest.num_leaves, HEADS, VALUE_DIM).to("cuda", dtype)
@@ -175,7 +175,7 @@ def test_streaming_on_a_gpu(dtype, options, name):
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("per_head", [False, True])
-def test_a_diagonal_is_the_tensor_with_that_diagonal(backend, per_head):
+def test_diagonal_equals_its_full_tensor(backend, per_head):
     forest = Hierarchy.flat([6, 4])
     x = rows(forest)
     tensor, _ = form("diagonal per head" if per_head else "diagonal")
@@ -188,7 +188,7 @@ def test_a_diagonal_is_the_tensor_with_that_diagonal(backend, per_head):
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("per_head", [False, True])
-def test_a_cp_is_its_tensor(backend, per_head):
+def test_cp_equals_its_full_tensor(backend, per_head):
     forest = Hierarchy.flat([6, 4])
     x = rows(forest)
     cp, _ = form("CP per head" if per_head else "CP")
@@ -197,8 +197,8 @@ def test_a_cp_is_its_tensor(backend, per_head):
 
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
-def test_a_cp_of_the_largest_rank_is_any_tensor(backend):
-    """T = Σ_ab e_a ⊗ e_b ⊗ T_ab, exactly: dim² outer products."""
+def test_cp_of_the_largest_rank_can_equal_any_tensor(backend):
+    """Write T exactly as Σ_ab e_a ⊗ e_b ⊗ T_ab, a sum of dim² outer products."""
     forest = Hierarchy.flat([6, 4])
     x = rows(forest)
     tensor, _ = form("full per head")
@@ -227,14 +227,14 @@ def test_gradcheck(name, options):
 
 @pytest.mark.parametrize("backend", ON_THE_CPU)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 3}])
-def test_nothing_later_matters_at_all(backend, options):
+def test_no_output_depends_on_a_later_leaf(backend, options):
     forest = Hierarchy.flat([3, 11])
     x = rows(forest, requires_grad=True)
     out = trilinear_attention(*x, forest, backend=backend, **options)
     for i in range(forest.num_leaves):
         for grad in torch.autograd.grad(out[i].square().sum(), x, retain_graph=True):
             assert (grad[i + 1 :] == 0).all()
-            assert i in (0, 3) or (grad[i] != 0).any()  # the first of a tree sees itself alone, whatever its query
+            assert i in (0, 3) or (grad[i] != 0).any()  # the first leaf of a tree sees only itself
     with torch.no_grad():
         changed = [y.clone() for y in x]
         for y in changed:
@@ -244,7 +244,7 @@ def test_nothing_later_matters_at_all(backend, options):
 
 @given(sizes=lengths, seed=seeds, options=limits)
 @settings(max_examples=15)
-def test_a_tree_does_not_see_who_shares_the_batch(sizes, seed, options):
+def test_a_tree_does_not_depend_on_its_batch(sizes, seed, options):
     forest = Hierarchy.flat(sizes)
     x = rows(forest, seed=seed)
     out = trilinear_attention(*x, forest, **options).split(sizes)
@@ -253,7 +253,7 @@ def test_a_tree_does_not_see_who_shares_the_batch(sizes, seed, options):
         assert_same([out[t]], [alone], 1e-12)
 
 
-def test_only_where_trees_begin_and_end_matters():
+def test_only_the_lengths_of_trees_matter():
     nested = Hierarchy.from_nested([[3, [2, 4]], [1]])
     x = rows(nested)
     assert torch.equal(trilinear_attention(*x, nested), trilinear_attention(*x, Hierarchy.flat([9, 1])))
@@ -269,7 +269,7 @@ def test_no_trees_and_single_leaves(backend, options, name):
         x = rows(forest, requires_grad=True)
         out = trilinear_attention(*x, forest, tensor=tensor, backend=backend, **options)
         assert out.shape == (len(sizes), HEADS, VALUE_DIM)
-        assert_same([out], [x[3] * x[4]], 1e-12)  # a leaf that sees itself alone
+        assert_same([out], [x[3] * x[4]], 1e-12)  # a leaf that sees only itself
         for grad in gradients(out, [*x, *parameters]):
             assert grad.isfinite().all()
 
@@ -285,7 +285,7 @@ def test_large_logits_stay_finite(backend):
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of what was made inside: the most that were alive at once, and of the largest tensor."""
+    """Record of memory allocated inside the block: peak bytes, and bytes of the largest tensor."""
 
     def __init__(self):
         super().__init__()
@@ -305,13 +305,13 @@ class Memory(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 9}])
 @pytest.mark.parametrize("name", ["none", "full"])
-def test_streaming_holds_no_cube(name, options):
+def test_streaming_memory_is_linear(name, options):
     chunk, peaks = 2**10, {}
     for backend, n in (("streaming", 8), ("streaming", 16), ("streaming", 32), ("dense", 32)):
         forest = Hierarchy.flat([n])
         x = rows(forest, requires_grad=True)
         tensor, parameters = form(name, requires_grad=True)
-        trilinear_attention(*x, forest, tensor=tensor, backend=backend, **options)  # plans are made once
+        trilinear_attention(*x, forest, tensor=tensor, backend=backend, **options)  # builds cached plans
         with chunks_of(chunk), Memory() as memory:
             out = trilinear_attention(*x, forest, tensor=tensor, backend=backend, **options)
             torch.autograd.grad(out.sum(), [*x, *parameters])
@@ -319,7 +319,7 @@ def test_streaming_holds_no_cube(name, options):
         assert backend == "dense" or memory.largest <= 8 * chunk
     assert peaks["dense", 32] > 8 * HEADS * 32**3
     row = 8 * HEADS * (3 * DIM + 2 * VALUE_DIM)
-    for n in (8, 16, 32):  # a few chunks, and a few rows for each row
+    for n in (8, 16, 32):  # a few chunks, and a few copies of each row
         assert peaks["streaming", n] < 6 * 8 * chunk + 8 * n * row
     assert peaks["streaming", 32] < 4 * peaks["streaming", 16] < 16 * peaks["streaming", 8]
 
@@ -335,15 +335,15 @@ def test_auto_streams_on_the_cpu(monkeypatch):
 
 
 def test_backends_have_one_signature():
-    asked = [inspect.signature(backend.run) for backend in TRILINEAR]
-    assert asked == asked[:1] * len(TRILINEAR)
+    signatures = [inspect.signature(backend.run) for backend in TRILINEAR]
+    assert signatures == signatures[:1] * len(TRILINEAR)
 
 
-def test_the_checking_mode_names_the_leaf():
+def test_checking_mode_names_the_leaf():
     forest = Hierarchy.flat([2, 3])
     x = rows(forest)
     x[1][3, 1, 0] = torch.nan
-    with checking(), pytest.raises(NonFinite, match=r"k1: leaf 3 \(tree 1, its leaf 1\), head 1"):
+    with checking(), pytest.raises(NonFinite, match=r"k1: leaf 3 \(leaf 1 of tree 1\), head 1"):
         trilinear_attention(*x, forest)
 
 
@@ -353,41 +353,53 @@ FLAT = Hierarchy.flat([4, 3])
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"q": torch.zeros(6, HEADS, DIM)}, {}, "q: given 6 rows, expected 7"),
-        ({"q": torch.zeros(7, DIM)}, {}, "q: given shape"),
-        ({"k1": torch.zeros(7, HEADS, DIM + 1)}, {}, "k1: given a width of 4, expected 3, as q"),
-        ({"k2": torch.zeros(7, HEADS + 1, DIM), "v2": torch.zeros(7, HEADS + 1, VALUE_DIM)}, {}, "k2: given 3 heads"),
-        ({"v1": torch.zeros(7, HEADS - 1, VALUE_DIM)}, {}, "v1: given 1 heads"),
-        ({"v2": torch.zeros(7, HEADS, VALUE_DIM + 1)}, {}, "v2: given a width of 6, expected 5, as v1"),
+        ({"q": torch.zeros(6, HEADS, DIM)}, {}, "q: expected 7.*, got 6 rows"),
+        ({"q": torch.zeros(7, DIM)}, {}, "q: expected .*, got shape"),
+        ({"k1": torch.zeros(7, HEADS, DIM + 1)}, {}, "k1: expected a width of 3, as q has, got 4"),
+        (
+            {"k2": torch.zeros(7, HEADS + 1, DIM), "v2": torch.zeros(7, HEADS + 1, VALUE_DIM)},
+            {},
+            "k2: expected 2 heads, as q has, got 3",
+        ),
+        ({"v1": torch.zeros(7, HEADS - 1, VALUE_DIM)}, {}, "v1: expected 2 heads, as q has, got 1"),
+        ({"v2": torch.zeros(7, HEADS, VALUE_DIM + 1)}, {}, "v2: expected a width of 5, as v1 has, got 6"),
         ({"k2": torch.zeros(7, HEADS, DIM).double()}, {}, "dtype"),
-        ({"q": torch.zeros(7, HEADS, DIM).double()}, {}, "k1: given dtype torch.float32, expected torch.float64"),
-        ({}, {"tensor": torch.zeros(DIM + 1)}, r"tensor: given shape \(4,\)"),
-        ({}, {"tensor": torch.zeros(DIM, DIM)}, r"tensor: given shape \(3, 3\)"),
-        ({}, {"tensor": torch.zeros(HEADS + 1, DIM, DIM, DIM)}, "tensor: given shape"),
-        ({}, {"tensor": torch.zeros(DIM, dtype=torch.float64)}, "tensor: given dtype"),
-        ({}, {"tensor": [1.0]}, "tensor: given list"),
+        (
+            {"q": torch.zeros(7, HEADS, DIM).double()},
+            {},
+            "k1: expected dtype torch.float64, as q has, got torch.float32",
+        ),
+        ({}, {"tensor": torch.zeros(DIM + 1)}, r"tensor: expected .*, got shape \(4,\)"),
+        ({}, {"tensor": torch.zeros(DIM, DIM)}, r"tensor: expected .*, got shape \(3, 3\)"),
+        ({}, {"tensor": torch.zeros(HEADS + 1, DIM, DIM, DIM)}, "tensor: expected .*, got shape"),
+        ({}, {"tensor": torch.zeros(DIM, dtype=torch.float64)}, "tensor: expected dtype .*, got torch.float64"),
+        ({}, {"tensor": [1.0]}, "tensor: expected .*, got list"),
         (
             {},
             {"tensor": CP(*torch.zeros(3, 10, DIM))},
-            r"rank 10, expected at most 9 = 3².*every 3×3×3 tensor is a sum",
+            "tensor: expected a rank of at most 9, which suffices for any 3 × 3 × 3 tensor, got a CP of rank 10",
         ),
-        ({}, {"tensor": CP(torch.zeros(2, DIM), torch.zeros(4, DIM), torch.zeros(2, DIM))}, r"tensor\.b: given shape"),
-        ({}, {"tensor": CP(*torch.zeros(3, 0, DIM))}, r"tensor\.a: given shape \(0, 3\)"),
+        (
+            {},
+            {"tensor": CP(torch.zeros(2, DIM), torch.zeros(4, DIM), torch.zeros(2, DIM))},
+            r"tensor\.b: expected .*, got shape",
+        ),
+        ({}, {"tensor": CP(*torch.zeros(3, 0, DIM))}, r"tensor\.a: expected .*, got shape \(0, 3\)"),
         ({}, {"tensor": CP(*torch.zeros(3, 2, DIM + 1))}, r"tensor\.a"),
         ({}, {"tensor": CP(*torch.zeros(3, DIM))}, r"tensor\.a"),
-        ({}, {"tensor": CP(*torch.zeros(3, 2, DIM).double())}, r"tensor\.a: given dtype"),
-        ({}, {"tensor": CP("a", "b", "c")}, r"tensor\.a: given str"),
-        ({}, {"window": 0}, "window: given 0"),
-        ({}, {"window": 2.5}, "window: given 2.5"),
+        ({}, {"tensor": CP(*torch.zeros(3, 2, DIM).double())}, r"tensor\.a: expected dtype .*, got torch.float64"),
+        ({}, {"tensor": CP("a", "b", "c")}, r"tensor\.a: expected .*, got str"),
+        ({}, {"window": 0}, "window: expected .*, got 0"),
+        ({}, {"window": 2.5}, "window: expected .*, got 2.5"),
         (
             {},
             {"first": Hierarchy.flat([4, 3]), "causal": True},
-            "first: given another set.*leave causal and window out",
+            "first: expected None, the forest of the queries, got another forest.*Omit causal and window",
         ),
-        ({}, {"second": Hierarchy.flat([4, 3]), "window": 2}, "second: given another set"),
-        ({}, {"first": Hierarchy.flat([7])}, "first: given 1 trees, expected 2"),
-        ({}, {"second": Hierarchy.flat([4, 2, 1])}, "second: given 3 trees, expected 2"),
-        ({}, {"first": [4, 3]}, "first: given list"),
+        ({}, {"second": Hierarchy.flat([4, 3]), "window": 2}, "second: expected None, .*, got another forest"),
+        ({}, {"first": Hierarchy.flat([7])}, "first: expected 2, as the hierarchy of q has, got 1 trees"),
+        ({}, {"second": Hierarchy.flat([4, 2, 1])}, "second: expected 2, as the hierarchy of q has, got 3 trees"),
+        ({}, {"first": [4, 3]}, "first: expected .*, got list"),
         ({}, {"scale": float("nan")}, "scale"),
         ({}, {"backend": "cuda"}, "backend"),
     ],
@@ -398,7 +410,7 @@ def test_bad_input(change, options, message):
         trilinear_attention(*x.values(), FLAT, **options)
 
 
-def test_dense_says_how_much_memory_it_would_take():
+def test_dense_refuses_too_much_memory():
     forest = Hierarchy.flat([1024])
     x = rows(forest, dtype=torch.float32)
     with pytest.raises(Unsupported, match=r"16\.0 GiB, more than 2: use backend='streaming'"):
@@ -407,13 +419,13 @@ def test_dense_says_how_much_memory_it_would_take():
 
 
 def test_kernels_refuse_a_full_tensor():
-    with pytest.raises(HsaError):
+    with pytest.raises(HsaError, match="not a full tensor"):
         trilinear_attention(*rows(FLAT), FLAT, tensor=form("full")[0], backend="triton")
 
 
 @given(sizes=lengths, options=limits)
 @settings(max_examples=20)
-def test_counts_are_those_of_the_pairs_seen(sizes, options):
+def test_counts_equal_those_of_visible_pairs(sizes, options):
     forest = Hierarchy.flat(sizes)
     reach, causal = options.get("window", 100), options.get("causal", False)
     triples = pairs = 0
@@ -435,6 +447,6 @@ def test_counts_of_different_sets():
         flops_trilinear(forests[0], 0, 2)
 
 
-def test_ranks_of_these_tests_differ_from_their_dims():
+def test_sizes_of_these_tests_are_distinct():
     assert RANK <= DIM**2
     assert len({HEADS, DIM, VALUE_DIM, RANK}) == 4

@@ -1,4 +1,4 @@
-"""Three-way attention by kernels against its definition in float64: ragged trees, limits, other sets, dtypes, strides."""
+"""Kernels of three-way attention compared with the definition in float64: ragged trees, limits, sets, dtypes, strides."""
 
 import pytest
 
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsa import Hierarchy, trilinear_attention
+from hsa import Hierarchy
 from hsa.errors import Unsupported
+from hsa.research import trilinear_attention
 from hsa.research.trilinear.call import Rows
 from hsa.research.trilinear.triton import tiles as trilinear_tiles
 from hsa.research.trilinear.triton.operator import operator, trilinear_core
@@ -21,7 +22,7 @@ DIM, VALUE_DIM = 7, 5
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """So that few rows make several tiles, of unequal sides."""
+    """Make tiles small and not square, so that few rows need several tiles."""
     for table in (trilinear_tiles.SINGLE, trilinear_tiles.HALF):
         for kernel, width in table:
             monkeypatch.setitem(table, (kernel, width), Tile(16, 32 if kernel == "queries" else 16, 2, 1))
@@ -56,7 +57,7 @@ def definition(q, k1, k2, v1, v2, offsets, first_offsets, second_offsets, left=N
 
 
 def compare(made, offsets, tolerance, left=None, right=None, scale=0.4, of=lambda x: x):
-    """Output and gradients, relative to the largest value. `of` makes the inputs of the kernels from the leaves."""
+    """Compare output and gradients, relative to the largest value; `of` maps the leaves of autograd to kernel inputs."""
     out = trilinear_core(Rows(*map(of, made)), offsets, left=left, right=right, scale=scale)
     exact = [x.detach().double().requires_grad_() for x in made]
     expected = definition(*map(of, exact), *offsets, left, right, scale)
@@ -78,7 +79,7 @@ def test_ragged_trees(small_tiles, left, right):
     compare(made, offsets, 1e-5, left, right)
 
 
-def test_whole_tiles_that_lie_apart(small_tiles):
+def test_several_whole_tiles(small_tiles):
     made, offsets = inputs((33,))
     compare(made, offsets, 1e-5, left=20, right=0)
 
@@ -94,11 +95,11 @@ def test_other_sets(small_tiles):
     compare(made, offsets, 1e-5)
 
 
-def test_empty_trees_and_nothing_to_see(small_tiles):
+def test_empty_trees(small_tiles):
     made, offsets = inputs((3, 0, 4, 0, 2, 0), (2, 1, 0, 0, 5, 0), (6, 1, 3, 2, 1, 0))
     out = trilinear_core(Rows(*made), offsets, left=None, right=None, scale=0.4)
     grads = torch.autograd.grad(out.square().sum(), made)
-    assert not out[3:7].any()  # their tree has no j
+    assert not out[3:7].any()  # the first set has no rows in their tree
     rows = [[0, 1, 2, 7, 8], [0, 1, 3, 4, 5, 6, 7], [*range(6), 12]]
     kept = [x.detach()[rows[s]].requires_grad_() for x, s in zip(made, (0, 1, 2, 1, 2), strict=True)]
     others = [offsets_of(x) for x in ((3, 2), (2, 5), (6, 1))]
@@ -145,19 +146,19 @@ def test_half_precision(small_tiles, causal):
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 40.0])
 def test_scales(small_tiles, scale):
-    """Of any sign; large ones make one pair win, and rows whose largest logit comes late."""
+    """Cover all signs, and scales so large that one pair dominates."""
     made, offsets = inputs((17,))
     compare(made, offsets, 1e-3, scale=scale)
     compare([x.detach()[:9].requires_grad_() for x in made], [offsets_of([9])] * 3, 1e-3, right=0, scale=scale)
 
 
-def test_rows_outside_of_a_tree_never_overflow():
-    """All logits are far below 0, what a row of zeros would get."""
+def test_padding_does_not_overflow():
+    """All logits are far below 0, the logit of padding."""
     made = [torch.full((3, 1, DIM), x, device=DEVICE).requires_grad_() for x in (1.0, 1.0, -1.0, 0.5, 2.0)]
     compare(made, [offsets_of([3])] * 3, 1e-4, scale=40.0)
 
 
-def test_rows_at_any_distance():
+def test_strided_rows():
     made, offsets = inputs((6, 5), heads=3)
 
     def strided(x):
@@ -180,7 +181,7 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_operator_is_registered_as_it_behaves():
+def test_operator_registration():
     made, offsets = inputs((4, 3))
     torch.library.opcheck(
         operator.traced, (*made, *offsets, None, 0, 0.5), test_utils=("test_schema", "test_faketensor")
@@ -219,13 +220,13 @@ def test_tiles_on_tensor_cores(dtype, tolerance, left, right, dim):
 
 
 @pytest.mark.gpu
-def test_capture_and_the_same_bits():
+def test_graph_capture_is_deterministic():
     def step():
         out = trilinear_core(Rows(*made), offsets, left=None, right=0, scale=0.2)
         return out, *torch.autograd.grad(out.sum(), made)
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # autograd remembers the stream on which leaves are first used: that of the capture
+    with torch.cuda.stream(stream):  # autograd remembers the stream of the first use, which must be that of the capture
         made, offsets = inputs((300, 41), dim=32, value_dim=32, dtype=torch.bfloat16)
         expected = step()
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ FORMS = ("none", "diagonal", "diagonal per head", "full", "full per head", "CP",
 def rows(
     *forests: Hierarchy, seed: int = 0, dtype: torch.dtype = torch.float64, requires_grad: bool = False
 ) -> list[Tensor]:
-    """q, k1, k2, v1, v2; of one forest, or of three."""
+    """Return q, k1, k2, v1 and v2 for one forest, or for three."""
     queries, first, second = forests if len(forests) == 3 else forests * 3
     generator = torch.Generator().manual_seed(seed)
     shapes = [(queries, DIM), (first, DIM), (second, DIM), (first, VALUE_DIM), (second, VALUE_DIM)]
@@ -26,7 +26,7 @@ def rows(
 def form(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float64, requires_grad: bool = False
 ) -> tuple[Tensor | CP | None, list[Tensor]]:
-    """T, and its parameters."""
+    """Return the tensor T in a form, and its parameters."""
     generator = torch.Generator().manual_seed(seed + 1)
     per_head = (HEADS,) if name.endswith("per head") else ()
 
@@ -44,7 +44,7 @@ def form(
 
 
 def full(tensor: Tensor | CP | None) -> Tensor:
-    """T written out, `[heads, dim, dim, dim]`."""
+    """Return T as a full tensor, `[heads, dim, dim, dim]`."""
     if tensor is None:
         tensor = torch.ones(DIM, dtype=torch.float64)
     if isinstance(tensor, CP):

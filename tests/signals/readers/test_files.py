@@ -54,7 +54,7 @@ def test_pictures(tmp_path, suffix):
 
 def test_pictures_of_a_page_are_in_its_folder(tmp_path):
     (tmp_path / "a.html").write_text("Cat: <img src=cat.png>")
-    with pytest.raises(InvalidInput, match=r"cat.png: given no such file in the folder"):
+    with pytest.raises(InvalidInput, match=r"cat.png: no such file in the folder"):
         read_file(tmp_path / "a.html")
     assert read_file(tmp_path / "a.html", on_bad="skip").modalities == ("text",)
     Image.new("RGB", (50, 40)).save(tmp_path / "cat.png")
@@ -73,12 +73,12 @@ def test_json():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a":\n}', "json: line 2, column 1: given no JSON"),
-        ("[]", "json: given no values, expected at least one"),
-        ("[1, NaN]", "json: given nan, expected a finite number"),
-        ("[" * 600 + "1" + "]" * 600, "json: given JSON nested too deeply to read"),
-        ("[" * 99_999, "json: given JSON nested too deeply to read"),
-        ("9" * 9999, "json: line 1: given a number too long"),
+        ('{"a":\n}', "json: line 2, column 1: invalid JSON"),
+        ("[]", "json: no values; expected at least one"),
+        ("[1, NaN]", "json: expected a finite number, got nan"),
+        ("[" * 600 + "1" + "]" * 600, "json: expected .*, got JSON nested too deeply to read"),
+        ("[" * 99_999, "json: expected .*, got JSON nested too deeply to read"),
+        ("9" * 9999, "json: line 1: expected .*, got a number too long"),
     ],
 )
 def test_bad_json(text, message):
@@ -88,9 +88,9 @@ def test_bad_json(text, message):
 
 def test_unknown_suffixes(tmp_path):
     for use in (read_file, text_of):
-        with pytest.raises(InvalidInput, match=r"a.pdf: given the suffix '.pdf', expected one of .txt, .md, .*\.webp"):
+        with pytest.raises(InvalidInput, match=r"a.pdf: expected one of .txt, .md, .*\.webp, got the suffix '.pdf'"):
             use(tmp_path / "a.pdf")
-        with pytest.raises(InvalidInput, match=r"a.txt: given no such file"):
+        with pytest.raises(InvalidInput, match=r"a.txt: no such file"):
             use(tmp_path / "a.txt")
 
 

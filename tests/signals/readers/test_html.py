@@ -22,7 +22,7 @@ def read(text):
     return blocks(read_html(text))
 
 
-def test_blocks_are_what_stands_together():
+def test_tags_that_begin_a_line_separate_blocks():
     assert read("<title>T</title><h1>A <i>b</i></h1><p>One. Two.<p>Three<ul><li>x<li>y</ul>tail") == [
         ["T"],
         ["A b"],
@@ -38,7 +38,7 @@ def test_blocks_are_what_stands_together():
     assert isinstance(read_html("x").domain, Set)
 
 
-def test_what_is_not_shown_is_left_out():
+def test_scripts_and_other_invisible_content_are_left_out():
     text = "<style>s</style><script>let x = '<p>no</p>'</script><noscript><p>n</noscript><template>t</template><p>yes"
     assert read(text + "<!-- c --><svg><style>s</style></svg><iframe>i</iframe>") == [["yes"]]
 
@@ -120,20 +120,20 @@ def test_nothing_outside_the_folder_is_read(site, tmp_path):
     os.symlink(tmp_path / "secret.png", site / "link.png")
     for source in ("link.png", "../secret.png", str(tmp_path / "secret.png"), "a%00b.png", "x" * 5000 + ".png"):
         (site / "about.html").write_text(f"<p>About<img src='{source}'>")
-        with pytest.raises(InvalidInput, match=r"no such file in the folder, expected the picture that .*about.html"):
+        with pytest.raises(InvalidInput, match=r"no such file in the folder; expected the picture that .*about.html"):
             read_site(site)
 
 
 def test_bad_pictures(site):
     (site / "cat.png").write_bytes((site / "cat.png").read_bytes()[:60])
-    with pytest.raises(InvalidInput, match=r"cat.png: given no readable picture"):
+    with pytest.raises(InvalidInput, match=r"cat.png: no readable picture"):
         read_site(site)
     (site / "about.html").write_text("About <img src=none.png>")
     left_out = []
     signal = read_site(site, on_bad="skip", left_out=left_out)
     assert signal.modalities == ("text",)
     assert [Path(name).name for name in left_out] == ["none.png", "cat.png", "cat.png"]
-    with pytest.raises(InvalidInput, match="on_bad: given 'ignore', expected 'raise' or 'skip'"):
+    with pytest.raises(InvalidInput, match=r"on_bad: expected 'raise' or 'skip', got 'ignore'"):
         read_site(site, on_bad="ignore")
 
 
@@ -163,15 +163,15 @@ def test_encodings(tmp_path, data, text):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(InvalidInput, match=r"given no \.html files, expected a folder of web pages"):
+    with pytest.raises(InvalidInput, match=r"no \.html files; expected a folder of web pages"):
         read_site(tmp_path)
-    with pytest.raises(InvalidInput, match="given no such folder, expected a folder of web pages"):
+    with pytest.raises(InvalidInput, match="no such folder; expected a folder of web pages"):
         read_site(tmp_path / "none")
     (tmp_path / "empty.html").write_text("<html><script>x</script></html>")
-    with pytest.raises(InvalidInput, match=r"empty.html: given .*expected at least one word or picture in the page"):
+    with pytest.raises(InvalidInput, match=r"empty.html: no tokens; expected at least one word or picture in the page"):
         read_site(tmp_path)
     (tmp_path / "empty.html").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(InvalidInput, match=r"empty.html: given binary data"):
+    with pytest.raises(InvalidInput, match=r"empty.html: expected .*, got binary data"):
         read_site(tmp_path)
-    with pytest.raises(InvalidInput, match="html: given NoneType, expected a string"):
+    with pytest.raises(InvalidInput, match=r"html: expected a string, got a value of type NoneType"):
         read_html(None)

@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.
 
 
 def words(node):
-    """The signal as nested lists, tables as dictionaries, a family of tokens as one string."""
+    """Return the signal as nested lists, with tables as dictionaries and families of tokens as strings."""
     if node.values is not None:
         return " ".join(node.values)
     parts = [words(member) for member in node.members]
@@ -86,7 +86,7 @@ def test_any_text_is_read_or_has_no_words(text):
         outcome = read_markdown(text)
     except InvalidInput as error:
         outcome = str(error)
-    assert isinstance(outcome, Signal) or "a text without tokens" in outcome
+    assert isinstance(outcome, Signal) or "no tokens" in outcome
 
 
 def test_deep_nesting():
@@ -95,7 +95,7 @@ def test_deep_nesting():
 
 
 def test_errors():
-    with pytest.raises(InvalidInput, match=r"a.md: given a text without tokens, expected at least one word"):
+    with pytest.raises(InvalidInput, match=r"a.md: no tokens; expected at least one word"):
         read_markdown("<!-- nothing -->", where="a.md")
-    with pytest.raises(InvalidInput, match="markdown: given bytes, expected a string"):
+    with pytest.raises(InvalidInput, match=r"markdown: expected a string, got a value of type bytes"):
         read_markdown(b"abc")

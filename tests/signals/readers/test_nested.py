@@ -52,7 +52,7 @@ def test_domains_and_modalities():
     assert from_nested(kept, "other") == Signal(Sequence(2), kept)
 
 
-def test_arrays_are_their_rows():
+def test_arrays_become_sequences_of_rows():
     assert from_nested(np.arange(3)) == Signal.of([0, 1, 2], "number")
     rows = torch.randn(2, 3, 5)
     assert from_nested(rows) == Signal(Sequence(2), [Leaf(row, "array") for row in rows])
@@ -64,7 +64,7 @@ def test_arrays_are_their_rows():
 def test_drop_empty():
     nested = {"a": None, "b": [1, None], "c": [[], [{}]], "d": np.zeros((0, 3))}
     assert from_nested(nested, drop_empty=True) == from_nested({"b": [1]})
-    with pytest.raises(InvalidInput, match="nested: given nothing but empty containers, expected at least one value"):
+    with pytest.raises(InvalidInput, match=r"nested: no values, only empty containers; expected at least one value"):
         from_nested([[], None], drop_empty=True)
 
 
@@ -75,7 +75,7 @@ def test_deep_nesting():
     assert from_nested(nested).depth == 3001
 
 
-def test_shared_objects_are_no_cycle():
+def test_shared_objects_are_not_taken_for_cycles():
     row = [1, "a"]
     assert from_nested([row, row]).num_leaves == 4
 
@@ -89,25 +89,25 @@ def cyclic():
 @pytest.mark.parametrize(
     ("nested", "message"),
     [
-        (cyclic(), "nested.page[1].self[0]: given a dict that contains itself, expected a tree"),
+        (cyclic(), "nested.page[1].self[0]: expected a tree, got a dict that contains itself"),
         (
             {"page": [{"image": object()}]},
-            "nested.page[0].image: given a object, expected a list, tuple, dict, set, array, number or string; "
-            "make it one of these, or a Leaf",
+            "nested.page[0].image: expected a list, tuple, dict, set, array, number or string, got a value of type object. "
+            "Convert it to one of these, or to a Leaf",
         ),
         (
             {"a b": [1, None]},
-            "nested['a b'][1]: given None, expected a list, tuple, dict, set, array, number or string; "
-            "leave it out, or pass drop_empty=True",
+            "nested['a b'][1]: expected a list, tuple, dict, set, array, number or string, got None. "
+            "Leave it out, or pass drop_empty=True",
         ),
         (
             [1, [2, ()]],
-            "nested[1][1]: given an empty tuple, expected at least one member; leave it out, or pass drop_empty=True",
+            "nested[1][1]: expected at least one member, got an empty tuple. Leave it out, or pass drop_empty=True",
         ),
-        ([{3: 4}], "nested[0]: given the key 3, expected keys that are strings; use str(key)"),
-        ({"a": [0, np.zeros((0, 3))]}, "nested.a[1]: given an array of shape (0, 3), expected at least one row"),
-        ([[1, 2**70]], f"nested[0][1]: given {2**70}, expected an integer of at most 64 bits"),
-        ([["a", 2**70]], f"nested[0][1]: given {2**70}, expected an integer of at most 64 bits"),
+        ([{3: 4}], "nested[0]: expected keys that are strings, got the key 3. Use str(key)"),
+        ({"a": [0, np.zeros((0, 3))]}, "nested.a[1]: expected at least one row, got an array of shape (0, 3)"),
+        ([[1, 2**70]], f"nested[0][1]: expected an integer of at most 64 bits, got {2**70}"),
+        ([["a", 2**70]], f"nested[0][1]: expected an integer of at most 64 bits, got {2**70}"),
     ],
 )
 def test_errors_carry_the_path(nested, message):

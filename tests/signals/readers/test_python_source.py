@@ -120,10 +120,10 @@ def test_token_ids_decode_to_the_source_of_statements():
 
 
 def test_definitions():
-    found = list(definitions(EVERYTHING))
-    assert [(name, kind) for name, kind, _ in found] == [("f", "function"), ("A", "class")]
-    assert found[0][2].startswith("@cache\n@(\n    other)\ndef f")
-    assert found[0][2].endswith("2)")
+    defined = list(definitions(EVERYTHING))
+    assert [(name, kind) for name, kind, _ in defined] == [("f", "function"), ("A", "class")]
+    assert defined[0][2].startswith("@cache\n@(\n    other)\ndef f")
+    assert defined[0][2].endswith("2)")
     for path in MODULES:
         for _, kind, text in definitions(load_python(path)):
             ((again, same_kind, same_text),) = definitions(text)
@@ -146,18 +146,21 @@ def test_deep_blocks():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1\ny = (\n", r"m.py:2: given no Python \('\(' was never closed\), expected Python"),
-        ("if x:\ny", "m.py:2: given no Python"),
-        ("print 'x'", "m.py:1: given no Python"),
-        ("", "m.py: given no statements, expected at least one"),
-        ("# comment", "m.py: given no statements, expected at least one"),
-        ("x = 1\0", "m.py.*: given no Python"),
-        ("x = '\ud800'", "m.py.*: given no Python"),
-        ("x = " + "-" * 100_000 + "1", "m.py: given source nested too deeply to parse"),
-        ("x = " + "(" * 1000 + ")" * 1000, "m.py:1: given no Python"),
-        ("x" + ".y" * 100_000, "m.py: given source nested too deeply to parse"),
-        ("if a: pass\n" + "elif a: pass\n" * 20_000, "m.py: given source nested too deeply to parse"),
-        ("".join(" " * i + "if x:\n" for i in range(150)), "m.py:.*: given no Python"),
+        ("x = 1\ny = (\n", r"m.py:2: invalid Python \('\(' was never closed\); expected Python source"),
+        ("if x:\ny", "m.py:2: invalid Python"),
+        ("print 'x'", "m.py:1: invalid Python"),
+        ("", "m.py: no statements; expected at least one"),
+        ("# comment", "m.py: no statements; expected at least one"),
+        ("x = 1\0", "m.py.*: invalid Python"),
+        ("x = '\ud800'", "m.py.*: invalid Python"),
+        ("x = " + "-" * 100_000 + "1", "m.py: expected fewer levels, got source nested too deeply to parse"),
+        ("x = " + "(" * 1000 + ")" * 1000, "m.py:1: invalid Python"),
+        ("x" + ".y" * 100_000, "m.py: expected fewer levels, got source nested too deeply to parse"),
+        (
+            "if a: pass\n" + "elif a: pass\n" * 20_000,
+            "m.py: expected fewer levels, got source nested too deeply to parse",
+        ),
+        ("".join(" " * i + "if x:\n" for i in range(150)), "m.py:.*: invalid Python"),
     ],
     ids=lambda value: value[:20].encode("ascii", "replace").decode(),
 )
@@ -167,7 +170,7 @@ def test_bad_source(source, message):
             read(source, where="m.py")
 
 
-def test_warnings_about_the_source_are_not_ours():
+def test_warnings_about_the_source_are_silenced():
     assert read_python(r"x = '\d'; y = 1 is 1").num_leaves == 9
 
 
@@ -176,10 +179,12 @@ def test_encodings(tmp_path):
     path.write_bytes("# -*- coding: latin-1 -*-\nx = 'é'\n".encode("latin-1"))
     assert tokens(read_file(path)) == ["x", "=", "'é'"]
     path.write_bytes(b"# coding: nonsense\n")
-    with pytest.raises(InvalidInput, match=r"m.py: given unknown encoding"):
+    with pytest.raises(
+        InvalidInput, match=r"m.py: invalid Python \(unknown encoding: nonsense\); expected Python source"
+    ):
         read_file(path)
     path.write_bytes(b"x = '\xff'\n")
-    with pytest.raises(InvalidInput, match=r"m.py: given .*"):
+    with pytest.raises(InvalidInput, match=r"m.py: invalid Python \(invalid or missing encoding declaration"):
         read_file(path)
 
 

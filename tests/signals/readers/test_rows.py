@@ -19,6 +19,8 @@ from hsa.signals.readers import load_rows, read_image, read_row, read_text, trai
 
 ROWS = [{"text": "Two cats.", "label": "a,b"}, {"text": 'Lines\nand "quotes"', "label": ""}]
 
+KNOWN = "one of .csv, .tsv, .json, .jsonl, .ndjson, .parquet, or .gz of a text format"
+
 
 def write(path, rows):
     suffix = path.name.removesuffix(".gz").rpartition(".")[2]
@@ -66,7 +68,7 @@ def test_any_text_survives(tmp_path_factory, pairs, suffix):
     assert [loaded.row(i) for i in range(len(loaded))] == rows
 
 
-def test_lines_are_those_where_rows_begin(tmp_path):
+def test_the_line_of_a_row_is_the_line_in_which_it_begins(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('a,b\n1,"x\ny\nz"\n\n2,w\n3\n')
     rows = load_rows(path)
@@ -109,42 +111,50 @@ def test_types_of_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"", "a.csv: given an empty file, expected rows"),
-        ("a.csv", b"\n \n", "a.csv: given an empty file, expected rows"),
-        ("a.csv", b"a,b\n", "a.csv: given no rows, expected at least one"),
+        ("a.csv", b"", "a.csv: expected rows, got an empty file"),
+        ("a.csv", b"\n \n", "a.csv: expected rows, got an empty file"),
+        ("a.csv", b"a,b\n", "a.csv: no rows; expected at least one"),
         (
             "a.csv",
             b"a,b,a\n1,2,3",
-            "a.csv: line 1: given the column 'a' 2 times, expected distinct names; name the col",
+            "a.csv: line 1: expected distinct names, got the column 'a' 2 times. Name the col",
         ),
         (
             "a.csv",
             b"5.1,3,x\n1,2,3",
-            "a.csv: line 1: given the name '5.1', a number, expected the names of the columns",
+            "a.csv: line 1: '5.1' is a number; expected the names of the columns. Name the columns",
         ),
-        ("a.csv", b",\n1,2", "a.csv: line 1: given no names of columns"),
-        ("a.csv", b'a\n"x\ny"\n1,2', "a.csv: row 2 (line 4): given 2 fields, expected at most 1, one for each of 'a'"),
-        ("a.csv", b'a\nb\n"x\ny\n', "a.csv: line 3: given a row that cannot be read (unexpected end of data)"),
-        ("a.csv", b"a\nb\n\xff", "a.csv: line 3: given the byte 0xff at offset 4, expected text in utf-8"),
-        ("a.csv", b"a\n\0", "a.csv: given binary data"),
-        ("a.jsonl", b'{"a": 1}\n{"a": }', "a.jsonl: line 2, column 7: given no JSON (Expecting value), expected JSON"),
-        ("a.jsonl", b'{"a": 1}\n\n[1]', "a.jsonl: row 2 (line 3): given a JSON list, expected an object"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl: given JSON nested too deeply"),
-        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json: line 2, column 7: given no JSON"),
-        ("a.json", b'{"a": 1}', "a.json: given a JSON dict, expected a list of objects"),
-        ("a.json", b"[{}, 3]", "a.json: row 2: given a JSON int, expected an object"),
-        ("a.json", b"[]", "a.json: given no rows, expected at least one"),
-        ("a.csv.gz", b"a\n1", "a.csv.gz: given damaged data (Not a gzipped file"),
-        ("a.csv.gz", gzip.compress(b"a\n1" * 99, mtime=0)[:20], "a.csv.gz: given damaged data"),
-        ("a.parquet", b"PAR1", "a.parquet: given damaged data ("),
+        ("a.csv", b",\n1,2", "a.csv: line 1: no names of columns"),
+        ("a.csv", b'a\n"x\ny"\n1,2', "a.csv: row 2 (line 4): expected at most 1, one for each of 'a', got 2 fields"),
+        (
+            "a.csv",
+            b'a\nb\n"x\ny\n',
+            "a.csv: line 3: expected fields in quotes that are closed, got a row that cannot be read (unexpected end",
+        ),
+        ("a.csv", b"a\nb\n\xff", "a.csv: line 3: expected text in utf-8, got the byte 0xff at offset 4"),
+        ("a.csv", b"a\n\0", "a.csv: expected text in utf-8, got binary data"),
+        ("a.jsonl", b'{"a": 1}\n{"a": }', "a.jsonl: line 2, column 7: invalid JSON (Expecting value); expected JSON"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]', "a.jsonl: row 2 (line 3): expected an object, got a JSON list"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl: expected fewer levels, got JSON nested too deeply"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json: line 2, column 7: invalid JSON"),
+        ("a.json", b'{"a": 1}', "a.json: expected a list of objects, got a JSON dict"),
+        ("a.json", b"[{}, 3]", "a.json: row 2: expected an object, got a JSON int"),
+        ("a.json", b"[]", "a.json: no rows; expected at least one"),
+        ("a.csv.gz", b"a\n1", "a.csv.gz: expected a gzip file, got damaged data (Not a gzipped file"),
+        ("a.csv.gz", gzip.compress(b"a\n1" * 99, mtime=0)[:20], "a.csv.gz: expected a gzip file, got damaged data"),
+        ("a.parquet", b"PAR1", "a.parquet: expected a Parquet file, got damaged data ("),
         (
             "a.xlsx",
             b"",
-            "a.xlsx: given the suffix '.xlsx', expected one of .csv, .tsv, .json, .jsonl, .ndjson, .parquet",
+            f"a.xlsx: expected {KNOWN}, got the suffix '.xlsx'",
         ),
-        ("csv", b"", "csv: given the suffix ''"),
-        ("a.csv", None, "a.csv: given no such file"),
-        ("a.parquet", None, "a.parquet: given no such file"),
+        (
+            "csv",
+            b"",
+            f"csv: expected {KNOWN}, got the suffix ''",
+        ),
+        ("a.csv", None, "a.csv: no such file"),
+        ("a.parquet", None, "a.parquet: no such file"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path, name, content, message):
@@ -158,10 +168,12 @@ def test_errors_name_file_and_line(tmp_path, name, content, message):
 def test_missing_columns_name_the_closest(tmp_path):
     write(tmp_path / "a.csv", ROWS)
     with pytest.raises(
-        InvalidInput, match=r"a.csv: given the column 'lable', expected one of 'text', 'label'; did you m"
+        InvalidInput, match=r"a.csv: expected one of 'text', 'label', got the column 'lable'. Did you m"
     ):
         load_rows(tmp_path / "a.csv").column("lable")
-    with pytest.raises(InvalidInput, match=r"row: given the column 'tex', expected one of .*; did you mean 'text'\?"):
+    with pytest.raises(
+        InvalidInput, match=r"row: expected one of 'text', 'label', got the column 'tex'. Did you mean 'text'\?"
+    ):
         read_row(ROWS[0], text=["tex"])
 
 
@@ -180,11 +192,11 @@ def test_a_row_is_a_table_of_its_columns(tmp_path):
 def test_missing_values_are_left_out():
     row = {"a": "x", "b": None, "c": math.nan, "d": " ", "e": {"bytes": None, "path": None}, "f": 0}
     assert read_row(row, text=["a", "b", "d"], number=["c", "f"], image=["e"]).domain == Table(["a", "f"])
-    with pytest.raises(InvalidInput, match=r"a.csv: row 3: given no values, expected at least one in 'b', 'c'"):
+    with pytest.raises(InvalidInput, match=r"a.csv: row 3: no values; expected at least one in 'b', 'c'"):
         read_row(row, text=["b"], number=["c"], where="a.csv: row 3")
 
 
-def test_a_single_text_is_itself():
+def test_a_single_column_of_text_gives_the_signal_of_the_text():
     assert read_row({"t": "Two cats."}, text=["t"]) == read_text("Two cats.")
     assert read_row({"t": "a", "n": None}, text=["t"], number=["n"]).domain == Table(["t"])
     assert read_row({"n": 1}, number=(name for name in ["n"])).domain == Table(["n"])
@@ -193,16 +205,16 @@ def test_a_single_text_is_itself():
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"n": "many"}, {"number": ["n"]}, "row, column 'n': given 'many', expected a finite number"),
-        ({"n": math.inf}, {"number": ["n"]}, "row, column 'n': given inf, expected a finite number"),
-        ({"n": [1]}, {"number": ["n"]}, "row, column 'n': given [1], expected a finite number"),
-        ({"n": 10**400}, {"number": ["n"]}, "row, column 'n': given 1000"),
-        ({"t": ["a"]}, {"text": ["t"]}, "row, column 't': given a list, expected text"),
-        ({"p": "none.png"}, {"image": ["p"]}, "row, column 'p' (none.png): given no such file"),
-        ({"p": b"x"}, {"image": ["p"]}, "row, column 'p': given no readable picture"),
-        ({"t": "a"}, {"text": "t"}, "text: given 't', expected a list of columns; write text=['t']"),
-        ({"t": "1"}, {"text": ["t"], "number": ["t"]}, "row: given the column 't' twice, expected each column once"),
-        ({"t": "a"}, {}, "columns: given none, expected at least one of text, number or image"),
+        ({"n": "many"}, {"number": ["n"]}, "row, column 'n': expected a finite number, got 'many'"),
+        ({"n": math.inf}, {"number": ["n"]}, "row, column 'n': expected a finite number, got inf"),
+        ({"n": [1]}, {"number": ["n"]}, "row, column 'n': expected a finite number, got [1]"),
+        ({"n": 10**400}, {"number": ["n"]}, "row, column 'n': expected a finite number, got 1000"),
+        ({"t": ["a"]}, {"text": ["t"]}, "row, column 't': expected text, got a list"),
+        ({"p": "none.png"}, {"image": ["p"]}, "row, column 'p' (none.png): no such file"),
+        ({"p": b"x"}, {"image": ["p"]}, "row, column 'p': no readable picture"),
+        ({"t": "a"}, {"text": "t"}, "text: expected a list of columns, got 't'. Write text=['t']"),
+        ({"t": "1"}, {"text": ["t"], "number": ["t"]}, "row: expected each column once, got the column 't' twice"),
+        ({"t": "a"}, {}, "columns: none given; expected at least one of text, number or image"),
     ],
 )
 def test_bad_rows(row, columns, message):

@@ -24,7 +24,7 @@ def test_paragraphs_sentences_words():
     assert read_text(TEXT).modalities == ("text",)
 
 
-def test_wrapping_lines_changes_nothing():
+def test_line_wrapping_does_not_change_the_signal():
     assert read_text(TEXT.replace("of\nthem", "of them")) == read_text(TEXT) == read_text(TEXT.replace(" sat", "\nsat"))
 
 
@@ -85,8 +85,8 @@ def test_train_tokenizer():
     unseen = "Grüße, 世界 🙂\n"
     assert trained.decode(trained.encode(unseen).ids) == unseen
     for arguments, message in (
-        ((["a"], 255), "vocab_size: given 255, expected 256 or more: 256 bytes and the special tokens"),
-        (("a", 300), "texts: given one string, expected a list of strings; wrap it: [text]"),
+        ((["a"], 255), "vocab_size: expected 256 or more: 256 bytes and the special tokens, got 255"),
+        (("a", 300), "texts: expected a list of strings, got one string. Wrap it: [text]"),
     ):
         with pytest.raises(InvalidInput) as caught:
             train_tokenizer(*arguments)
@@ -105,25 +105,25 @@ def test_files(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("content", "message"),
     [
-        (None, "no such file, expected a readable text file"),
-        ("directory", "a directory, expected a readable text file"),
+        (None, "no such file; expected a readable text file"),
+        ("directory", "expected a readable text file, got a folder"),
         (
             b"fine so far \xff",
-            "the byte 0xff at offset 12, expected text in utf-8; "
-            "if it is text in another encoding, convert it to utf-8",
+            "expected text in utf-8, got the byte 0xff at offset 12. "
+            "If it is text in another encoding, convert it to utf-8",
         ),
         (
             b"\x89PNG\r\n\0\0",
-            "binary data (it has NUL bytes), expected text in utf-8; "
-            "if it is text in another encoding, convert it to utf-8",
+            "expected text in utf-8, got binary data (it has NUL bytes). "
+            "If it is text in another encoding, convert it to utf-8",
         ),
-        (b"", "a text without tokens, expected at least one word"),
-        (b" \n\n\t\n", "a text without tokens, expected at least one word"),
+        (b"", "no tokens; expected at least one word"),
+        (b" \n\n\t\n", "no tokens; expected at least one word"),
     ],
 )
-def test_file_errors_name_the_file(tmp_path, content, problem):
+def test_file_errors_name_the_file(tmp_path, content, message):
     path = tmp_path / "a.txt"
     if content == "directory":
         path.mkdir()
@@ -131,19 +131,21 @@ def test_file_errors_name_the_file(tmp_path, content, problem):
         path.write_bytes(content)
     with pytest.raises(InvalidInput) as caught:
         read_text_file(path)
-    assert str(caught.value) == f"{path}: given {problem}"
+    assert str(caught.value) == f"{path}: {message}"
 
 
 def test_bad_arguments(tmp_path):
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{")
-    with pytest.raises(InvalidInput, match="text: given bytes, expected a string"):
+    with pytest.raises(InvalidInput, match=r"text: expected a string, got a value of type bytes"):
         read_text(b"abc")
-    with pytest.raises(InvalidInput, match=r"tokenizer: given a int, expected a tokenizers.Tokenizer"):
+    with pytest.raises(InvalidInput, match=r"tokenizer: expected a tokenizers.Tokenizer, .*, got a value of type int"):
         read_text("abc", 5)
-    with pytest.raises(InvalidInput, match=r"tokenizer.json: given a file that does not load \(.*\), expected a tok"):
+    with pytest.raises(
+        InvalidInput, match=r"tokenizer.json: expected a tokenizer.json, got a file that does not load \(.*\)"
+    ):
         read_text("abc", broken)
-    with pytest.raises(InvalidInput, match=r"none.json: given no such file, expected a tokenizer.json"):
+    with pytest.raises(InvalidInput, match=r"none.json: no such file; expected a tokenizer.json"):
         read_text("abc", tmp_path / "none.json")
 
 

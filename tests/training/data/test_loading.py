@@ -16,7 +16,7 @@ def workers():
 
 @settings(max_examples=20)
 @given(st.lists(st.integers() | st.none()), st.integers(1, 5))
-def test_the_same_items_in_the_same_order(items, ahead):
+def test_items_keep_their_order(items, ahead):
     assert list(prefetched(lambda item: [item], items, ahead)) == [[item] for item in items]
     assert not workers()
 
@@ -67,7 +67,7 @@ def test_leaving_a_loop_ends_the_thread():
     assert not workers()
 
 
-def test_an_error_of_the_one_who_reads_ends_the_thread():
+def test_an_error_in_the_consumer_ends_the_thread():
     def read():
         for _ in prefetched(recorded([]), count()):
             raise ZeroDivisionError
@@ -77,7 +77,7 @@ def test_an_error_of_the_one_who_reads_ends_the_thread():
     assert not workers()
 
 
-def test_it_runs_so_far_ahead_and_no_farther():
+def test_number_of_items_ahead():
     made, ahead = [], 3
     loaded = prefetched(recorded(made), count(), ahead)
     next(loaded)
@@ -89,24 +89,24 @@ def test_it_runs_so_far_ahead_and_no_farther():
     loaded.close()
 
 
-def test_nothing_runs_before_the_first_item_is_asked_for():
+def test_nothing_runs_before_the_first_item_is_requested():
     made = []
     prefetched(recorded(made), count())
     assert not made
     assert not workers()
 
 
-def test_several_at_once():
+def test_several_at_the_same_time():
     pairs = list(zip(prefetched(int, range(50)), prefetched(str, iter("ab" * 25)), strict=True))
     assert [number for number, _ in pairs] == list(range(50))
     assert not workers()
 
 
-def test_the_reader_keeps_its_threads_of_computation():
-    """The worker computes with one; that must not become what a reader starts with."""
+def test_the_consumer_keeps_its_number_of_threads():
+    """The workers use one PyTorch thread each; the consumer must not start with that number."""
     before, seen = torch.get_num_threads(), []
 
-    def read():  # a new thread stands for a process that has computed nothing yet
+    def read():  # a new thread behaves as a process that has computed nothing yet
         loaded = prefetched(int, range(3))
         next(loaded)
         seen.append(torch.get_num_threads())

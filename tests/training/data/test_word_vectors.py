@@ -46,7 +46,7 @@ FORMATS = {
 
 
 def save(path, data):
-    """With the compression that the name asks for."""
+    """Save with the compression that the suffix names."""
     if path.suffix == ".gz":
         data = gzip.compress(data)
     if path.suffix == ".zip":
@@ -59,7 +59,7 @@ def save(path, data):
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zip"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same(tmp_path, name, compression):
+def test_all_formats(tmp_path, name, compression):
     path = save(tmp_path / f"{name}{compression}", FORMATS[name])
     loaded = load_word_vectors(path)
     assert loaded.words == WORDS
@@ -72,46 +72,49 @@ def test_every_format_gives_the_same(tmp_path, name, compression):
     assert load_word_vectors(path, most=1, words={"on", "sät"}).words == ("sät",)
 
 
-def test_half_precision_widens(tmp_path):
+def test_half_precision_is_converted(tmp_path):
     path = save(tmp_path / "v.npz", npz(vectors=VECTORS.astype(np.float16)))
     np.testing.assert_array_equal(load_word_vectors(path).vectors, VECTORS.astype(np.float16).astype(np.float32))
 
 
-def test_the_first_of_a_word_counts_and_blank_lines_do_not(tmp_path):
+def test_duplicate_words_and_blank_lines(tmp_path):
     path = save(tmp_path / "v.vec", b"3 2\na 1 2\n\na 3 4\nb 5 6\n\n")
     assert load_word_vectors(path).words == ("a", "b")
     assert load_word_vectors(path).vectors.tolist() == [[1, 2], [5, 6]]
 
 
 BAD = {
-    "empty.txt": (b"", "line 1: given an empty file"),
-    "lonely.txt": (b"word\n", "line 1: given b'word"),
-    "space.txt": (b"cat 1 2\nnew york 3 4\n", "line 2: given 'york' after the word.*no spaces"),
-    "number.txt": (b"cat 1 2\ndog 1 two\n", "line 2: given 'two'"),
-    "short.txt": (b"cat 1 2\ndog 1\n", "line 2: given 1 numbers, expected 2"),
-    "long.txt": (b"cat 1 2\ndog 1 2 3\n", "line 2: given 3 numbers, expected 2"),
-    "nan.txt": (b"cat 1 2\ndog 1 nan\n", "line 2: given the number nan"),
-    "huge.txt": (b"cat 1 2\ndog 1 1e99\n", "line 2: given the number inf"),
-    "latin.txt": ("cat 1 2\nmü 1 2\n".encode("latin-1"), "line 2: given the word .*UTF-8"),
-    "cut.vec": (text(header=True).rpartition(b"\non")[0], "line 1: given 5 words, and 4 follow"),
-    "dim.vec": (b"2 3\ncat 1 2\ndog 1 2\n", "line 2: given 2 numbers, expected 3"),
-    "cut.bin": (binary()[:-9], "line 1: given 5 words, and 4 follow"),
-    "garbage.bin": (b"9 3\n" + b"x" * 9000, "given 9 words, and 0 follow"),
-    "model.bin": (b"\xba\x16\x4f\x2f" + bytes(50), "fastText take the .vec"),
-    "nan.bin": (b"1 1\ncat " + np.float32(np.nan).tobytes(), "word 1: given the number nan"),
-    "space.npz": (npz(words=["a", "b c", "d", "e", "f"]), "word 2: given the word 'b c'"),
-    "blank.npz": (npz(words=["a", "", "d", "e", "f"]), "word 2: given the word ''"),
+    "empty.txt": (b"", "line 1: expected a word and its numbers.*, got an empty file"),
+    "lonely.txt": (b"word\n", "line 1: expected a word and its numbers.*, got b'word"),
+    "space.txt": (
+        b"cat 1 2\nnew york 3 4\n",
+        r"line 2: expected 2 numbers, got 'york' after the word\. Words must not contain spaces",
+    ),
+    "number.txt": (b"cat 1 2\ndog 1 two\n", "line 2: expected 2 numbers, got 'two'"),
+    "short.txt": (b"cat 1 2\ndog 1\n", "line 2: expected 2, as in line 1, got 1 numbers"),
+    "long.txt": (b"cat 1 2\ndog 1 2 3\n", "line 2: expected 2, as in line 1, got 3 numbers"),
+    "nan.txt": (b"cat 1 2\ndog 1 nan\n", "line 2: expected finite numbers, got the number nan"),
+    "huge.txt": (b"cat 1 2\ndog 1 1e99\n", "line 2: expected finite numbers, got the number inf"),
+    "latin.txt": ("cat 1 2\nmü 1 2\n".encode("latin-1"), "line 2: expected text in UTF-8, got the word "),
+    "cut.vec": (text(header=True).rpartition(b"\non")[0], r"line 1: expected 5 words, got 4\. Is the file complete"),
+    "dim.vec": (b"2 3\ncat 1 2\ndog 1 2\n", "line 2: expected 3, as in line 1, got 2 numbers"),
+    "cut.bin": (binary()[:-9], r"line 1: expected 5 words, got 4\. Is the file complete"),
+    "garbage.bin": (b"9 3\n" + b"x" * 9000, "line 1: expected 9 words, got 0"),
+    "model.bin": (b"\xba\x16\x4f\x2f" + bytes(50), r"For fastText, use the \.vec"),
+    "nan.bin": (b"1 1\ncat " + np.float32(np.nan).tobytes(), "word 1: expected finite numbers, got the number nan"),
+    "space.npz": (npz(words=["a", "b c", "d", "e", "f"]), "word 2: expected a word without spaces, got the word 'b c'"),
+    "blank.npz": (npz(words=["a", "", "d", "e", "f"]), "word 2: expected a word without spaces, got the word ''"),
     "objects.npz": (npz(words=np.array(WORDS, object)), "without Python objects"),
     "unequal.npz": (npz(vectors=VECTORS[:3]), "5 words and 3 vectors"),
     "flat.npz": (npz(vectors=VECTORS[0]), r"vectors float32\[7\]"),
-    "other.npz": (b"PK\x03\x04 nothing", "given something else"),
+    "other.npz": (b"PK\x03\x04 nothing", "without Python objects, got other content"),
     "damaged.txt.gz": (None, "cannot be read"),
     "damaged.txt.zip": (None, "cannot be read"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_named_with_the_line(tmp_path, name):
+def test_errors_name_the_line(tmp_path, name):
     data, message = BAD[name]
     path = tmp_path / name
     path.write_bytes(gzip.compress(text())[:-20] if data is None else data)
@@ -126,38 +129,42 @@ def test_arrays_of_other_names(tmp_path):
         load_word_vectors(tmp_path / "v.npz")
 
 
-def test_where_errors_lie(tmp_path):
+def test_files_that_cannot_be_opened(tmp_path):
     with pytest.raises(InvalidInput, match="no such file"):
         load_word_vectors(tmp_path / "none.txt")
-    with pytest.raises(InvalidInput, match="a directory"):
+    with pytest.raises(InvalidInput, match="expected a file of word vectors, got a folder"):
         load_word_vectors(tmp_path)
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         archive.writestr("50d.txt", text())
         archive.writestr("100d.txt", text())
-    with pytest.raises(InvalidInput, match=r"2 files: 50d.txt, 100d.txt.*unpack"):
+    with pytest.raises(
+        InvalidInput, match=r"expected an archive of one file, got 2 files: 50d\.txt, 100d\.txt\. Unpack"
+    ):
         load_word_vectors(tmp_path / "two.zip")
 
 
 def test_bad_arguments(tmp_path):
     path = save(tmp_path / "glove.txt", text())
-    with pytest.raises(InvalidInput, match="most: given 0"):
+    with pytest.raises(InvalidInput, match=r"most: expected 1 or more, got 0"):
         load_word_vectors(path, most=0)
-    with pytest.raises(InvalidInput, match="words: given one string"):
+    with pytest.raises(InvalidInput, match=r"words: expected a list of strings, got one string"):
         load_word_vectors(path, words="cat")
     for words in ([], ["dog"]):
-        with pytest.raises(InvalidInput, match="none of the words asked for"):
+        with pytest.raises(
+            InvalidInput, match="none of the requested words is in the file; expected at least one word"
+        ):
             load_word_vectors(path, words=words)
 
 
-def test_malformed_lines_can_be_left_out(tmp_path):
+def test_malformed_lines_can_be_skipped(tmp_path):
     path = save(tmp_path / "glove.txt", b"cat 1 2\nnew york 3 4\ndog x 4\nfly 5 6\n")
     loaded = load_word_vectors(path, on_bad="skip")
     assert (loaded.words, loaded.vectors.tolist(), loaded.skipped) == (("cat", "fly"), [[1, 2], [5, 6]], 2)
-    assert load_word_vectors(path, words=["cat", "fly"]).skipped == 0  # others are not looked at
+    assert load_word_vectors(path, words=["cat", "fly"]).skipped == 0  # vectors of other words are not parsed
 
 
-def test_only_what_is_kept_takes_memory(tmp_path):
-    """A file of 6 MB, of which three words are kept."""
+def test_only_kept_words_take_memory(tmp_path):
+    """Keep three words of a file of 6 MB."""
     generator = random.Random(0)
     row = " ".join(f"{generator.random():.5f}" for _ in range(300))
     path = save(tmp_path / "v.txt", "".join(f"w{i} {row}\n" for i in range(2500)).encode())
@@ -169,7 +176,7 @@ def test_only_what_is_kept_takes_memory(tmp_path):
     assert peak < path.stat().st_size / 10
 
 
-def test_tokenizer_and_table_fit():
+def test_tokenizer_and_embedding_match():
     known = WordVectors(WORDS, VECTORS)
     tokenizer = word_tokenizer(known.words)
     signal = read_text("The cat, the dog.", tokenizer)
@@ -180,13 +187,13 @@ def test_tokenizer_and_table_fit():
     assert torch.equal(table[1:], torch.from_numpy(VECTORS))
 
 
-def test_table_of_another_tokenizer():
-    """Tokens of a tokenizer made elsewhere: those that are words have their vectors."""
+def test_embedding_of_another_tokenizer():
+    """Tokens of another tokenizer that are words have the vectors of these words."""
     tokenizer = train_tokenizer(["on on on the cat"], 300)
     table = vectors_for(tokenizer, WordVectors(WORDS, VECTORS))
     assert len(table) == tokenizer.get_vocab_size()
     assert torch.equal(table[tokenizer.token_to_id("on")], torch.from_numpy(VECTORS[4]))
-    with pytest.raises(InvalidInput, match="no token"):
+    with pytest.raises(InvalidInput, match="no token of the tokenizer has a vector; expected vectors of its tokens"):
         vectors_for(tokenizer, WordVectors(("zebra",), VECTORS[:1]))
 
 

@@ -31,11 +31,11 @@ def decoded(data, part):
     return data.tokenizer.decode(getattr(data, part).tolist(), skip_special_tokens=False)
 
 
-def test_blank_lines_of_every_kind():
+def test_blank_lines():
     assert clean("\r\na \r\n \r\nb\n\n\n\n\nc\nd\n") == "a \n\nb\n\n\nc\nd"
 
 
-def test_documents_come_back_whole():
+def test_decoding_restores_documents():
     texts = ["A cat.\n\nA mat.\n\n\nNext.", "Über 😀", "x" * 1000]
     tokenizer = train_tokenizer(texts, 300, special_tokens=SPECIAL)
     ids = encode_documents(texts, tokenizer)
@@ -44,7 +44,7 @@ def test_documents_come_back_whole():
     assert (ids == tokenizer.token_to_id(PARAGRAPH)).sum() == (ids == tokenizer.token_to_id(CHAPTER)).sum() == 1
 
 
-def test_what_closes_families():
+def test_closing_tokens():
     tokenizer = train_tokenizer(['"Go." he said. "Go."'] * 5, 270, special_tokens=SPECIAL)
     closes = {tokenizer.id_to_token(token): height for token, height in closing_tokens(tokenizer).items()}
     assert {closes[mark] for mark in ".!?"} == {2}
@@ -74,7 +74,7 @@ def test_many_texts_are_split_by_document(tmp_path):
     assert sorted(text for texts in result.values() for text in texts) == sorted(story(n) for n in range(40))
 
 
-def test_books_are_split_as_the_table_says(tmp_path):
+def test_books_are_split_by_the_split_column(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [
         {"headings": ["One", "Two"], "paragraphs": [["A.\n\n\n\nB.", ""], ["C."]], "split": split}
@@ -96,32 +96,32 @@ def test_columns_of_a_table(tmp_path):
     assert sorted(whole.split(END)[:-1]) == sorted(["T0\n\nB", *(f"T{i}" for i in range(1, 30))])
 
 
-def test_what_was_made_is_kept(tmp_path, monkeypatch):
+def test_cache(tmp_path, monkeypatch):
     path = tmp_path / "story.txt"
     path.write_text(story(1))
-    said = []
-    first = prepare_text(path, vocabulary=300, say=said.append)
-    assert [s.split()[0] for s in said] == ["reading", "training", "encoding"]
-    again = prepare_text(path, vocabulary=300, say=said.append)
-    assert len(said) == 3
+    messages = []
+    first = prepare_text(path, vocabulary=300, say=messages.append)
+    assert [s.split()[0] for s in messages] == ["reading", "training", "encoding"]
+    again = prepare_text(path, vocabulary=300, say=messages.append)
+    assert len(messages) == 3
     assert np.array_equal(first.train, again.train)
     assert first.closes == again.closes
     path.write_text(story(2))
-    prepare_text(path, vocabulary=300, say=said.append)
-    assert len(said) == 6
+    prepare_text(path, vocabulary=300, say=messages.append)
+    assert len(messages) == 6
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("gone.txt", None, "no such file or folder"),
-        ("empty.txt", b" \n ", "data: given no text"),
+        ("empty.txt", b" \n ", "data: no text; expected at least one document"),
         ("binary.txt", b"\0\1", "binary data"),
         ("latin.txt", b"caf\xe9", "0xe9"),
         (
             "rows.csv",
             b"a,b\n1,2\n",
-            "no column to read, expected some of 'a', 'b'; name those that hold text with --text",
+            r"no columns to read are given; expected one or more of 'a', 'b'\. Name the columns that hold text with --text",
         ),
     ],
 )
@@ -134,5 +134,5 @@ def test_data_that_cannot_be_read(tmp_path, name, content, message):
 
 def test_a_folder_without_texts(tmp_path):
     (tmp_path / "texts").mkdir()
-    with pytest.raises(InvalidInput, match="a folder without texts"):
+    with pytest.raises(InvalidInput, match="no text files in the folder"):
         prepare_text(tmp_path / "texts")

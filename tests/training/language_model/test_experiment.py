@@ -6,7 +6,7 @@ from hsa.training.language_model.experiment import binned
 
 
 @given(st.lists(st.floats(0, 9), min_size=1, max_size=300), st.integers(1, 5))
-def test_bins_hold_every_place_once(losses, per_octave):
+def test_bins_contain_every_position_once(losses, per_octave):
     losses = np.array(losses)
     result = binned(losses, per_octave)
     positions = [position for position, _ in result]

@@ -22,7 +22,7 @@ LANGUAGE = LanguageOptions(branching=(2, 2), positions="both")
 
 
 def colours(number: int = 40) -> list[dict[str, str]]:
-    """What a light says, among sentences that do not matter."""
+    """Return questions about the colour of a light, among irrelevant sentences, with their answers."""
     says = {"red": "Stop now.", "green": "Go on.", "yellow": "Wait."}
     return [
         {"question": f"The light is {colour}. Day {i}.", "answer": says[colour]}
@@ -50,7 +50,7 @@ def marked() -> PreparedPairs:
     return prepare_pairs(None, DataOptions(task="seq2seq", vocabulary=400), small=True)
 
 
-def test_prompts_keep_their_sentences_and_answers_their_words(marked: PreparedPairs) -> None:
+def test_generated_prompts_and_answers(marked: PreparedPairs) -> None:
     assert [len(p) for p in (marked.train, marked.validation, marked.test)] == [800, 100, 100]
     known = {answer for _, answer in MarkedSentences(1_000).documents()}
     decode = marked.input_spec.tokenizer.decode
@@ -63,9 +63,9 @@ def test_pairs(marked: PreparedPairs) -> None:
     part = pairs.select(np.array([5, 2, 5]))
     assert len(part) == 3
     assert [part.answer(i) for i in range(3)] == [pairs.answer(i) for i in (5, 2, 5)]
-    read, said, lengths = part.shifted(901, 902)
+    inputs, targets, lengths = part.shifted(901, 902)
     assert lengths == [len(part.answer(i)) + 1 for i in range(3)]
-    for i, (before, after) in enumerate(zip(read.split(lengths), said.split(lengths), strict=True)):
+    for i, (before, after) in enumerate(zip(inputs.split(lengths), targets.split(lengths), strict=True)):
         assert before.tolist() == [901, *part.answer(i)]
         assert after.tolist() == [*part.answer(i), 902]
     assert isinstance(part, Pairs)
@@ -74,8 +74,8 @@ def test_pairs(marked: PreparedPairs) -> None:
 @pytest.mark.parametrize(
     ("name", "decoder", "top_k"), [("hierarchical", "flat", None), ("multiscale", "multiscale", 1)]
 )
-def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, top_k: int | None) -> None:
-    """The answer hangs on one word of the prompt. Whole answers, written token by token, are right."""
+def test_training_learns_the_answers(prepared: PreparedPairs, name: str, decoder: str, top_k: int | None) -> None:
+    """The answer depends on one word of the prompt; generated answers are correct in full."""
     options = TrainingOptions(epochs=24, learning_rate=1e-2, batch_size=8, patience=0)
     config = seq2seq_config(
         prepared, name, MODEL, LANGUAGE, Seq2SeqOptions(decoder_attention=decoder, cross_top_k=top_k)
@@ -85,9 +85,9 @@ def test_it_learns(prepared: PreparedPairs, name: str, decoder: str, top_k: int 
     result = seq2seq_result(name, model, history, prepared, options)
     assert (result.scores.tokens, result.scores.exact) == (1.0, 1.0)
     assert result.decoder == decoder
-    prompt, true, given = result.examples[0]
+    prompt, true, generated = result.examples[0]
     assert "The light is" in prompt
-    assert given == true
+    assert generated == true
 
 
 def test_the_best_epoch_is_kept(prepared: PreparedPairs) -> None:
@@ -101,7 +101,7 @@ def test_the_best_epoch_is_kept(prepared: PreparedPairs) -> None:
     assert scores.exact == sum(right) / len(right)
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(prepared: PreparedPairs, tmp_path) -> None:
+def test_a_resumed_run_has_the_same_result(prepared: PreparedPairs, tmp_path) -> None:
     options = TrainingOptions(epochs=2, learning_rate=1e-2, batch_size=8)
     config = seq2seq_config(prepared, "hierarchical", MODEL, LANGUAGE, Seq2SeqOptions())
     whole, history = train_seq2seq(config, prepared, options)
@@ -129,7 +129,7 @@ def test_bad_input(tmp_path, prepared: PreparedPairs) -> None:
             prepare_pairs(path, options)
     with pytest.raises(InvalidInput, match="colour"):
         prepare_pairs(path, DataOptions(text=("colour",), label="answer"))
-    with pytest.raises(InvalidInput, match="enough to train"):
+    with pytest.raises(InvalidInput, match="data: expected enough examples for training, validation and test, got 2"):
         prepare_pairs(write_rows(tmp_path / "two.csv", colours(2)), READ)
     with pytest.raises(InvalidInput, match="deepsets"):
         seq2seq_config(prepared, "deepsets", MODEL, LANGUAGE, Seq2SeqOptions())

@@ -1,13 +1,13 @@
-"""`ClusteredCache`: trees over clustered keys, for decoding token by token.
+"""`ClusteredCache`: trees over clustered keys, to decode token by token.
 
-The keys of the chunk in progress are in the order of time, and a token reads them exactly. When a chunk is complete, its
-keys are clustered once per key/value head (`cluster_keys`) and pooled bottom up; above the chunks the tree continues, so
-that a token reads a number of entries that grows with the logarithm of the length. A token
+The chunk in progress keeps its keys in the order of time, and tokens attend to them exactly. When a chunk is complete,
+its keys are clustered, per key/value head (`cluster_keys`), and pooled from the leaves up. The tree continues above the
+chunks, so the number of entries that a token reads grows with the logarithm of the length. For each token, the cache
 
-1. starts at the largest complete nodes before its own chunk,
-2. descends by a beam search to the `top_k` best groups, as `select` does,
-3. attends to the sinks, to its own chunk up to itself, to the keys of the selected groups, and to the pooled rest: the
-   largest nodes that contain no selected group.
+1. starts at the largest complete nodes before the token's own chunk,
+2. descends with a beam search to the `top_k` best groups, as `select` does,
+3. attends to the sinks, to the token's own chunk up to the token, to the keys of the selected groups, and to the pooled
+   rest: the largest nodes that contain no selected group.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hsa.tree.hierarchy import Hierarchy
 F = TypeVar("F", bound=Callable[..., Any])
 
 PRODUCTS = 2**24
-"""Most products of queries and keys that are held at once when prompts attend."""
+"""Greatest number of products of queries and keys in memory at once, in `attend_prompts`."""
 
 
 def _without_autograd(function: F) -> F:
-    """Run a method without gradients, and outside inference mode: later steps write to the tensors it makes.
+    """Run a method without gradients, and outside inference mode so that later calls may write to its tensors.
 
     The order matters: leaving inference mode turns gradients on.
     """
@@ -45,9 +45,9 @@ def _without_autograd(function: F) -> F:
 
 
 class ClusteredCache(Cache):
-    """A cache of all keys and values, under trees over clustered keys.
+    """Cache of multiscale attention over clustered keys: all keys and values, and the pooled nodes above them.
 
-    Each token gets the result of the full pass:
+    Decoding gives each token the same result as a pass over the whole sequence:
 
         tree      = Hierarchy.regular(lengths, branching, repeat_last=True, sinks=sinks)
         clusters  = cluster_keys(k, tree, chunk=chunk)
@@ -56,18 +56,18 @@ class ClusteredCache(Cache):
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
-        branching: Keys of a group, members of every node above.
-        chunk: Number of tokens that are clustered together once they are complete; the keys of a whole node.
-        top_k: Number of groups of earlier chunks that a token reads exactly, per query head.
-        beam: Width of the search for them; "exact" scores every group; None: max(32, 2·top_k).
-        sinks: Number of first tokens, which are always exact.
-        max_length: Most tokens per sequence, allocated at once; by default the capacity doubles as needed.
+        branching: Number of keys per group, and of members of every node above.
+        chunk: Number of tokens that are clustered together: branching[0] times a power of branching[1].
+        top_k: Number of groups of earlier chunks that a token attends to exactly, per query head.
+        beam: Width of the search for these groups; "exact" scores every group; None means max(32, 2·top_k).
+        sinks: Number of first tokens that are always exact.
+        max_length: Greatest number of tokens per sequence, allocated at once; by default the capacity grows as needed.
 
     >>> q, k, v = torch.randn(3, 70, 2, 8).unbind(0)  # 70 tokens, 2 heads of 8
     >>> cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)
-    >>> tree = cache.begin([69])  # the prompt in one pass …
+    >>> tree = cache.begin([69])  # a prompt of 69 tokens
     >>> cache.fill(0, k[:69], v[:69])
-    >>> cache.append()  # … then token by token
+    >>> cache.append()  # one more token
     >>> cache.attend(0, q[69:], k[69:], v[69:]).shape
     torch.Size([1, 2, 8])
     """
@@ -115,11 +115,12 @@ class ClusteredCache(Cache):
 
     @_without_autograd
     def fill(self, layer: int, k: Tensor, v: Tensor, clusters: KeyClusters | None = None) -> None:
-        """Store the keys and values of the prompts, after `begin`.
+        """Store the keys and values of the prompts in one layer, after `begin`.
 
         Args:
-            k, v: `[tokens, kv_heads, dim]`, packed.
-            clusters: Result of `cluster_keys(k, tree, chunk=chunk)`, if the full pass has it already.
+            layer: Number of the layer.
+            k, v: `[tokens, kv_heads, dim]` keys and values of the prompts, packed.
+            clusters: Result of `cluster_keys(k, tree, chunk=chunk)`, if it is already computed.
         """
         self._accept(layer, k, v)
         tree = self._trees
@@ -151,17 +152,23 @@ class ClusteredCache(Cache):
         pooled_bias: float | Tensor = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """Fill a layer, and return the attention `[tokens, heads, value_dim]` of the prompts' queries.
+        """Store the prompts in one layer as `fill` does, and return their attention `[tokens, heads, value_dim]`.
 
-        Multiplies all queries of a chunk with all keys before it: quadratic, but up to some 50,000 tokens faster on a CPU
-        than gathering the entries of each query (`multiscale_attention`).
+        All queries of a chunk are multiplied with all keys before it. This is quadratic, but up to about 50,000 tokens
+        it is faster on a CPU than `multiscale_attention`, which gathers the entries of each query.
+
+        Args:
+            layer: Number of the layer.
+            q: `[tokens, heads, head_dim]` queries of the prompts, packed.
+            k, v, clusters: See `fill`.
+            pooled_bias, scale: See `attend`.
         """
         lengths = self._lengths
         heads = q.shape[1] if q.ndim == 3 else 0
         if heads == 0 or heads % self.kv_heads or q.shape != (len(k), heads, self.head_dim) or q.dtype != self.dtype:
             raise InvalidInput(
                 "q",
-                given=f"{q.dtype} of shape {tuple(q.shape)}",
+                got=f"{q.dtype} of shape {tuple(q.shape)}",
                 expected=f"{self.dtype} of shape ({len(k)}, a multiple of {self.kv_heads} heads, {self.head_dim})",
             )
         sinks, chunk, device = self.shape.sinks, self.shape.chunk, self.device
@@ -173,19 +180,21 @@ class ClusteredCache(Cache):
         for number in range(max(1, -(-(max(lengths) - sinks) // chunk))):
             begin, end = (sinks + number * chunk if number else 0), min(sinks + (number + 1) * chunk, max(lengths))
             some = torch.tensor([i for i, length in enumerate(lengths) if length > begin], device=device)
-            # As many queries at once as PRODUCTS allows, of all sequences that are long enough.
+            # Queries of all sequences that are long enough, as many at once as PRODUCTS allows.
             step = max(1, PRODUCTS // (len(some) * heads * end))
             for start in range(begin, end, step):
                 time = torch.arange(start, min(start + step, end), device=device)
                 keys = torch.cat(
                     [torch.arange(min(sinks, begin), device=device), torch.arange(begin, end, device=device)]
                 )
-                asking, read = (first[some, None] + torch.minimum(x, size[some, None] - 1) for x in (time, keys))
+                query_rows, key_rows = (
+                    first[some, None] + torch.minimum(x, size[some, None] - 1) for x in (time, keys)
+                )
                 with without_autocast(q):
-                    block = Block(self.shape, self._heap, self._kept[layer], number, some, q[asking] * scale)
-                    seen = block.attend(k[read], v[read], keys > time[:, None], bias)
-                there = time < size[some, None]
-                out[asking[there]] = seen[there].to(q.dtype)
+                    block = Block(self.shape, self._heap, self._kept[layer], number, some, q[query_rows] * scale)
+                    result = block.attend(k[key_rows], v[key_rows], keys > time[:, None], bias)
+                exists = time < size[some, None]
+                out[query_rows[exists]] = result[exists].to(q.dtype)
         return out
 
     def append(self, closes: Any = None) -> None:
@@ -219,7 +228,7 @@ class ClusteredCache(Cache):
 
     @_without_autograd
     def crop(self, lengths: Sequence[int]) -> None:
-        """Remove the tokens after these lengths. Complete chunks that lose some are in progress again."""
+        """Remove the tokens after these lengths. Complete chunks that lose tokens are in progress again."""
         wanted = self._check_shorter(lengths)
         shape = self.shape
         reopened = [
@@ -237,7 +246,7 @@ class ClusteredCache(Cache):
 
     @_without_autograd
     def leaves(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return all keys and values in the order of time, packed: `[tokens, kv_heads, dim]`."""
+        """Return all keys and values of a layer in the order of time, packed: `[tokens, kv_heads, dim]`."""
         kept, shape = self._kept[layer], self.shape
         longest = max(self._lengths)
         slot = torch.arange(longest, device=self.device)
@@ -246,10 +255,10 @@ class ClusteredCache(Cache):
         in_tree = (slot >= shape.sinks) & (slot < end[:, None])  # [batch, longest]
         first = slot - (slot - shape.sinks) % shape.chunk
         time = torch.where(in_tree[:, None], first + kept.time[:, :, :longest], slot)  # [batch, kv_heads, longest]
-        there = slot < torch.tensor(self._lengths, device=self.device)[:, None]
+        exists = slot < torch.tensor(self._lengths, device=self.device)[:, None]
 
         def packed(leaves: Tensor) -> Tensor:
-            return _in_time(leaves[:, :, :longest], time).transpose(1, 2)[there]
+            return _in_time(leaves[:, :, :longest], time).transpose(1, 2)[exists]
 
         return packed(kept.keys), packed(kept.values)
 
@@ -279,13 +288,13 @@ class ClusteredCache(Cache):
         if clusters.chunk != self.shape.chunk or clusters.order.shape != (self.kv_heads, tree.num_leaves):
             raise InvalidInput(
                 "clusters",
-                given=f"order {tuple(clusters.order.shape)} in chunks of {clusters.chunk}",
-                expected=f"{(self.kv_heads, tree.num_leaves)} in chunks of {self.shape.chunk}",
-                fix=f"use cluster_keys(k, tree, chunk={self.shape.chunk})",
+                got=f"shape {tuple(clusters.order.shape)} in chunks of {clusters.chunk}",
+                expected=f"an order of shape {(self.kv_heads, tree.num_leaves)} in chunks of {self.shape.chunk}",
+                fix=f"Use hsa.cluster_keys(k, tree, chunk={self.shape.chunk})",
             )
 
     def _capacity_for(self, length: int) -> tuple[int, Heap]:
-        """Return a capacity of at least `length` tokens, in whole chunks after the sinks, and the heap over its chunks."""
+        """Return a capacity of at least `length` tokens (sinks and whole chunks), and the heap over these chunks."""
         shape = self.shape
         chunks = max(1, -(-max(0, length - shape.sinks) // shape.chunk))
         levels = shape.chunk_height
@@ -294,7 +303,7 @@ class ClusteredCache(Cache):
         return shape.sinks + chunks * shape.chunk, Heap(shape.factor, levels)
 
     def _empty(self, capacity: int, heap: Heap) -> KeptLayer:
-        """Return zeros: what a mask hides must be finite too."""
+        """Return the tensors of an empty layer: zeros, because masked entries must be finite too."""
         pooled = torch.promote_types(self.dtype, torch.float32)
 
         def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -327,7 +336,7 @@ class ClusteredCache(Cache):
                     getattr(larger, name)[:, :, now : now + count] = pooled
 
     def _leaves_of_chunks(self, sequences: Sequence[int], numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the index of the leaves `[sequences, kv_heads, chunk]` of one chunk of each of these sequences."""
+        """Return the index of the leaves `[sequences, kv_heads, chunk]` of one chunk per sequence."""
         chunk, device = self.shape.chunk, self.device
         first = self.shape.sinks + torch.tensor(numbers, device=device) * chunk
         slots = first[:, None, None] + torch.arange(chunk, device=device)
@@ -335,11 +344,11 @@ class ClusteredCache(Cache):
 
     @property
     def _heads(self) -> Tensor:
-        """[1, kv_heads, 1]"""
+        """Numbers of the key/value heads, to index with: `[kv_heads, 1]`."""
         return torch.arange(self.kv_heads, device=self.device)[:, None]
 
     def _close(self, kept: KeptLayer, step: Step, counted: Counted | None) -> None:
-        """Cluster and pool the chunks that the token completes, and the nodes above that are complete with them."""
+        """Cluster and pool the chunks that the token completes, and pool the nodes above that they complete."""
         shape, several = self.shape, len(step.closing)
         at = self._leaves_of_chunks(step.closing, step.closed)
         keys, values = kept.keys[at], kept.values[at]  # [several, kv_heads, chunk, dim]
@@ -367,6 +376,7 @@ class ClusteredCache(Cache):
         self._close_above(kept, step)
 
     def _close_above(self, kept: KeptLayer, step: Step) -> None:
+        """Pool the nodes above chunks that the token completes."""
         height, nodes = self.shape.chunk_height, list(zip(step.closing, step.closed, strict=True))
         while nodes := [(row, number // self.shape.factor) for row, number in nodes if self._is_last(number)]:
             rows, parents = (torch.tensor(x, device=self.device)[:, None] for x in zip(*nodes, strict=True))
@@ -378,11 +388,11 @@ class ClusteredCache(Cache):
                 pooled[rows, self._heads.T, self._heap.first(height) + parents] = mean
 
     def _is_last(self, number: int) -> bool:
-        """Return whether a node is the last of its family."""
+        """Return whether a node is the last member of its family."""
         return (number + 1) % self.shape.factor == 0
 
     def _pool_whole(self, kept: KeptLayer, chunks: int) -> None:
-        """Pool all nodes over the first chunks. Nodes of sequences with fewer chunks are pooled again once complete."""
+        """Pool all nodes over the first chunks. Sequences with fewer chunks pool theirs again once complete."""
         shape = self.shape
         for leaves, pooled in ((kept.keys, kept.pooled_keys), (kept.values, kept.pooled_values)):
             level = leaves[:, :, shape.sinks : shape.sinks + chunks * shape.chunk]
@@ -395,12 +405,13 @@ class ClusteredCache(Cache):
 
 
 def _means(x: Tensor, members: int, dtype: torch.dtype) -> Tensor:
-    """`[…, n, dim]` → `[…, n / members, dim]`"""
+    """Return the mean of every `members` rows: `[…, n, dim]` → `[…, n / members, dim]`."""
     return x.unflatten(2, (-1, members)).to(dtype).mean(3)
 
 
 @lru_cache(maxsize=32)
 def _chunk_trees(shape: Shape, several: int, device: torch.device) -> Hierarchy:
+    """Return a forest of chunks."""
     with torch.inference_mode(False):
         tree = Hierarchy.regular([shape.chunk] * several, (shape.group, shape.factor), repeat_last=True)
         return tree.to(device)
@@ -412,7 +423,7 @@ def _in_time(leaves: Tensor, time: Tensor) -> Tensor:
 
 
 def _sequence_and_slot(tree: Hierarchy) -> tuple[Tensor, Tensor]:
-    """Return `[leaves]` the tree of every leaf and its index there."""
+    """Return `[leaves]` the tree of every leaf, and its index in that tree."""
 
     def build() -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(tree.lengths)
@@ -426,5 +437,5 @@ def _sequence_and_slot(tree: Hierarchy) -> tuple[Tensor, Tensor]:
 def _check_closes(closes: Any) -> None:
     if closes is not None:
         raise InvalidInput(
-            "closes", given="heights to close", expected="None", fix="trees over clustered keys do not follow the text"
+            "closes", got="heights", expected="None", fix="Trees over clustered keys ignore the text's boundaries"
         )

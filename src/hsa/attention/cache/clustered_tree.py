@@ -1,9 +1,9 @@
-"""The trees of `ClusteredCache` as numbers: which nodes exist at a length, and where they are stored.
+"""Structure of the trees of `ClusteredCache`: the nodes that exist at a length, and the rows where they are stored.
 
-Nothing here holds keys. Everything follows from the lengths, so it is computed once per length or chunk and shared by all
-layers. Pooled nodes are stored as a heap: node i has the children i·factor + 1, …, and groups are its last level. It has
-room for the complete tree over the capacity; nodes that are not complete are never read. The last node, `Heap.none`, stands
-for a missing node: it has no keys, so its logit is −∞, and its children are missing too.
+There are no keys here. Everything follows from the lengths, so it is computed once per length or chunk and shared by
+all layers. Pooled nodes are numbered as a heap: node i has the children i·factor + 1, …, and groups are the last level.
+The heap covers the complete tree over the capacity; nodes that are not complete yet are never read. One more node,
+`Heap.none`, stands for a missing node: it has no keys, so its logit is −∞, and its children are missing too.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of the trees and of the search in them."""
+    """Sizes of the trees and of the search in them."""
 
-    group: int  # keys of a group
-    factor: int  # members of every node above
-    chunk: int  # keys that are clustered together: those of one node
-    top_k: int  # groups that a query reads exactly
-    width: int | None  # of the beam; None: every group is scored
-    sinks: int
+    group: int  # keys per group
+    factor: int  # members of every node above the groups
+    chunk: int  # keys that are clustered together, those of one node
+    top_k: int  # groups that a query attends to exactly
+    width: int | None  # of the beam; None to score every group
+    sinks: int  # first tokens, outside the groups
 
     @cached_property
     def chunk_height(self) -> int:
-        """Height of the node that is a chunk; groups have height 1."""
+        """Height of the node of a chunk; groups have height 1."""
         height, size = 1, self.group
         while size < self.chunk:
             height, size = height + 1, size * self.factor
         if size != self.chunk:
             raise InvalidInput(
                 "chunk",
-                given=f"{self.chunk} with branching {(self.group, self.factor)}",
-                expected="the keys of a whole node: branching[0] times a power of branching[1]",
-                fix=f"for example chunk={size}",
+                got=f"{self.chunk} with branching {(self.group, self.factor)}",
+                expected="branching[0] times a power of branching[1]",
+                fix=f"Use for example chunk={size}",
             )
         return height
 
@@ -63,7 +63,7 @@ class Shape:
         return [node for nodes in reversed(levels) for node in nodes]
 
     def candidates(self, chunks: int) -> list[tuple[int, int]]:
-        """Return the nodes where the search first drops some: the starts, replaced by children while all are kept."""
+        """Return the nodes where the beam first drops any: the starts, replaced by children while all are kept."""
         nodes = self.starts(chunks)
         if self.width is None:
             return [(1, group) for group in range(chunks * (self.chunk // self.group))]
@@ -78,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Heap:
-    """Numbering of nodes: heights from 1 (groups) to `levels` (the one root)."""
+    """Numbering of nodes, with heights from 1 (groups) to `levels` (the only root)."""
 
     factor: int
     levels: int
@@ -89,22 +89,26 @@ class Heap:
 
     @property
     def groups(self) -> int:
+        """Number of groups."""
         return int(self.factor ** (self.levels - 1))
 
     @property
     def none(self) -> int:
-        """The node that stands for a missing one, after all others."""
+        """Node that stands for a missing one; it comes after all others."""
         return self.first(1) + self.groups
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    children: Tensor  # [nodes, factor]; a group has itself as its first child, the others are missing
-    log_count: Tensor  # [nodes] logarithm of the number of keys below each
+    """Children and sizes of all nodes of a heap."""
+
+    children: Tensor  # [nodes, factor]; the first child of a group is itself, the others are missing
+    log_count: Tensor  # [nodes] log of the number of keys below each
 
 
 @lru_cache(maxsize=32)
 def tables_of(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) -> Tables:
+    """Return the tables of a heap over groups of `group` keys."""
     with torch.inference_mode(False):
         node, first = torch.arange(heap.none + 1)[:, None], heap.first(1)
         member = torch.arange(heap.factor)
@@ -121,19 +125,21 @@ def tables_of(heap: Heap, group: int, dtype: torch.dtype, device: torch.device) 
 class Past:
     """Nodes of complete chunks that a token may read. Computed once per chunk."""
 
-    candidates: Tensor  # [batch, most] nodes of the heap where the search begins
-    starts: Tensor  # [batch, most] the largest complete nodes
-    ends: Tensor  # [batch, most] the group after the last one of each
-    height: Tensor  # [batch, most + 1] of each; 0 for a missing one
-    few: bool  # some sequence has fewer groups than top_k
-    rounds: int  # levels that the search descends
-    tallest: int  # height of the tallest start; 0: no complete chunk
-    pooled: int  # most pooled entries of a row
-    levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest: height, groups of a node, first node
+    candidates: Tensor  # [batch, width] nodes where the search begins
+    starts: Tensor  # [batch, width] the largest complete nodes
+    ends: Tensor  # [batch, width] end of the groups below each start
+    height: Tensor  # [batch, width + 1] height of each start; 0 for a missing one
+    few: bool  # whether some sequence has fewer groups than top_k
+    rounds: int  # number of levels that the search descends
+    tallest: int  # height of the tallest start; 0 without a complete chunk
+    pooled: int  # greatest number of pooled entries of a row
+    levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest start: height, groups per node, first node
 
 
 @lru_cache(maxsize=64)
 def past_of(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.device) -> Past:
+    """Return the nodes of sequences with these numbers of complete chunks."""
+
     def table(rows: list[list[int]], fill: int) -> Tensor:
         padded = np.full((len(rows), max(1, *map(len, rows))), fill)
         for row, values in zip(padded, rows, strict=True):
@@ -143,8 +149,8 @@ def past_of(shape: Shape, heap: Heap, chunks: tuple[int, ...], device: torch.dev
     starts = [shape.starts(n) for n in chunks]
     nodes = [shape.candidates(n) if shape.top_k else [] for n in chunks]
     tallest = max((height for row in starts for height, _ in row), default=0)
-    most = max(chunks) * shape.chunk // shape.group  # groups
-    levels = [most // shape.factor ** (height - 1) for height in range(2, tallest + 1)]
+    groups = max(chunks) * shape.chunk // shape.group
+    levels = [groups // shape.factor ** (height - 1) for height in range(2, tallest + 1)]
     pooled = (shape.factor - 1) * sum(min(shape.top_k, count) for count in levels) + max(map(len, starts))
     below = range(1, tallest)
     columns = (list(below), [shape.factor ** (height - 1) for height in below], [heap.first(h) for h in below])
@@ -168,9 +174,9 @@ class Step:
     """Rows that one more token in every sequence writes and reads; the same for all layers."""
 
     past: Past
-    written: Tensor  # [batch · kv_heads] rows of the leaves, all sequences and heads flattened, that the token goes to
-    exact: Tensor  # [batch, kv_heads, most] rows of the sinks and of the own chunk up to the token
-    hidden: Tensor | None  # [batch, 1, most] which of them are missing; None: all are there
+    written: Tensor  # [batch · kv_heads] rows that the token is written to, with sequences, heads and slots flattened
+    exact: Tensor  # [batch, kv_heads, width] rows of the sinks and of the token's chunk up to the token
+    hidden: Tensor | None  # [batch, 1, width] whether a row is padding; None if no row is
     closing: tuple[int, ...]  # sequences whose chunk this token completes
     closed: tuple[int, ...]  # indices of those chunks
 
@@ -183,31 +189,33 @@ def step_of(
     slot = np.array(lengths)
     chunks = np.maximum(slot - shape.sinks, 0) // shape.chunk
     own = shape.sinks + chunks * shape.chunk
-    most = int((np.minimum(slot + 1, shape.sinks) + np.maximum(slot + 1 - own, 0)).max())
-    entry = np.arange(most)
+    width = int((np.minimum(slot + 1, shape.sinks) + np.maximum(slot + 1 - own, 0)).max())
+    entry = np.arange(width)
     slots = np.where(entry < shape.sinks, entry, own[:, None] - shape.sinks + entry)
-    there = slots <= slot[:, None]
+    exists = slots <= slot[:, None]
     first = np.arange(len(slot) * kv_heads).reshape(len(slot), kv_heads) * capacity
-    rows = first[..., None] + np.where(there, slots, 0)[:, None]
+    rows = first[..., None] + np.where(exists, slots, 0)[:, None]
     closing = np.flatnonzero((slot >= shape.sinks) & ((slot + 1 - shape.sinks) % shape.chunk == 0))
     with torch.inference_mode(False):
         return Step(
             past=past_of(shape, heap, tuple(chunks.tolist()), device),
             written=torch.from_numpy((first + slot[:, None]).flatten()).to(device),
             exact=torch.from_numpy(rows).to(device),
-            hidden=None if there.all() else torch.from_numpy(~there[:, None]).to(device),
+            hidden=None if exists.all() else torch.from_numpy(~exists[:, None]).to(device),
             closing=tuple(closing.tolist()),
             closed=tuple(chunks[closing].tolist()),
         )
 
 
 def shape_of(branching: Any, chunk: Any, top_k: Any, beam: Any, sinks: Any) -> Shape:
+    """Check the options of a `ClusteredCache`, and return them as a shape."""
     if not isinstance(branching, Sequence) or isinstance(branching, str) or len(branching) not in (1, 2):
-        raise InvalidInput("branching", given=repr(branching), expected="keys of a group and a factor, such as (8, 2)")
+        expected = "the keys per group and the members of a node above, such as (8, 2)"
+        raise InvalidInput("branching", got=repr(branching), expected=expected)
     group, factor = (
         check_count(f"branching[{i}]", b, "2 or more", 2) for i, b in enumerate((*branching, branching[-1])[:2])
     )
-    top_k = check_count("top_k", top_k, "0 or a positive number of groups")
+    top_k = check_count("top_k", top_k, "a number of groups, 0 or more")
     if beam is None:
         width: int | None = default_width(top_k)
     elif isinstance(beam, str) and beam == "exact":
@@ -221,7 +229,7 @@ def shape_of(branching: Any, chunk: Any, top_k: Any, beam: Any, sinks: Any) -> S
         chunk=check_count("chunk", chunk, "a positive number of tokens", 1),
         top_k=top_k,
         width=width,
-        sinks=check_count("sinks", sinks, "0 or a number of first tokens"),
+        sinks=check_count("sinks", sinks, "a number of first tokens, 0 or more"),
     )
-    _ = shape.chunk_height
+    _ = shape.chunk_height  # checks the chunk
     return shape

@@ -1,4 +1,4 @@
-"""`FlatCache`: every key and value, with exact attention: the baseline, and the cache of flat layers."""
+"""`FlatCache`: all keys and values, with exact attention. The baseline, and the cache of flat layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class FlatCache(Cache):
-    """A cache of all keys and values; its capacity doubles when it runs out.
+    """Cache of all keys and values, for exact attention. Its capacity doubles when it is full.
+
+    Args:
+        layers, batch, kv_heads, head_dim, value_dim, max_length, dtype, device: See `Cache`.
 
     >>> cache = FlatCache(layers=1, batch=2, kv_heads=3, head_dim=8)
     >>> q, k, v = torch.randn(3, 2, 3, 8).unbind(0)

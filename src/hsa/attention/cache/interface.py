@@ -1,4 +1,4 @@
-"""`Cache`: the interface and the checks that all caches share, for sequences that grow together token by token."""
+"""`Cache`: the interface and the checks that all caches share. A cache holds sequences that grow together by tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hsa.tree.hierarchy import Hierarchy, integers
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a cache, and bytes of a flat cache for the same tokens.
+    """Size of a cache in bytes, next to that of a flat cache of the same tokens.
 
     >>> print(Memory(bytes=65_536, flat_bytes=33_554_432, leaves_kept=False))
     64 KiB, 1/512 of the 32 MiB of a flat cache
@@ -27,7 +27,7 @@ class Memory:
 
     bytes: int
     flat_bytes: int
-    leaves_kept: bool  # whether every key and value is kept
+    leaves_kept: bool  # whether the cache keeps every key and value
 
     def __str__(self) -> str:
         kept = "; every key and value is kept" if self.leaves_kept else ""
@@ -47,12 +47,12 @@ def _size(number: float) -> str:
 
 @dataclass
 class Counted:
-    """Work of decoding steps, summed over heads and sequences."""
+    """Counter of the work of decoding steps, summed over heads and sequences."""
 
-    entries: int = 0  # keys and pooled nodes that were attended to
-    scored: int = 0  # pooled nodes that the search scored
-    clustering: int = 0  # operations to order chunks that became complete
-    pooling: int = 0  # operations to pool their nodes
+    entries: int = 0  # keys and pooled nodes attended to
+    scored: int = 0  # pooled nodes scored by the search
+    clustering: int = 0  # operations to cluster complete chunks
+    pooling: int = 0  # operations to pool the nodes of these chunks
 
 
 class Storage(TypedDict, total=False):
@@ -64,23 +64,23 @@ class Storage(TypedDict, total=False):
 
 
 class Sizes(Storage, total=False):
-    """The same, and the length of sequences."""
+    """Optional properties of the stored tensors, and the greatest length; see `Cache`."""
 
     max_length: int | None
 
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """Options of `Cache.attend` after its checks."""
+    """Checked options of `Cache.attend`."""
 
-    bias: Tensor | None  # [1 or heads] for the logits of pooled nodes
+    bias: Tensor | None  # [1 or heads] added to the logits of pooled nodes
     mixing: HeadMixing | None
     scale: float
     counted: Counted | None
 
 
 class Cache(ABC):
-    """Keys and values of a batch of sequences, for decoding one token at a time.
+    """Cache of the keys and values of a batch of sequences, to decode one token at a time.
 
         tree = cache.begin(lengths)                # start with prompts; then for every layer
         cache.fill(layer, k, v)                    #   store their packed keys and values
@@ -90,10 +90,11 @@ class Cache(ABC):
     Args:
         layers: Number of layers; they share the tree.
         batch: Number of sequences.
-        kv_heads, head_dim: Key/value heads and their channels.
-        value_dim: Channels of the values; `head_dim` by default.
-        max_length: Most tokens per sequence.
-        dtype, device: Of the stored tensors.
+        kv_heads: Number of key/value heads.
+        head_dim: Dimension of a key.
+        value_dim: Dimension of a value; `head_dim` by default.
+        max_length: Greatest number of tokens per sequence.
+        dtype, device: Type and device of the stored tensors.
     """
 
     mixes_heads = True  # whether `attend` takes `mixing`
@@ -118,12 +119,12 @@ class Cache(ABC):
         if max_length is not None:
             max_length = check_count("max_length", max_length, "a positive number of tokens, or None", 1)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise InvalidInput("dtype", given=repr(dtype), expected="a floating-point dtype")
+            raise InvalidInput("dtype", got=repr(dtype), expected="a floating-point dtype")
         self.max_length, self.dtype = max_length, dtype
         self.device = torch.empty(0, device=device).device
         self._longest = 0  # tokens of the longest sequence
         self._pending: set[int] = set()  # layers that still lack the prompts or the newest token
-        self._prompts: tuple[int, ...] | None = None  # their lengths, until a token is appended
+        self._prompts: tuple[int, ...] | None = None  # lengths of the prompts, until a token is appended
 
     @property
     @abstractmethod
@@ -135,7 +136,7 @@ class Cache(ABC):
         """Start an empty cache with prompts of these lengths, and return their forest.
 
         Args:
-            lengths: `[batch]` tokens of every prompt.
+            lengths: `[batch]` number of tokens of every prompt.
             closes: `[tokens]` height up to which each token closes families, prompts one after another; None for 0.
         """
 
@@ -145,7 +146,7 @@ class Cache(ABC):
 
     @abstractmethod
     def append(self, closes: Any = None) -> None:
-        """Add a token to every sequence; `attend` brings its keys and values.
+        """Add a token to every sequence. Its keys and values follow with `attend`.
 
         Args:
             closes: `[batch]` height up to which the token closes families; None for 0.
@@ -167,17 +168,18 @@ class Cache(ABC):
         """Store the key and value of the newest token, and return its attention `[batch, heads, value_dim]`.
 
         Args:
-            layer: Each layer once after every `append`.
+            layer: Number of the layer. Call each layer once after every `append`.
             q: `[batch, heads, head_dim]` queries of the newest tokens.
-            k, v: `[batch, kv_heads, head_dim]`, `[batch, kv_heads, value_dim]` keys and values of these tokens.
+            k: `[batch, kv_heads, head_dim]` keys of these tokens.
+            v: `[batch, kv_heads, value_dim]` values of these tokens.
             pooled_bias: Number, or one number per head, to add to the logits of pooled nodes.
             mixing: Talking heads, as in `multiscale_attention`.
-            scale: Factor of the logits; `head_dim ** -0.5` by default.
-            counted: Counter to add this call's work to.
+            scale: Factor of the dot products; `head_dim ** -0.5` by default.
+            counted: Counter to add the work of this call to.
         """
         check_mixing(mixing, q)
         if mixing is not None and not self.mixes_heads:
-            raise Unsupported(f"a {type(self).__name__} cannot mix heads: each attends to nodes of its own")
+            raise Unsupported(f"a {type(self).__name__} cannot mix heads: each head attends to its own nodes")
         options = AttendOptions(self._head_bias(pooled_bias, q), mixing, scale_or_default(scale, q), counted)
         self._accept(layer, k, v, q)
         return self._attend(layer, q, k, v, options)
@@ -203,14 +205,14 @@ class Cache(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` of a cache with the same sizes returned, its batch included."""
+        """Restore the state of a cache with the same sizes, as `state_dict` returned it. The batch size may differ."""
 
     @abstractmethod
     def memory(self) -> Memory:
         """Return the bytes of this cache and of a flat one."""
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a cache must share with this one to take its state, beside the shapes of tensors."""
+        """Return the settings, besides tensor shapes, that a cache must share with this one to load its state."""
         return {}
 
     def _flat_bytes(self) -> int:
@@ -218,15 +220,15 @@ class Cache(ABC):
         return self.layers * row * sum(self.lengths)
 
     def _start_prompts(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Check the arguments of `begin`, and expect the prompts in every layer."""
+        """Check the arguments of `begin`, and mark the prompts as pending in every layer."""
         if self._longest:
-            raise InvalidInput("begin", given="a cache with tokens", expected="an empty cache", fix="make a new one")
+            raise InvalidInput("begin", got="a cache with tokens", expected="an empty cache", fix="Make a new cache")
         sizes = tuple(integers("lengths", lengths).reshape(-1).tolist())
         if len(sizes) != self.batch or min(sizes) < 1:
             raise InvalidInput(
                 "lengths",
-                given=f"{list(sizes)[:5]} for {len(sizes)} sequences",
-                expected=f"a token or more in each of {self.batch} sequences, the batch of the cache",
+                got=list(sizes),
+                expected=f"a length of 1 or more for each of the {self.batch} sequences of the cache",
             )
         self._set_longest(max(sizes))
         self._prompts, self._pending = sizes, set(range(self.layers))
@@ -236,61 +238,62 @@ class Cache(ABC):
         if self.max_length is not None and longest > self.max_length:
             raise InvalidInput(
                 "cache",
-                given=f"a sequence of {longest:,} tokens",
-                expected=f"at most {self.max_length:,}, the max_length of the cache",
-                fix="make it with a larger max_length",
+                got=f"{longest:,} tokens",
+                expected=f"sequences of at most {self.max_length:,} tokens (max_length)",
+                fix="Make the cache with a larger max_length",
             )
         self._longest = longest
 
     def _start_token(self) -> None:
-        """Check that a token can be appended, and expect it in every layer."""
+        """Check that a token can be appended, and mark it as pending in every layer."""
         self._check_complete()
         self._set_longest(self._longest + 1)
         self._prompts, self._pending = None, set(range(self.layers))
 
     def _check_complete(self) -> None:
         if self._pending:
-            what = "the prompts" if self._prompts else "the newest token"
+            tokens = "the prompts" if self._prompts else "the newest token"
             raise InvalidInput(
                 "cache",
-                given=f"layer {min(self._pending)} without {what}",
-                expected="keys and values of every layer before the next token",
-                fix="call fill(layer, k, v) after begin, attend(layer, q, k, v) after append, for every layer",
+                problem=f"layer {min(self._pending)} lacks the keys and values of {tokens}",
+                expected="those of every layer before the next step",
+                fix="For every layer, call fill(layer, k, v) after begin and attend(layer, q, k, v) after append",
             )
 
     def _accept(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
-        """Check the arguments of `fill` (without q) or `attend`; the layer is no longer pending."""
+        """Check the arguments of `fill` (without q) or `attend`, and remove the layer from the pending ones."""
         prompts = q is None
         if layer not in self._pending or (self._prompts is not None) != prompts:
+            waiting = f"one of {sorted(self._pending)}, once each"
             raise InvalidInput(
                 "layer",
-                given=f"{layer}, which is not waiting for {'prompts' if prompts else 'a token'}",
-                expected=f"one of {sorted(self._pending)}, once each"
-                if self._pending
-                else "no call: every layer has its keys and values",
-                fix="call begin before fill, append before attend",
+                problem=f"{layer} is not waiting for {'prompts' if prompts else 'a token'}",
+                expected=waiting if self._pending else "prompts or a new token first",
+                fix="Call begin before fill, append before attend",
             )
         rows = sum(self._prompts) if self._prompts is not None else self.batch
         heads = self.kv_heads if q is None else q.shape[1] if q.ndim == 3 else 0
         shapes = {"k": (rows, self.kv_heads, self.head_dim), "v": (rows, self.kv_heads, self.value_dim)}
-        given = {"k": k, "v": v}
+        tensors = {"k": k, "v": v}
         if q is not None:
-            shapes["q"], given["q"] = (rows, heads, self.head_dim), q
+            shapes["q"], tensors["q"] = (rows, heads, self.head_dim), q
             if heads == 0 or heads % self.kv_heads:
                 raise InvalidInput(
-                    "q", given=f"shape {tuple(q.shape)}", expected=f"[batch, a multiple of {self.kv_heads} heads, dim]"
+                    "q",
+                    got=f"shape {tuple(q.shape)}",
+                    expected=f"shape (batch, a multiple of {self.kv_heads} heads, dim)",
                 )
-        for name, x in given.items():
+        for name, x in tensors.items():
             if tuple(x.shape) != shapes[name]:
                 raise InvalidInput(
                     name,
-                    given=f"shape {tuple(x.shape)}",
-                    expected=f"{shapes[name]}, as in this cache",
-                    fix="use a cache made for this model and batch",
+                    got=f"shape {tuple(x.shape)}",
+                    expected=f"shape {shapes[name]}, as in this cache",
+                    fix="Use a cache made for this model and batch",
                 )
             if x.dtype != self.dtype or x.device != self.device:
                 raise InvalidInput(
-                    name, given=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as in this cache"
+                    name, got=f"{x.dtype} on {x.device}", expected=f"{self.dtype} on {self.device}, as in this cache"
                 )
         self._pending.discard(layer)
 
@@ -298,44 +301,46 @@ class Cache(ABC):
         self._check_complete()
         selected = torch.as_tensor(index)
         if selected.ndim != 1 or selected.is_floating_point() or selected.dtype == torch.bool or len(selected) == 0:
-            raise InvalidInput("index", given=repr(index), expected="a vector of sequence numbers")
+            raise InvalidInput("index", got=repr(index), expected="a list or vector of sequence numbers")
         if not bool(((selected >= 0) & (selected < self.batch)).all()):
-            raise InvalidInput("index", given=selected.tolist(), expected=f"sequences 0 to {self.batch - 1}")
+            raise InvalidInput("index", got=selected.tolist(), expected=f"sequence numbers from 0 to {self.batch - 1}")
         return selected.to(self.device)
 
     def _check_shorter(self, lengths: Sequence[int]) -> list[int]:
         self._check_complete()
         wanted, now = integers("lengths", lengths).reshape(-1).tolist(), self.lengths
         if len(wanted) != self.batch:
-            raise InvalidInput("lengths", given=wanted, expected=f"one for each of {self.batch} sequences")
+            raise InvalidInput("lengths", got=wanted, expected=f"one length for each of the {self.batch} sequences")
         if any(not 0 <= n <= m for n, m in zip(wanted, now, strict=True)):
-            raise InvalidInput("lengths", given=wanted, expected=f"at most what is there: {now}")
+            raise InvalidInput("lengths", got=wanted, expected=f"at most the lengths of the sequences, {now}")
         return wanted
 
     def _check_state(self, state: dict[str, Any], **shapes: tuple[int | None, ...]) -> None:
-        """Check that a state fits this cache: shapes of its tensors (None: any size), dtype and settings."""
+        """Check that a state fits this cache: shapes of its tensors (None for any size), dtype and settings."""
         for name, shape in shapes.items():
-            given = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
-            fits = given is not None and len(given) == len(shape)
-            if not fits or any(s is not None and s != g for g, s in zip(given or (), shape, strict=True)):
+            actual = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+            fits = actual is not None and len(actual) == len(shape)
+            if not fits or any(s is not None and s != a for a, s in zip(actual or (), shape, strict=True)):
+                sizes = ", ".join("any" if size is None else str(size) for size in shape)
                 raise InvalidInput(
                     f"state[{name!r}]",
-                    given="nothing" if given is None else f"shape {given}",
-                    expected=f"{shape} (None: any size), as in this cache",
-                    fix="make the cache with the sizes of the saved one",
+                    got=f"shape {actual}",
+                    problem="missing" if actual is None else None,
+                    expected=f"a tensor of shape ({sizes}), as in this cache",
+                    fix="Make the cache with the sizes of the saved one",
                 )
             if name in ("keys", "values") and state[name].dtype != self.dtype:
                 raise InvalidInput(
-                    f"state[{name!r}]", given=state[name].dtype, expected=f"{self.dtype}, as in this cache"
+                    f"state[{name!r}]", got=state[name].dtype, expected=f"{self.dtype}, as in this cache"
                 )
         if state.get("settings", {}) != self._settings():
             raise InvalidInput(
                 "state['settings']",
-                given=state.get("settings"),
+                got=state.get("settings"),
                 expected=f"{self._settings()}, as in this cache",
-                fix="make the cache with the settings of the saved one",
+                fix="Make the cache with the settings of the saved one",
             )
 
     def _loaded(self, lengths: Sequence[int]) -> None:
-        """Expect no keys or values after a state of these lengths was loaded."""
+        """Mark no layer as pending, after a state of these lengths was loaded."""
         self.batch, self._longest, self._pending, self._prompts = len(lengths), max(lengths), set(), None

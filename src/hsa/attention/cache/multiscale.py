@@ -1,17 +1,19 @@
 """`MultiscaleCache`: the causal tree of a growing sequence, in memory that grows with the logarithm of its length.
 
-A token attends to the leaves of its own family and of the `near` families before it, and to closed nodes further back, each
-by its pooled key, pooled value and leaf count. So only the newest nodes of every level are kept, in a ring of
-(near + 1) · members slots: the members of the node in progress, and those of the nodes that contain the near families.
+A token attends to the leaves of its own family and of the `near` families before it, and to closed nodes farther back.
+Of a closed node it needs only the pooled key, the pooled value and the leaf count. Every level therefore keeps only its
+newest nodes, in a ring of (near + 1) · members slots: the members of the node in progress, and those of the nodes that
+contain the near families.
 
-Three numbers per slot decide what a token sees: the number of leaves below the node, the token it ends with, and the token
-its parent ends with (none while the parent is in progress). With T the last token before the near families, a pooled node
-is seen if it ends at or before T and its parent after T; a leaf if its parent ends after T. That is the causal frontier of
-`multiscale_attention`, number for number.
+Each slot stores three numbers: the number of leaves below its node, the token that the node ends with, and the token
+that its parent ends with (none while the parent is in progress). Let T be the last token before the near families. A
+pooled node is visible if it ends at or before T and its parent ends after T; a leaf is visible if its parent ends after
+T. This is exactly the causal list of nodes of `multiscale_attention`.
 
-The structure advances once per token (`append`), for all layers; each layer then stores one key and value, attends to one
-tile of slots, and pools the nodes that have closed (`attend`). No step needs a decision from the device, so that it can be
-captured as a CUDA graph; the host, which enforces `max_length`, then no longer counts along.
+`append` advances the structure once per token, for all layers. `attend` then stores one key and value per layer,
+attends to one tile of slots, and pools the nodes that have closed. No step depends on a result from the device, so a
+step can be captured as a CUDA graph; `max_length` is then no longer enforced, because the host does not count replayed
+steps.
 """
 
 from __future__ import annotations
@@ -36,25 +38,28 @@ from hsa.tree.causal_tree import Level, cap, causal_tree, check_branching, check
 from hsa.tree.hierarchy import Hierarchy
 
 OPEN = 2**31 - 1
-"""End of the parent of a node, while that parent is in progress."""
+"""Value of `parent_end` while the parent of a node is in progress."""
 LENGTH = 2**20
-"""Default `max_length`. A sequence longer by a factor of `branching` costs one more ring."""
+"""Default `max_length`. A value greater by a factor of `branching` adds one ring."""
 
 
 class MultiscaleCache(Cache):
-    """A cache of O(branching · depth) keys and values per head.
+    """Cache of multiscale attention: O(branching · depth) keys and values per head.
 
-    Each token gets the result of the full pass: `multiscale_attention(q, k, v, tree, selection=selection, causal=True)` with
-    `selection = select(q, k, tree, near=near, causal=True)` and `tree = causal_tree(lengths, branching, closes, sinks)`.
+    Decoding gives each token the same result as a pass over the whole sequence:
+
+        tree      = causal_tree(lengths, branching, closes, sinks)
+        selection = select(q, k, tree, near=near, causal=True)
+        out       = multiscale_attention(q, k, v, tree, selection=selection, causal=True)
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
-        branching: Most members per family, from the leaves up; the last factor repeats.
-        near: Number of exact leaf families before the token's own.
+        branching: Greatest number of members per family, from the leaves up; the last factor repeats.
+        near: Number of leaf families before the token's own that are exact.
         sinks: Number of first tokens that are always exact.
-        closing: Greatest height that tokens close (`closes`); 0 for fixed windows.
-        max_length: Most tokens per sequence; it decides the number of levels.
-        rewind: Most tokens that `crop` can remove.
+        closing: Greatest height of `closes`; 0 for families of fixed size.
+        max_length: Greatest number of tokens per sequence; it determines the number of levels.
+        rewind: Greatest number of tokens that `crop` can remove.
         backend: "auto", "triton" (CUDA) or "torch".
 
     >>> cache = MultiscaleCache(layers=1, batch=1, kv_heads=2, head_dim=8, branching=(4, 4), max_length=4096)
@@ -84,33 +89,34 @@ class MultiscaleCache(Cache):
     ):
         super().__init__(layers, batch, kv_heads, head_dim, max_length=max_length, **storage)
         self.branching = check_branching(branching)
-        self.near = check_count("near", near, "0 or a positive number of leaf families")
-        self.sinks = check_count("sinks", sinks, "0 or a positive number of first tokens")
-        self.closing = check_count("closing", closing, "0 or the greatest height that tokens close")
-        self.rewind = check_count("rewind", rewind, "0 or a positive number of tokens")
-        self.asked_backend = backend
+        self.near = check_count("near", near, "a number of leaf families, 0 or more")
+        self.sinks = check_count("sinks", sinks, "a number of first tokens, 0 or more")
+        self.closing = check_count("closing", closing, "the greatest height that tokens close, 0 or more")
+        self.rewind = check_count("rewind", rewind, "a number of tokens, 0 or more")
+        self.requested_backend = backend
         self.backend = choose("MultiscaleCache", CACHES, backend, self)
         self.caps = _caps(self.branching, self.closing, max_length)
-        """Most members of a node; entry l is for the nodes of level l + 1."""
+        """Greatest number of members per node; entry l is for the nodes of level l + 1."""
         rings = [(self.near + 1) * members + self.rewind for members in self.caps]
         first = np.cumsum([self.sinks, *rings])
         self.rings = [(int(begin), size) for begin, size in zip(first, rings, strict=False)]
-        """First slot and size of the ring of every level; the slots of sinks come first."""
+        """First slot and size of the ring of every level; sinks come before the first ring."""
         self.slots = int(first[-1])
+        """Number of slots per head."""
 
         def full(*shape: int, dtype: torch.dtype = torch.int32, value: float = 0) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
-        self.leaves = full(batch, self.slots)  # 0: an empty slot
-        self.end = full(batch, self.slots)
-        self.parent_end = full(batch, self.slots, value=OPEN)
-        self.made = full(batch, len(self.rings))  # nodes of every level closed so far; leaves on level 0
+        self.leaves = full(batch, self.slots)  # number of leaves below the node of a slot; 0 for an empty slot
+        self.end = full(batch, self.slots)  # token that the node ends with, counted from 1
+        self.parent_end = full(batch, self.slots, value=OPEN)  # token that its parent ends with
+        self.made = full(batch, len(self.rings))  # number of nodes closed on every level (leaves on level 0)
         self.length = full(batch)
-        self.reached = full(batch)  # greatest length before a crop: slots were overwritten up to there
+        self.reached = full(batch)  # greatest length before a crop; determines which slots were overwritten
         self.keys = full(layers, batch, kv_heads, self.slots, head_dim, dtype=self.dtype)
         self.values = full(layers, batch, kv_heads, self.slots, self.value_dim, dtype=self.dtype)
-        # For the newest token: the slot of its leaf and of each node that it closes (−1: none), the number to add to the
-        # logit of every slot (−∞: not seen), and the share of every slot in the node that closes above it.
+        # For the newest token: the slot of its leaf and of each node that it closes (−1 for none); the number to add to
+        # the logit of every slot (−∞ hides it); the weight of every slot in the mean of the node that closes above it.
         self.written = full(batch, len(self.rings), value=-1)
         wide = torch.promote_types(self.dtype, torch.float32)
         self.bias = full(batch, self.slots, dtype=wide)
@@ -135,14 +141,14 @@ class MultiscaleCache(Cache):
     def begin(self, lengths: Sequence[int], closes: Any = None) -> Hierarchy:
         heights = None if closes is None else check_closes(closes, sum(int(n) for n in lengths))
         if heights is not None and heights.max(initial=0) > self.closing:
-            raise self._closes_too_much(int(heights.max()))
+            raise self._wrong_height(int(heights.max()))
         sizes = self._start_prompts(lengths)
         forest = causal_tree(sizes, self.branching, heights, self.sinks).to(self.device)
         self._assign_slots(sizes, levels(sizes, self.branching, heights, self.sinks, len(self.rings) - 1), forest)
         return forest
 
     def _assign_slots(self, sizes: Sequence[int], tree: list[Level], forest: Hierarchy) -> None:
-        """Assign the newest closed nodes of every level to the slots that appending would have put them in."""
+        """Assign the newest closed nodes of every level to the slots that appending token by token would use."""
         numbers = {name: getattr(self, name).cpu().numpy() for name in ("leaves", "end", "parent_end", "made")}
         forest, _ = rooted(forest)
         kept = []
@@ -161,7 +167,7 @@ class MultiscaleCache(Cache):
         self._kept = forest, torch.as_tensor(np.concatenate(kept, 1)).to(self.device)
 
     def _newest(self, number: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return sequence, slot and node of everything a level keeps, and how many nodes each sequence has closed."""
+        """Return sequence, slot and index of the nodes of a level to keep, and how many nodes each sequence has made."""
         begin, size = self.rings[number]
         is_sink = level.end <= self.sinks
         node = np.flatnonzero(level.closed & ~is_sink)
@@ -197,21 +203,23 @@ class MultiscaleCache(Cache):
     def _checked_closes(self, closes: Any) -> Tensor:
         heights = torch.as_tensor(closes)
         if heights.shape != (self.batch,) or heights.is_floating_point():
-            raise InvalidInput("closes", given=repr(closes), expected=f"a height per sequence, ({self.batch},)")
-        if heights.device.type == "cpu" and not 0 <= int(heights.min()) <= int(heights.max()) <= self.closing:
-            raise self._closes_too_much(int(heights.max()))
+            raise InvalidInput("closes", got=repr(closes), expected=f"one height per sequence, shape ({self.batch},)")
+        if heights.device.type == "cpu":  # reading them from a GPU would wait for it
+            for height in (int(heights.min()), int(heights.max())):
+                if not 0 <= height <= self.closing:
+                    raise self._wrong_height(height)
         return heights
 
-    def _closes_too_much(self, height: int) -> InvalidInput:
+    def _wrong_height(self, height: int) -> InvalidInput:
         return InvalidInput(
             "closes",
-            given=f"a token that closes height {height}",
-            expected=f"0 to {self.closing}, the `closing` of the cache",
-            fix=f"make it with closing={height}",
+            got=height,
+            expected=f"heights from 0 to {self.closing}, the `closing` of the cache",
+            fix=f"Make the cache with closing={height}" if height > 0 else None,
         )
 
     def _head_bias(self, pooled_bias: float | Tensor, q: Tensor) -> Tensor:
-        """Return `[1 or heads]` on the device. Numbers are uploaded once: a copy would break a CUDA graph."""
+        """Return the bias `[1 or heads]` on the device. Numbers are uploaded once: a copy would break a CUDA graph."""
         if not isinstance(pooled_bias, Tensor) and pooled_bias in self._biases:
             return self._biases[pooled_bias]
         bias = per_head(pooled_bias, q)
@@ -225,7 +233,7 @@ class MultiscaleCache(Cache):
             options.counted.entries += int((self.bias > -torch.inf).sum()) * q.shape[1]
         bias, scale = options.bias, options.scale
         assert bias is not None
-        if options.mixing is not None:  # the kernel does not mix
+        if options.mixing is not None:  # the kernel cannot mix heads
             return _Torch(self).attend(layer, q, k, v, bias, scale, options.mixing)
         return self.backend.run(self).attend(layer, q, k, v, bias, scale)
 
@@ -238,15 +246,18 @@ class MultiscaleCache(Cache):
         self._longest = max(self.lengths)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Remove tokens: slots are not overwritten for `rewind` tokens, so forgetting later nodes restores the state."""
+        """Remove the tokens after these lengths, at most `rewind` of them, counted from the greatest length so far.
+
+        Slots are not overwritten for `rewind` tokens, so deleting the later nodes restores the state.
+        """
         wanted, reached = self._check_shorter(lengths), torch.maximum(self.reached, self.length)
-        back = max(n - m for n, m in zip(reached.tolist(), wanted, strict=True))
-        if back > self.rewind:
+        removed = max(n - m for n, m in zip(reached.tolist(), wanted, strict=True))
+        if removed > self.rewind:
             raise InvalidInput(
                 "lengths",
-                given=f"{back} tokens to remove from the greatest length so far",
-                expected=f"at most {self.rewind}, the `rewind` of the cache",
-                fix=f"make it with rewind={back}, which takes as many more slots per level",
+                got=removed,
+                expected=f"at most {self.rewind} tokens to remove from the greatest length so far (rewind)",
+                fix=f"Make the cache with rewind={removed}; each level then takes as many more slots",
             )
         length = torch.tensor(wanted, dtype=torch.int32, device=self.device)
         later = (self.leaves > 0) & (self.end > length[:, None])
@@ -282,9 +293,9 @@ class MultiscaleCache(Cache):
 
 
 def _caps(branching: Sequence[int], closing: int, max_length: int) -> list[int]:
-    """Return the most members per node of as many levels as the longest sequence needs; nodes of the last never close.
+    """Return the greatest number of members per node, for every level that the longest sequence needs.
 
-    A single token may close nodes up to height `closing`.
+    Nodes of the last level never close. A single token may close nodes up to height `closing`.
     """
     caps, tokens = [cap(branching, 1)], 1
     while True:
@@ -296,6 +307,7 @@ def _caps(branching: Sequence[int], closing: int, max_length: int) -> list[int]:
 
 
 def _parents_end(above: list[Level], node: np.ndarray) -> np.ndarray | int:
+    """Return the token that the parent of each node ends with; OPEN while it is in progress."""
     if not above:
         return OPEN
     parent = np.searchsorted(above[0].offsets, node, side="right") - 1
@@ -303,7 +315,7 @@ def _parents_end(above: list[Level], node: np.ndarray) -> np.ndarray | int:
 
 
 def _nodes_with(first: np.ndarray, leaves: np.ndarray, forest: Hierarchy) -> np.ndarray:
-    """Return a node for every run of leaves that is the leaves of some node."""
+    """Return the node of the forest with these leaves, for each first leaf and number of leaves."""
     s = forest.structure
     runs = s.first_leaf * (forest.num_leaves + 1) + s.leaf_count
     order = np.argsort(runs, kind="stable")
@@ -311,12 +323,13 @@ def _nodes_with(first: np.ndarray, leaves: np.ndarray, forest: Hierarchy) -> np.
 
 
 class _Torch:
-    """The step in PyTorch operations."""
+    """Decoding steps of a cache in PyTorch operations."""
 
     def __init__(self, cache: MultiscaleCache):
         self.cache = cache
 
     def append(self) -> None:
+        """Add a leaf to every sequence and close the nodes that it completes."""
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         c.length += 1
@@ -353,7 +366,7 @@ class _Torch:
         return begin + self.cache.made[:, level] % size
 
     def _update_bias(self) -> None:
-        """Hide the slots that the newest token does not see; weigh the others by their leaves."""
+        """Set the bias of every slot for the newest token: −∞ if hidden, otherwise the log of its leaf count."""
         c = self.cache
         if len(c.rings) > 1:
             begin, size = c.rings[1]
@@ -367,7 +380,7 @@ class _Torch:
         c.bias.copy_(c.leaves.to(c.bias.dtype).log().masked_fill_(~seen, -torch.inf))
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
-        """Return `[nodes, kv_heads, dim]`, means over the leaves below nodes of a rooted forest."""
+        """Return the means `[nodes, kv_heads, dim]` over the leaves below nodes of a rooted forest."""
         plan = rounds(forest)
         return pyramid(leaves, plan)[plan.slot_of_node[nodes]]
 
@@ -381,6 +394,7 @@ class _Torch:
         scale: float,
         mixing: HeadMixing | None = None,
     ) -> Tensor:
+        """Store the newest token in one layer, attend, and pool the nodes that it closes."""
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         keys, values = c.keys[layer], c.values[layer]
@@ -401,6 +415,7 @@ class _Torch:
         return out
 
     def _pool(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Pool the keys and values of the nodes that the newest token closes, level by level."""
         c = self.cache
         rows = torch.arange(c.batch, device=c.device)
         for level in range(1, len(c.rings)):
@@ -424,7 +439,7 @@ def _run_triton(cache: MultiscaleCache) -> Any:
 
 def _why_not_triton(cache: MultiscaleCache) -> list[str]:
     like = torch.empty(0, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
-    return available.why_not(like, like, cache.asked_backend)
+    return available.why_not(like, like, cache.requested_backend)
 
 
 CACHES = (Backend("triton", _run_triton, _why_not_triton), Backend("torch", _Torch))

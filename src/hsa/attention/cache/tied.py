@@ -1,4 +1,4 @@
-"""`TiedCache`: the paper's cache (appendix G.2) for `hierarchical_attention`: pooled queries and energies on the path."""
+"""`TiedCache`: the paper's cache (appendix G.2) for `hierarchical_attention`, with pooled queries and energies."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from hsa.tree.hierarchy import Hierarchy, integers
 
 
 class TiedCache:
-    """The right-skewed tree of appendix G.2, for `hierarchical_attention(causal="paper-mask")`.
+    """Cache of `hierarchical_attention(causal="paper-mask")`, over the right-skewed tree of the paper's appendix G.2.
 
-    Every layer keeps, for each open node on the path to the newest token, the sum of its queries and the energy of its
-    finished members, and for each finished member its pooled key, pooled value and leaf count. A token costs O(b·depth):
+    For each open node on the path to the newest token, every layer keeps the sum of its queries, the energy of its
+    finished members, and the pooled key, pooled value and leaf count of each finished member. A token costs O(b·depth):
 
         upwards    inner(P) = (Σ over finished members C of count(C)·mass(C) + count(A)·mass(A)) / count(P)
                    mass(A)  = log(e^inner(A) + e^outer(A)),  outer(A) over the finished members of P     (A: P's path member)
         downwards  out ← out + weight · share(outer(A)) · y(A),  weight ← weight · share(inner(A))
 
-    A token's row is that of the tree at the time of the token. This operator ties rows, so that a pass over the longer
-    sequence gives earlier tokens *other* rows: pooled queries and energies change with every token that joins a node. That
-    is what appendix G describes, and why models here decode with `MultiscaleCache`, whose rows never change. Tokens cannot
-    be removed: they stay in sums and means.
+    The result of a token is that of the tree up to this token. A pass over a longer sequence gives earlier tokens
+    *other* results, because the operator ties the rows of a node: its pooled queries and energies change with every
+    token that joins it. Appendix G describes this behaviour. Models here decode with `MultiscaleCache`, where results
+    never change. Tokens cannot be removed: they stay in sums and means.
 
     Args:
         batch: Number of sequences; each grows by one token per step.
-        branching: Members per node from the leaves up; the last factor repeats.
+        branching: Number of members per node, from the leaves up; the last factor repeats.
         layers: Number of layers.
-        sinks: Number of first tokens, which are children of the root.
+        sinks: Number of first tokens that are children of the root.
 
     >>> from hsa import Hierarchy, hierarchical_attention
     >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 tokens, 2 heads of 4
@@ -66,39 +66,48 @@ class TiedCache:
         self._widths: tuple[Any, ...] | None = None  # heads, key/value heads, dim, value_dim, dtype, device
 
     def begin(self, lengths: Any, closes: Any = None) -> Hierarchy:
-        """Start an empty cache with prompts: structure only.
+        """Start an empty cache with prompts of these lengths.
 
         Args:
-            lengths: `[batch]` tokens of every prompt.
+            lengths: `[batch]` number of tokens of every prompt.
             closes: `[tokens]` height up to which each token closes nodes, prompts one after another; None for 0.
 
         Returns:
             The forest of the prompts, for `hierarchical_attention`.
         """
         if any(self.lengths):
-            raise InvalidInput("begin", given="a cache with tokens", expected="an empty cache", fix="make a new one")
+            raise InvalidInput("begin", got="a cache with tokens", expected="an empty cache", fix="Make a new cache")
         hierarchy = causal_tree(lengths, self.branching, closes, sinks=self.sinks)
         if hierarchy.num_trees != self.batch:
-            raise InvalidInput("lengths", given=f"{hierarchy.num_trees} prompts", expected=f"{self.batch} sequences")
+            raise InvalidInput(
+                "lengths",
+                got=hierarchy.lengths,
+                expected=f"one length for each of the {self.batch} sequences",
+            )
         length, first = np.array(hierarchy.lengths), hierarchy.structure.leaf_offsets[:-1]
         heights = np.zeros(hierarchy.num_leaves, np.int64) if closes is None else integers("closes", closes)
         for t in range(int(length.max())):
-            there = t < length
-            self._advance(there, heights[first + np.minimum(t, length - 1)])
+            has_token = t < length
+            self._advance(has_token, heights[first + np.minimum(t, length - 1)])
         self._prompts = _Prompts.of(hierarchy, [level.counts for level in (self._root, *reversed(self._levels))])
         self._attended = set()
         return hierarchy
 
     @torch.no_grad()
     def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> None:
-        """Store what the path needs of the prompts, after `begin`.
+        """Store the prompts in one layer, after `begin`.
 
         Args:
-            layer: Each layer once.
-            q, k, v: `[tokens, heads, dim]`, packed.
+            layer: Number of the layer. Call each layer once.
+            q, k, v: `[tokens, heads, dim]` queries, keys and values of the prompts, packed.
+            scale: Factor of the dot products; 1/√dim by default.
         """
         if self._prompts is None or layer in self._attended:
-            raise InvalidInput("fill", given=f"layer {layer} without prompts", expected="begin before it")
+            raise InvalidInput(
+                "layer",
+                problem=f"{layer} is not waiting for prompts",
+                expected="a call of begin, then one of fill per layer",
+            )
         check_inputs({"q": q, "k": k, "v": v}, self._prompts.members.to(q.device))
         self._check_widths(layer, q, k, v)
         self._attended.add(layer)
@@ -110,7 +119,7 @@ class TiedCache:
         """Add a token to every sequence, and close the nodes that it completes.
 
         Args:
-            closes: `[batch]` height up to which the token closes nodes, whatever their size; None for 0.
+            closes: `[batch]` height up to which the token closes nodes of any size; None for 0.
         """
         self._check_finished("append")
         heights = np.zeros(self.batch, np.int64) if closes is None else check_closes(closes, self.batch)
@@ -118,10 +127,11 @@ class TiedCache:
         if self._widths is not None:
             self._upload()
 
-    def _advance(self, there: np.ndarray, heights: np.ndarray) -> list[_Step]:
+    def _advance(self, has_token: np.ndarray, heights: np.ndarray) -> list[_Step]:
         """Add a token to the structure of some sequences, and return the steps of the nodes on its path."""
-        in_tree = there & (np.array(self.lengths) >= self.sinks)
-        complete, size, steps = in_tree, np.ones(self.batch, np.int64), []  # of the path's member of a level
+        in_tree = has_token & (np.array(self.lengths) >= self.sinks)
+        # For the member of each level that lies on the path: whether it is complete, and its number of leaves.
+        complete, size, steps = in_tree, np.ones(self.batch, np.int64), []
         for height, level in enumerate(self._levels, start=1):
             closing = complete & ((level.sizes + 1 == cap(self.branching, height)) | (heights >= height))
             steps.append(level.step(complete, closing, size))
@@ -134,33 +144,32 @@ class TiedCache:
             self._levels.append(level)
             steps.append(level.step(complete, closing, size))
             complete, size = closing, steps[-1].count
-        steps.append(self._root.step(there & ~in_tree, np.zeros(self.batch, bool), size))
-        self.lengths = (np.array(self.lengths) + there).tolist()
+        steps.append(self._root.step(has_token & ~in_tree, np.zeros(self.batch, bool), size))
+        self.lengths = (np.array(self.lengths) + has_token).tolist()
         return steps
 
     @torch.no_grad()
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """Store the new token of every sequence and return its row.
+        """Store the newest token of every sequence, and return its attention `[batch, heads, value_dim]`.
 
         Args:
-            layer: Each layer once after every `append`.
-            q: `[batch, heads, dim]`.
-            k, v: `[batch, kv_heads, dim]`, `[batch, kv_heads, value_dim]`; fewer heads than q: grouped.
-
-        Returns:
-            `[batch, heads, value_dim]`.
+            layer: Number of the layer. Call each layer once after every `append`.
+            q: `[batch, heads, dim]` queries of the newest tokens.
+            k: `[batch, kv_heads, dim]` keys of these tokens; `kv_heads` must divide `heads`.
+            v: `[batch, kv_heads, value_dim]` values of these tokens.
+            scale: Factor of the dot products; 1/√dim by default.
         """
         self._check(layer, q, k, v)
         self._attended.add(layer)
         scale, heads, wide = scale_or_default(scale, q), q.shape[1], torch.promote_types(q.dtype, torch.float32)
-        query, key, value = q.to(wide), k.to(wide), v.to(wide)  # a sum, and two means, of the path's member
+        query, key, value = q.to(wide), k.to(wide), v.to(wide)  # sum of queries, means of keys and values on the path
         count = torch.ones(self.batch, 1, dtype=wide, device=q.device)
         inner = scale * (query * repeat_heads(key, heads)).sum(-1)
         path = []
         with without_autocast(q):
             for level, step in zip([*self._levels, self._root], self._steps or [], strict=True):
                 y, outer = level.siblings(layer, query / count[..., None], step, scale)
-                path.append((y, (outer - inner)[..., None]))  # −∞ without siblings: all goes down
+                path.append((y, (outer - inner)[..., None]))  # −∞ without siblings: all weight goes down
                 mass = torch.logaddexp(inner, outer)
                 query, inner, key, value, count = level.join(layer, query, mass, key, value, count, step)
         out, weight = torch.zeros_like(path[0][0]), torch.ones_like(path[0][1])
@@ -173,7 +182,9 @@ class TiedCache:
         """Replace sequence i by sequence `index[i]` (beam search). The number of sequences may change."""
         index = integers("index", index)
         if index.ndim != 1 or len(index) == 0 or ((index < 0) | (index >= self.batch)).any():
-            raise InvalidInput("index", given=index.tolist(), expected=f"a vector of sequences in 0..{self.batch - 1}")
+            raise InvalidInput(
+                "index", got=index.tolist(), expected=f"sequence numbers from 0 to {self.batch - 1}, at least one"
+            )
         self._check_finished("reorder")
         self.batch, self.lengths = len(index), [self.lengths[i] for i in index]
         for level in (*self._levels, self._root):
@@ -200,10 +211,10 @@ class TiedCache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Tensors stay on their device."""
+        """Restore a state that `state_dict` returned. Tensors stay on their device."""
         if state.get("settings") != self._settings():
             raise InvalidInput(
-                "state", given=f"a cache of {state.get('settings')}", expected=f"{self._settings()}, as this one"
+                "state['settings']", got=state.get("settings"), expected=f"{self._settings()}, as in this cache"
             )
         self.lengths = list(state["lengths"])
         self.batch = len(self.lengths)
@@ -225,31 +236,38 @@ class TiedCache:
         if len(self._attended) < self.layers:
             raise InvalidInput(
                 where,
-                given=f"a cache whose last tokens are in {len(self._attended)} of {self.layers} layers",
-                expected="all layers",
-                fix="call attend (after begin: fill) once per layer",
+                problem=f"only {len(self._attended)} of {self.layers} layers have the newest tokens",
+                expected="all of them first",
+                fix="For every layer, call fill after begin and attend after append",
             )
 
     def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if self._steps is None or layer in self._attended:
-            raise InvalidInput("attend", given=f"layer {layer} without a new token", expected="append before it")
+            raise InvalidInput(
+                "layer",
+                problem=f"{layer} is not waiting for a token",
+                expected="a call of append, then one of attend per layer",
+            )
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 3 or len(x) != self.batch:
                 raise InvalidInput(
-                    name, given=f"shape {tuple(x.shape)}", expected=f"[{self.batch}, heads, dim]: a row per sequence"
+                    name,
+                    got=f"shape {tuple(x.shape)}",
+                    expected=f"shape ({self.batch}, heads, dim), one row per sequence",
                 )
         fits = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
         if not fits or not q.dtype == k.dtype == v.dtype:
             raise InvalidInput(
                 "k",
-                given=f"{tuple(k.shape)} {k.dtype} for q {tuple(q.shape)} {q.dtype} and v {tuple(v.shape)} {v.dtype}",
-                expected="one head_dim and dtype, and heads of k and v that divide those of q",
+                got=f"{tuple(k.shape)} {k.dtype} with q {tuple(q.shape)} {q.dtype} and v {tuple(v.shape)} {v.dtype}",
+                expected="the dtype and head_dim of q, and equal numbers of heads in k and v that divide those of q",
             )
         self._check_widths(layer, q, k, v)
 
     def _check_widths(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if check_count("layer", layer, f"a layer in 0..{self.layers - 1}") >= self.layers:
-            raise InvalidInput("layer", given=layer, expected=f"a layer in 0..{self.layers - 1}")
+        numbers = f"a number from 0 to {self.layers - 1}"
+        if check_count("layer", layer, numbers) >= self.layers:
+            raise InvalidInput("layer", got=layer, expected=numbers)
         widths = (q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device)
         if self._widths is None:
             self._widths = widths
@@ -259,26 +277,26 @@ class TiedCache:
         elif widths != self._widths:
             raise InvalidInput(
                 "q",
-                given=f"heads, key/value heads, dim, value_dim, dtype, device {widths}",
-                expected=f"{self._widths}, as the tokens before",
-                fix="a cache belongs to one model",
+                got=widths,
+                expected=f"(heads, kv_heads, dim, value_dim, dtype, device) = {self._widths}, as of the earlier tokens",
+                fix="Use one cache per model",
             )
 
 
 @dataclass(frozen=True, eq=False)
 class _Prompts:
-    """The finished members on the paths of prompts, oldest first; together they contain every token once."""
+    """Finished members on the paths of prompts, oldest first; together they contain every token once."""
 
-    members: Hierarchy  # one tree each
-    slots: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # per level, top down: sequence, slot, tree
+    members: Hierarchy  # a forest with one tree per member
+    slots: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # by level, from the root: sequence, slot, tree
 
     @staticmethod
     def of(hierarchy: Hierarchy, counts: list[np.ndarray]) -> _Prompts:
-        """`counts`: `[batch, width]` leaves of the members per level, top down."""
+        """Find the finished members from their numbers of leaves, `[batch, width]` by level, from the root."""
         wide = np.concatenate(counts, 1)
         sizes = wide[wide > 0]
         s, end = hierarchy.structure, np.cumsum(sizes)
-        # Nodes outside members are still open; they leave the forest.
+        # Nodes outside the members are still open: remove them.
         inside = s.end_leaf <= end[np.searchsorted(end, s.first_leaf, side="right")]
         number = np.cumsum(inside) - 1
         parent = np.where((s.parent >= 0) & np.append(inside, False)[s.parent], number[s.parent], -1)[inside]
@@ -292,7 +310,7 @@ class _Prompts:
         return _Prompts(members, slots)
 
     def fill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, levels: list[_Level], scale: float) -> None:
-        """Store the means of members and the sums of their energies. A member sees those before it in its node."""
+        """Store the means of members and the sums of their queries and energies; members see the earlier siblings."""
         members = self.members.to(q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
         inner = -energy(q, k, members, causal="paper-mask", scale=scale).to(wide)
@@ -318,25 +336,26 @@ class _Prompts:
 
 @dataclass
 class _Step:
-    """A node on the path while a token joins it, per sequence."""
+    """One node on the path of every sequence, at the moment when a token joins it."""
 
-    counts: np.ndarray  # [batch, width] leaves of its finished members; 0: none there
-    slot: np.ndarray  # [batch] slot of its path member once that is finished
-    complete: np.ndarray  # [batch] whether it is finished
+    counts: np.ndarray  # [batch, width] leaves of its finished members; 0 for empty slots
+    slot: np.ndarray  # [batch] slot for its member on the path, once that is finished
+    complete: np.ndarray  # [batch] whether this member is finished
     closing: np.ndarray  # [batch] whether the node itself is finished with it
     count: np.ndarray  # [batch] leaves of the node, the new one included
 
     def upload(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the tensors that `siblings` and `join` need."""
         self.weights = torch.as_tensor(self.counts).to(device, dtype)
         self.bias = self.weights.log()[:, None, None]
         self.stays = torch.as_tensor(self.complete & ~self.closing).to(device)[:, None]
         self.ends = torch.as_tensor(self.closing).to(device)[:, None]
-        here = np.arange(self.counts.shape[1]) == self.slot[:, None]
-        self.into = torch.as_tensor(here & (self.complete & ~self.closing)[:, None]).to(device)[..., None, None]
+        is_slot = np.arange(self.counts.shape[1]) == self.slot[:, None]
+        self.into = torch.as_tensor(is_slot & (self.complete & ~self.closing)[:, None]).to(device)[..., None, None]
 
 
 class _Level:
-    """The open node of one level in every sequence: its finished members and their sums."""
+    """Open node of one level in every sequence: its finished members and their sums."""
 
     def __init__(self, batch: int, width: int):
         self.counts = np.zeros((batch, width), np.int64)
@@ -344,11 +363,13 @@ class _Level:
 
     @property
     def sizes(self) -> np.ndarray:
+        """Number of finished members, `[batch]`."""
         return (self.counts > 0).sum(1)
 
     def allocate(
         self, layers: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: Any
     ) -> None:
+        """Allocate the tensors of all layers."""
         batch, width = self.counts.shape
         wide = torch.promote_types(dtype, torch.float32)
         self.tensors = {
@@ -359,7 +380,7 @@ class _Level:
         }
 
     def step(self, complete: np.ndarray, closing: np.ndarray, size: np.ndarray) -> _Step:
-        """Advance the structure by a token, and return the one before it, for attention."""
+        """Advance the structure by a token, and return the structure before it, for attention."""
         step = _Step(self.counts.copy(), self.sizes, complete, closing, self.counts.sum(1) + size)
         for sequence in np.flatnonzero(complete & ~closing):
             self.counts[sequence, step.slot[sequence]] = size[sequence]
@@ -367,7 +388,7 @@ class _Level:
         return step
 
     def siblings(self, layer: int, query: Tensor, step: _Step, scale: float) -> tuple[Tensor, Tensor]:
-        """Return y and outer of the path's member, `[batch, heads, value_dim]` and `[batch, heads]`."""
+        """Return y `[batch, heads, value_dim]` and outer `[batch, heads]` of the member on the path."""
         heads = query.shape[1]
         k, v = (repeat_heads(self.tensors[x][layer].transpose(1, 2), heads).to(query.dtype) for x in ("k", "v"))
         y, outer = exact(query[:, :, None], k, v, step.bias, scale=scale)
@@ -376,7 +397,10 @@ class _Level:
     def join(
         self, layer: int, query: Tensor, mass: Tensor, key: Tensor, value: Tensor, count: Tensor, step: _Step
     ) -> tuple[Tensor, ...]:
-        """Add the path's member: return sums, inner, means and leaf count of the node. A finished member is stored."""
+        """Add the member on the path, and return query sum, inner, means and leaf count of the node.
+
+        A finished member is stored.
+        """
         mine = {name: x[layer] for name, x in self.tensors.items()}
         total = mine["query"] + query
         energy = mine["energy"] + count * mass
@@ -392,16 +416,19 @@ class _Level:
         return total, energy / leaves, means[0], means[1], leaves
 
     def reorder(self, index: np.ndarray) -> None:
+        """Replace sequence i by sequence `index[i]`."""
         self.counts = self.counts[index]
         self.tensors = {
             name: x.index_select(1, torch.as_tensor(index).to(x.device)) for name, x in self.tensors.items()
         }
 
     def state(self) -> dict[str, Any]:
+        """Return copies of all tensors."""
         return {"counts": torch.from_numpy(self.counts.copy()), **{n: x.clone() for n, x in self.tensors.items()}}
 
     @staticmethod
     def restored(state: dict[str, Any]) -> _Level:
+        """Return the level with this state."""
         level = _Level(0, 0)
         level.counts = state["counts"].numpy().copy()
         level.tensors = {name: x.clone() for name, x in state.items() if name != "counts"}

@@ -1,4 +1,4 @@
-"""`HierarchicalCall`: one call of hierarchical attention, as its backends see it."""
+"""`HierarchicalCall`: the arguments of one call of hierarchical attention, as passed to its backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hsa.attention.softmax import exact
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HierarchicalCall(Call):
-    """A call of `hierarchical_attention` or of `energy`, checked. k and v have the heads of q."""
+    """Checked arguments of `hierarchical_attention` or of `energy`; k and v have as many heads as q."""
 
     q: Tensor
-    v: Tensor  # of width 0 where only the energy is asked for
+    v: Tensor  # of width 0 for `energy`
     positions: Tensor | None  # [nodes, 1 or heads, dim]
     include_self: bool
     causal: bool  # the paper's mask, which leaks

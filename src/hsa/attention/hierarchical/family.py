@@ -1,14 +1,14 @@
-"""Attention inside a family: a replaceable black box (the paper's appendix E.3).
+"""Attention within a family, which users can replace (the paper's appendix E.3).
 
-The contract: `(q, k, v, bias, mask, *, scale) → (out, lse)` with
+It is a function `(q, k, v, bias, mask, *, scale) → (out, lse)` with
 
     q, k   [families, heads, size, dim]          v   [families, heads, size, value_dim]
-    bias   [families or 1, 1, 1, size] log leaf_count of the keys, or None where all are leaves
-    mask   [families or 1, 1, size, size] booleans: who may see whom
-    out    softmax(scale · q kᵀ + bias) v where the mask allows; 0 in rows that see nothing
-    lse    the log-sum-exp of the same logits, [families, heads, size]; −∞ in rows that see nothing
+    bias   [families or 1, 1, 1, size] log leaf_count of the keys; None if all are leaves
+    mask   [families or 1, 1, size, size] True at visible entries
+    out    [families, heads, size, value_dim] softmax(scale · q kᵀ + bias) v over visible entries; 0 in rows without any
+    lse    [families, heads, size] log-sum-exp of the same logits; −∞ in rows without visible entries
 
-`exact` is the default. A function of the same form can be passed to the operator; here are two worked examples.
+The default is `exact`. This module has two further functions, as examples.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FamilyAttentionName: TypeAlias = Literal["exact", "flex", "linear"]
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """FlexAttention. Compile it (`torch.compile(flex)`) and pass that to fuse it on a GPU; as it is, it runs eagerly."""
+    """Compute attention with FlexAttention, eagerly. To fuse it on a GPU, pass `torch.compile(flex)` instead."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise Unsupported("family_attention='flex' has no gradient on the CPU: use 'exact', or torch.no_grad()")
+            raise Unsupported("family_attention='flex' has no gradient on the CPU. Use 'exact' or torch.no_grad()")
         q, k, v = q.detach(), k.detach(), v.detach()
     logits = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
     logits = torch.where(mask, logits, torch.full_like(logits, -math.inf)).expand(len(q), 1, *mask.shape[-2:])
@@ -50,19 +50,19 @@ def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, 
 def linear(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Positive random features (Choromanski et al. 2021, arXiv:2009.14794): linear in the size of a family, approximate.
+    """Approximate attention by positive random features (Choromanski et al. 2021, arXiv:2009.14794), in linear time.
 
-    e^{q·k} ≈ φ(q)·φ(k), so that sums over keys are computed once and each member takes its own term out of them. The
-    estimate is unbiased; its error grows with |q| and |k|, so normalise both.
+    e^{q·k} ≈ φ(q)·φ(k), so sums over keys are computed once, and each member subtracts its own term. The estimate is
+    unbiased; its error grows with |q| and |k|, so normalise both.
     """
-    # The mask is "everyone present, with or without oneself": the only form a sum over keys can serve.
+    # A sum over keys only works if every member sees all others, with or without itself.
     size, dim = q.shape[-2:]
     present = mask.any(-2)
     own = mask.diagonal(dim1=-2, dim2=-1)
     eye = torch.eye(size, dtype=torch.bool, device=q.device)
     everyone = torch.where(eye, own[..., None], present[..., None, :])
     if size > 1 and not torch.equal(mask, everyone):
-        raise Unsupported("family_attention='linear' cannot hide siblings: use 'exact' with causal='paper-mask'")
+        raise Unsupported("family_attention='linear' cannot hide siblings. Use 'exact' with causal='paper-mask'")
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     features = _orthogonal_features(dim, q.device).to(dtype)
@@ -72,7 +72,7 @@ def linear(
     if bias is not None:
         log_k = log_k + bias.to(dtype).transpose(-1, -2)
     log_k = log_k.masked_fill(~present[..., None], -math.inf)
-    # Factors that keep the exponentials in range: per query, and per feature over the keys of a family.
+    # Subtract a maximum per query and one per family, to keep the exponentials in range.
     top_q = log_q.amax(-1, keepdim=True).detach()
     top_k = log_k.amax((-2, -1), keepdim=True).detach().clamp(min=torch.finfo(dtype).min)
     phi_q, phi_k = (log_q - top_q).exp(), (log_k - top_k).exp()
@@ -92,7 +92,7 @@ NUM_FEATURES = 256
 
 @cache
 def _orthogonal_features(dim: int, device: torch.device) -> Tensor:
-    """Blocks of orthogonal directions with Gaussian lengths; fixed, so that results are reproducible."""
+    """Return blocks of orthogonal directions with Gaussian lengths, from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     blocks = []
     for _ in range(-(-NUM_FEATURES // dim)):
@@ -104,7 +104,7 @@ def _orthogonal_features(dim: int, device: torch.device) -> Tensor:
 
 
 def _log_features(x: Tensor, features: Tensor) -> Tensor:
-    """log φ(x) = w·x − |x|²/2 − log(√m) for each direction w."""
+    """Return log φ(x) = w·x − |x|²/2 − log(√m) for each direction w."""
     return x @ features.T - x.square().sum(-1, keepdim=True) / 2 - math.log(len(features)) / 2
 
 
@@ -112,11 +112,11 @@ FAMILY_ATTENTION: dict[str, FamilyAttention] = {"exact": exact, "flex": flex, "l
 
 
 def family_attention_named(name: Any) -> FamilyAttention:
-    """Return the family attention of a name; a function is its own."""
+    """Return the function with this name, or the argument itself if it is a function."""
     if callable(name):
         return name
     if not isinstance(name, str) or name not in FAMILY_ATTENTION:
         raise InvalidInput(
-            "family_attention", given=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function"
+            "family_attention", got=repr(name), expected=f"one of {list(FAMILY_ATTENTION)} or a function"
         )
     return FAMILY_ATTENTION[name]

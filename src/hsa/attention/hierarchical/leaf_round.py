@@ -1,7 +1,7 @@
-"""The first round by hand: families of leaves, which are nearly all the work.
+"""The first round, leaf families, which take most of the time, with hand-written gradients.
 
-The same numbers as `torch_sweeps` in general, in two pieces that touch every leaf once: `attend_leaves` attends inside the
-families and pools them, forward and backward chunk by chunk in the cache; `finish_leaves` adds what comes from above.
+The results equal those of `torch_sweeps`. Two functions read every leaf once: `attend_leaves` computes attention within the
+families and pools them, forward and backward in chunks that fit the CPU's cache; `finish_leaves` adds the output from above.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from hsa.attention.rounds import Bucket, Round
 from hsa.attention.softmax import CHUNK, attend, gradients, part_of
 
 GATHERED = 2**20
-"""Numbers of each of q, k and v gathered at once."""
+"""Numbers of each of q, k and v that are gathered at once."""
 
 
 def attend_leaves(
     q: Tensor, k: Tensor, v: Tensor, families: Round, include_self: bool, causal: bool, scale: float
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Return per bucket the siblings' average; the mass inside each parent; pooled q, k, v of the parents."""
+    """Return the siblings' average per bucket, the log-mass inside each parent, and the pooled q, k and v of the parents."""
     inner, pooled_q, pooled_k, pooled_v, *averages = _AttendLeaves.apply(q, k, v, families, include_self, causal, scale)
     return averages, inner, [pooled_q, pooled_k, pooled_v]
 
 
 def finish_leaves(families: Round, out: Tensor, weight: Tensor, averages: list[Tensor], overwrite: bool) -> Tensor:
-    """Return out(P) + weight(P) · y of every leaf, `[members, heads, value_dim]`; may `overwrite` y without a gradient."""
+    """Return out(P) + weight(P) · y of every leaf, `[members, heads, value_dim]`.
+
+    `overwrite` allows it to write into y if no gradient is needed.
+    """
     return _FinishLeaves.apply(families, out, weight, overwrite, *averages)
 
 
@@ -46,7 +49,7 @@ class _AttendLeaves(torch.autograd.Function):
         for bucket in families.buckets:
             bias, alone = bucket.bias(include_self, causal, dtype)
             results = []
-            # Rows in place are read where they are; rows that must be gathered are, piece by piece.
+            # Rows that are in order are read without a copy; other rows are gathered in chunks.
             whole = [slice(None)]
             for part in whole if bucket.rows is None else _chunks(bucket, q[0].numel(), GATHERED):
                 parts = [_take(x, bucket, part) for x in (q, k, v)]
@@ -74,7 +77,7 @@ class _AttendLeaves(torch.autograd.Function):
         for bucket, lse, d_average in zip(ctx.families.buckets, masses, d_averages, strict=True):
             bias, alone = bucket.bias(*ctx.options, lse.dtype)
             idle = _idle(bucket, alone)
-            share = bucket.leaf_share(lse.dtype)[:, :, None]  # [families or 1, 1, 1]: leaves of a family share alike
+            share = bucket.leaf_share(lse.dtype)[:, :, None]  # [families or 1, 1, 1]: equal for all leaves of a family
             above = [bucket.of_parents(x) * share for x in (d_inner[..., None], d_pq, d_pk, d_pv)]
             for part in _chunks(bucket, q[0].numel()):
                 d_mass, *d_means = (x[part].unsqueeze(2) for x in above)  # [families, heads, 1, dim]
@@ -134,7 +137,7 @@ class _FinishLeaves(torch.autograd.Function):
 
 
 def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
-    """[families or 1, 1, size] members without a mass: alone, or padding."""
+    """Return the members without a mass, alone or padding, `[families or 1, 1, size]`."""
     idle = None if alone is None else alone.transpose(1, 2)
     if bucket.present is None:
         return idle
@@ -143,14 +146,14 @@ def _idle(bucket: Bucket, alone: Tensor | None) -> Tensor | None:
 
 
 def _chunks(bucket: Bucket, numbers_per_row: int, numbers: int = CHUNK) -> Iterator[slice]:
-    """Slices of families small enough for the cache of a CPU; all at once on a GPU."""
+    """Return slices of families that fit the CPU's cache; one slice on a GPU."""
     on_cpu = bucket.share.device.type == "cpu"
     step = max(1, numbers // (numbers_per_row * bucket.size)) if on_cpu else bucket.families
     return (slice(begin, min(begin + step, bucket.families)) for begin in range(0, bucket.families, step))
 
 
 def _take(x: Tensor, bucket: Bucket, part: slice = slice(None)) -> Tensor:
-    """Members' rows of some families, `[families, size, …]`."""
+    """Return the rows of the members of some families, `[families, size, …]`."""
     if bucket.rows is None:
         return x.unflatten(0, (bucket.families, bucket.size))[part]
     rows = bucket.rows.view(bucket.families, bucket.size)[part]
@@ -158,7 +161,7 @@ def _take(x: Tensor, bucket: Bucket, part: slice = slice(None)) -> Tensor:
 
 
 def _put(target: Tensor, bucket: Bucket, part: slice, x: Tensor) -> None:
-    """Copy `x`, `[families, size, …]`, to the members' rows; padding goes nowhere."""
+    """Copy `x`, `[families, size, …]`, to the members' rows, without padding."""
     if bucket.rows is None:
         target.unflatten(0, (bucket.families, bucket.size))[part] = x
         return

@@ -1,4 +1,4 @@
-"""The paper's operator: softmax attention generalised to a tree, rows and columns tied."""
+"""The paper's operator: softmax attention generalised to a tree, with tied rows and columns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _run_triton(call: HierarchicalCall) -> Tensor:
 def _either(
     softmax: Callable[[HierarchicalCall], Tensor], entmax: Callable[[HierarchicalCall], Tensor]
 ) -> Callable[[HierarchicalCall], Tensor]:
-    """Return a backend of two: calls with an entmax run by the second."""
+    """Return a function that runs calls with softmax by the first function and calls with entmax by the second."""
     return lambda call: softmax(call) if call.entmax is None else entmax(call)
 
 
@@ -73,43 +73,46 @@ def hierarchical_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "leaves heads value_dim"]:
-    """Hierarchical self-attention: each leaf attends to its siblings, and through its ancestors to theirs.
+    """Compute hierarchical self-attention: each leaf attends to its siblings, and to the siblings of its ancestors.
 
-    For siblings A and B, with means over the leaves below them,
+    A node A attends to a sibling B with the logit
 
         logit(A→B) = scale · mean(q, A) · mean(k, B) + ε(A)·ε(B) + log leaf_count(B)
 
-    and the resulting matrix is the closest, in total KL divergence, to softmax attention among all whose entries are
-    tied over pairs of siblings. It costs O(families · size²). One family is softmax attention.
+    where means are over the leaves below a node. Among all attention matrices whose entries are tied for each pair of
+    siblings, this one is the closest to softmax attention in total KL divergence. The cost is O(families · size²). On a
+    tree of a single family it is softmax attention.
 
     Args:
-        q, k, v: one row per leaf, trees one after another. Key/value heads may be fewer than query heads; v may have
-            another width.
-        hierarchy: the forest.
-        positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
-        include_self: whether leaves attend to themselves, as in transformers. The paper's experiments pass False.
-        causal: "paper-mask" hides siblings to the right, as the paper's appendix G.1 does. **It leaks** and is here for
+        q: Queries, one row per leaf, trees one after another, `[leaves, heads, dim]`.
+        k: Keys, `[leaves, kv_heads, dim]`. `kv_heads` divides `heads` (grouped-query attention).
+        v: Values, `[leaves, kv_heads, value_dim]`.
+        hierarchy: Tree or forest over the leaves.
+        positions: Position embedding ε of every node, `[nodes, dim]` or `[nodes, heads, dim]`.
+        include_self: Whether leaves attend to themselves, as in transformers. The paper's experiments pass False.
+        causal: "paper-mask" hides siblings to the right, as in the paper's appendix G.1. **It leaks** and is meant for
             study only: pooled queries and the masses inside a node average over later leaves, so that the weights of
             earlier leaves depend on them. For causal attention use `multiscale_attention(causal=True)`.
         normalizer: "softmax", or an `hsa.Entmax`, which gives small logits a weight of exactly 0.
-        family_attention: attention inside a family: "exact", "flex" (FlexAttention), "linear" (random features,
-            approximate, linear in the family's size), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)` as
-            described in `hsa.attention.hierarchical.family`.
-        mixing: talking heads, in every family: logits are mixed across heads before its softmax; after it, whole rows are:
-            the weights of siblings together with the share that is handed down.
-        scale: factor of the dot products; 1/√head_dim by default.
+        family_attention: Attention within a family: "exact", "flex" (FlexAttention), "linear" (random features;
+            approximate, linear in the size of the family), or a function `(q, k, v, bias, mask, *, scale) → (out, lse)`
+            as described in `hsa.attention.hierarchical.family`.
+        mixing: Talking heads within every family. Logits are mixed across heads before the softmax, and whole rows after
+            it: the weights of the siblings and the share that is passed down.
+        scale: Factor of the dot products; 1/√dim by default.
         backend: "auto", "triton" (CUDA), "torch" or "reference".
 
     Returns:
-        `[leaves, heads, value_dim]`. A leaf with nothing to attend to gets zeros.
+        `[leaves, heads, value_dim]`, with zeros for a leaf that has nothing to attend to.
 
     Raises:
-        InvalidInput: shapes, dtypes, devices or heads do not fit; `causal` without `include_self`.
-        Unsupported: no backend runs this combination; the message says why.
+        InvalidInput: Shapes, dtypes, devices or heads do not match, or `causal` is combined with `include_self=False`.
+        Unsupported: No backend can run this combination of arguments; the message says why.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 9, 2, 4).unbind(0)  # 9 leaves, 2 heads of 4
-    >>> hierarchical_attention(q, k, v, Hierarchy.from_nested([[3, 2], [4]])).shape
+    >>> tree = Hierarchy.from_nested([[3, 2], [4]])  # two documents: sentences of 3 and 2 tokens, and one of 4
+    >>> hierarchical_attention(q, k, v, tree).shape
     torch.Size([9, 2, 4])
     """
     check_inputs({"q": q, "k": k, "v": v}, hierarchy)
@@ -144,10 +147,16 @@ def energy(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "trees heads"]:
-    """The energy that hierarchical attention descends: minus the log-mass of every tree, per head.
+    """Return the energy whose gradient is hierarchical attention: minus the log-mass of every tree, `[trees, heads]`.
 
-    Its gradient is the operator: `dense_weights @ k = −(leaves / scale) · ∂energy/∂q` in each tree. The arguments are those
-    of `hierarchical_attention`. A tree of one leaf that does not see itself has no mass: its energy is +∞.
+    In each tree, `dense_weights @ k = −(leaves / scale) · ∂energy/∂q`. A tree of one leaf that does not attend to itself
+    has no mass; its energy is +∞.
+
+    Args:
+        q: Queries, `[leaves, heads, dim]`.
+        k: Keys, `[leaves, kv_heads, dim]`.
+        hierarchy: Tree or forest over the leaves.
+        positions, include_self, causal, normalizer, family_attention, scale, backend: See `hierarchical_attention`.
 
     >>> import torch
     >>> q, k = torch.randn(2, 5, 3, 4).unbind(0)
@@ -175,22 +184,22 @@ def energy(
 
 
 def check_paper_mask(causal: Any, include_self: bool) -> bool:
-    """Return whether siblings to the right are hidden."""
+    """Return whether the paper's mask, which hides siblings to the right, applies."""
     if causal is None:
         return False
     if not isinstance(causal, str) or causal != "paper-mask":
         raise InvalidInput(
             "causal",
-            given=repr(causal),
+            got=repr(causal),
             expected="None, or 'paper-mask' for the mask of the paper's appendix G.1, which leaks later leaves",
-            fix="for causal attention use multiscale_attention(causal=True)",
+            fix="For causal attention use multiscale_attention(causal=True)",
         )
     if not include_self:
         raise InvalidInput(
             "causal",
-            given="'paper-mask' with include_self=False",
+            got="'paper-mask' with include_self=False",
             expected="include_self=True",
-            fix="without itself the leftmost leaf has no mass and nothing flows down; pass include_self=True, or use "
+            fix="Pass include_self=True, without which the first leaf has nothing to attend to, or use "
             "multiscale_attention(causal=True)",
         )
     return True
@@ -199,7 +208,7 @@ def check_paper_mask(causal: Any, include_self: bool) -> bool:
 def prepare(
     hierarchy: Hierarchy, normalizer: Literal["softmax"] | Entmax = "softmax", *, include_self: bool = True
 ) -> None:
-    """Build what the first call on this forest would build: on a GPU the plan of the kernels, if they take the forest."""
+    """Build the plan that the first call on this forest would build: on a GPU that of the kernels if they can run it."""
     forest = rooted(hierarchy)[0]
     entmax = None if isinstance(normalizer, str) or normalizer.is_softmax else normalizer
     for_kernels = forest.device.type == "cuda" and not why_not_alpha(entmax) and not available.why_not_forest(forest)

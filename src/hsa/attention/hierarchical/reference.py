@@ -1,4 +1,4 @@
-"""Backend "reference": the recursion as written, one node at a time. For reading and for tests."""
+"""Backend "reference": the recursion of the definition, one node at a time. For reading and for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def energy(call: HierarchicalCall) -> Tensor:
 
 
 class Nodes:
-    """Queries, keys and values of a call, node by node, in float32 or better."""
+    """Base class of the recursions: access to queries, keys and values node by node, in float32 or better."""
 
     def __init__(self, call: HierarchicalCall):
         dtype = torch.promote_types(call.q.dtype, torch.float32)
@@ -33,10 +33,11 @@ class Nodes:
         self.include_self, self.causal, self.scale = call.include_self, call.causal, call.scale
         self.structure = call.hierarchy.structure
         self.roots = range(call.hierarchy.num_trees)
-        self.siblings: dict[int, list[int]] = {}  # that each node sees
-        self.out: dict[int, Tensor] = {}  # of every leaf
+        self.siblings: dict[int, list[int]] = {}  # visible siblings of each node
+        self.out: dict[int, Tensor] = {}  # output of each leaf
 
     def run(self) -> Tensor:
+        """Return the output of all leaves."""
         zero, one = self.v.new_zeros(self.v.shape[1:]), self.v.new_ones(self.v.shape[1])
         for root in self.roots:
             self.up(root)
@@ -55,7 +56,7 @@ class Nodes:
         return list(range(first, first + int(self.structure.num_children[node])))
 
     def visible(self, child: int, children: list[int]) -> list[int]:
-        """The siblings that a member of a family sees."""
+        """Return the siblings that a member of a family sees."""
         self.siblings[child] = [b for b in children if b != child and not (self.causal and b > child)]
         return self.siblings[child]
 
@@ -67,18 +68,18 @@ class Nodes:
         return x[first : first + self.count(node)].mean(0)
 
     def similarity(self, a: int, b: int) -> Tensor:
-        """scale · q·k + ε·ε, one number per head."""
+        """Return scale · q·k + ε·ε, `[heads]`."""
         similarity = self.scale * (self.mean(self.q, a) * self.mean(self.k, b)).sum(-1)
         return similarity if self.positions is None else similarity + (self.positions[a] * self.positions[b]).sum(-1)
 
     def finish(self, node: int, weight: Tensor, out: Tensor) -> None:
-        """Add to a leaf's output what it gives to itself."""
+        """Add the leaf's attention to itself to its output."""
         own = self.v[int(self.structure.first_leaf[node])]
         self.out[node] = out + weight[:, None] * own * float(self.include_self)
 
 
 class _Recursion(Nodes):
-    """Algorithms 2 and 3 of the paper with the errata applied. Every number is one per head: `[heads]`, `[heads, dim]`."""
+    """Algorithms 2 and 3 of the paper with errata applied. All tensors are `[heads]` or `[heads, dim]`."""
 
     def __init__(self, call: HierarchicalCall):
         super().__init__(call)
@@ -87,14 +88,14 @@ class _Recursion(Nodes):
         self.nothing = self.q.new_full((heads,), -math.inf)
         self.inner: dict[int, Tensor] = {}
         self.outer: dict[int, Tensor] = {}
-        self.weights: dict[int, Tensor] = {}  # of the siblings, [siblings, heads]
+        self.weights: dict[int, Tensor] = {}  # weights of the siblings of each node, [siblings, heads]
 
     def logit(self, a: int, b: int) -> Tensor:
         similarity = self.similarity(a, b)
         return self.mixing.logits.to(similarity.dtype) @ similarity + math.log(self.count(b))
 
     def up(self, node: int) -> Tensor:
-        """Return inner(node), after the same for everything below it."""
+        """Compute inner and outer of all nodes below, and return inner(node)."""
         children = self.children(node)
         if not children:
             self.inner[node] = self.logit(node, node) if self.include_self else self.nothing
@@ -118,7 +119,7 @@ class _Recursion(Nodes):
         return outer if _is_nothing(inner) else torch.logaddexp(inner, outer)
 
     def shares(self, node: int) -> tuple[Tensor, Tensor]:
-        """How a row divides: (to the siblings, to the own children)."""
+        """Return the shares of the node's siblings and of its own children in its row."""
         inner, outer = self.inner[node], self.outer[node]
         one, zero = torch.ones_like(self.nothing), torch.zeros_like(self.nothing)
         if _is_nothing(outer):
@@ -131,7 +132,7 @@ class _Recursion(Nodes):
         children = self.children(node)
         if node in self.outer:  # not a root: it has a row in its family
             weight, out = self.row(node, weight, out)
-        elif not children:  # a tree of one leaf: a row with nothing in it but the leaf itself
+        elif not children:  # a tree of one leaf: its row has no entry except the leaf itself
             weight = self.mixing.weights.to(weight.dtype) @ weight
         if not children:
             self.finish(node, weight, out)
@@ -139,7 +140,7 @@ class _Recursion(Nodes):
             self.down(child, weight, out)
 
     def row(self, node: int, weight: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight left for what is below the node, and its output so far, after its siblings."""
+        """Add the node's siblings to its output; return the weight that is left for its children, and the output."""
         side, own = self.shares(node)
         mix = self.mixing.weights.to(own.dtype)
         for sibling, share in zip(self.siblings[node], self.weights[node], strict=True):
@@ -149,5 +150,5 @@ class _Recursion(Nodes):
 
 
 def _is_nothing(mass: Tensor) -> bool:
-    """A matter of structure: the same in every head."""
+    """Return whether a log-mass is −∞, which depends on the structure only and is the same in all heads."""
     return bool((mass == -math.inf).all())

@@ -1,11 +1,12 @@
-"""Backend "torch": the up sweep and the down sweep, round by round, all families of a round at once.
+"""Backend "torch": the up sweep and the down sweep, round by round, with all families of a round at once.
 
-Upwards, every family is attended to once (`family_attention`), which gives each member its siblings' average `y` and
-log-mass `outer`, and each parent its pooled query, key, value and its own log-mass `inner`. Downwards, each member takes
-its parent's output, adds its siblings' average with the share `outer` has in its row, and passes on the share of `inner`.
+The up sweep computes attention within every family (`family_attention`). It gives each member its siblings' average `y` and
+log-mass `outer`, and each parent its pooled query, key and value and its own log-mass `inner`. In the down sweep, each
+member takes its parent's output, adds its siblings' average with the share of `outer` in its row, and passes on the share
+of `inner`.
 
-A leaf that sees itself does so inside its family's attention, so for the sweeps no leaf has an inner mass. Where a mass
-is −∞ is a matter of structure (`void`, `alone`), never of values: no infinity enters a gradient.
+A leaf that sees itself does so within its family's attention, so no leaf has an inner mass in the sweeps. Whether a mass is
+−∞ depends on the structure (`void`, `alone`), never on values: no infinity enters a gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def energy(call: HierarchicalCall) -> Tensor:
 
 
 def energy_of_roots(inner: list[Tensor], plan: Rounds, call: HierarchicalCall) -> Tensor:
-    """Return −inner of the roots, `[trees, heads]`, given that of the parents of every round; +∞ where there is no mass."""
+    """Return −inner of the roots, `[trees, heads]`, given inner of each round's parents; +∞ for trees without mass."""
     if not inner:
         return call.q.new_zeros(0, call.q.shape[1])
     result = -torch.cat(inner).index_select(0, plan.roots)
@@ -52,31 +53,38 @@ def energy_of_roots(inner: list[Tensor], plan: Rounds, call: HierarchicalCall) -
 
 @dataclass(frozen=True)
 class UpSweep:
-    """What the sweeps have computed so far. Per round, and in it per bucket: `[families, size, heads, …]`."""
+    """Results of the up sweep so far: `[families, size, heads, …]` for each bucket of each round, unless noted otherwise."""
 
-    average: list[list[Tensor]] = field(default_factory=list)  # y: the siblings' average
-    side: list[list[Tensor | None]] = field(default_factory=list)  # the siblings' share of a member's row; None: all
+    average: list[list[Tensor]] = field(default_factory=list)  # y, the siblings' average
+    side: list[list[Tensor | None]] = field(
+        default_factory=list
+    )  # the siblings' share of a member's row; None: all of it
     down: list[list[Tensor | None]] = field(default_factory=list)  # its own children's share; None: nothing
     inner: list[Tensor] = field(default_factory=list)  # per round: [parents, heads]
     pooled: tuple[list[Tensor], ...] = field(default_factory=lambda: ([], [], []))  # q, k, v of the parents per round
-    by_hand: bool = False  # the averages of the first round are ours to overwrite
+    fused_leaves: bool = False  # the first round ran in `leaf_round`: its averages may be overwritten
 
 
 FamilyRows: TypeAlias = Callable[
     [int, int, Tensor, Tensor, Tensor, Tensor | None, float],
     tuple[Tensor, Tensor, Tensor | None, Tensor | None],
 ]
-"""Attention inside the families of one bucket: `(round, bucket, q, k, v, inner, scale) → (y, mass, side, down)`.
+"""Attention within the families of one bucket: `(round, bucket, q, k, v, inner, scale) → (y, mass, side, down)`.
 
-q, k, v and y are `[families, heads, size, dim]`. The others are `[families, size, heads]`: the mass inside each member (None
-if all are leaves), the mass of its row, and how the row divides, as in `UpSweep`.
+q, k, v and y are `[families, heads, size, dim]`. The others are `[families, size, heads]`: the log-mass inside each member
+(None if all are leaves), the log-mass of its row, and the shares of the row, as in `UpSweep`.
 """
 
 
 def up_sweep(
     up: UpSweep, call: HierarchicalCall, plan: Rounds, positions: Tensor | None, attend_families: FamilyRows
 ) -> None:
-    """Leaves → roots, from the first round that `up` does not have. `positions` of the nodes of the rooted forest."""
+    """Sweep from the leaves to the roots, starting with the first round that is missing in `up`.
+
+    Args:
+        up: Results so far; new ones are appended.
+        positions: Positions of the nodes of the rooted forest.
+    """
     leaves = call.q, call.k, call.v
     no_inner = torch.zeros((), dtype=torch.promote_types(call.q.dtype, torch.float32), device=call.q.device)
     no_inner = no_inner.expand(call.q.shape[:2])
@@ -105,8 +113,8 @@ def up_sweep(
 
 
 def _softmax_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | None) -> UpSweep:
-    up = UpSweep(by_hand=_by_hand(call, plan))
-    if up.by_hand:
+    up = UpSweep(fused_leaves=_can_fuse_leaves(call, plan))
+    if up.fused_leaves:
         families = plan.rounds[0]
         q, k, v = (families.source(x, []) for x in (call.q, call.k, call.v))
         averages, inner, means = attend_leaves(q, k, v, families, call.include_self, call.causal, call.scale)
@@ -120,8 +128,8 @@ def _softmax_sweep(call: HierarchicalCall, plan: Rounds, positions: Tensor | Non
     return up
 
 
-def _by_hand(call: HierarchicalCall, plan: Rounds) -> bool:
-    """Whether the first round has its faster form; a compiler makes its own."""
+def _can_fuse_leaves(call: HierarchicalCall, plan: Rounds) -> bool:
+    """Return whether the first round can run in `leaf_round`. Compiled code does not need it."""
     plain = call.mixing is None and call.positions is None and call.family_attention is exact
     return plain and bool(plan.rounds) and plan.rounds[0].only_leaves and not torch.compiler.is_compiling()
 
@@ -137,7 +145,7 @@ def _softmax_rows(
     inner: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See `FamilyRows`."""
+    """Compute `FamilyRows` with softmax."""
     bucket = plan.rounds[r].buckets[i]
     mask, alone = bucket.mask(call.include_self, call.causal)
     void = bucket.is_leaf if call.include_self else bucket.void
@@ -155,21 +163,21 @@ def _pair(result: Any) -> tuple[Tensor, Tensor]:
     if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)):
         raise InvalidInput(
             "family_attention",
-            given=f"a function that returned {type(result).__name__}",
-            expected="(out, lse), tensors",
+            got=f"a function that returned {type(result).__name__}",
+            expected="a function that returns two tensors (out, lse)",
         )
     return result
 
 
 def by_round(nodes: Tensor, plan: Rounds) -> tuple[Tensor, list[Tensor]]:
-    """Rows `[nodes, …]` of the leaves, and of the parents of every round."""
+    """Split rows `[nodes, …]` into those of the leaves and those of each round's parents."""
     by_slot = nodes.index_select(0, plan.node_of_slot)
     bounds = plan.slot_bounds
     return by_slot[: plan.num_leaves], [by_slot[a:b] for a, b in pairwise(bounds)]
 
 
 def with_positions(q: Tensor, k: Tensor, position: Tensor | None, scale: float) -> tuple[Tensor, Tensor, float]:
-    """scale·q·k + ε·ε as one longer dot product."""
+    """Return queries, keys and a scale whose dot product is scale·q·k + ε·ε."""
     if position is None:
         return q, k, scale
     position = position.to(q.dtype).expand(*q.shape[:-1], -1)
@@ -179,9 +187,9 @@ def with_positions(q: Tensor, k: Tensor, position: Tensor | None, scale: float) 
 def shares(
     inner: Tensor | None, outer: Tensor, void: Tensor | None, alone: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log(e^inner + e^outer), and how a row divides between siblings and own children.
+    """Return log(e^inner + e^outer), and the shares of siblings and of own children in each row.
 
-    `void` members have no inner mass (None: all are void), members that are `alone` no outer mass.
+    Members that are `void` have no inner mass (None: all are void); members that are `alone` have no outer mass.
     """
     if alone is not None:
         outer = outer.masked_fill(alone, 0)
@@ -210,12 +218,12 @@ def _attend_mixed(
     alone: Tensor | None,
     mixing: HeadMixing,
 ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-    """Attention inside families whose heads talk: averages weighted by their share of the row, masses, shares."""
+    """Compute attention within families with mixed heads: averages weighted by their share of the row, masses, shares."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = mixing.mix_logits(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale)
     if log_count is not None:
         logits = logits + log_count.to(dtype)
-    if alone is not None:  # such rows stay finite, and get no weight below
+    if alone is not None:  # keeps these rows finite; they get no weight below
         mask = mask | alone[:, None]
     logits = logits.masked_fill(~mask, -math.inf)
     outer = logits.logsumexp(-1)
@@ -227,13 +235,13 @@ def _attend_mixed(
         weights = weights.masked_fill(alone[:, None], 0)
     if down is not None:
         down = down @ mixing.weights.to(dtype).T
-        if alone is not None:  # without siblings there is nothing to mix: all is handed down
+        if alone is not None:  # without siblings there is nothing to mix: everything is passed down
             down = torch.where(alone & ~void[:, :, None], torch.ones_like(down), down)  # type: ignore[index]
     return (mixing.mix_weights(weights) @ v.to(dtype)).to(v.dtype), mass, None, down
 
 
 def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
-    """Roots → leaves."""
+    """Sweep from the roots to the leaves; return the output of the leaves."""
     if not plan.rounds:
         return torch.empty_like(v)
     heads, width = v.shape[1:]
@@ -243,10 +251,10 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
         families, like = plan.rounds[r], up.inner[r]
         out, weight = from_above(plan, r, [(outs, like.new_zeros(1, heads, width)), (weights, like.new_ones(1, heads))])
         if families.only_leaves and not torch.compiler.is_compiling():
-            outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r], up.by_hand)
+            outs[r] = finish_leaves(families, out.to(v.dtype), weight.to(v.dtype), up.average[r], up.fused_leaves)
             continue
         below = [
-            _hand_down(bucket, out, weight, average, side, down)
+            _pass_down(bucket, out, weight, average, side, down)
             for bucket, average, side, down in zip(families.buckets, up.average[r], up.side[r], up.down[r], strict=True)
         ]
         outs[r] = families.join([out for out, _ in below])
@@ -256,17 +264,21 @@ def down_sweep(up: UpSweep, v: Tensor, plan: Rounds) -> Tensor:
 
 
 def from_above(plan: Rounds, r: int, members: list[tuple[dict[int, Tensor], Tensor]]) -> list[Tensor]:
-    """Rows of the parents of round r, from the rounds in which they are members; `members`: those, and the row of roots."""
+    """Return the rows of the parents of round r.
+
+    Args:
+        members: Pairs of the rows of the members of later rounds, by round, and the row of a root, `[1, …]`.
+    """
     later, rows = plan.down[r]
     if rows is None:
-        return [got[later[0]] for got, _ in members]
-    return [torch.cat([*(got[s] for s in later), root]).index_select(0, rows) for got, root in members]
+        return [below[later[0]] for below, _ in members]
+    return [torch.cat([*(below[s] for s in later), root]).index_select(0, rows) for below, root in members]
 
 
-def _hand_down(
+def _pass_down(
     bucket: Bucket, out: Tensor, weight: Tensor, average: Tensor, side: Tensor | None, down: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out(C) = out(P) + weight(P)·side(C)·y(C) and weight(C) = weight(P)·down(C), `[families, size, heads, …]`."""
+    """Return out(C) = out(P) + weight(P)·side(C)·y(C) and weight(C) = weight(P)·down(C), `[families, size, heads, …]`."""
     out, weight = bucket.of_parents(out)[:, None], bucket.of_parents(weight)[:, None]
     share = weight if side is None else weight * side
     result = torch.addcmul(out.to(average.dtype), average, share.to(average.dtype)[..., None])

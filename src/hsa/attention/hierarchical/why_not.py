@@ -1,4 +1,4 @@
-"""Why a backend cannot run a call of hierarchical attention. Imports no Triton."""
+"""Reasons why a backend cannot run a call of hierarchical attention. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from hsa.attention.softmax import exact
 from hsa.tree.hierarchy import Hierarchy
 
 LEAST_ALPHA = 1 + 1 / 64
-"""Smallest α of the kernels: closer to 1, powers of up to 1 / (α − 1) exceed the precision of float32."""
+"""Smallest α of the kernels: closer to 1, powers of 1 / (α − 1) exceed the precision of float32."""
 TILE_BYTES = 2**14
-"""Largest tile of q, k or v in the kernels: everything derived from it must fit the shared memory, on small GPUs too."""
+"""Largest tile of q, k or v in the kernels: all that is derived from it must fit the shared memory of small GPUs."""
 
 
 def why_not_torch(call: HierarchicalCall) -> list[str]:
     reasons = _why_not_entmax(call)
     if call.family_attention is not exact and call.mixing is not None:
-        reasons.append("mixed heads have an attention of their own inside families: it must be 'exact'")
+        reasons.append("mixing needs family_attention='exact'")
     return reasons
 
 
 def why_not_reference(call: HierarchicalCall) -> list[str]:
     reasons = _why_not_entmax(call)
     if call.family_attention is not exact:
-        reasons.append("it is the definition: family_attention must be 'exact'")
+        reasons.append("the reference needs family_attention='exact'")
     return reasons
 
 
 def _why_not_entmax(call: HierarchicalCall) -> list[str]:
-    """Entmax has one attention inside families, and its heads do not talk."""
     reasons = []
     if call.entmax is not None and call.family_attention is not exact:
-        reasons.append("entmax needs family_attention 'exact'")
+        reasons.append("entmax needs family_attention='exact'")
     if call.entmax is not None and call.mixing is not None:
-        reasons.append("heads that talk need softmax")
+        reasons.append("mixing needs softmax")
     return reasons
 
 
 def why_not_triton(call: HierarchicalCall) -> list[str]:
     reasons = available.why_not(call.q, call.v, call.backend) + why_not_alpha(call.entmax)
     if call.mixing is not None:
-        reasons.append("it does not mix heads")
+        reasons.append("the kernels do not mix heads")
     if call.family_attention is not exact:
-        reasons.append("it has its own attention inside families: family_attention must be 'exact'")
+        reasons.append("the kernels need family_attention='exact'")
     return reasons or why_not_tiles(rooted(call.hierarchy)[0], call.q, call.v, call.positions)
 
 
 def why_not_alpha(entmax: Entmax | None) -> list[str]:
-    """Return the reasons against entmax in the kernels; None is softmax."""
+    """Return the reasons why the kernels cannot run this entmax; None stands for softmax."""
     if entmax is None or entmax.lowest >= LEAST_ALPHA:
         return []
-    given = f"a tensor, least={entmax.least}" if isinstance(entmax.alpha, Tensor) else f"{entmax.alpha}"
-    return [f"its entmax needs an α known to be {LEAST_ALPHA} or more: given {given}"]
+    alpha = f"a tensor with least={entmax.least}" if isinstance(entmax.alpha, Tensor) else f"{entmax.alpha}"
+    return [f"the kernels need an α that is known to be {LEAST_ALPHA} or more, got {alpha}"]
 
 
 def why_not_tiles(forest: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | None) -> list[str]:
-    """Return the reasons against tiles of families for a rooted forest and rows of these widths."""
+    """Return the reasons why the kernels cannot hold the families of a rooted forest in tiles, for rows of these widths."""
     reasons = available.why_not_forest(forest)
     if reasons:
         return reasons
@@ -69,7 +68,11 @@ def why_not_tiles(forest: Hierarchy, q: Tensor, v: Tensor, positions: Tensor | N
     widths = [q.shape[-1], v.shape[-1]] + ([] if positions is None else [positions.shape[-1]])
     row = q.element_size() * max(map(padded, widths))
     most = max([0, *(size for size in SIZES if size * row <= TILE_BYTES)])
-    return [] if largest <= most else [f"a family has {largest:,} members; for this dtype and head dim at most {most}"]
+    return (
+        []
+        if largest <= most
+        else [f"a family has {largest:,} members; at most {most} fit with this dtype and head dim"]
+    )
 
 
 def largest_family(hierarchy: Hierarchy) -> int:

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run here, on such tensors and forests, and why not. Imports no Triton."""
+"""Reasons why the Triton kernels cannot run: installation, device, tensors, forest. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from hsa.tree.hierarchy import Hierarchy
 INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
+"""Largest head dim of the kernels."""
 WIDEST_CLUSTERED = 128
-"""Widest keys that are clustered: their covariance has to fit the registers of one program."""
+"""Largest head dim of clustered keys: their covariance must fit the registers of one program."""
 WIDEST_THREE_WAY = 128
-"""Widest rows of three-way attention: a program keeps rows of queries, keys and values and their gradients."""
+"""Largest head dim of three-way attention: a program keeps rows of queries, keys and values and their gradients."""
 CAPABILITY = (8, 0)
-"""Compute capability of the oldest GPUs with the matrix products that the kernels use (Ampere)."""
+"""Smallest compute capability with the matrix products that the kernels use (Ampere)."""
 
 
 def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[str]:
-    """Return the reasons against the kernels that hold for any operator.
+    """Return the reasons why the kernels of any operator cannot run on these tensors.
 
-    On the CPU they run only under Triton's interpreter (TRITON_INTERPRET=1), and only if asked for by name: it is for tests.
+    On the CPU, kernels run only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests, and only with
+    backend="triton".
     """
     if not INSTALLED:
-        return ["triton is not installed: pip install triton"]
+        return ["triton is not installed; install it with: pip install triton"]
     reasons = []
     if torch.version.hip is not None:
-        reasons.append("its kernels are written for CUDA, not for ROCm")
+        reasons.append("the kernels are written for CUDA, not for ROCm")
     elif q.device.type == "cuda":
         if capability(q.device) < CAPABILITY:
-            reasons.append("the GPU is older than compute capability 8.0")
+            reasons.append("the GPU has a compute capability below 8.0")
     elif not (q.device.type == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        reasons.append(f"its kernels run on CUDA, the tensors are on {q.device.type}")
+        reasons.append(f"the kernels run on CUDA, but the tensors are on {q.device.type}")
     if q.dtype not in DTYPES:
-        reasons.append(f"it has no {q.dtype}")
+        reasons.append(f"the kernels do not support {q.dtype}")
     for width in {q.shape[-1], v.shape[-1]}:
         if not 1 <= width <= widest:
             reasons.append(f"head dims must be 1 to {widest}, not {width}")
@@ -48,21 +50,21 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
 
 
 def why_not_forest(forest: Hierarchy) -> list[str]:
-    """Return the reasons against a rooted forest (`rounds.rooted`) that hold for any operator."""
+    """Return the reasons why the kernels of any operator cannot run on a rooted forest (`rounds.rooted`)."""
     if forest.num_leaves == 0:
         return ["there are no leaves"]
     if levels(forest) is None:
-        return ["leaves hang at very different depths, so that equal depths would take too many rows"]
+        return ["leaves have very different depths, and extending them to one depth would take too many rows"]
     return []
 
 
 def padded(width: int) -> int:
-    """Return the width in kernels: a power of two, and no less than tensor cores take."""
+    """Return the padded width in kernels: a power of two, at least 16 for tensor cores."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def device_of(x: Tensor) -> Any:
-    """Inside this context kernels are launched on the device of `x`; compilers see to that themselves."""
+    """Return a context in which kernels are launched on the device of `x`. Compiled code does not need it."""
     return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)
 
 
@@ -70,7 +72,7 @@ _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, asked for once."""
+    """Return the compute capability of a GPU, queried once."""
     if torch.compiler.is_compiling():
         return torch.cuda.get_device_capability(device)
     if device not in _capabilities:

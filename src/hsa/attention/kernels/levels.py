@@ -1,9 +1,9 @@
-"""The forest as kernels read it: every leaf at the same depth, every family a run of rows.
+"""The forest as kernels read it: every leaf is at the same depth, and every family is a slice of rows.
 
-Level 0 holds the leaves, level 1 their parents, the last level one row per tree. A branch that is shorter than the others is
-lengthened by a chain of only children, which changes no result: an only child passes everything on. Then the rows of one
-level, in the order of the leaves, are the families of the level above, one after another, and a few integers per row are the
-whole plan.
+Level 0 holds the leaves, level 1 their parents, the last level one row per tree. Branches that are shorter than others are
+extended by a chain of only children, which changes no result, because an only child passes everything on. The rows of a
+level, in the order of the leaves, are then the members of the families of the level above, one family after another, and a
+few integers per row are the whole plan.
 
 Rows are numbered level by level from the leaves up, so that row i < leaves is leaf i.
 """
@@ -25,24 +25,24 @@ from hsa.tree.hierarchy import Hierarchy, Structure
 T = TypeVar("T")
 
 MOST_ROWS = 4
-"""Rows per node beyond which chains are not worth it: a comb whose leaves hang at every depth."""
+"""Largest number of rows per node. Trees with leaves at very different depths, such as combs, would need more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """A forest with chains. One entry per row, in numpy; tensors on the hierarchy's device below."""
+    """Forest with chains, as numpy arrays with one entry per row unless noted otherwise."""
 
     structure: Structure
     bounds: tuple[int, ...]  # rows bounds[l] : bounds[l + 1] are level l
     parent: np.ndarray  # row of the parent; −1 at the last level
     num_children: np.ndarray  # 0 at leaves
-    node: np.ndarray  # the node that the row stands for: its own, or the one at the foot of its chain
-    row_of_node: np.ndarray  # [nodes] the lowest row that stands for it
+    node: np.ndarray  # node that the row stands for; in a chain, the node at its lower end
+    row_of_node: np.ndarray  # [nodes] lowest row that stands for the node
     device: torch.device
     _cache: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """Return what `build` makes of the plan, built once."""
+        """Return `build()`, called once per key."""
         return self._cache[key] if key in self._cache else self._build(key, build)
 
     @torch.compiler.disable
@@ -53,7 +53,7 @@ class Levels:
 
     @cached_property
     def first_child(self) -> np.ndarray:
-        """Row of the first member; 0 at leaves. Families are in the order of their parents."""
+        """Row of the first member of every row's family; 0 at leaves. Families are in the order of their parents."""
         return np.where(self.num_children > 0, np.cumsum(self.num_children) - self.num_children, 0)
 
     @cached_property
@@ -66,7 +66,7 @@ class Levels:
 
     @cached_property
     def stands_for_leaf(self) -> np.ndarray:
-        """Booleans: a leaf, or a chain above a leaf that has siblings further up."""
+        """Whether every row is a leaf or belongs to the chain above a leaf."""
         return self.structure.is_leaf[self.node]
 
     @property
@@ -79,12 +79,12 @@ class Levels:
 
     @property
     def num_levels(self) -> int:
-        """Levels above the leaves."""
+        """Number of levels above the leaves."""
         return len(self.bounds) - 2
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The entries per row, int32, on the device, in one transfer."""
+        """Arrays that kernels read, as int32 tensors on the device, copied in one transfer."""
         columns = {
             "parent": self.parent,
             "first_child": self.first_child,
@@ -96,7 +96,7 @@ class Levels:
 
 
 def levels(hierarchy: Hierarchy) -> Levels | None:
-    """Return the rows of a rooted forest (`rounds.rooted`), built once; None if its branches are too unequal for chains.
+    """Return the rows of a rooted forest (`rounds.rooted`), built once; None if chains would need too many rows.
 
     >>> plan = levels(Hierarchy.from_nested([[3, 2], [4]]))
     >>> plan.bounds  # nine tokens, three sentences, two documents
@@ -110,7 +110,7 @@ def levels(hierarchy: Hierarchy) -> Levels | None:
 def _build(hierarchy: Hierarchy) -> Levels | None:
     s = hierarchy.structure
     offsets = s.depth_offsets
-    if offsets[-1] - offsets[-2] == hierarchy.num_leaves:  # all leaves are equally deep: the depths are the levels
+    if offsets[-1] - offsets[-2] == hierarchy.num_leaves:  # all leaves have the same depth: depths are levels
         node = np.concatenate([np.arange(begin, end) for begin, end in pairwise(offsets)][::-1])
         row_of_node = np.empty_like(node)
         row_of_node[node] = np.arange(len(node))
@@ -130,18 +130,18 @@ def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarr
     """Return the node of every row, the lowest row of every node, the parent of every row, and the bounds of the levels."""
     s, leaves = hierarchy.structure, hierarchy.num_leaves
     top = int(s.height.max(initial=0))
-    lowest = np.maximum(s.height, 1)  # above the leaves' own level, which is in order as it is
-    span = np.where(s.parent < 0, top + 1, s.height[s.parent]) - lowest  # rows that stand for the node from there on
+    lowest = np.maximum(s.height, 1)  # lowest level of the node; level 0, the leaves, is handled separately
+    span = np.where(s.parent < 0, top + 1, s.height[s.parent]) - lowest  # number of rows of the node from there on
     num_rows = int(span.sum())
     if leaves + num_rows > MOST_ROWS * hierarchy.num_nodes:
         return None
-    first = np.cumsum(span) - span  # of every node, among these rows node by node
+    first = np.cumsum(span) - span  # first row of every node, with rows numbered node by node
     node = np.repeat(np.arange(hierarchy.num_nodes), span)
     level = lowest[node] + np.arange(num_rows) - first[node]
     order = np.argsort(level * (leaves + 1) + s.first_leaf[node], kind="stable")
-    row = np.empty(num_rows + 1, np.int64)  # of every (node, level) in node order; one more at the end
+    row = np.empty(num_rows + 1, np.int64)  # final number of every row; one more entry at the end, for `up`
     row[order] = leaves + np.arange(num_rows)
-    # One step up: the next row of the same node, or the first row of its parent.
+    # Parent of every row: the next row of the same node, or the first row of its parent.
     up = row[1:].copy()
     up[(first + span - 1)[span > 0]] = np.where(s.parent < 0, -1, row[first[s.parent]])[span > 0]
     of_leaf = np.where(span > 0, row[first], row[first[s.parent]])[s.leaf_nodes]
@@ -152,7 +152,7 @@ def _with_chains(hierarchy: Hierarchy) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def families(plan: Levels, level: int) -> np.ndarray:
-    """Return the bounds of the families in `level`, `[families + 1]`, counted from the level's first row.
+    """Return the bounds of the families of a level, `[families + 1]`, counted from the first row of the level.
 
     >>> families(levels(Hierarchy.from_nested([[3, 2], [4]])), 0).tolist()
     [0, 3, 5, 9]

@@ -1,4 +1,4 @@
-"""`MultiscaleCall` and `SelectCall`: calls of multiscale attention and of the selection, as their backends see them."""
+"""`MultiscaleCall` and `SelectCall`: the checked arguments that the backends of both functions receive."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from hsa.attention.normalizers import Entmax
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MultiscaleCall(Call):
-    """A call of `multiscale_attention`, checked. The forest is rooted; k and v may have fewer heads than q."""
+    """Checked arguments of `multiscale_attention`. The forest is rooted; k and v may have fewer heads than q."""
 
     q: Tensor
     v: Tensor
     selection: Selection
-    limit: Tensor | None  # [queries] keys before this leaf number may be seen; None: all
+    limit: Tensor | None  # [queries] end of the keys that a query may see, as a leaf number; None for no limit
     clusters: KeyClusters | None
     positions: Tensor | None  # [nodes, 1 or heads, dim]
     include_self: bool
-    pooled_bias: Tensor | None  # [1 or heads]; None: nothing to add
+    pooled_bias: Tensor | None  # [1 or heads]; None for 0
     mixing: HeadMixing | None
-    entmax: Entmax | None  # None: softmax
+    entmax: Entmax | None  # None for softmax
     dropout_p: float
     scale: float
 
     @property
     def needs_gradient(self) -> bool:
+        """Whether any input needs a gradient."""
         mixing = () if self.mixing is None else (self.mixing.logits, self.mixing.weights)
         alpha = None if self.entmax is None else self.entmax.alpha
         return needs_gradient(self.q, self.k, self.v, self.positions, self.pooled_bias, alpha, *mixing)
@@ -41,14 +42,14 @@ class MultiscaleCall(Call):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SelectCall(Call):
-    """A search for the `top_k` best leaf families of every group and head. The forest is rooted."""
+    """Checked arguments of a search for the `top_k` best leaf families per group and head. The forest is rooted."""
 
     q: Tensor
     queries: Queries
     neighbourhood: Neighbourhood  # selected already
     clusters: KeyClusters | None
     positions: Tensor | None  # [nodes, 1 or heads, dim]
-    limit: Tensor | None  # [queries] keys before this leaf number may be seen; None: all
+    limit: Tensor | None  # [queries] end of the keys that a query may see, as a leaf number; None for no limit
     top_k: int
-    width: int | None  # of the beam; None: every family is scored
+    width: int | None  # of the beam; None to score every family
     scale: float

@@ -1,14 +1,15 @@
-"""Clustered keys: an order of the keys, per head, under which a given tree groups similar keys.
+"""Clustered keys: an order of the keys, per head, that puts similar keys below the same nodes of a tree.
 
-Top down, the keys below a node are sorted along their first principal direction and handed to its children from left to
-right, each taking as many as it has leaves; with two children that is a split at the median. The tree stays the same, only
-the keys at its leaves are permuted, per key/value head. Leaves directly under a root (sinks) keep their key.
+From the root down, the keys below a node are sorted along their first principal direction and distributed to its
+children from left to right, as many to each child as it has leaves; with two equal children that is a split at the
+median. The tree stays the same; only the keys at its leaves are permuted, per key/value head. Leaves directly under a
+root (sinks) keep their keys.
 
-Causal use: keys move only inside *chunks* of consecutive keys that are complete, so that nothing later than a chunk's last
-key shapes its order.
+For causal attention, keys move only inside complete *chunks* of consecutive keys, so that the order of a chunk depends
+on no later key.
 
-Precedents: Reformer (hashed buckets), the Routing Transformer (k-means), clustered key–value caches, Quest (pages by
-bounds). New here is the tree, whose pooled remainder keeps every key's mass.
+Related methods: Reformer (hash buckets), the Routing Transformer (k-means), clustered key–value caches, Quest (pages
+with bounds). The tree is new here: its pooled nodes keep the mass of the keys that are not selected.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
 ITERATIONS = 3
-"""Power iterations for a principal direction, after a first product; a rough direction splits as well as an exact one."""
+"""Number of power iterations for a principal direction, after one first product. An approximate direction is enough."""
 
 
 @dataclass(frozen=True, eq=False)
 class KeyClusters:
-    """An order of the keys of each head, from `cluster_keys`.
+    """Order of the keys of each head, in groups of similar keys; the result of `cluster_keys`.
 
     Attributes:
-        order: `[kv_heads, leaves]`: `order[head, slot]` is the leaf whose key sits at that leaf slot of the tree.
-        chunk: keys per chunk inside which keys may move; None: the whole tree.
-        operations: multiplications and additions of the power iterations, key by key, all heads together. A GPU may do
-            more of them where matrix products are cheaper.
-        made_for: digest of the hierarchy.
+        order: `[kv_heads, leaves]`: `order[head, slot]` is the leaf whose key lies at this leaf slot of the tree.
+        chunk: Number of keys per chunk inside which keys may move; None for the whole tree.
+        operations: Number of multiplications and additions of the power iterations, summed over heads. A GPU may do
+            more where matrix products are cheaper.
+        made_for: Digest of the hierarchy, to check that the order is used with no other; None skips the check.
+
+    >>> clusters = cluster_keys(torch.randn(32, 2, 8), Hierarchy.regular([32], (8, 2)))
+    >>> clusters.order.shape
+    torch.Size([2, 32])
     """
 
     order: Tensor
@@ -52,7 +57,7 @@ class KeyClusters:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClusterCall(Call):
-    """A call of `cluster_keys`, checked."""
+    """Checked arguments of `cluster_keys`."""
 
     chunk: int | None
 
@@ -62,15 +67,20 @@ class ClusterCall(Call):
 def cluster_keys(
     k: Float[Tensor, "leaves kv_heads dim"], hierarchy: Hierarchy, *, chunk: int | None = None, backend: str = "auto"
 ) -> KeyClusters:
-    """Order the keys so that similar ones lie below the same nodes, for `select` and `multiscale_attention`.
+    """Order the keys of each head so that similar keys lie below the same nodes of the tree.
 
-    Deterministic, O(N log N) per level of a balanced tree such as `Hierarchy.regular(lengths, (8, 2), repeat_last=True)`.
+    Pass the result to `select(clusters=…)` and `multiscale_attention(clusters=…)`. It is deterministic, and takes
+    O(N log N) per level of a balanced tree such as `Hierarchy.regular(lengths, (8, 2), repeat_last=True)`.
 
     Args:
-        k: one key per leaf.
-        hierarchy: the tree to fill.
-        chunk: for causal use: keys (sinks not counted) per chunk; keys move only inside complete chunks.
-        backend: "auto", "triton" (CUDA) or "torch". Both give the same order where keys differ clearly.
+        k: Keys `[leaves, kv_heads, dim]`, one row per leaf.
+        hierarchy: Forest whose leaves take the keys.
+        chunk: Number of keys per chunk, sinks not counted. Keys then move only inside complete chunks, as causal
+            attention needs; None lets them move through the whole tree.
+        backend: "auto", "triton" (CUDA) or "torch". The backends agree except where keys are nearly equal.
+
+    Returns:
+        The order of the keys of every key/value head.
 
     >>> k = torch.tensor([0.0, 9.5, 1.0, 8.0, 2.0, 7.0])[:, None, None]
     >>> cluster_keys(k, Hierarchy.regular([6], (3,))).order.tolist()
@@ -85,7 +95,7 @@ def cluster_keys(
 
 
 def _cluster_torch(call: ClusterCall) -> Tensor:
-    """[kv_heads, leaves] the leaf whose key sits at each leaf slot."""
+    """Return `[kv_heads, leaves]` the leaf whose key lies at each leaf slot."""
     k, hierarchy = call.k, call.hierarchy
     heads, dim = k.shape[1:]
     dtype = torch.promote_types(k.dtype, torch.float32)
@@ -136,9 +146,9 @@ def _all_operations(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> int:
 
 
 def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chunk of every leaf, numbered through all trees, and which chunks are complete.
+    """Return the chunk of every leaf, numbered across all trees, and which chunks are complete.
 
-    Sinks do not count; a sink belongs to the chunk in progress where it stands.
+    Sinks do not fill chunks; a sink belongs to the chunk that the next other leaf is in.
     """
 
     def build() -> tuple[np.ndarray, np.ndarray]:
@@ -157,9 +167,9 @@ def chunk_of_leaf(hierarchy: Hierarchy, chunk: int) -> tuple[np.ndarray, np.ndar
 
 
 def nodes_to_sort(hierarchy: Hierarchy, chunk: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the leaf slots whose keys may move; for every node, begin and end among them, and whether its keys are sorted.
+    """Return the leaf slots whose keys may move; for every node, its range of them, and whether to sort its keys.
 
-    A node with one child, or whose children are all leaves, needs no sorting; a root's sinks take no part.
+    A node with one child, or with leaf children only, needs no sorting. The sinks of a root do not move.
     """
     s = hierarchy.structure
     movable = s.depth[s.leaf_nodes] > 1
@@ -177,7 +187,7 @@ def nodes_to_sort(hierarchy: Hierarchy, chunk: int | None) -> tuple[np.ndarray, 
 
 
 def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Per depth and size, from the root down: leaf slots of the nodes to sort, and which are real (None: all)."""
+    """Return the leaf slots `[nodes, size]` of the nodes to sort, by depth and size, and which are not padding."""
 
     def build() -> list[tuple[Tensor, Tensor | None]]:
         s = hierarchy.structure
@@ -201,10 +211,10 @@ def _levels(hierarchy: Hierarchy, chunk: int | None) -> list[tuple[Tensor, Tenso
 
 
 def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
-    """`[…, size]` coordinates along the direction of largest spread, by power iteration. Overwrites the members.
+    """Return coordinates `[…, size]` along the first principal direction, by power iteration. Overwrites `members`.
 
-    The iteration runs in the smaller of two spaces: of the dimensions, or of the members, where the leading vector is the
-    coordinate itself.
+    The iteration runs in the smaller of two spaces: that of the dimensions, or that of the members, where the leading
+    vector is the coordinate itself.
     """
     size, dim = members.shape[-2:]
     if present is None:
@@ -216,22 +226,23 @@ def _principal_coordinate(members: Tensor, present: Tensor | None) -> Tensor:
     across = centred.transpose(-1, -2)
     in_dimensions = _iterates_in_dimensions(size, dim)
     first, second = (centred, across) if in_dimensions else (across, centred)
-    # A fixed start with no pattern in it, so that no spread is orthogonal to it.
+    # A fixed, irregular start: a regular one could be orthogonal to the principal direction.
     start = torch.arange(1, (dim if in_dimensions else size) + 1, device=members.device, dtype=torch.float64)
     direction = second @ (first @ start.mul(2.4).cos().to(members.dtype)[:, None])
     for _ in range(ITERATIONS):
         length = direction.norm(dim=-2, keepdim=True)
         direction = second @ (first @ (direction / torch.where(length > 0, length, torch.ones_like(length))))
     coordinate = (centred @ direction if in_dimensions else direction).squeeze(-1)
-    # A direction and its opposite split alike: let the member farthest out be at the end.
+    # The sign of a direction is arbitrary: make the coordinate of the outermost member positive.
     farthest = coordinate.gather(-1, coordinate.abs().argmax(-1, keepdim=True))
     return coordinate * farthest.sign()
 
 
 def _iterates_in_dimensions(size: int, dim: int) -> bool:
-    """Return which space is the smaller one; the same for all sizes that are padded together.
+    """Return whether to iterate in the space of the dimensions rather than of the members.
 
-    A few iterations in one space differ from as many in the other: trees would depend on the others in their batch.
+    Both spaces give slightly different results after a few iterations. Nodes that are padded to one size therefore use
+    the same space; otherwise the order of a tree would depend on the other trees in its batch.
     """
     return 1 << (size - 1).bit_length() > dim
 
@@ -242,13 +253,13 @@ def operations_per_key(levels: float) -> float:
 
 
 def _operations(size: int, dim: int) -> int:
-    """Operations of `_principal_coordinate` for one node; comparisons of the sort are not counted."""
+    """Count the operations of `_principal_coordinate` for one node, without the comparisons of the sort."""
     project = 2 * size * dim if _iterates_in_dimensions(size, dim) else 0
     return 4 * (ITERATIONS + 1) * size * dim + project
 
 
 def sort_inside_leaf_families(order: Tensor, hierarchy: Hierarchy) -> None:
-    """Put the keys inside each leaf family, where their order is free, in the order of the leaves."""
+    """Sort the keys inside each leaf family, where any order would do, by leaf."""
     s = hierarchy.structure
     family = hierarchy.cached("parent of leaf", lambda: torch.as_tensor(s.parent[s.leaf_nodes]).to(order.device))
     by_family = torch.argsort(family, stable=True)
@@ -265,42 +276,50 @@ def check_clusters(
     positions: Tensor | None = None,
     include_self: bool = True,
 ) -> None:
-    """Check that the order fits keys and hierarchy, and that no option needs the neighbours that keys have lost."""
+    """Check that clusters fit keys and hierarchy, and that no other option needs the original order of the keys."""
     if clusters.order.shape != (k.shape[1], len(k)):
         raise InvalidInput(
             "clusters",
-            given=f"shape {tuple(clusters.order.shape)}",
-            expected=f"[{k.shape[1]} key/value heads, {len(k)} leaves]",
-            fix="make them from the same keys with hsa.cluster_keys(k, hierarchy)",
+            got=f"shape {tuple(clusters.order.shape)}",
+            expected=f"an order of shape ({k.shape[1]} key/value heads, {len(k)} leaves)",
+            fix="Make it from the same keys with hsa.cluster_keys(k, hierarchy)",
         )
     if clusters.made_for not in (None, hierarchy.digest):
         raise InvalidInput(
             "clusters",
-            given="clusters made for another hierarchy",
-            expected="clusters for this one",
-            fix="make them with hsa.cluster_keys(k, hierarchy)",
+            got="clusters of another one",
+            expected="clusters of this hierarchy",
+            fix="Make them with hsa.cluster_keys(k, hierarchy)",
         )
-    reasons = {
-        "near": (near != 0, "neighbours", "near=0; select more with top_k"),
-        "positions": (positions is not None, "positions", "positions=None; put positions into q and k"),
-        "include_self": (not include_self, "an own leaf", "include_self=True"),
-    }
-    for name, (bad, what, expected) in reasons.items():
-        if bad:
-            raise InvalidInput(
-                name,
-                given="a value together with clusters",
-                expected=expected,
-                fix=f"clustered leaf families have no {what}",
-            )
+    if near != 0:
+        raise InvalidInput(
+            "near",
+            got=near,
+            expected="0 with clusters",
+            fix="Clustered leaf families have no neighbours; select more of them with top_k",
+        )
+    if positions is not None:
+        raise InvalidInput(
+            "positions",
+            got="a tensor",
+            expected="None with clusters",
+            fix="Clustered leaf families have no positions; add positions to q and k",
+        )
+    if not include_self:
+        raise InvalidInput(
+            "include_self",
+            got=include_self,
+            expected="True with clusters",
+            fix="A query has no leaf of its own among clustered keys",
+        )
 
 
 def check_chunked(clusters: KeyClusters | None, limit: Tensor | None) -> None:
-    """Check that clusters are chunked where queries may see only some of the keys."""
+    """Check that clusters are chunked if queries may see only some of the keys."""
     if clusters is not None and limit is not None and clusters.chunk is None:
         raise InvalidInput(
             "clusters",
-            given="clusters of whole trees, for queries that may see only some of the keys",
-            expected="clusters inside complete chunks",
-            fix="use cluster_keys(k, hierarchy, chunk=256)",
+            got="clusters of whole trees",
+            expected="clusters inside chunks, as each query may see only some of the keys",
+            fix="Use hsa.cluster_keys(k, hierarchy, chunk=256)",
         )

@@ -1,7 +1,7 @@
-"""The leaf families of a forest, which can be selected.
+"""The leaf families of a forest: the candidates of a selection.
 
-A leaf family is the leaf members of one family, named here by its parent node. Those directly under a root (sinks) are
-always exact and are not listed. The others are numbered tree by tree, by their first leaf.
+A leaf family consists of the leaf members of one family; its parent node stands for it. Leaves directly under a root
+(sinks) are always exact, so their families are not listed. The others are numbered tree by tree, by their first leaf.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class LeafFamilies:
-    nodes: Tensor  # [families] the parent
-    tree_offsets: np.ndarray  # [trees + 1] the families of every tree
-    tree: Tensor  # [families]
-    own: np.ndarray  # [leaves] family of every leaf, −1 at sinks
-    before: np.ndarray  # [leaves] families that start before the leaf (in its tree and all earlier ones)
-    mixed: bool  # some listed family also has members that are no leaves
+    """Leaf families below the roots of a forest."""
+
+    nodes: Tensor  # [families] parent of each
+    tree_offsets: np.ndarray  # [trees + 1] first family of every tree, and the number of families
+    tree: Tensor  # [families] tree of each
+    own: np.ndarray  # [leaves] family of every leaf; −1 for sinks
+    before: np.ndarray  # [leaves] number of families that start before the leaf, in its tree and all earlier ones
+    mixed: bool  # whether the parent of some family has children that are not leaves
 
 
 def leaf_families(hierarchy: Hierarchy) -> LeafFamilies:
+    """Return the leaf families of a forest, built once."""
     return hierarchy.cached("leaf_families", lambda: _build(hierarchy))
 
 
@@ -55,7 +58,7 @@ def _build(hierarchy: Hierarchy) -> LeafFamilies:
 
 
 def ancestors(hierarchy: Hierarchy) -> Tensor:
-    """[nodes, depth + 1] the ancestor of every node at every depth, itself at its own, −1 below."""
+    """Return `[nodes, depth + 1]` the ancestor of every node at every depth: itself at its own depth, −1 below it."""
 
     def build() -> Tensor:
         s = hierarchy.structure

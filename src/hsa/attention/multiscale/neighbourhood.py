@@ -1,6 +1,7 @@
-"""The neighbourhood of a group of queries: leaf families that are selected whatever the queries are.
+"""The neighbourhood of a group of queries: the leaf families that are always selected, whatever the queries are.
 
-These are the group's own family and its `near` neighbours on each side; with causal clusters, all families of its own chunk.
+It consists of the group's own family and its `near` neighbours on each side; with causal clusters, of all families of
+its chunk.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class Neighbourhood:
-    """Per group a range of family numbers, low to high − 1; (0, 0) for none."""
+    """Range of families of every group, from `low` to `high` − 1; (0, 0) if it has none."""
 
     low: np.ndarray
     high: np.ndarray
-    nodes: Tensor  # [groups, 1, width] parents of these families, −1 after them
-    bounds: tuple[Tensor, Tensor] | None  # low and high on the device; None: no group has any
+    nodes: Tensor  # [groups, 1, width] parents of these families, padded with −1
+    bounds: tuple[Tensor, Tensor] | None  # low and high on the device; None if all ranges are empty
 
 
 def neighbourhood(
     queries: Queries, hierarchy: Hierarchy, near: int, clusters: KeyClusters | None, limit: Tensor | None
 ) -> Neighbourhood:
-    """Find the neighbourhoods, which follow from structure alone; done once per set of queries."""
+    """Return the neighbourhood of every group, built once per set of queries: it depends on the structure only."""
     check_chunked(clusters, limit)
     families = leaf_families(hierarchy)
 
@@ -53,35 +54,36 @@ def _ranges(
     clusters: KeyClusters | None,
     limit: Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    where = anchors(queries, limit)
+    """Return the range of families, low and high, of every group."""
+    anchor = anchors(queries, limit)
     low, high = np.zeros((2, queries.num_groups), np.int64)
     sizes = np.diff(queries.host_offsets)
     filled = np.flatnonzero(sizes > 0)
-    if where is None or (clusters is not None and limit is None) or len(families.nodes) == 0 or len(filled) == 0:
+    if anchor is None or (clusters is not None and limit is None) or len(families.nodes) == 0 or len(filled) == 0:
         return low, high
-    leaf = where.cpu().numpy()
+    leaf = anchor.cpu().numpy()
     tree = np.repeat(queries.host_tree, sizes)
-    sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see nothing stands nowhere
+    sees = leaf >= hierarchy.structure.leaf_offsets[tree]  # a query that may see no key has no neighbourhood
     leaf = np.where(sees, leaf, 0)
     if clusters is None:
         own, before = families.own[leaf], families.before[leaf]
         first = np.where(own < 0, before, own) - near
-        last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # what is later cannot be seen
+        last = np.where(own < 0, before, own + 1) + (near if limit is None else 0)  # later families are not visible
     else:
         first, last = _families_of_chunks(hierarchy, families, clusters, leaf)
     first = np.where(sees, np.maximum(first, families.tree_offsets[tree]), len(families.nodes))
     last = np.where(sees, np.minimum(last, families.tree_offsets[tree + 1]), 0)
     starts = queries.host_offsets[filled]
     low[filled], high[filled] = np.minimum.reduceat(first, starts), np.maximum.reduceat(last, starts)
-    nothing = high <= low
-    low[nothing], high[nothing] = 0, 0
+    empty = high <= low
+    low[empty], high[empty] = 0, 0
     return low, high
 
 
 def _families_of_chunks(
     hierarchy: Hierarchy, families: LeafFamilies, clusters: KeyClusters, leaf: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The range of families that the chunk of each leaf reaches into."""
+    """Return the range of families that have leaves in the chunk of each leaf."""
     assert clusters.chunk is not None
     number, complete = chunk_of_leaf(hierarchy, clusters.chunk)
     listed = families.own >= 0
@@ -92,7 +94,7 @@ def _families_of_chunks(
 
 
 def _range_table(low: np.ndarray, high: np.ndarray, families: LeafFamilies) -> Tensor:
-    """[groups, 1, width] the nodes of families low..high−1, −1 after them."""
+    """Return `[groups, 1, width]` the nodes of the families from low to high − 1, padded with −1."""
     device = families.nodes.device
     width = int((high - low).max(initial=0))
     number = torch.as_tensor(low).to(device)[:, None] + torch.arange(width, device=device)

@@ -1,16 +1,16 @@
-"""Multiscale attention: every query keeps its own row, exact near by, pooled far away."""
+"""Multiscale attention: each query attends exactly to the keys that matter to it and to pooled nodes for the rest."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from hsa.attention import dispatch
-from hsa.attention.checks import check_inputs, check_positions, check_type, scale_or_default
+from hsa.attention.checks import check_dropout, check_inputs, check_positions, check_type, scale_or_default
 from hsa.attention.dispatch import Backend
 from hsa.attention.kernels import available
 from hsa.attention.mixing import HeadMixing, check_mixing
@@ -48,12 +48,15 @@ def multiscale_attention(
     v: Float[Tensor, "leaves kv_heads value_dim"],
     hierarchy: Hierarchy,
     *,
+    near: int = 0,
+    top_k: int = 0,
+    beam: int | Literal["exact"] | None = None,
+    causal: bool = False,
+    clusters: KeyClusters | None = None,
     queries: Queries | None = None,
     selection: Selection | None = None,
-    clusters: KeyClusters | None = None,
     positions: Tensor | None = None,
     include_self: bool = True,
-    causal: bool = False,
     normalizer: Literal["softmax"] | Entmax = "softmax",
     pooled_bias: float | Tensor = 0.0,
     mixing: HeadMixing | None = None,
@@ -61,47 +64,65 @@ def multiscale_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "queries heads value_dim"]:
-    """Attention of every query over a list of nodes that together hold every key once.
+    """Attend from every query to a list of nodes that together contain every key exactly once.
 
-        logit(i→B) = scale · q_i · mean(k, B) + log leaf_count(B) + ε(i')·ε(B') [+ pooled_bias if B is no leaf]
+    The list of a query holds the leaves of the leaf families that are selected for it (its own, `near` neighbours on each
+    side, the `top_k` best of the others) and the largest nodes that contain none of them. For query i and node B,
+
+        logit(i→B) = scale · q_i · mean(k, B) + log leaf_count(B) + ε(i')·ε(B') [+ pooled_bias if B is not a leaf]
         out(i)     = softmax over the list, applied to mean(v, B)
 
-    i' and B' are the highest distinct ancestors of i and B. For given lists this is the closest matrix to softmax attention;
-    with every family selected it is softmax attention. `normalizer=Entmax(…)` is the same for sparse attention: leaf counts
-    are then weights of the entries in place of log leaf_count.
+    where i' and B' are the highest distinct ancestors of i and B. For given lists this is the closest matrix to softmax
+    attention in KL divergence; with every family selected it is softmax attention. With `normalizer=Entmax(…)`, leaf
+    counts weigh the entries in place of log leaf_count.
 
     Args:
-        q: one row per query; without `queries`, per leaf.
-        k, v: one row per leaf. Key/value heads may be fewer than query heads; v may have another width.
-        hierarchy: the forest of the keys.
-        queries: another set of queries (cross-attention, a decode step); by default the leaves themselves.
-        selection: from `select`: which leaf families are exact. By default each leaf's own.
-        clusters: from `cluster_keys`: the order of the keys in the tree, per key/value head. Needs `selection`.
-        positions: ε, one row per node: `[nodes, dim]` or `[nodes, heads, dim]`.
-        include_self: whether leaves attend to themselves.
-        causal: drop every node that is not wholly at or before the query. Nothing later is used: this does not leak.
-        normalizer: "softmax", or an `hsa.Entmax`. If it has an α per level, a node takes that of the family it is a member
-            of.
-        pooled_bias: added to the logits of pooled nodes, a number or one per head: 0 is closest to softmax, −∞ drops them.
-        mixing: talking heads: logits are mixed across heads before the softmax, weights after it. All heads must have the
-            same lists: no selection per head and no clusters.
-        dropout_p: dropout on (query, node) weights.
-        scale: factor of the dot products; 1/√head_dim by default.
+        q: `[queries, heads, dim]`, one row per leaf unless `queries` is given.
+        k: `[leaves, kv_heads, dim]`. There may be fewer key/value heads than query heads.
+        v: `[leaves, kv_heads, value_dim]`.
+        hierarchy: Forest of the keys.
+        near: Number of neighbouring leaf families on each side to attend to exactly.
+        top_k: Number of further leaf families to attend to exactly: the best for the queries of a group, per head.
+        beam: Width of the search for them; see `select`.
+        causal: Hide every node that is not entirely at or before the query. Nothing later leaks.
+        clusters: Order of the keys in the tree, from `cluster_keys`. Leaf families are then groups of similar keys, and
+            `top_k` must be positive.
+        queries: Other queries than the leaves (cross-attention, a decoding step), or other groups of them.
+        selection: The selected leaf families, from `select`, in place of `near`, `top_k` and `beam`: to share them between
+            layers, count their cost or select by other means.
+        positions: ε, `[nodes, dim]` or `[nodes, heads, dim]`.
+        include_self: Whether leaves attend to themselves.
+        normalizer: "softmax" or an `hsa.Entmax`. Where that has one α per level, a node takes the α of the family that it
+            is a member of.
+        pooled_bias: Number, or one per head, added to the logits of pooled nodes. 0 is closest to softmax; −∞ drops them.
+        mixing: Talking heads: mix logits across heads before the softmax and weights after it. All heads need the same
+            lists: neither `top_k` nor `clusters`.
+        dropout_p: Dropout on the weights of (query, node) pairs.
+        scale: Factor of the dot products, 1/√dim by default.
         backend: "auto", "triton" (CUDA), "torch" or "reference".
 
+    Returns:
+        `[queries, heads, value_dim]`.
+
     Raises:
-        InvalidInput: shapes, dtypes, devices or heads do not fit; options that have no meaning for clustered keys.
-        NonFinite: entmax of a logit that is +∞ or no number, inside `hsa.checking`.
+        InvalidInput: Shapes, dtypes, devices or options do not fit each other.
+        NonFinite: Inside `hsa.checking`, an entmax of a logit that is +∞ or NaN.
 
     >>> q, k, v = torch.randn(3, 64, 2, 8).unbind(0)
     >>> tree = Hierarchy.regular([64], (4, 4))
+    >>> multiscale_attention(q, k, v, tree, near=1, top_k=2).shape
+    torch.Size([64, 2, 8])
+
+    In two steps, to look at the selection or to use it again:
+
     >>> selection = select(q, k, tree, near=1, top_k=2)
     >>> multiscale_attention(q, k, v, tree, selection=selection).shape
     torch.Size([64, 2, 8])
     """
-    check_type("queries", queries, Queries, "see hsa.Queries")
-    check_type("selection", selection, Selection, "use hsa.select(q, k, hierarchy, …)")
-    check_type("clusters", clusters, KeyClusters, "use hsa.cluster_keys(k, hierarchy)")
+    check_type("queries", queries, Queries, "See hsa.Queries")
+    check_type("selection", selection, Selection, "Use hsa.select(q, k, hierarchy, …)")
+    check_type("clusters", clusters, KeyClusters, "Use hsa.cluster_keys(k, hierarchy)")
+    _check_selects_once(selection, near, top_k, beam)
     given = selection.queries if selection is not None else queries
     check_inputs({"k": k, "v": v}, hierarchy)
     rows = None if given is None else {"q": given.checked(hierarchy).num_queries}
@@ -109,17 +130,19 @@ def multiscale_attention(
     positions = check_positions(positions, q, hierarchy)
     if clusters is not None:
         check_clusters(clusters, k, hierarchy, positions=positions, include_self=include_self)
-    _check_queries(hierarchy, queries, selection, clusters, positions, include_self)
-    if selection is None and queries is None:
-        selection = hierarchy.cached("own families", lambda: select(q, k, hierarchy))
-    elif selection is None:
-        selection = select(q, k, hierarchy, queries=queries, causal=causal)
+    _check_queries(hierarchy, queries, selection, clusters, positions, include_self, top_k, causal)
+    if selection is None:
+        options: dict[str, Any] = {"near": near, "top_k": top_k, "beam": beam, "clusters": clusters}
+        options |= {"queries": queries, "positions": positions, "causal": causal, "scale": scale}
+        if queries is None and clusters is None and not top_k:  # depends on the tree alone
+            selection = hierarchy.cached(("selection", near, causal), lambda: select(q, k, hierarchy, **options))
+        else:
+            selection = select(q, k, hierarchy, **options)
     limit = key_limit(selection.queries, hierarchy, causal)
     _check_selection(hierarchy, selection, clusters, limit, q)
     check_mixing(mixing, q)
     _check_shared_lists(mixing, selection, clusters)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise InvalidInput("dropout_p", given=repr(dropout_p), expected="0 or more and less than 1")
+    check_dropout(dropout_p)
     forest, positions = rooted(hierarchy, positions)
     call = MultiscaleCall(
         q=q,
@@ -141,24 +164,37 @@ def multiscale_attention(
     return dispatch.run("multiscale_attention", MULTISCALE, call)
 
 
+def _check_selects_once(selection: Selection | None, near: int, top_k: int, beam: Any) -> None:
+    if selection is None:
+        return
+    for name, value in (("near", near), ("top_k", top_k), ("beam", beam)):
+        if value:
+            raise InvalidInput(
+                name,
+                expected="no value together with a selection",
+                got=repr(value),
+                fix=f"Pass {name} to hsa.select, or leave selection out",
+            )
+
+
 def _check_shared_lists(mixing: HeadMixing | None, selection: Selection, clusters: KeyClusters | None) -> None:
     if mixing is not None and (clusters is not None or selection.families.shape[1] > 1):
         raise InvalidInput(
             "mixing",
-            given="heads with different lists (from top_k or clusters)",
-            expected="heads that look at the same nodes: else there is nothing to mix entry by entry",
-            fix="use select without top_k and without clusters, or hierarchical_attention",
+            expected="heads with the same lists of nodes, whose entries can be mixed",
+            got="lists that differ between heads (from top_k or clusters)",
+            fix="Leave out top_k and clusters, or use hierarchical_attention",
         )
 
 
 def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
-    """Return the bias as `[1 or heads]`; None for nothing to add."""
+    """Return the bias as `[1 or heads]`, or None if it is 0."""
     if not isinstance(pooled_bias, Tensor):
         is_number = isinstance(pooled_bias, (int, float)) and not isinstance(pooled_bias, bool)
         if not is_number or not pooled_bias < math.inf:
             raise InvalidInput(
                 "pooled_bias",
-                given=repr(pooled_bias),
+                got=repr(pooled_bias),
                 expected="a number below +∞ (−∞ drops pooled nodes), or a tensor",
             )
         if pooled_bias == 0:
@@ -168,7 +204,7 @@ def per_head(pooled_bias: float | Tensor, q: Tensor) -> Tensor | None:
     bias = bias if bias.is_floating_point() else bias.to(torch.float32)
     if bias.ndim > 1 or (bias.ndim == 1 and len(bias) not in (1, q.shape[1])):
         raise InvalidInput(
-            "pooled_bias", given=f"shape {tuple(bias.shape)}", expected=f"a number or ({q.shape[1]},), one per head"
+            "pooled_bias", got=f"shape {tuple(bias.shape)}", expected=f"a number or ({q.shape[1]},), one per head"
         )
     return bias.reshape(-1)
 
@@ -180,29 +216,33 @@ def _check_queries(
     clusters: KeyClusters | None,
     positions: Tensor | None,
     include_self: bool,
+    top_k: int,
+    causal: bool,
 ) -> None:
     """Check that queries, selection and options fit each other."""
     if queries is not None and selection is not None and queries is not selection.queries:
         raise InvalidInput(
             "queries",
-            given="other queries than those of the selection",
-            expected="the same object",
-            fix="leave queries out",
+            expected="the queries of the selection",
+            got="another object",
+            fix="Leave queries out",
         )
     given = selection.queries if selection is not None else queries
-    if selection is None and (clusters is not None or (given is not None and given.leaves is None)):
+    sees_all = not causal and (given is None or given.visible is None)
+    is_outside = given is not None and given.leaves is None
+    if selection is None and not top_k and sees_all and (clusters is not None or is_outside):
+        what = "clustered keys" if clusters is not None else "queries that are not leaves"
         raise InvalidInput(
-            "selection",
-            given="None with clusters or with queries that are no leaves",
-            expected="a selection: there is no own family",
-            fix="pass selection=hsa.select(q, k, hierarchy, top_k=…, …) with the same options",
+            "top_k",
+            expected=f"1 or more for {what}: there is no own family to attend to exactly",
+            got=repr(top_k),
+            fix="Pass top_k=8, for example",
         )
-    if given is not None and given.leaves is None and not include_self:
+    if is_outside and not include_self:
         raise InvalidInput(
             "include_self",
-            given="False for queries that are no leaves",
-            expected="include_self=True",
-            fix="a query outside the tree has no self in it",
+            expected="True for queries that are not leaves: they have no key of their own to leave out",
+            got="False",
         )
     if given is not None and positions is not None:
         given.check_one_family(hierarchy)
@@ -211,28 +251,28 @@ def _check_queries(
 def _check_selection(
     hierarchy: Hierarchy, selection: Selection, clusters: KeyClusters | None, limit: Tensor | None, q: Tensor
 ) -> None:
-    """Check that the selection was made for this hierarchy, these heads and clusters, and for no more than may be seen."""
+    """Check that the selection was made for this hierarchy, these heads and clusters, and respects causality."""
     if selection.families.shape[1] not in (1, q.shape[1]):
         raise InvalidInput(
             "selection",
-            given=f"a selection for {selection.families.shape[1]} heads",
-            expected=f"1 or {q.shape[1]}, as q has",
+            expected=f"a selection for 1 or {q.shape[1]} heads, as in q",
+            got=f"one for {selection.families.shape[1]}",
         )
     check_chunked(clusters, limit)
     if selection.made_for is None:
         return
-    same = "call hsa.select with the hierarchy, clusters and causal that attention gets"
+    same = "Call hsa.select with the hierarchy, clusters and causal that attention gets"
     if selection.made_for != hierarchy.digest:
-        raise InvalidInput("selection", given="one made for another hierarchy", expected="one for this", fix=same)
+        raise InvalidInput("selection", expected="one made for this hierarchy", got="one for another", fix=same)
     if selection.clusters is not clusters:
         raise InvalidInput(
-            "selection", given="one made with other clusters", expected="one made with the same object", fix=same
+            "selection", expected="one made with the same clusters", got="one made with others", fix=same
         )
     depends_on_queries = selection.depends_on_queries or clusters is not None
     if limit is not None and selection.limit is None and depends_on_queries:
         raise InvalidInput(
             "selection",
-            given="one made with causal=False, for causal attention",
-            expected="one that looks at nothing later",
+            expected="one made with causal=True, for causal attention",
+            got="one made with causal=False, which depends on later keys",
             fix=same,
         )

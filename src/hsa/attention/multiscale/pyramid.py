@@ -9,7 +9,7 @@ from hsa.attention.rounds import Rounds
 
 
 def pyramid(leaves: Tensor, plan: Rounds) -> Tensor:
-    """`[slots, …]`: the leaves, then the mean over the leaves below each other node, in the plan's slots."""
+    """Return `[slots, …]`: the leaves, then the mean of the leaves below each other node, in the plan's slots."""
     parents: list[Tensor] = []
     for families in plan.rounds:
         parents.append(families.pool(families.split(families.source(leaves, parents))))
@@ -17,7 +17,7 @@ def pyramid(leaves: Tensor, plan: Rounds) -> Tensor:
 
 
 def in_order(leaves: Tensor, order: Tensor) -> Tensor:
-    """Put rows `[leaves, heads, dim]` in the order of clusters: slot `s` of head `h` gets row `order[h, s]`."""
+    """Reorder rows `[leaves, heads, dim]` by clusters: slot `s` of head `h` gets row `order[h, s]`."""
     heads = leaves.shape[1]
     rows = order.T * heads + torch.arange(heads, device=order.device)
     return leaves.flatten(0, 1).index_select(0, rows.flatten()).view_as(leaves)

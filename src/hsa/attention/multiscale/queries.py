@@ -1,4 +1,4 @@
-"""`Queries`: a set of queries, in groups that share a selection, and how many keys each may see."""
+"""`Queries`: a set of queries in groups that share a selection, and the number of keys that each query may see."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """A set of queries over the keys of a forest. Queries of one group share the selection of what is exact.
+    """Groups of queries over the keys of a forest. The queries of a group attend to the same leaf families exactly.
 
     Args:
-        offsets: `[groups + 1]`, the rows of q of every group.
-        tree: `[groups]`, the tree whose keys the group attends to.
-        visible: `[queries]` how many keys of its tree each query may see, in the order of the leaves; None: all.
-        leaves: `[queries]` the leaf that each query is (self-attention, a decode step); None for cross-attention.
+        offsets: `[groups + 1]` first row of q of every group, and the number of rows.
+        tree: `[groups]` tree whose keys the group attends to.
+        visible: `[queries]` number of keys of its tree that each query may see, in leaf order; None for all.
+        leaves: `[queries]` leaf that each query belongs to (self-attention, a decode step); None for cross-attention.
 
     >>> documents = Hierarchy.from_nested([[3, 2], [4]])
-    >>> Queries.families(documents).offsets.tolist()  # by default, one group per leaf family
+    >>> Queries.families(documents).offsets.tolist()  # the default: one group per leaf family
     [0, 3, 5, 9]
     >>> Queries.windows(documents, 4).offsets.tolist()  # windows of consecutive leaves inside each tree
     [0, 4, 5, 9]
-    >>> five_questions_to_each = Queries(offsets=torch.tensor([0, 5, 10]), tree=torch.tensor([0, 1]))
+    >>> Queries(offsets=torch.tensor([0, 5, 10]), tree=torch.tensor([0, 1]))  # five questions to each document
+    Queries(10 queries in 2 groups)
     """
 
     offsets: Tensor
@@ -49,40 +50,44 @@ class Queries:
 
     @property
     def num_groups(self) -> int:
+        """Number of groups."""
         return len(self.tree)
 
     @cached_property
     def host_offsets(self) -> np.ndarray:
+        """Copy of `offsets` in host memory."""
         return self.offsets.cpu().numpy()
 
     @cached_property
     def host_tree(self) -> np.ndarray:
+        """Copy of `tree` in host memory."""
         return self.tree.cpu().numpy()
 
     @cached_property
     def num_queries(self) -> int:
+        """Number of queries in all groups together."""
         return int(self.host_offsets[-1])
 
     @cached_property
     def group(self) -> Tensor:
-        """[queries]"""
+        """Group of every query, `[queries]`."""
         return torch.arange(self.num_groups, device=self.tree.device).repeat_interleave(self.offsets.diff())
 
     @staticmethod
     def families(hierarchy: Hierarchy) -> Queries:
-        """Make every leaf a query; consecutive leaves of one family form a group."""
+        """Return one query per leaf, in one group per leaf family (one per run of leaves if other nodes divide it)."""
 
         def build() -> Queries:
             s = hierarchy.structure
             changes = np.diff(s.parent[s.leaf_nodes], prepend=-2) != 0
-            changes[s.leaf_offsets[:-1]] = True  # trees of a single leaf have no parent to tell them apart
-            return _of_leaves(hierarchy, np.flatnonzero(changes))
+            changes[s.leaf_offsets[:-1]] = True  # trees of a single leaf have no parents that could differ
+            return _queries_of_leaves(hierarchy, np.flatnonzero(changes))
 
         return hierarchy.cached(("queries", "families"), build)
 
     @staticmethod
     def windows(hierarchy: Hierarchy, size: int) -> Queries:
-        """Make every leaf a query; windows of `size` consecutive leaves of a tree form a group."""
+        """Return one query per leaf, in groups of `size` consecutive leaves of a tree (fewer at its end)."""
         size = check_count("size", size, "a positive number of queries per group", minimum=1)
 
         def build() -> Queries:
@@ -90,37 +95,37 @@ class Queries:
             groups = -(-np.diff(offsets) // size)
             first = np.cumsum(groups) - groups
             starts = np.repeat(offsets[:-1] - first * size, groups) + np.arange(int(groups.sum())) * size
-            return _of_leaves(hierarchy, starts)
+            return _queries_of_leaves(hierarchy, starts)
 
         return hierarchy.cached(("queries", size), build)
 
     def cached(self, key: Any, build: Callable[[], T]) -> T:
-        """Return what `build` makes of these queries alone, built once."""
+        """Return `build()`, which must depend on these queries and `key` only; later calls return the first result."""
         if key not in self._cache:
             with torch.inference_mode(False):  # later calls may need gradients
                 self._cache[key] = build()
         return self._cache[key]
 
     @cached_property
-    def most(self) -> int:
+    def largest_group(self) -> int:
         """Number of queries in the largest group."""
         return int(np.diff(self.host_offsets).max(initial=0))
 
     def checked(self, hierarchy: Hierarchy) -> Queries:
-        """Return these queries, or raise an error that says what does not fit the forest. Checked once per forest."""
+        """Return these queries if they fit the forest, otherwise raise `InvalidInput`. Each forest is checked once."""
         if hierarchy.digest not in self._checked_for:
             self._check(hierarchy)
             self._checked_for.add(hierarchy.digest)
         return self
 
     def check_one_family(self, hierarchy: Hierarchy) -> None:
-        """Check that every group stands below one parent, for positions, which are compared where paths part."""
+        """Check that the queries of every group have one parent, as the position logits require."""
         if self.leaves is None:
             raise InvalidInput(
                 "positions",
-                given="positions with queries that are no leaves",
-                expected="positions=None",
-                fix="a query outside the tree has no position in it",
+                got="a tensor",
+                expected="None for queries that are not leaves",
+                fix="A query outside the tree has no position in it",
             )
         s = hierarchy.structure
         parent = s.parent[s.leaf_nodes[self.leaves.cpu().numpy()]]
@@ -128,9 +133,9 @@ class Queries:
         if len(starts) and (np.maximum.reduceat(parent, starts) != np.minimum.reduceat(parent, starts)).any():
             raise InvalidInput(
                 "queries",
-                given="groups that span several leaf families, with positions",
-                expected="groups inside one leaf family",
-                fix="use Queries.families(hierarchy) or Queries.windows(hierarchy, 1)",
+                got="a group that spans several families",
+                expected="groups inside one leaf family each, with positions",
+                fix="Use Queries.families(hierarchy) or Queries.windows(hierarchy, 1)",
             )
 
     def _check(self, hierarchy: Hierarchy) -> None:
@@ -139,27 +144,33 @@ class Queries:
             if not (x is None and name in ("visible", "leaves")) and (
                 not isinstance(x, Tensor) or x.ndim != 1 or x.is_floating_point() or x.dtype == torch.bool
             ):
-                raise InvalidInput(f"queries.{name}", given=_describe(x), expected="a vector of integers, as a tensor")
+                raise InvalidInput(f"queries.{name}", got=_describe(x), expected="a one-dimensional tensor of integers")
         offsets, tree = self.host_offsets, self.host_tree
         if len(offsets) != len(tree) + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise InvalidInput(
                 "queries.offsets",
-                given=f"{offsets.tolist()[:5]}… for {len(tree)} groups",
-                expected="0 first, then the end of every group",
+                got=f"{offsets.tolist()[:5]}… for {len(tree)} groups",
+                expected="0, then the end of every group in ascending order",
             )
         if len(tree) and not (tree.min() >= 0 and tree.max() < hierarchy.num_trees):
-            raise InvalidInput("queries.tree", given=f"{tree.min()}..{tree.max()}", expected=f"trees of {hierarchy}")
+            raise InvalidInput(
+                "queries.tree",
+                got=f"{tree.min()} to {tree.max()}",
+                expected=f"tree numbers from 0 to {hierarchy.num_trees - 1}",
+            )
         for name, x in (("visible", self.visible), ("leaves", self.leaves)):
             if x is not None and x.shape != (self.num_queries,):
                 raise InvalidInput(
-                    f"queries.{name}", given=f"shape {tuple(x.shape)}", expected=f"({self.num_queries},), one per query"
+                    f"queries.{name}",
+                    got=f"shape {tuple(x.shape)}",
+                    expected=f"one number per query, shape ({self.num_queries},)",
                 )
         if self.visible is not None and self.leaves is not None:
             raise InvalidInput(
                 "queries",
-                given="visible and leaves",
-                expected="one of them",
-                fix="a query that is a leaf sees what causal=True lets it see",
+                got="both",
+                expected="either `visible` or `leaves`",
+                fix="For queries that are leaves, causal=True limits the keys they see",
             )
         first, end = hierarchy.structure.leaf_offsets[:-1], hierarchy.structure.leaf_offsets[1:]
         of_tree = np.repeat(tree, np.diff(offsets))
@@ -174,16 +185,17 @@ class Queries:
                 i = int(bad[0])
                 raise InvalidInput(
                     f"queries.{name}[{i}]",
-                    given=int(values[i]),
-                    expected=f"{low[i]}..{high[i]}, in tree {of_tree[i]}",
+                    got=int(values[i]),
+                    expected=f"a number from {low[i]} to {high[i]}, in tree {of_tree[i]}",
                 )
 
 
 def _describe(x: object) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _of_leaves(hierarchy: Hierarchy, starts: np.ndarray) -> Queries:
+def _queries_of_leaves(hierarchy: Hierarchy, starts: np.ndarray) -> Queries:
+    """Return one query per leaf, in groups that start at these leaves."""
     offsets = np.append(starts, hierarchy.num_leaves)
     tree = np.searchsorted(hierarchy.structure.leaf_offsets, starts, side="right") - 1
     device = hierarchy.device

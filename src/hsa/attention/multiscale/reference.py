@@ -1,4 +1,4 @@
-"""Backend "reference": query by query, its list of nodes by definition. For reading and for tests."""
+"""Backend "reference": the definition, one query, head and node at a time. Slow; to be read and to test the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 def attend(call: MultiscaleCall) -> Tensor:
-    """Run `hsa.multiscale_attention`."""
+    """Compute `hsa.multiscale_attention` from checked arguments."""
     q, k, v, hierarchy, clusters, positions = call.q, call.k, call.v, call.hierarchy, call.clusters, call.positions
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, group_of_heads = q.shape[1], q.shape[1] // k.shape[1]
@@ -75,16 +75,16 @@ def attend(call: MultiscaleCall) -> Tensor:
 
 
 def _softmax(logits: list[Tensor]) -> list[Tensor]:
-    """0 where a logit is −∞."""
+    """Return the softmax of the logits, 0 for logits of −∞ (also if all are)."""
     visible = [z for z in logits if z > -math.inf]
     weights = iter(torch.stack(visible).softmax(0) if visible else ())
     return [next(weights) if z > -math.inf else torch.zeros_like(z) for z in logits]
 
 
 def _entmax(logits: list[Tensor], counts: list[int], alphas: list[Tensor]) -> list[Tensor]:
-    """p = n u₊^{1/(α − 1)}, u = 1 + (α − 1)(z + 1 − 1/α − c), with the c at which they sum to 1, found by halving.
+    """Return p = n u₊^{1/(α − 1)}, u = 1 + (α − 1)(z + 1 − 1/α − c), with the c for which they sum to 1.
 
-    Here c gets the gradient of one Newton step from there.
+    Bisection determines c; one Newton step from there gives it its gradient.
     """
     levelled = [z + (1 - 1 / a) for z, a in zip(logits, alphas, strict=True)]
     numbers = [(z.item(), n, a.item()) for z, n, a in zip(levelled, counts, alphas, strict=True) if z > -math.inf]
@@ -92,11 +92,11 @@ def _entmax(logits: list[Tensor], counts: list[int], alphas: list[Tensor]) -> li
         return [torch.zeros_like(z) for z in logits]
 
     def total(c: float, power: int) -> float:
-        """Σ n u₊^{1/(α − 1) − power}: the sum of the weights, or minus its derivative."""
+        """Return Σ n u₊^{1/(α − 1) − power}: the sum of the weights (power 0) or minus its derivative (power 1)."""
         inside = ((n, (a - 1) * (z - c), a) for z, n, a in numbers)
         return sum(n * math.exp(math.log1p(x) * (1 / (a - 1) - power)) for n, x, a in inside if x > -1)
 
-    low = max(z for z, _, _ in numbers)  # at which one entry alone has all the weight or more
+    low = max(z for z, _, _ in numbers)  # here the weight of one entry alone is 1 or more
     high = low + math.log(sum(counts))
     for _ in range(60):
         middle = (low + high) / 2
@@ -113,7 +113,7 @@ def _entmax(logits: list[Tensor], counts: list[int], alphas: list[Tensor]) -> li
 
 
 def _alpha(normalizer: Entmax, hierarchy: Hierarchy, node: int, head: int, dtype: torch.dtype) -> Tensor:
-    """Of the family that the node is a member of."""
+    """Return α at the height of the family that the node belongs to."""
     height = int(hierarchy.structure.height[hierarchy.structure.parent[node]])
     row = normalizer.at_height(height, dtype).reshape(-1)
     return row[min(head, len(row) - 1)]
@@ -124,7 +124,7 @@ def _average(weights: list[Tensor], means: list[Tensor], nothing: Tensor, dropou
 
 
 def list_of_nodes(hierarchy: Hierarchy, node: int, selected: list[int]) -> list[int]:
-    """The leaves of the selected families and the largest nodes without a selected family, below `node`."""
+    """Return the leaves of the selected families and the largest nodes that contain none, below `node`."""
     s = hierarchy.structure
     nodes = []
     for child in range(int(s.first_child[node]), int(s.first_child[node]) + int(s.num_children[node])):
@@ -136,7 +136,7 @@ def list_of_nodes(hierarchy: Hierarchy, node: int, selected: list[int]) -> list[
 
 
 def _is_below(hierarchy: Hierarchy, node: int, ancestor: int) -> bool:
-    """`node` is `ancestor` or below it."""
+    """Return whether `node` is `ancestor` or lies below it."""
     while node >= 0 and node != ancestor:
         node = int(hierarchy.structure.parent[node])
     return node >= 0
@@ -148,6 +148,8 @@ def _leaf_slice(hierarchy: Hierarchy, node: int) -> slice:
 
 
 def _highest_distinct(hierarchy: Hierarchy, a: int, b: int) -> tuple[int, int]:
+    """Return the first nodes in which the paths from the root to `a` and `b` differ."""
+
     def path(node: int) -> list[int]:
         above = int(hierarchy.structure.parent[node])
         return [*path(above), node] if above >= 0 else [node]
@@ -159,7 +161,7 @@ def _highest_distinct(hierarchy: Hierarchy, a: int, b: int) -> tuple[int, int]:
 
 
 def select(call: SelectCall) -> list[list[list[int]]]:
-    """Per group and head the `top_k` best leaf families outside the neighbourhood, all candidates scored one by one."""
+    """Return the `top_k` best leaf families outside the neighbourhood, by group and head."""
     q, k, hierarchy, clusters, positions = call.q, call.k, call.hierarchy, call.clusters, call.positions
     s = hierarchy.structure
     group_of_heads = q.shape[1] // k.shape[1]
@@ -203,7 +205,7 @@ def select(call: SelectCall) -> list[list[list[int]]]:
 
 
 def _leaf_family_parents(hierarchy: Hierarchy) -> list[int]:
-    """Below the roots, by first leaf."""
+    """Return the parents of the leaf families below the roots, by first leaf."""
     s = hierarchy.structure
     parents = [int(s.parent[node]) for node in s.leaf_nodes]
     return list(dict.fromkeys(p for p in parents if s.parent[p] >= 0))

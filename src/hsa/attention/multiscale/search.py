@@ -1,8 +1,8 @@
-"""Backend "torch" of the selection: the best leaf families of every group and head.
+"""Backend "torch" of `select`: the best leaf families of every group and head.
 
-Either over all candidates, in tiles that bound the memory, or top down by a beam: starting from the pooled nodes of the
-group's list, score, keep the best, replace each by its children, until only leaf families are left. Ties go to the lower
-number.
+The exact search scores all candidates, in tiles that bound the memory. The beam search starts from the pooled nodes of
+the group's list; it scores them, keeps the best and replaces each by its children, until only leaf families are left.
+Of equal scores, the lower number wins.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from hsa.attention.multiscale.selection import Selection, list_nodes
 from hsa.attention.rounds import rounds
 
 TILE = 2**21
-"""Scores held at once."""
+"""Number of scores in memory at once."""
 FEW_CANDIDATES = 512
-"""Candidates up to which small trees share a tile, although some products are then masked."""
+"""Largest number of candidates for which small trees share a tile, although some products are then masked."""
 
 
 def search(call: SelectCall) -> tuple[Tensor, int]:
-    """`[groups, heads, top_k]` nodes of the best families, −1 where there are fewer; and the number of products taken."""
+    """Return the nodes of the best families `[groups, heads, top_k]`, padded with −1, and the number of products."""
     run = _Search(call)
     best = run.exact() if call.width is None else run.beam(call.width)
     return best, run.scored
 
 
 class _Search:
+    """One search: its inputs, the pooled keys, and the number of products so far."""
+
     def __init__(self, call: SelectCall):
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         keys = call.k if call.clusters is None else in_order(call.k, call.clusters.order)
@@ -50,21 +52,21 @@ class _Search:
         self.scored = 0
 
     def exact(self) -> Tensor:
-        """[groups, heads, top_k] the best candidates of all, tile by tile."""
+        """Return `[groups, heads, top_k]` the best of all candidates."""
         heads = self.q.shape[1]
-        result = self._nothing()
+        result = self._empty_result()
         low, high = (torch.as_tensor(x).to(self.q.device) for x in (self.neighbourhood.low, self.neighbourhood.high))
-        seen, logits = slice(0, 0), None
+        previous, logits = slice(0, 0), None
         for groups, candidates in self._tiles():
-            if candidates != seen:  # consecutive tiles of one tree share their candidates
-                seen, nodes = candidates, self.families.nodes[candidates]
+            if candidates != previous:  # consecutive tiles of one tree share their candidates
+                previous, nodes = candidates, self.families.nodes[candidates]
                 number = torch.arange(candidates.start, candidates.stop, device=nodes.device)
                 keys = self.pooled[self.slot[nodes]].permute(1, 2, 0)  # [heads, dim, candidates]
             rows = slice(int(self.queries.host_offsets[groups.start]), int(self.queries.host_offsets[groups.stop]))
             allowed = self.families.tree[candidates] == self.queries.tree[groups, None]
             allowed &= ~self._is_selected(groups, number, nodes, low, high)  # [groups, candidates]
             shape = (heads, rows.stop - rows.start, len(nodes))
-            if logits is None or logits.shape != shape:  # one piece of memory for all tiles: fresh pages are dear
+            if logits is None or logits.shape != shape:  # tiles reuse this memory: touching new pages is slow
                 logits = self.q.new_empty(shape)
             torch.bmm(self.q[rows].transpose(0, 1) * self.scale, keys, out=logits)
             scores, candidate, count = self._score_groups(logits, nodes, allowed, rows, groups)
@@ -73,23 +75,26 @@ class _Search:
             self.scored += heads * count
         return result
 
-    def _nothing(self) -> Tensor:
+    def _empty_result(self) -> Tensor:
         return self.families.nodes.new_full((self.queries.num_groups, self.q.shape[1], self.top_k), -1)
 
     def _score_groups(
         self, logits: Tensor, nodes: Tensor, allowed: Tensor, rows: slice, groups: slice
     ) -> tuple[Tensor, Tensor, int]:
-        """[heads, groups, candidates] each group's summed softmax, which are candidates, and how many were scored."""
+        """Return the scores of groups `[heads, groups, candidates]`, which are candidates, and the number of products.
+
+        Overwrites the logits.
+        """
         sizes = np.diff(self.queries.host_offsets[groups.start : groups.stop + 1])
         if self.limit is None and self.positions is None and (sizes == sizes[0]).all():
-            # The same candidates for all queries of a group, groups of one size: nothing per query but the logits.
+            # Groups have one size and their queries the same candidates: only the logits differ from query to query.
             bias = self.log_count[nodes].where(allowed, -math.inf)
             by_group = logits.unflatten(1, (len(sizes), int(sizes[0]))).add_(bias[:, None])
             top = by_group.amax(-1, keepdim=True)
             weights = by_group.sub_(top.masked_fill_(top == -math.inf, 0)).exp_()
             mass = weights.sum(-1, keepdim=True)
-            each = 1 / mass.masked_fill_(mass == 0, 1)
-            return (each.transpose(-1, -2) @ weights).squeeze(2), allowed, int(allowed.sum()) * int(sizes[0])
+            factor = 1 / mass.masked_fill_(mass == 0, 1)
+            return (factor.transpose(-1, -2) @ weights).squeeze(2), allowed, int(allowed.sum()) * int(sizes[0])
         group = self.queries.group[rows] - groups.start
         of_query = allowed[group]  # [queries, candidates]
         if self.limit is not None:
@@ -104,7 +109,7 @@ class _Search:
         return scores, candidate, int(of_query.sum())
 
     def _tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Groups, and the candidates of their trees: consecutive small trees together, large ones in pieces."""
+        """Yield groups and the candidates of their trees: consecutive small trees together, large ones in pieces."""
         offsets, tree = self.queries.host_offsets, self.queries.host_tree
         bounds = self.families.tree_offsets
         in_order = bool((np.diff(tree) >= 0).all())
@@ -113,7 +118,7 @@ class _Search:
         while begin < len(tree):
             first = tree[begin]
             end = same_tree_until[np.searchsorted(same_tree_until, begin, side="right")]
-            if in_order:  # as many trees as keep the candidates few
+            if in_order:  # add trees while there are few candidates
                 last = np.searchsorted(bounds, bounds[first] + FEW_CANDIDATES, side="right") - 2
                 end = max(end, np.searchsorted(tree, last, side="right"))
             candidates = bounds[tree[end - 1] + 1] - bounds[first]
@@ -125,7 +130,7 @@ class _Search:
             begin = end
 
     def _is_selected(self, groups: slice, number: Tensor, nodes: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """[groups, candidates] selected already, themselves or because something below them is."""
+        """Return `[groups, candidates]` whether a candidate or a family below it is in the neighbourhood."""
         low, high = low[groups, None], high[groups, None]
         selected = (number >= low) & (number < high)
         if self.families.mixed:
@@ -137,7 +142,7 @@ class _Search:
         return selected
 
     def _positions(self, rows: slice, nodes: Tensor) -> Tensor:
-        """[1 or heads, queries, candidates]: every query alone, so that groups need not be one family."""
+        """Return the position logits `[1 or heads, queries, candidates]`, with each query as a group of its own."""
         assert self.positions is not None
         assert self.queries.leaves is not None
         leaf = self.queries.leaves[rows]
@@ -147,7 +152,7 @@ class _Search:
         return logits.squeeze(2).transpose(0, 1)
 
     def beam(self, width: int) -> Tensor:
-        """[groups, heads, top_k] by descending from the pooled nodes of the lists that the neighbourhoods give."""
+        """Return `[groups, heads, top_k]`, by descent from the pooled nodes of the lists of the neighbourhoods."""
         partition = list_nodes(Selection(self.neighbourhood.nodes, self.queries), self.hierarchy)
         lengths = partition.lengths[:, 0]
         longest = int(lengths.max())
@@ -156,7 +161,7 @@ class _Search:
         lists = partition.nodes[index.clamp(max=len(partition.nodes) - 1)]
         lists = lists.masked_fill(~inside | (self.hierarchy.num_children[lists] == 0), -1)
         lists = lists.gather(-1, _gaps_last(lists))
-        result = self._nothing()
+        result = self._empty_result()
         sizes = np.diff(self.queries.host_offsets)
         children = int(self.hierarchy.structure.num_children.max())
         per_group = max(1, int(sizes.max(initial=1))) * self.q.shape[1] * max(lists.shape[1], width * children)
@@ -167,6 +172,7 @@ class _Search:
         return result
 
     def _descend(self, groups: slice, lists: Tensor, width: int) -> Tensor:
+        """Return `[groups, heads, top_k]` for some groups, starting from the nodes `lists`."""
         offsets = self.queries.offsets[groups.start : groups.stop + 1]
         longest = int((offsets[1:] - offsets[:-1]).max())
         rows = offsets[:-1, None] + torch.arange(longest, device=offsets.device)
@@ -175,13 +181,14 @@ class _Search:
         nodes = lists[:, None].expand(-1, self.q.shape[1], -1)
         settled = self._is_settled(nodes)
         while True:
-            # A round scores those that have more candidates than they may keep, and those that have come to the end.
+            # Only scores that decide something are counted: of a group and head with more candidates than it may keep,
+            # and of the last round.
             finished = settled.all(-1, keepdim=True)
-            every = bool(finished.all())
+            all_finished = bool(finished.all())
             allowed = self._candidates(rows, real, nodes)
-            kept_whole = ~finished & (allowed.any(2).sum(-1, keepdim=True) <= width)
-            score = self._score(rows, nodes, allowed, counted=~kept_whole if every else ~kept_whole & ~finished)
-            if every:
+            keeps_all = ~finished & (allowed.any(2).sum(-1, keepdim=True) <= width)
+            score = self._score(rows, nodes, allowed, counted=~keeps_all if all_finished else ~keeps_all & ~finished)
+            if all_finished:
                 break
             number = max(width, int(((nodes >= 0) & finished).sum(-1).max()))
             best, valid = _top(score, score >= 0, number)
@@ -194,11 +201,11 @@ class _Search:
         return torch.nn.functional.pad(nodes, (0, self.top_k - nodes.shape[-1]), value=-1)
 
     def _is_settled(self, nodes: Tensor) -> Tensor:
-        """Whether there is nothing to descend to: no node, or one whose members are all leaves."""
+        """Return whether the descent ends here: at padding, or at a node whose children are all leaves."""
         return (nodes < 0) | (self.hierarchy.tensor("height")[nodes] == 1)
 
     def _children(self, nodes: Tensor, settled: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace each unsettled node by its members that are no leaves, and by itself if it has leaf members too."""
+        """Replace each unsettled node by its children that are not leaves; keep it too if some of them are leaves."""
         count = self.hierarchy.num_children[nodes].masked_fill(settled, 0)
         most = int(count.max())
         step = torch.arange(most, device=nodes.device)
@@ -216,14 +223,14 @@ class _Search:
         return nodes.gather(-1, order), done.gather(-1, order)
 
     def _candidates(self, rows: Tensor, real: Tensor, nodes: Tensor) -> Tensor:
-        """[groups, heads, queries, entries] the candidates that each query may see."""
+        """Return `[groups, heads, queries, entries]` the candidates that each query may see."""
         allowed = (nodes >= 0)[:, :, None] & real[:, None, :, None]
         if self.limit is not None:
             allowed = allowed & (self.end[nodes][:, :, None] <= self.limit[rows][:, None, :, None])
         return allowed
 
     def _score(self, rows: Tensor, nodes: Tensor, allowed: Tensor, counted: Tensor) -> Tensor:
-        """[groups, heads, entries] the group's summed softmax; −1 where there is no candidate."""
+        """Return the scores of groups `[groups, heads, entries]`; −1 where there is no candidate."""
         queries = self.q[rows].transpose(1, 2)  # [groups, heads, queries, dim]
         head = torch.arange(self.q.shape[1], device=nodes.device)[:, None]
         keys = self.pooled[self.slot[nodes], head]
@@ -238,20 +245,21 @@ class _Search:
 
 
 def _gaps_last(nodes: Tensor) -> Tensor:
-    """Indices that put entries before gaps (−1), and leave out the gaps that no row needs."""
+    """Return indices that move gaps (−1) behind the entries, cut off after the longest row of entries."""
     keep = max(1, int((nodes >= 0).sum(-1).max()))
     return (nodes < 0).to(torch.int8).sort(dim=-1, stable=True).indices[..., :keep]
 
 
 def _softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed entries; zeros where none is."""
+    """Return the softmax over the allowed entries; zeros if none is allowed."""
     return logits.masked_fill(~allowed, -math.inf).softmax(-1).masked_fill(~allowed, 0)
 
 
 def _top(scores: Tensor, candidate: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Indices of the `number` largest non-negative scores, ties to the lower index, and which of them are candidates.
+    """Return the indices of the `number` largest non-negative scores, and which of them are candidates.
 
-    The bits of a non-negative float32 order like the number, so that score and index fit one integer without ties.
+    Of equal scores, the lower index wins: the bits of a non-negative float32 are ordered as the numbers are, so a score
+    and its index make one integer, and no two integers are equal.
     """
     size = scores.shape[-1]
     scores = scores.to(torch.float32).where(candidate, -1.0)  # the sign bit makes the integer negative too

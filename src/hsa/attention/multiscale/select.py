@@ -1,10 +1,10 @@
-"""The selection: which leaf families a group of queries attends to leaf by leaf.
+"""`select`: the choice of the leaf families that each group of queries attends to leaf by leaf.
 
-Always selected is the neighbourhood of the group (`neighbourhood.py`). Then come the `top_k` best of the others, by
+The neighbourhood of a group (`neighbourhood.py`) is always selected. The `top_k` best of the other families join it, by
 
     score(F) = Σ over the queries of the group of softmax over the candidates of the logit of F's pooled key
 
-either over all candidates or top down by a beam. Nothing here is differentiated.
+The search scores all candidates, or descends from the root with a beam. Gradients do not flow through a selection.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from hsa.attention.rounds import rooted
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
-EXACT_FAMILIES = 4096
-"""Trees with more leaf families than this are searched by a beam unless the caller says otherwise; causal ones always, as
-what a query sees must not depend on how long its tree becomes."""
+EXACT_FAMILIES = {"cuda": 1024, "cpu": 4096}
+"""Largest number of leaf families per tree that are all scored by default: where that is as fast as a beam.
+
+Larger trees are searched with a beam, and so are causal ones of any size: the families that a query selects must not
+depend on the final length of its tree.
+"""
 
 
 def _search_triton(call: SelectCall) -> tuple[Tensor, Tensor | int]:
@@ -66,19 +69,29 @@ def select(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Selection:
-    """Select the leaf families that each group of queries attends to exactly, for `multiscale_attention(selection=…)`.
+    """Select the leaf families that each group of queries attends to exactly.
+
+    Pass the result to `multiscale_attention(selection=…)`. Each group selects its own leaf family, the `near` families
+    on each side, and, per head, the `top_k` other families that its queries score highest.
 
     Args:
-        q, k: as for `multiscale_attention`.
-        queries: the groups that share a selection. By default one group per leaf family; with `causal` and `top_k` one per
-            query, because a selection shared with later queries would leak them.
-        near: number of neighbouring leaf families on each side.
-        top_k: number of further families: the best by the group's own queries, per head.
-        beam: width of the top-down search; "exact" scores every family. None takes a beam of max(32, 2·top_k) for causal
-            queries and for trees of more than 4,096 leaf families, else "exact".
-        clusters: from `cluster_keys`; then leaf families have no neighbours, so `near` must be 0.
-        positions, causal, scale: as for `multiscale_attention`.
+        q, k: Queries `[queries, heads, dim]` and keys `[leaves, kv_heads, dim]`, as for `multiscale_attention`.
+        hierarchy: Forest of the keys.
+        queries: Groups of queries that share a selection. By default one group per leaf family; with `causal` and
+            `top_k` one per query, because a selection shared with later queries would leak them.
+        near: Number of neighbouring leaf families on each side.
+        top_k: Number of further families, chosen by the queries of the group, per head.
+        beam: Width of the search from the root down; "exact" scores every family. None means a beam of max(32, 2·top_k)
+            for causal queries and for trees of more than 1,024 leaf families (4,096 on a CPU), and "exact" otherwise.
+        clusters: Result of `cluster_keys`. Clustered leaf families have no neighbours, so `near` must be 0.
+        positions, causal, scale: See `multiscale_attention`.
         backend: "auto", "triton" (CUDA) or "torch".
+
+    Returns:
+        The selected families, with the groups and clusters they were made for.
+
+    Raises:
+        InvalidInput: Arguments that do not fit together, or a selection that would leak later queries.
 
     >>> q, k = torch.randn(2, 64, 2, 8).unbind(0)
     >>> tree = Hierarchy.regular([64], (4, 4))
@@ -86,8 +99,8 @@ def select(
     >>> selection.families.shape  # groups, heads, own + 2 near + 2 best
     torch.Size([16, 2, 5])
     """
-    check_type("queries", queries, Queries, "see hsa.Queries")
-    check_type("clusters", clusters, KeyClusters, "use hsa.cluster_keys(k, hierarchy)")
+    check_type("queries", queries, Queries, "See hsa.Queries")
+    check_type("clusters", clusters, KeyClusters, "Use hsa.cluster_keys(k, hierarchy)")
     check_inputs({"k": k}, hierarchy)
     near, top_k, beam = _check_counts(near, top_k, beam)
     are_leaves = queries is None
@@ -106,7 +119,7 @@ def select(
     if top_k == 0 or len(q) == 0 or len(families.nodes) == 0:
         return Selection(always.nodes, queries, 0, limit, clusters, hierarchy.digest)
     widest = int(np.diff(families.tree_offsets).max())
-    exact = beam == "exact" or (beam is None and limit is None and widest <= EXACT_FAMILIES)
+    exact = beam == "exact" or (beam is None and limit is None and widest <= EXACT_FAMILIES.get(q.device.type, 4096))
     call = SelectCall(
         q=q,
         k=k,
@@ -127,7 +140,7 @@ def select(
 
 
 def default_width(top_k: int) -> int:
-    """Return the width of the beam that searches for `top_k` families."""
+    """Return the default width of a beam that searches for `top_k` families."""
     return max(32, 2 * top_k)
 
 
@@ -140,15 +153,15 @@ def _check_queries(
     if causal and top_k and (np.diff(queries.host_offsets) > 1).any():
         raise InvalidInput(
             "queries",
-            given="groups of several queries with causal=True and top_k",
-            expected="one query per group",
-            fix="a shared selection would leak later queries; use Queries.windows(hierarchy, 1)",
+            got="groups of several queries",
+            expected="one query per group, with causal=True and top_k",
+            fix="A shared selection would leak later queries; use Queries.windows(hierarchy, 1)",
         )
     return queries
 
 
 def _check_counts(near: int, top_k: int, beam: int | str | None) -> tuple[int, int, int | str | None]:
-    families = "0 or a positive number of leaf families"
+    families = "a number of leaf families, 0 or more"
     near, top_k = check_count("near", near, families), check_count("top_k", top_k, families)
     if beam is None or (isinstance(beam, str) and beam == "exact"):
         return near, top_k, beam

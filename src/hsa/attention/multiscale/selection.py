@@ -1,9 +1,9 @@
-"""From selected families to one list of nodes per query group and head.
+"""`Selection` of leaf families, and the lists of nodes that it leads to, one per query group and head.
 
-`Selection` says which leaf families a group attends to leaf by leaf. The *expanded* nodes are their parents and all above
-them, and the root; the list is the frontier: the children of expanded nodes that are not expanded themselves. Those are the
-leaves of the selected families and the largest nodes that contain no selected family, so every key is in exactly one of
-them.
+A selection holds the leaf families that each group attends to leaf by leaf. The root, the parents of the selected
+families and all their ancestors are *expanded*. The list of a group is the frontier: the children of expanded nodes
+that are not expanded themselves. These are the leaves of the selected families and the largest nodes that contain no
+selected family, so every key is in exactly one of them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy, Structure
 
 ROWS_AT_ONCE = 2**22
-"""Ancestors looked at together while lists are made: bounds the memory."""
+"""Number of ancestors to process at once when lists are built; bounds the memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The result of `select`.
+    """Leaf families that each group of queries attends to exactly; the result of `select`.
 
     Attributes:
-        families: `[groups, heads or 1, width]` parent nodes of the selected leaf families, −1 where there are fewer.
-        queries: the groups.
-        counted: products of a query and a pooled key that the search took, a number or a tensor to sum; see `scored`.
-        limit: `[queries]` keys before this leaf number may be seen; None: all.
-        clusters: the clusters it was made with.
-        made_for: digest of the hierarchy it was made for; None if made by hand: then it is not checked.
+        families: `[groups, heads or 1, width]` parent nodes of the selected leaf families, padded with −1.
+        queries: Groups of queries that share a selection.
+        counted: Number of products of a query and a pooled key in the search, or a tensor to sum; see `scored`.
+        limit: `[queries]` end of the keys that a query may see, as a leaf number; None for no limit.
+        clusters: Clusters of the keys that the families belong to; None if the keys are in their own order.
+        made_for: Digest of the hierarchy, to check that it is used with no other; None (made by hand) skips the check.
+
+    >>> from hsa import select
+    >>> q, k = torch.randn(2, 64, 2, 8).unbind(0)
+    >>> select(q, k, Hierarchy.regular([64], (4, 4)), near=1, top_k=2)
+    Selection(16 groups, 2 heads, up to 5 families)
     """
 
     families: Tensor
@@ -45,7 +50,10 @@ class Selection:
     _partitions: list[tuple[Structure, Partition]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _ = self.queries.num_queries, self.queries.most  # now, while no compiler is watching
+        _ = (
+            self.queries.num_queries,
+            self.queries.largest_group,
+        )  # cached now, because torch.compile cannot trace them later
 
     def __repr__(self) -> str:
         groups, heads, width = self.families.shape
@@ -53,42 +61,57 @@ class Selection:
 
     @property
     def scored(self) -> int:
-        """Number of products of a query and a pooled key that the search took, all heads together."""
+        """Number of products of a query and a pooled key in the search, summed over heads."""
         return int(self.counted.sum()) if isinstance(self.counted, Tensor) else self.counted
 
     @property
     def depends_on_queries(self) -> bool:
+        """Whether queries were compared with keys to make this selection; otherwise the tree alone decides it."""
         return isinstance(self.counted, Tensor) or self.counted > 0
 
     def partition(self, hierarchy: Hierarchy) -> Partition:
-        """Return the lists of nodes; made once, so that layers that share a selection share its lists."""
+        """Return the lists of nodes. They are built once, so that layers that share a selection share its lists."""
         forest, _ = rooted(hierarchy)
         if not self._partitions or self._partitions[0][0] is not forest.structure:
             with torch.inference_mode(False):  # later calls may need gradients
-                self._partitions[:] = [
-                    (forest.structure, list_nodes(self, forest))
-                ]  # the forest may hold this selection itself
+                # The structure and not the forest: the forest may cache this selection, a cycle.
+                self._partitions[:] = [(forest.structure, list_nodes(self, forest))]
         return self._partitions[0][1]
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """For row = group · heads + head, the nodes `nodes[offsets[row] : offsets[row + 1]]`. `heads` is 1 if all share."""
+    """Lists of nodes, one per group and head; the result of `Selection.partition`.
+
+    The list of row = group · heads + head is `nodes[offsets[row] : offsets[row + 1]]`.
+
+    Attributes:
+        queries: Groups of queries.
+        heads: Number of heads; 1 if all heads share their lists.
+        offsets: `[groups * heads + 1]` first entry of every list, and the number of entries.
+        nodes: Nodes of all lists, one after another.
+
+    >>> from hsa import select
+    >>> q, k = torch.randn(2, 64, 2, 8).unbind(0)
+    >>> tree = Hierarchy.regular([64], (4, 4))
+    >>> select(q, k, tree).partition(tree).lengths[0]  # 4 leaves, 3 other families, 3 larger nodes
+    tensor([10])
+    """
 
     queries: Queries
     heads: int
-    offsets: Tensor  # [groups * heads + 1]
+    offsets: Tensor
     nodes: Tensor
 
     @property
     def lengths(self) -> Tensor:
-        """[groups, heads] entries of every list."""
+        """Number of nodes in every list, `[groups, heads]`."""
         return self.offsets.diff().view(self.queries.num_groups, self.heads)
 
 
 @torch.compiler.disable
 def list_nodes(selection: Selection, hierarchy: Hierarchy) -> Partition:
-    """Find the frontier of every group and head of a rooted forest."""
+    """Build the list of every group and head over a rooted forest."""
     groups, heads, width = selection.families.shape
     table = ancestors(hierarchy)
     roots = selection.queries.tree[:, None, None].expand(groups, heads, 1)
@@ -105,13 +128,13 @@ def list_nodes(selection: Selection, hierarchy: Hierarchy) -> Partition:
 
 
 def _frontiers(selected: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
-    """Lengths and nodes of the lists of rows of selected nodes (−1: none)."""
+    """Return lengths and nodes of the lists of some rows of selected nodes (−1 is padding)."""
     num_rows, size = len(selected), hierarchy.num_nodes
     row = torch.arange(num_rows, device=selected.device)[:, None, None]
-    above = table[selected]  # at −1 this reads the last node; removed below
+    above = table[selected]  # −1 reads the last node; the next lines remove it
     keys = row * size + above
     keys = keys[(above >= 0) & (selected >= 0)[..., None]]
-    expanded = keys.unique()  # sorted: row by row
+    expanded = keys.unique()  # sorted, row by row
     row, node = expanded // size, expanded % size
     counts = hierarchy.num_children[node]
     ends = counts.cumsum(0)
@@ -119,7 +142,7 @@ def _frontiers(selected: Tensor, table: Tensor, hierarchy: Hierarchy) -> tuple[T
     within = within - (ends - counts).repeat_interleave(counts)
     first_child = hierarchy.tensor("first_child")
     child = first_child[node].repeat_interleave(counts) + within
-    # An expanded node below a root is itself among these children: find its index through its parent's.
+    # An expanded node below a root is itself one of these children: compute its index from that of its parent.
     below = hierarchy.parent[node] >= 0
     parent = hierarchy.parent[node[below]]
     of_parent = torch.searchsorted(expanded, row[below] * size + parent)

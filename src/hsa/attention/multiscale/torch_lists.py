@@ -1,7 +1,7 @@
-"""Backend "torch": pool keys and values into a pyramid, gather every group's list, and attend to it.
+"""Backend "torch": pool keys and values into a pyramid, gather the list of every group, and attend to it.
 
-Groups of like size and list length are worked on together, in chunks that bound the memory: padded where that costs less
-than one more chunk. For the gradient, each chunk is computed again (checkpointing) instead of kept.
+Groups of similar size and list length are processed together, in chunks that bound the memory; they are padded to one
+shape where that costs less than another chunk. Chunks are recomputed for the gradient (checkpointing).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hsa.attention.softmax import exact
 from hsa.tree.hierarchy import Hierarchy
 
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
-"""Numbers gathered at once."""
-WORTH_A_CHUNK = {"cpu": 2**24, "cuda": 2**30}
-"""Products of padding that cost about as much as one more chunk."""
+"""Number of gathered values in memory at once."""
+COST_OF_CHUNK = {"cpu": 2**24, "cuda": 2**30}
+"""Number of products (of padding) that take about as long as another chunk."""
 
 
 def attend(call: MultiscaleCall) -> Tensor:
-    """Run `hsa.multiscale_attention`."""
+    """Compute `hsa.multiscale_attention` from checked arguments."""
     q, k, v = call.q, call.k, call.v
     if call.clusters is not None:
         k, v = in_order(k, call.clusters.order), in_order(v, call.clusters.order)
     plan = rounds(call.hierarchy)
     keys, values = pyramid(k, plan), pyramid(v, plan)
     needs_gradient = call.needs_gradient
-    out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # without a gradient; else pieces
+    out = q.new_empty(len(q), q.shape[1], v.shape[-1])  # used without a gradient; with one, `pieces` are
     pieces: list[Tensor] = []
-    piece_row = torch.empty(len(q), dtype=torch.int64, device=q.device)  # of every query among the pieces
+    piece_row = torch.empty(len(q), dtype=torch.int64, device=q.device)  # row of every query in the joined pieces
     begin = 0
     for chunk in chunks_of_call(call, keys.dtype):
         rows = chunk.rows.flatten()
@@ -58,19 +58,19 @@ def attend(call: MultiscaleCall) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Groups of like size with their lists, padded. Lists have one head where all heads share them."""
+    """Groups of similar size with their lists, padded. Lists have one head if all heads share them."""
 
-    rows: Tensor  # [groups, queries] rows of q; padding repeats a group's last query, whose result comes out twice
+    rows: Tensor  # [groups, queries] rows of q; padding repeats the last query of a group, and so its result
     leaf: Tensor | None  # [groups, queries] leaf nodes of the queries
-    parent: Tensor | None  # [groups] their parent
-    nodes: Tensor  # [groups, 1 or heads, entries]
+    parent: Tensor | None  # [groups] parent of these leaves
+    nodes: Tensor  # [groups, 1 or heads, entries] nodes of the lists
     key_rows: Tensor  # [groups, heads, entries] rows of the pyramid with slots and key/value heads flattened
-    pooled: Tensor  # [groups, 1 or heads, entries] not a leaf
-    log_count: Tensor  # [groups, 1 or heads, entries]
-    mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries]
+    pooled: Tensor  # [groups, 1 or heads, entries] whether the node is not a leaf
+    log_count: Tensor  # [groups, 1 or heads, entries] log of the number of leaves
+    mask: Tensor | None  # [groups, 1 or heads, 1 or queries, entries] whether the query attends to the entry
 
     def seen(self) -> Tensor:
-        """The mask, without the repeated queries of the padding."""
+        """Return the mask, without the repeated queries of the padding."""
         repeated = torch.zeros_like(self.rows, dtype=torch.bool)
         repeated[:, 1:] = self.rows[:, 1:] == self.rows[:, :-1]
         once = ~repeated[:, None, :, None]
@@ -78,20 +78,20 @@ class Chunk:
 
 
 def chunks_of_call(call: MultiscaleCall, dtype: torch.dtype) -> Iterator[Chunk]:
-    """Yield all groups of a call with their lists, some at a time."""
+    """Yield all groups of a call with their lists, chunk by chunk."""
     partition, heads = call.selection.partition(call.hierarchy), call.q.shape[1]
     lists = Lists(
         call.hierarchy, partition, call.limit, call.clusters, call.include_self, heads, call.k.shape[1], dtype
     )
-    for groups, num_queries, longest_list in _alike_groups(partition, heads * call.q.shape[2]):
+    for groups, num_queries, longest_list in _similar_groups(partition, heads * call.q.shape[2]):
         yield lists.chunk(groups, num_queries, longest_list)
 
 
 def _attend(call: MultiscaleCall, chunk: Chunk, keys: Tensor, values: Tensor) -> Tensor:
-    """[groups · queries, heads, value_dim]"""
+    """Return the results of a chunk, `[groups · queries, heads, value_dim]`."""
     v = _gather(values, chunk)
     if call.dropout_p == 0 and call.mixing is None and call.entmax is None:
-        queries, k, bias, position = _compared(call, chunk, keys)
+        queries, k, bias, position = _gather_logit_terms(call, chunk, keys)
         bias = _sum(chunk.log_count[:, :, None], bias, position)
         out, _ = exact(queries, k, v, bias, chunk.mask, scale=call.scale)
     else:
@@ -101,16 +101,18 @@ def _attend(call: MultiscaleCall, chunk: Chunk, keys: Tensor, values: Tensor) ->
 
 
 def chunk_weights(call: MultiscaleCall, chunk: Chunk, keys: Tensor) -> Tensor:
-    """Return the weights of all entries, `[groups, heads, queries, entries]`; `keys`: the pyramid."""
-    queries, k, bias, position = _compared(call, chunk, keys)
+    """Return the weights of all entries, `[groups, heads, queries, entries]`; `keys` is the pyramid."""
+    queries, k, bias, position = _gather_logit_terms(call, chunk, keys)
     logits = _sum(queries @ k.transpose(-1, -2) * call.scale, position)
     logits = _sum(logits if call.mixing is None else call.mixing.mix_logits(logits), bias)
     weights = _softmax(logits, chunk) if call.entmax is None else _entmax(logits, chunk, call.hierarchy, call.entmax)
     return weights if call.mixing is None else call.mixing.mix_weights(weights)
 
 
-def _compared(call: MultiscaleCall, chunk: Chunk, keys: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Queries and keys `[groups, heads, queries or entries, dim]`, the bias of pooled nodes, the logits of positions."""
+def _gather_logit_terms(
+    call: MultiscaleCall, chunk: Chunk, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return queries and keys `[groups, heads, queries or entries, dim]`, bias of pooled nodes and position logits."""
     queries = call.q.index_select(0, chunk.rows.flatten()).unflatten(0, chunk.rows.shape).transpose(1, 2)
     bias = position = None
     if call.pooled_bias is not None:
@@ -124,7 +126,7 @@ def _compared(call: MultiscaleCall, chunk: Chunk, keys: Tensor) -> tuple[Tensor,
 
 
 def _gather(rows: Tensor, chunk: Chunk) -> Tensor:
-    """[groups, heads, entries, dim] of the pyramid's rows."""
+    """Return the entries of the lists from the pyramid, `[groups, heads, entries, dim]`."""
     return rows.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
 
 
@@ -135,13 +137,13 @@ def _sum(x: Tensor, *others: Tensor | None) -> Tensor:
 
 
 def _softmax(logits: Tensor, chunk: Chunk) -> Tensor:
-    hidden = logits == -math.inf  # by the bias of pooled nodes
+    hidden = logits == -math.inf  # where the bias of pooled nodes is −∞
     hidden = hidden if chunk.mask is None else hidden | ~chunk.mask
     logits = (logits + chunk.log_count[:, :, None]).masked_fill(hidden, torch.finfo(logits.dtype).min)
     return logits.softmax(-1).masked_fill(hidden, 0)
 
 
-@torch.compiler.disable  # the search for the normaliser asks values when to stop
+@torch.compiler.disable  # the search for the normaliser stops depending on values
 def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
     if chunk.mask is not None:
         logits = logits.masked_fill(~chunk.mask, -math.inf)
@@ -156,7 +158,7 @@ def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entm
 
 
 def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tensor:
-    """`[groups, 1 or heads, 1, entries]`: by the height of the family that a node is a member of."""
+    """Return α `[groups, 1 or heads, 1, entries]` at the height of the family that each node belongs to."""
     heads = max(nodes.shape[1], alpha.shape[1])
     row = hierarchy.tensor("height")[hierarchy.parent[nodes]].clamp(max=len(alpha)) - 1
     head = torch.arange(alpha.shape[1], device=nodes.device).expand(heads)[:, None]
@@ -164,7 +166,7 @@ def _alpha_of_nodes(nodes: Tensor, hierarchy: Hierarchy, alpha: Tensor) -> Tenso
 
 
 class Lists:
-    """Makes chunks of a partition: node ids to rows of the pyramid, biases and masks."""
+    """Builder of chunks: turns the nodes of a partition into rows of the pyramid, leaf counts and masks."""
 
     def __init__(
         self,
@@ -186,6 +188,7 @@ class Lists:
         self.log_count = hierarchy.cached("log leaf counts", lambda: hierarchy.leaf_count.double().log()).to(dtype)
 
     def chunk(self, groups: Tensor, num_queries: int, longest_list: int) -> Chunk:
+        """Build the chunk of some groups, padded to a number of queries and a length of lists."""
         h, partition, device = self.hierarchy, self.partition, self.slot.device
         end = self.queries.offsets[groups + 1][:, None]
         rows = (self.queries.offsets[groups][:, None] + torch.arange(num_queries, device=device)).minimum(end - 1)
@@ -206,10 +209,10 @@ class Lists:
             if not self.include_self:
                 mask = _both(mask, nodes[:, :, None] != leaf[:, None, :, None])
         if self.limit is not None:
-            last = h.tensor("end_leaf")[nodes] - 1  # the last key in a node, by leaf number
+            last = h.tensor("end_leaf")[nodes] - 1  # leaf number of the last key in a node
             if self.clusters is not None:
-                held = self.clusters.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
-                last = torch.where(pooled, last, held)
+                leaf_in_slot = self.clusters.order[self.kv_head[:, None], slots.clamp(max=h.num_leaves - 1)]
+                last = torch.where(pooled, last, leaf_in_slot)
             mask = _both(mask, last[:, :, None] < self.limit[rows][:, None, :, None])
         return Chunk(
             rows=rows,
@@ -226,14 +229,14 @@ class Lists:
 def entries_seen(
     partition: Partition, hierarchy: Hierarchy, limit: Tensor | None, clusters: KeyClusters | None, heads: int
 ) -> int:
-    """Count the list entries that queries attend to, all heads together, without those beyond their limit."""
+    """Count the list entries that queries attend to, summed over heads, without those beyond their limit."""
     kv_heads = 1 if clusters is None else len(clusters.order)
     if limit is None:
         sizes = torch.from_numpy(np.diff(partition.queries.host_offsets))
         return int((sizes[:, None] * partition.lengths.cpu()).sum()) * (heads // partition.heads)
     lists = Lists(hierarchy, partition, limit, clusters, True, heads, kv_heads)
     total = 0
-    for groups, num_queries, longest_list in _alike_groups(partition, heads):
+    for groups, num_queries, longest_list in _similar_groups(partition, heads):
         chunk = lists.chunk(groups, num_queries, longest_list)
         total += int(chunk.seen().expand(len(groups), heads, num_queries, longest_list).sum())
     return total
@@ -243,14 +246,14 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
-def _alike_groups(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield groups of like size and list length together: (groups, their size, their longest list)."""
+def _similar_groups(partition: Partition, numbers_per_entry: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield groups of similar size and list length together: (groups, largest group, longest list)."""
     sizes = np.diff(partition.queries.host_offsets)
     lengths = partition.lengths.amax(1).cpu().numpy() if len(sizes) else sizes
     order = np.lexsort((lengths, sizes))[::-1]
     order = order[sizes[order] > 0]
     kind = "cpu" if partition.offsets.device.type == "cpu" else "cuda"
-    for begin, end in _alike(sizes[order], lengths[order], WORTH_A_CHUNK[kind] // numbers_per_entry):
+    for begin, end in _split_by_padding(sizes[order], lengths[order], COST_OF_CHUNK[kind] // numbers_per_entry):
         size, longest = int(sizes[order[begin]]), int(lengths[order[begin:end]].max())
         step = max(1, CHUNK[kind] // (numbers_per_entry * (longest + size)))
         for first in range(begin, end, step):
@@ -258,21 +261,21 @@ def _alike_groups(partition: Partition, numbers_per_entry: int) -> Iterator[tupl
             yield torch.as_tensor(groups.copy()).to(partition.offsets.device), size, int(lengths[groups].max())
 
 
-def _alike(sizes: np.ndarray, lengths: np.ndarray, worth: int) -> list[tuple[int, int]]:
-    """Cut groups, sorted by falling size, where padding them to a common shape would take more than `worth` entries.
+def _split_by_padding(sizes: np.ndarray, lengths: np.ndarray, most_padding: int) -> list[tuple[int, int]]:
+    """Split groups, sorted by descending size, so that padding each part to one shape adds at most `most_padding`.
 
-    >>> _alike(np.array([9, 9, 8, 2]), np.array([20, 10, 10, 10]), worth=200)
+    >>> _split_by_padding(np.array([9, 9, 8, 2]), np.array([20, 10, 10, 10]), most_padding=200)
     [(0, 3), (3, 4)]
     """
     if len(sizes) == 0:
         return []
-    # Runs of one size and like lengths are looked at once each.
+    # Each run of one size and similar lengths is processed once.
     classes = np.flatnonzero(np.diff(sizes * 2**32 + lengths // 16, prepend=-1))
     cuts, count, entries, size, longest = [0], 0, 0, int(sizes[0]), 0
     for begin, end in zip(classes, [*classes[1:], len(sizes)], strict=True):
         more, top = int((sizes[begin:end] * lengths[begin:end]).sum()), int(lengths[begin:end].max())
         padded = (count + end - begin) * size * max(longest, top)
-        if count and padded - entries - more > worth:
+        if count and padded - entries - more > most_padding:
             cuts.append(int(begin))
             count, entries, size, longest = 0, 0, int(sizes[begin]), 0
         count, entries, longest = count + int(end - begin), entries + more, max(longest, top)

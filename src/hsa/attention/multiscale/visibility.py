@@ -1,4 +1,4 @@
-"""Visibility: how many keys of its tree a query may see, counted in the order of the leaves."""
+"""Visibility: the number of keys of its tree that each query may see, in leaf order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 def key_limit(queries: Queries, hierarchy: Hierarchy, causal: bool) -> Tensor | None:
-    """[queries] keys before this leaf number may be seen; None: all."""
+    """Return `[queries]` the end of the keys that each query may see, as a leaf number; None for no limit."""
     if queries.visible is not None:
         return hierarchy.tensor("leaf_offsets")[queries.tree][queries.group] + queries.visible
     if not causal:
@@ -18,15 +18,15 @@ def key_limit(queries: Queries, hierarchy: Hierarchy, causal: bool) -> Tensor | 
     if queries.leaves is None:
         raise InvalidInput(
             "causal",
-            given="causal=True with queries that are no leaves",
-            expected="queries.visible or queries.leaves",
-            fix="say how many keys each query may see: Queries(offsets, tree, visible=…)",
+            got="neither",
+            expected="queries with `visible` or `leaves`",
+            fix="Pass the number of keys that each query may see: Queries(offsets, tree, visible=…)",
         )
     return queries.leaves + 1
 
 
 def anchors(queries: Queries, limit: Tensor | None) -> Tensor | None:
-    """[queries] the leaf at which a query stands: itself, or the last key it may see; None: nowhere."""
+    """Return `[queries]` the leaf at which each query is: its own, or the last it may see; None if it has neither."""
     if queries.leaves is not None:
         return queries.leaves
     return None if limit is None else limit - 1

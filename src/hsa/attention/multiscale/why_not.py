@@ -1,4 +1,4 @@
-"""Why the kernels cannot run a call of multiscale attention or of the selection. Imports no Triton."""
+"""Reasons why the kernels cannot run a call of multiscale attention or of `select`. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.tree.hierarchy import Hierarchy
 
 MOST_SELECTED = 256
-"""Selected families of a group and head that a program can hold."""
+"""Most selected families per group and head that a program can hold."""
 MOST_QUERIES = 2**20
-"""Queries of a group: blocks of them are programs along a short dimension of the grid."""
+"""Most queries per group: their blocks lie along a short dimension of the launch grid."""
 MOST_PARENTS = 128
-"""Rows that a beam may descend from at once: its width, and the paths to both ends of the neighbourhood."""
+"""Most rows that a beam can descend from at once: its width, or the paths to both ends of the neighbourhood."""
 BEST_BYTES = 2**16
-"""Keys of the best families that a program of the exact search keeps beside those it scores."""
+"""Most bytes of the best families' keys that a program of the exact search keeps beside those it scores."""
 
 
 def why_not_triton(call: MultiscaleCall) -> list[str]:
+    """Return the reasons why the kernels cannot run `multiscale_attention`; an empty list if they can."""
     reasons = [] if call.entmax is None else ["it has no entmax"]
     reasons += available.why_not(call.q, call.v, call.backend)
     if reasons:
@@ -32,19 +33,20 @@ def why_not_triton(call: MultiscaleCall) -> list[str]:
     if call.mixing is not None:
         reasons.append("it does not mix heads")
     reasons += available.why_not_forest(call.hierarchy)
-    width, most = call.selection.families.shape[-1], call.selection.queries.most
-    if most > MOST_QUERIES:
-        reasons.append(f"a group has {most:,} queries, more than {MOST_QUERIES:,}")
+    width, largest = call.selection.families.shape[-1], call.selection.queries.largest_group
+    if largest > MOST_QUERIES:
+        reasons.append(f"a group has {largest:,} queries, more than {MOST_QUERIES:,}")
     if width > MOST_SELECTED:
         reasons.append(f"a group has up to {width} selected families, more than {MOST_SELECTED}")
     if call.needs_gradient and torch.are_deterministic_algorithms_enabled():
         reasons.append(
-            "its gradients of keys and values add up in no fixed order, and deterministic ones are asked for"
+            "it sums the gradients of keys and values in no fixed order, but deterministic algorithms are enabled"
         )
     return reasons
 
 
 def why_not_triton_search(call: SelectCall) -> list[str]:
+    """Return the reasons why the kernels cannot search for `select`; an empty list if they can."""
     reasons = available.why_not(call.q, call.q, call.backend)
     if reasons:
         return reasons
@@ -53,16 +55,16 @@ def why_not_triton_search(call: SelectCall) -> list[str]:
     reasons = available.why_not_forest(call.hierarchy)
     best_bytes = padded(call.top_k) * padded(call.q.shape[-1]) * call.q.element_size()
     if call.width is None and best_bytes > BEST_BYTES:
-        reasons.append(f"top_k={call.top_k} is more than a program can keep at this head dim")
+        reasons.append(f"top_k={call.top_k} is more than a program can keep at this head dimension")
     if reasons or call.width is None:
         return reasons
     has_neighbourhood = call.neighbourhood.bounds is not None
     parents = max(call.width, 1 + 2 * _deepest(call.hierarchy)) if has_neighbourhood else call.width
-    return [] if parents <= MOST_PARENTS else [f"the beam looks at {parents} rows at once, more than {MOST_PARENTS}"]
+    return [] if parents <= MOST_PARENTS else [f"the beam reads {parents} rows at once, more than {MOST_PARENTS}"]
 
 
 def _deepest(hierarchy: Hierarchy) -> int:
-    """Depth of the deepest leaf family."""
+    """Return the depth of the deepest leaf family."""
 
     def build() -> int:
         nodes = leaf_families(hierarchy).nodes.cpu().numpy()

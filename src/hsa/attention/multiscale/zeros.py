@@ -1,4 +1,4 @@
-"""How much entmax leaves out of the lists of multiscale attention, level by level."""
+"""Count of the zero weights of multiscale attention with entmax, by level of the tree."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def zeros(
     pooled_bias: float | Tensor = 0.0,
     scale: float | None = None,
 ) -> Zeros:
-    """Count the zeros among the weights that `hsa.multiscale_attention` makes of the same arguments.
+    """Count the zeros among the weights of `hsa.multiscale_attention` with the same arguments.
 
-    An entry counts for the height of the family that its node is a member of.
+    An entry is counted at the height of the family that its node belongs to.
     """
     check_inputs({"q": q, "k": k}, hierarchy)
     forest, positions = rooted(hierarchy, check_positions(positions, q, hierarchy))

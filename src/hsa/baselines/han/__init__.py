@@ -1,0 +1,1 @@
+"""Hierarchical Attention Networks (Yang et al. 2016)."""

@@ -1,4 +1,4 @@
-"""HAN as an architecture of classifiers."""
+"""Registration of HAN as a classifier architecture."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hsa.nn.sizes import check_sizes
 from hsa.tree.hierarchy import Hierarchy
 
 _LEVELS = 3
-"""Words, sentences, paragraphs; with more, models of equal size would have next to no feed-forward networks."""
+"""Largest default: words, sentences, paragraphs. More would leave models of equal size almost no feed-forward network."""
 
 
 def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes: Mapping[str, Any]) -> HanConfig:
     """Return the config of HAN for the options of a run.
 
-    Levels that attend each have projections of their own, so channels are divided among them: together they have as many
-    as one layer of other models.
+    Each level has its own attention projections, so the head channels are divided among the levels: together they have as
+    many as one layer of another model.
     """
     documents = document_options(extra)
     levels = min(usual_levels(hierarchy), _LEVELS) if documents.levels is None else documents.levels
-    check_sizes(options)  # whose heads must fit before they are divided
+    check_sizes(options)  # before the head channels are divided among the levels
     channels = options.head_dim or options.width // options.heads
     config = HanConfig(
         width=options.width,

@@ -1,4 +1,4 @@
-"""A recurrent network over every family of a forest, both ways, without padding."""
+"""A bidirectional recurrent network over every family of a forest, without padding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class FamilyGRU(nn.Module):
-    """A bidirectional GRU over the leaves of every tree, projected back to their width.
+    """Bidirectional GRU over the leaves of every tree, projected back to their width.
 
         h = W [→h; ←h] + b
 
-    For forests of families (`nn.bottom_up.Step.families`): every tree is a sequence of its own.
+    Made for forests of families (`nn.bottom_up.Step.families`), where every tree is one sequence.
 
     Args:
-        width: of the vectors.
-        inner: of the hidden state, per direction.
-        layers: GRUs on top of each other.
-        dropout: on the outputs of every layer.
+        width: Width of the vectors.
+        inner: Width of the hidden state, per direction.
+        layers: Number of stacked GRUs.
+        dropout: Dropout rate on the outputs of every layer.
 
     >>> gru = FamilyGRU(16, 5)
     >>> gru(torch.randn(4, 16), Hierarchy.flat([1, 3])).shape
@@ -32,20 +32,20 @@ class FamilyGRU(nn.Module):
 
     def __init__(self, width: int, inner: int, layers: int = 1, dropout: float = 0.0):
         super().__init__()
-        between = dropout if layers > 1 else 0.0  # PyTorch warns of dropout between the layers of a single one
+        between = dropout if layers > 1 else 0.0  # PyTorch warns if a single layer has dropout between layers
         self.gru = nn.GRU(width, inner, num_layers=layers, dropout=between, bidirectional=True)
         self.output = nn.Linear(2 * inner, width)
         self.dropout = nn.Dropout(dropout)
 
     def prepare(self, hierarchy: Hierarchy) -> None:
-        """Build what depends on the forest alone."""
+        """Build the index structures that depend on the forest alone."""
         _order(hierarchy)
 
     def forward(self, x: Tensor, hierarchy: Hierarchy) -> Tensor:
         if not len(x):
             return x
         order = _order(hierarchy)
-        # Not in half precision, which recurrent kernels do not have everywhere, and which a long family would add up.
+        # Not in half precision: some devices lack such recurrent kernels, and rounding accumulates over a long family.
         with torch.autocast(x.device.type, enabled=False):
             rows = x.index_select(0, order.rows).to(self.output.weight.dtype)
             hidden, _ = self.gru(PackedSequence(rows, order.running))
@@ -54,9 +54,9 @@ class FamilyGRU(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    rows: Tensor  # [leaves] step after step, in each the trees that are long enough, the longest first
-    back: Tensor  # the inverse
-    running: Tensor  # [longest] on the host: trees that are still running at every step
+    rows: Tensor  # [leaves] by position, then by tree, longest tree first
+    back: Tensor  # [leaves] inverse permutation
+    running: Tensor  # [longest] on the CPU: number of trees that reach this position
 
 
 def _order(hierarchy: Hierarchy) -> _Order:

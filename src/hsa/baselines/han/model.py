@@ -1,7 +1,7 @@
-"""Multi-level attention pooling: every level of a document has its own encoder and its own attention.
+"""Multi-level attention pooling: each level of a document has its own encoder and its own attention.
 
-Words become sentences, sentences become documents (Yang et al., *Hierarchical Attention Networks for Document
-Classification*, NAACL 2016), here with as many levels as the data's own trees have.
+Words are pooled into sentences and sentences into documents (Yang et al., *Hierarchical Attention Networks for Document
+Classification*, NAACL 2016), here for trees of any depth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hsa.nn.bottom_up import Step, attend, fold, steps
 from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
-from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.layer import EncoderLayer
 from hsa.nn.pooling import segment_softmax, segment_weigh
 from hsa.nn.positions import PositionFeatures, PositionProjection
 from hsa.nn.sizes import check_sizes
@@ -33,20 +33,20 @@ LevelEncoder = Literal["attention", "gru", "none"]
 
 @dataclass(frozen=True)
 class HanConfig:
-    """The sizes of multi-level pooling.
+    """Configuration of `HanEncoder`.
 
     Args:
-        width: of the vectors of all levels.
-        heads: of attention inside a family.
-        head_dim: channels per head; width / heads by default.
-        layers: of every level's encoder.
-        levels: that have weights of their own, from the leaves up; those of the last serve what lies above it too.
-        feed_forward: inner width of the feed-forward networks, 2·width by default; with a GRU, its width per direction,
-            width / 2 by default; without an encoder, the width of u, width by default (see `HanEncoder`).
-        dropout: on embeddings, residual branches and outputs of GRUs.
-        encoder: what a level does before it pools: "attention" among the members of a family, a bidirectional "gru" along
-            them (in the order in which they are given, whatever their domain), "none".
-        position_width, position_dim: see `EncoderConfig`; for attention, a GRU needs none.
+        width: Width of the vectors of all levels.
+        heads: Number of attention heads.
+        head_dim: Channels per head; width / heads by default.
+        layers: Number of layers of each level's encoder.
+        levels: Number of levels with their own weights, from the leaves up. Higher levels use those of the last.
+        feed_forward: Inner width of the feed-forward networks, 2·width by default; with a GRU, its width per direction,
+            width / 2 by default; without an encoder, the width of u (see `HanEncoder`), width by default.
+        dropout: Dropout rate on embeddings, residual branches and outputs of GRUs.
+        encoder: Encoder of a family before it is pooled: "attention" among its members, a bidirectional "gru" over them
+            (in their given order, whatever their domain), or "none".
+        position_width, position_dim: See `EncoderConfig`. Only attention uses them.
     """
 
     width: int = EncoderConfig.width
@@ -65,13 +65,13 @@ class HanConfig:
         check_sizes(self)
         if self.encoder not in get_args(LevelEncoder):
             expected = f"one of {', '.join(get_args(LevelEncoder))}"
-            raise InvalidInput("encoder", given=repr(self.encoder), expected=expected)
+            raise InvalidInput("encoder", got=repr(self.encoder), expected=expected)
         if self.levels < 1:
-            raise InvalidInput("levels", given=self.levels, expected="1 or more")
+            raise InvalidInput("levels", got=self.levels, expected="1 or more")
 
     @property
     def keeps_leaves(self) -> bool:
-        """A document is one vector in the end."""
+        """Whether the output has a vector per leaf; here it has one per document."""
         return False
 
     @property
@@ -81,14 +81,14 @@ class HanConfig:
 
 @dataclass(frozen=True, eq=False)
 class LevelWeights:
-    """How the families of one height weighed their members.
+    """Pooling weights of all families of one height.
 
     Attributes:
-        height: of these families: 1 for those of leaves.
-        level: whose attention it was, counted from 1.
-        nodes: `[members]` nodes of the forest.
-        families: `[members]` their parents.
-        weights: `[members]`, which sum to one in every family.
+        height: Height of these families; 1 for leaf families.
+        level: Level whose weights pooled them, counted from 1.
+        nodes: `[members]` Nodes of the forest.
+        families: `[members]` Parents of the nodes.
+        weights: `[members]` Weights of the nodes; they sum to one in every family.
     """
 
     height: int
@@ -99,46 +99,48 @@ class LevelWeights:
 
 
 def check_levels(config: HanConfig, hierarchy: Hierarchy) -> None:
-    """Raises where trees are lower than a model has levels: weights would never be trained.
+    """Raise an error if no tree has as many levels as the model, because some weights would never be trained.
 
     >>> check_levels(HanConfig(levels=3), Hierarchy.from_nested([[3, 2], [4]]))
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: levels: given 3, expected at most 2: the trees of these data have 3 families of leaves (level 1)
-    and 2 of level 2; give fewer levels, or none for as many as the data have
+    hsa.errors.InvalidInput: levels: expected at most 2, the depth of these trees (3 leaf families on level 1 and 2 families
+    on level 2), got 3. Use fewer levels, or omit the option to choose them from the data
     """
     if config.levels <= hierarchy.depth:
         return
     if not hierarchy.depth:
         raise InvalidInput(
             "data",
-            given="trees that are single leaves",
-            expected="families of leaves, for a model that pools them",
-            fix="choose a model without levels",
+            got="only trees that are single leaves",
+            expected="trees with families to pool",
+            fix="Choose a model without levels",
         )
-    s = hierarchy.structure
-    counts = [f"{int((s.height == height).sum()):,}" for height in range(1, hierarchy.depth + 1)]
-    listed = [f"{count} of level {level}" for level, count in enumerate(counts[1:], start=2)]
-    named = [f"{counts[0]} {'family' if counts[0] == '1' else 'families'} of leaves (level 1)", *listed]
-    have = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    counts = [int((hierarchy.structure.height == height).sum()) for height in range(1, hierarchy.depth + 1)]
+    listed = [_count_families(count, level) for level, count in enumerate(counts, start=1)]
+    families = " and ".join(part for part in (", ".join(listed[:-1]), listed[-1]) if part)
     raise InvalidInput(
         "levels",
-        given=config.levels,
-        expected=f"at most {hierarchy.depth}: the trees of these data have {have}",
-        fix="give fewer levels, or none for as many as the data have",
+        got=config.levels,
+        expected=f"at most {hierarchy.depth}, the depth of these trees ({families})",
+        fix="Use fewer levels, or omit the option to choose them from the data",
     )
 
 
+def _count_families(count: int, level: int) -> str:
+    return f"{count:,} {'leaf ' * (level == 1)}{'family' if count == 1 else 'families'} on level {level}"
+
+
 class HanEncoder(nn.Module):
-    """Families are encoded and pooled by attention, level by level, up to one vector per tree.
+    """Encoder that encodes and pools the families level by level, up to one vector per tree.
 
         h = encoder(members)        u = tanh(W h + b)        α = softmax over the family of u·c        s = Σ α h
 
-    The encoder, W, b and c are those of the level: families of leaves are level 1, a parent is a level above its highest
-    member. A tree that is a single leaf is that leaf's vector.
+    Each level has its own encoder, W, b and c. Leaf families are level 1; a parent is one level above its highest member.
+    A tree that is a single leaf is represented by the vector of that leaf.
 
     Args:
-        config: the sizes.
-        modalities, kinds, keys: see `HierarchicalEncoder`.
+        config: Sizes of the encoder.
+        modalities, kinds, keys: See `HierarchicalEncoder`.
 
     >>> from hsa import Signal, collate
     >>> from hsa.signals import Sequence
@@ -170,12 +172,12 @@ class HanEncoder(nn.Module):
         self.levels = nn.ModuleList(_Level(config, widths) for _ in range(config.levels))
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
-        """A vector per tree, and the forest of roots alone."""
+        """Return a vector per tree, and the forest of roots alone."""
         return self._read(inputs)
 
     @torch.no_grad()
     def weights(self, inputs: Inputs) -> list[LevelWeights]:
-        """What was pooled with which weight, from the leaves up; without dropout."""
+        """Return the pooling weights of every height, from the leaves up, computed without dropout."""
         record: list[LevelWeights] = []
         was_training = self.training
         try:
@@ -185,18 +187,18 @@ class HanEncoder(nn.Module):
         return record
 
     def prepare(self, inputs: Inputs) -> None:
-        """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
+        """Build index structures that depend on the forest alone; call it when batches are made, ahead of their step."""
         for step in steps(inputs.hierarchy)[0]:
             self._level(step).prepare(step.families)
 
     def _read(self, inputs: Inputs, record: list[LevelWeights] | None = None) -> tuple[Tensor, Hierarchy]:
         hierarchy = inputs.hierarchy
         x = self.dropout(self.embedding(inputs.values, inputs.leaves, hierarchy.num_leaves))
-        # Without position features the batch's positions are never built, as in `HierarchicalEncoder`.
+        # Reading `inputs.positions` builds them, so do not touch it without position features.
         node_positions = inputs.positions if self.features is not None else NodePositions.of_sequences(hierarchy)
         features = None if self.features is None else self.features(node_positions)
 
-        def become(members: Tensor, step: Step) -> Tensor:
+        def pool(members: Tensor, step: Step) -> Tensor:
             level = self._level(step)
             members = level.encode(members, step, features, node_positions)
             logits = level.score(members)
@@ -207,7 +209,7 @@ class HanEncoder(nn.Module):
                 record.append(LevelWeights(step.height, self._number(step), step.nodes, parents, weights))
             return segment_weigh(members, logits, step.sizes)
 
-        return fold(x, hierarchy, become)
+        return fold(x, hierarchy, pool)
 
     def _number(self, step: Step) -> int:
         return min(step.height, self.config.levels)
@@ -219,13 +221,13 @@ class HanEncoder(nn.Module):
 
 
 class _Level(nn.Module):
-    """The encoder of a level, and the scores u·c by which it pools."""
+    """Encoder of a level, and its pooling scores u·c."""
 
     def __init__(self, config: HanConfig, widths: dict[str, int]):
         super().__init__()
         width, attends = config.width, config.encoder == "attention"
         self.layers = nn.ModuleList(
-            HierarchicalEncoderLayer(
+            EncoderLayer(
                 width,
                 config.heads,
                 Flat(),

@@ -1,4 +1,4 @@
-"""Which sentences and words of a document its model pooled: a picture of the weights of `hsa.baselines.han.model`."""
+"""Picture of HAN's pooling weights: which sentences and words of a document the model used."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hsa.models.registry import Explanation
 from hsa.nn.inputs import Inputs
 from hsa.signals.batch import Batch
 
-_BAR, _NUMBER = 60.0, 36.0  # sizes in the picture, in points
+_BAR, _NUMBER = 60.0, 36.0  # widths of a bar and of its label, in points
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentWeights:
-    """What every leaf of a tree weighs in its vector, and how the leaves lie in it.
+    """Weight of every leaf in the vector of its document, and the document's sentences and top-level parts.
 
     Attributes:
-        leaves: `[leaves]` products of the weights from the root down to the leaf; they sum to one.
-        rows: `[rows + 1]` offsets of runs of leaves in one family: sentences.
-        parts: `[parts + 1]` offsets of the members of the root: paragraphs, or whatever is on top. Members that are leaves
-            are one part with the leaves beside them.
+        leaves: `[leaves]` Products of the pooling weights from the root down to the leaf; they sum to one.
+        rows: `[rows + 1]` Leaf offsets of the sentences, which are runs of leaves of one family.
+        parts: `[parts + 1]` Leaf offsets of the root's members (paragraphs, for example). Neighbouring members that are
+            leaves form one part.
     """
 
     leaves: np.ndarray
@@ -36,18 +36,19 @@ class DocumentWeights:
     parts: np.ndarray
 
     def of(self, offsets: np.ndarray) -> np.ndarray:
-        """The weights of runs of leaves: of rows, that of a family, as weights in a family sum to one."""
+        """Return the total weight of each run of leaves; for `rows`, this is the weight of the family."""
         return np.add.reduceat(self.leaves, offsets[:-1])
 
 
 def document_weights(encoder: HanEncoder, example: Inputs) -> DocumentWeights:
-    """The weights of one document, from those of all levels.
+    """Return the leaf weights of one document, the products of its pooling weights over all levels.
 
     Args:
-        example: a batch of one tree.
+        encoder: Encoder to run.
+        example: Batch of one tree.
 
     Raises:
-        InvalidInput: more than one tree, or none.
+        InvalidInput: If the batch does not hold exactly one tree.
 
     >>> from hsa import Signal, collate
     >>> from hsa.baselines.han.model import HanConfig
@@ -60,13 +61,13 @@ def document_weights(encoder: HanEncoder, example: Inputs) -> DocumentWeights:
     """
     hierarchy = example.hierarchy
     if hierarchy.num_trees != 1:
-        raise InvalidInput("example", given=f"{hierarchy.num_trees} trees", expected="one document")
+        raise InvalidInput("example", got=f"{hierarchy.num_trees} trees", expected="one document")
     s = hierarchy.structure
     share = np.ones(hierarchy.num_nodes)
     for level in reversed(encoder.weights(example)):  # from the root down
         weights = level.weights.double().cpu().numpy()
         share[level.nodes.cpu().numpy()] = share[level.families.cpu().numpy()] * weights
-    part = np.zeros(hierarchy.num_leaves, np.int64)  # 0, the root, for leaves that are its members
+    part = np.zeros(hierarchy.num_leaves, np.int64)  # 0, the root, for leaves that are members of the root
     for child in np.flatnonzero((s.parent == 0) & ~s.is_leaf):
         part[s.first_leaf[child] : s.end_leaf[child]] = child
     return DocumentWeights(share[s.leaf_nodes], runs(s.parent[s.leaf_nodes]), runs(part))
@@ -75,16 +76,21 @@ def document_weights(encoder: HanEncoder, example: Inputs) -> DocumentWeights:
 def plot_document_weights(
     path: Path, encoder: HanEncoder, example: Batch, labels: Sequence[str] | None, title: str
 ) -> None:
-    """A line per sentence: how much of the document's vector it is, and its words, shaded by how much each is.
+    """Draw one line per sentence, with a bar for its weight in the document and its words shaded by their weights.
 
-    A document of more levels has bars for the members of its root too. Long sentences are wrapped, long documents cut.
+    Documents with more than two levels also have a bar for every member of the root. Long sentences are wrapped, and long
+    documents are cut.
 
     Args:
-        example: a batch of one tree.
-        labels: of its leaves; one that begins a word begins with a space, so that pieces of a word stand together.
+        path: File to write.
+        encoder: Encoder to run.
+        example: Batch of one tree.
+        labels: Labels of the leaves. A label that begins a word starts with a space, so that pieces of a word are drawn
+            together.
+        title: Title of the picture.
 
     Raises:
-        InvalidInput: not one tree, or not one label per leaf.
+        InvalidInput: If there is not exactly one tree, or not one label per leaf.
     """
     weights = document_weights(encoder, example)
     words, cells = lay_out(labels, weights.rows)
@@ -105,17 +111,16 @@ def plot_document_weights(
                 y, last = (top + shown[leaf][0] * LINE for leaf in (first, min(end, len(shown)) - 1))
                 page.write(x - 5, y, percent(weight), ha="right")
                 page.box(x, y + 3, (_BAR - 10) * weight / shares.max(), LINE - 6, color)
-                page.box(x, y + 3, 1.2, last - y + LINE - 6, color)  # how far down it reaches
+                page.box(x, y + 3, 1.2, last - y + LINE - 6, color)  # a rule beside all its lines
 
     page.write(left, top - 1.2 * LINE, "words")
-    strength = np.sqrt(
-        weights.leaves / weights.leaves.max()
-    )  # they span orders of magnitude: a root shows small ones too
+    # Weights span orders of magnitude; the square root keeps small ones visible.
+    strength = np.sqrt(weights.leaves / weights.leaves.max())
     for (line, cell), word, strong in zip(shown, words, strength, strict=False):
         page.word(left + cell * CELL, top + line * LINE, word, strong)
     if len(shown) < len(cells):
         rest = percent(weights.leaves[len(shown) :].sum())
-        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more, which weigh {rest} together")
+        page.write(left, bottom, f"… and {len(cells) - len(shown):,} more, with a total weight of {rest}")
     page.legend(left, weights.leaves.max(), "of the document's weight")
     save_figure(page.figure, path)
 

@@ -1,0 +1,1 @@
+"""Hierarchical Attention Transformers (Chalkidis et al. 2022)."""

@@ -1,4 +1,4 @@
-"""HAT as an architecture of classifiers, with a warm start from a pre-trained encoder."""
+"""Registration of HAT as a classifier architecture, with a warm start from a pre-trained encoder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hsa.tree.hierarchy import Hierarchy
 def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes: Mapping[str, Any]) -> HatConfig:
     """Return the config of HAT for the options of a run.
 
-    Layers inside and across segments add up to the layers of other models, with at least one of each. With a warm start, the
-    sizes are those of the pre-trained encoder.
+    Layers inside and across segments together number `options.layers` at most, with at least one inside segments. With a
+    warm start, the sizes are those of the pre-trained encoder.
     """
     documents = document_options(extra)
     inside = [n for n in range(1, options.layers + 1) if len(layout_pattern(documents.layout, n)) <= options.layers]
@@ -39,7 +39,7 @@ def configure(options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes
 
 
 def start_warm(encoder: nn.Module, load: bool) -> list[nn.Parameter]:
-    """Return the parameters that the weights named by the config set, if it names any; load these if asked to."""
+    """Return the parameters that a warm start sets (none without one); also load their pre-trained weights if `load`."""
     assert isinstance(encoder, HatEncoder)
     if load and encoder.config.warm_start is not None:
         encoder.start_from(_pretrained(encoder.config)[1])
@@ -47,7 +47,7 @@ def start_warm(encoder: nn.Module, load: bool) -> list[nn.Parameter]:
 
 
 def tokenizer(extra: Extra, say: Callable[[str], None]) -> Any:
-    """Return the tokenizer of the pre-trained encoder; None without a warm start."""
+    """Return the tokenizer of the pre-trained encoder, or None without a warm start."""
     name = document_options(extra).warm_start
     if name is None:
         return None
@@ -58,12 +58,12 @@ def tokenizer(extra: Extra, say: Callable[[str], None]) -> Any:
 
 
 def _pretrained(config: HatConfig) -> tuple[HatConfig, dict[str, Tensor]]:
-    """Return the config with the sizes of the encoder that it starts from, and the weights of that encoder."""
+    """Return the config with the sizes of its pre-trained encoder, and the weights of that encoder."""
     names = ("warm_start", "layout", "segment", "segment_level", "returns", "dropout")
     return _warm_start(*(getattr(config, name) for name in names))
 
 
-@lru_cache(maxsize=1)  # asked for its sizes, then for its weights
+@lru_cache(maxsize=1)  # called once for the sizes, then again for the weights
 def _warm_start(
     name: str, layout: str, segment: int, segment_level: int, returns: Returns, dropout: float
 ) -> tuple[HatConfig, dict[str, Tensor]]:

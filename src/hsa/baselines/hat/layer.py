@@ -1,4 +1,4 @@
-"""The plain transformer layer, on packed rows: what BERT is made of."""
+"""The standard transformer layer (that of BERT) on packed rows."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class TransformerLayer(nn.Module):
-    """Softmax attention inside every tree of a flat forest, and a feed-forward network, both with residuals.
+    """Transformer layer: softmax attention inside every tree of a flat forest, then a feed-forward network.
 
         post: x ← LayerNorm(x + W_o attention(x + p))             x ← LayerNorm(x + W_2 f(W_1 x))
         pre:  x ← x + W_o attention(LayerNorm(x) + p)             x ← x + W_2 f(W_1 LayerNorm(x))
 
-    "post" is Vaswani et al., *Attention Is All You Need*, 2017, and BERT; "pre" is Xiong et al., *On Layer Normalization in
-    the Transformer Architecture*, 2020.
+    "post" follows Vaswani et al., *Attention Is All You Need*, 2017, and BERT; "pre" follows Xiong et al., *On Layer
+    Normalization in the Transformer Architecture*, 2020.
 
     Args:
-        width: of the vectors.
-        heads: of attention; they divide the width.
-        feed_forward: inner width of the feed-forward network; 2·width by default.
-        dropout: on both residual branches.
-        norm: where it stands.
-        activation: f.
-        epsilon: of the norms.
-        identity: both residual branches start at zero, so that a layer with "pre" starts as the identity.
+        width: Width of the vectors.
+        heads: Number of attention heads; must divide the width.
+        feed_forward: Inner width of the feed-forward network; 2·width by default.
+        dropout: Dropout rate on both residual branches.
+        norm: Position of the norms: "pre" or "post", as above.
+        activation: Activation function f.
+        epsilon: Epsilon of the norms.
+        identity: Whether both residual branches start at zero; a layer with "pre" then starts as the identity.
 
-    `forward` takes x `[leaves, width]`, the forest, and p `[leaves, width]`, the positions that attention is told, if any.
+    `forward` takes x `[leaves, width]`, the forest, and optionally p `[leaves, width]`, position vectors for attention.
 
     >>> import torch
     >>> layer, x = TransformerLayer(8, 2, identity=True), torch.randn(5, 8)
@@ -63,7 +63,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         if width % heads:
             raise InvalidInput(
-                "heads", given=f"{heads} heads of a width of {width}", expected="heads that divide the width"
+                "heads", got=f"{heads} heads for a width of {width}", expected="heads that divide the width"
             )
         inner = feed_forward or 2 * width
         self.heads, self.norm_first = heads, norm == "pre"

@@ -1,4 +1,4 @@
-"""In which order the layers of a Hierarchical Attention Transformer stand. Without torch, for the command line."""
+"""Layer orders of Hierarchical Attention Transformers. Does not import torch, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PUBLISHED = {
     "LC1": "SSSSSS" + "SC" * 3,
     "LC2": "SSSSS" + "SCC" + "SSCC",
 }
-"""The twelve-layer models that the authors compare, by their names (github.com/coastalcph/hierarchical-transformers)."""
+"""Layouts of the models that the authors compare, by name (github.com/coastalcph/hierarchical-transformers)."""
 
 
 def layout_pattern(layout: str, layers: int) -> str:
-    """The order of layers: S inside segments, C across segments.
+    """Return the order of layers as a string: S for a layer inside segments, C for one across segments.
 
     Args:
         layout: "ad-hoc" (all S, then C), "interleaved" (pairs SC throughout), "early" (pairs, then S), "late" (S, then
-            pairs), the name of a published one (I1, I2, I3, EC1, EC2, LC1, LC2), or the pattern itself.
-        layers: how many S; a pattern has its own number. Ad-hoc, early and late layouts have a third as many C, rounded
-            up.
+            pairs), the name of a published layout (I1, I2, I3, EC1, EC2, LC1, LC2), or the pattern itself.
+        layers: Number of S layers; ignored for published layouts and patterns. Ad-hoc, early and late layouts have a third
+            as many C, rounded up.
 
     >>> for style in STYLES:
     ...     print(style, layout_pattern(style, 6))
@@ -34,7 +34,7 @@ def layout_pattern(layout: str, layers: int) -> str:
     late SSSSSCSC
 
     Raises:
-        InvalidInput: another name, a pattern of other letters or without S.
+        InvalidInput: If the name is unknown, or the pattern has other letters or no S.
     """
     third = -(-layers // 3)
     styles = {
@@ -47,8 +47,8 @@ def layout_pattern(layout: str, layers: int) -> str:
     if not isinstance(pattern, str) or not set(pattern) <= {"S", "C"} or "S" not in pattern:
         raise InvalidInput(
             "layout",
-            given=repr(layout),
-            expected=f"{', '.join(STYLES)}, a published one ({', '.join(PUBLISHED)}), or a pattern of S and C",
-            fix='write S for a layer inside segments and C for one across them, such as "SSCSSC"',
+            got=repr(layout),
+            expected=f"{', '.join(STYLES)}, a published layout ({', '.join(PUBLISHED)}), or a pattern of S and C",
+            fix='Write S for a layer inside segments and C for one across them, such as "SSCSSC"',
         )
     return pattern

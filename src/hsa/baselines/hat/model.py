@@ -1,8 +1,8 @@
 """Hierarchical Attention Transformers: layers inside segments, and layers across them.
 
 Chalkidis et al., *An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification*, 2022
-(arXiv 2210.05529). Segments begin with a vector of their own; a cross-segment layer lets these vectors of a document
-attend to each other and puts them back, so that the next layer inside segments tells their tokens.
+(arXiv 2210.05529). Every segment begins with a summary row. In a layer across segments, the summary rows of a document
+attend to each other; the next layer inside segments passes the result on to the tokens.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Returns = Literal["segments", "leaves"]
 
 @dataclass(frozen=True)
 class HatConfig:
-    """The sizes of a Hierarchical Attention Transformer.
+    """Configuration of `HatEncoder`.
 
     Args:
-        width: of the vectors.
-        heads: of attention; they divide the width.
-        layers: inside segments; a `layout` that is a pattern has its own number.
-        feed_forward: inner width of the feed-forward networks; 2·width by default.
-        dropout: on embeddings and residual branches.
-        layout: the order of layers inside and across segments, see `layout_pattern`.
-        segment: leaves of a segment, at most. Documents may have any number of segments.
-        segment_level: 0: segments are windows of `segment` leaves; 1: leaf families (sentences), 2: what is above them
-            (paragraphs), …, those of more leaves cut into windows. See `hsa.baselines.hat.segments`.
-        returns: "segments": the vector of every segment; "leaves": of every leaf.
-        norm, activation, epsilon: of the layers inside segments, see `TransformerLayer`; "post" is as published.
-        separator: segments end with a learned vector too, as texts of BERT do.
-        warm_start: the pre-trained encoder that training starts from; these sizes are then its own.
+        width: Width of the vectors.
+        heads: Number of attention heads; must divide the width.
+        layers: Number of layers inside segments; ignored if `layout` is a pattern.
+        feed_forward: Inner width of the feed-forward networks; 2·width by default.
+        dropout: Dropout rate on embeddings and residual branches.
+        layout: Order of layers inside and across segments; see `layout_pattern`.
+        segment: Largest number of leaves per segment. Documents may have any number of segments.
+        segment_level: Unit of a segment: 0 for windows of `segment` leaves, 1 for leaf families (sentences), 2 for the level
+            above (paragraphs), …; units with more leaves are cut into windows. See `hsa.baselines.hat.segments`.
+        returns: Output: "segments" for a vector per segment, "leaves" for a vector per leaf.
+        norm, activation, epsilon: Options of the layers inside segments, see `TransformerLayer`; "post" is as published.
+        separator: Whether segments also end with a learned vector, like BERT's [SEP].
+        warm_start: Pre-trained encoder that training starts from; it determines the sizes.
     """
 
     width: int = EncoderConfig.width
@@ -69,22 +69,22 @@ class HatConfig:
         check_sizes(self)
         for name, least in (("segment", 1), ("segment_level", 0)):
             if getattr(self, name) < least:
-                raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
+                raise InvalidInput(name, got=getattr(self, name), expected=f"{least} or more")
         styles = {"returns": Returns, "norm": Norm, "activation": ActivationName}
         for name, allowed in styles.items():
             if getattr(self, name) not in get_args(allowed):
                 names = ", ".join(get_args(allowed))
-                raise InvalidInput(name, given=repr(getattr(self, name)), expected=f"one of {names}")
+                raise InvalidInput(name, got=repr(getattr(self, name)), expected=f"one of {names}")
         object.__setattr__(self, "layers", self.pattern.count("S"))
 
     @property
     def has_fixed_size(self) -> bool:
-        """With a warm start, the sizes are those of the pre-trained encoder."""
+        """Whether a pre-trained encoder determines the sizes."""
         return self.warm_start is not None
 
     @property
     def pattern(self) -> str:
-        """The order of layers, S and C."""
+        """Order of the layers, a string of S and C."""
         return layout_pattern(self.layout, self.layers)
 
     @property
@@ -93,36 +93,36 @@ class HatConfig:
 
 
 def check_levels(config: HatConfig, hierarchy: Hierarchy) -> None:
-    """That documents have the level that segments are to be.
+    """Check that the documents have the level that segments are made from.
 
     >>> check_levels(HatConfig(segment_level=2), Hierarchy.from_nested([[3, 2]]))
 
     Raises:
-        InvalidInput: all trees are lower.
+        InvalidInput: If no tree has this level.
     """
     highest = int(hierarchy.structure.height.max(initial=0))
     if hierarchy.num_trees and config.segment_level > highest:
         raise InvalidInput(
             "segment_level",
-            given=f"{config.segment_level}, for trees of {highest} level{'' if highest == 1 else 's'} above their leaves",
-            expected=f"at most {highest}",
-            fix="choose a level that the data have, or 0 for windows of fixed length",
+            got=config.segment_level,
+            expected=f"at most {highest}, the depth of these trees",
+            fix="Choose a lower level, or 0 for windows of fixed length",
         )
 
 
 class HatEncoder(nn.Module):
-    """Layers inside segments and across them, in the order of a layout.
+    """Transformer with layers inside segments and across them, in the order of a layout.
 
         S: rows of a segment attend to each other:                        x ← layer(x)
         C: first rows of a document's segments attend to each other:      x_first ← layer(x_first, position of the segment)
 
-    A row is LayerNorm(embedding + position inside the segment). Layers across segments are residual and start as identity:
-    then a document of one segment is read as a plain transformer reads it.
+    A row starts as LayerNorm(embedding + position in the segment). Layers across segments are residual and start as the
+    identity; the model then treats a document of one segment as a plain transformer does.
 
     Args:
-        config: the sizes.
-        modalities: what the leaves hold.
-        kinds, keys: of the domains; not used, documents are read in their order.
+        config: Sizes of the encoder.
+        modalities: Modalities of the leaf values.
+        kinds, keys: Kinds and keys of the domains; ignored, because leaves are read in sequence order.
 
     >>> from hsa import Signal, collate
     >>> batch = collate([Signal.of([3, 1, 4], "text"), Signal.of([1, 5], "text")])
@@ -155,11 +155,11 @@ class HatEncoder(nn.Module):
             TransformerLayer(width, config.heads, **sizes, **(style if letter == "S" else {"identity": True}))
             for letter in config.pattern
         )
-        # Sines and cosines of the number of a segment: it has no maximum.
+        # Sines and cosines rather than a table, because documents may have any number of segments.
         self.numbers = FourierFeatures(1, width + width % 2) if "C" in config.pattern else None
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
-        """A vector per segment and the forest of documents over segments; or per leaf, and the forest of the inputs."""
+        """Return vectors and their forest: one per segment in a flat tree per document, or one per leaf of the inputs."""
         plan = self._plan(inputs)
         x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)
         x = torch.cat([x, self.marks.weight.to(x.dtype)]).index_select(0, plan.source)
@@ -178,38 +178,40 @@ class HatEncoder(nn.Module):
         return x.index_select(0, plan.first), plan.documents
 
     def prepare(self, inputs: Inputs) -> None:
-        """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
+        """Build index structures that depend on the forest alone; call it when batches are made, ahead of their step."""
         plan = self._plan(inputs)
         for forest in (plan.rows, plan.documents):
             self.layers[0].attention.prepare(forest)  # type: ignore[union-attr, operator]
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Weights of a pre-trained encoder, by the names of `state_dict`. Layers across segments stay as they are.
+        """Load the weights of a pre-trained encoder, by their names in `state_dict`. Layers across segments keep theirs.
 
         Raises:
-            InvalidInput: naming a weight that does not fit, or one inside segments that is missing.
+            InvalidInput: If a weight has the wrong shape or an unknown name, or one inside segments is missing.
         """
         own = self.state_dict()
         for name, tensor in own.items():
             if name in tensors and tensors[name].shape != tensor.shape:
                 raise InvalidInput(
-                    f"warm start: {name}", given=tuple(tensors[name].shape), expected=f"shape {tuple(tensor.shape)}"
+                    f"warm start: {name}", got=tuple(tensors[name].shape), expected=f"shape {tuple(tensor.shape)}"
                 )
             if name not in tensors and not name.startswith(self._always_new()):
-                raise InvalidInput(f"warm start: {name}", given="no such weight", expected="all inside segments")
+                expected = "all weights of layers inside segments"
+                raise InvalidInput(f"warm start: {name}", problem="missing", expected=expected)
         unknown = sorted(set(tensors) - set(own))
         if unknown:
-            raise InvalidInput(f"warm start: {unknown[0]}", given="a weight too many", expected="those of this encoder")
+            expected = "only weights of this encoder"
+            raise InvalidInput(f"warm start: {unknown[0]}", problem="unknown weight", expected=expected)
         self.load_state_dict(dict(tensors), strict=False)
 
     def pretrained_parameters(self) -> list[nn.Parameter]:
-        """Those that a warm start sets: of layers inside segments, and of text; none without a warm start."""
+        """Return the parameters that a warm start sets: layers inside segments and text embeddings; none without one."""
         if self.config.warm_start is None:
             return []
         return [p for name, p in self.named_parameters() if not name.startswith(self._always_new())]
 
     def _always_new(self) -> tuple[str, ...]:
-        """How names of weights begin that no pre-trained encoder has: across segments, and of leaves that are no text."""
+        """Return name prefixes of weights that a warm start never sets: layers across segments, and non-text leaves."""
         across = (f"layers.{i}." for i, letter in enumerate(self.config.pattern) if letter == "C")
         others = (name for name in self.embedding.modalities if name != "text")
         return (*across, "numbers.", *(f"embedding.{kind}.{name}." for name in others for kind in ("tables", "maps")))

@@ -1,4 +1,4 @@
-"""Documents cut into segments that begin with a vector of their own: windows of their leaves, or nodes of their trees."""
+"""Segments of documents: windows of leaves or nodes of the trees, each with a summary row in front."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class TextSegments:
-    """The rows of a model that reads segments: of each a first row of its own, its leaves, perhaps a last row.
+    """Row indices of segments. A segment consists of a summary row, its leaves and, optionally, a final row.
 
     Attributes:
-        rows: a tree per segment, a leaf per row.
-        documents: a tree per document, a leaf per segment.
-        source: `[rows]` the leaf in this row; one more than the last leaf for first rows, two more for last rows.
-        position: `[rows]` in the segment, from 0.
-        first: `[segments]` the first row.
-        leaf: `[leaves]` the row.
-        number: `[segments]` in the document, from 0.
+        rows: Forest with a tree per segment and a leaf per row.
+        documents: Forest with a tree per document and a leaf per segment.
+        source: `[rows]` Leaf in each row; the number of leaves for summary rows, plus one for final rows.
+        position: `[rows]` Position in the segment, from 0.
+        first: `[segments]` Summary row of each segment.
+        leaf: `[leaves]` Row of each leaf.
+        number: `[segments]` Index of the segment in its document, from 0.
     """
 
     rows: Hierarchy
@@ -35,14 +35,15 @@ class TextSegments:
 
 
 def text_segments(hierarchy: Hierarchy, longest: int, level: int = 0, *, last_row: bool = False) -> TextSegments:
-    """The segments of every document. Built once per hierarchy.
+    """Return the segments of every document, built once per hierarchy.
 
     Args:
-        longest: leaves of a segment, at most.
-        level: 0: windows of `longest` leaves, the last of a document may be short. Otherwise the largest nodes of at most
-            this height: 1 for families of leaves, 2 for what is above them. Neighbouring leaves that hang higher up
-            are a segment together. Longer ones are cut into windows.
-        last_row: segments have one.
+        hierarchy: Forest of documents.
+        longest: Largest number of leaves per segment.
+        level: 0 for windows of `longest` leaves; the last window of a document may be shorter. Otherwise the largest nodes
+            of at most this height: 1 for leaf families, 2 for the level above. Neighbouring leaves whose parent is
+            higher form one segment. Longer segments are cut into windows.
+        last_row: Whether segments have a final row.
 
     >>> text = Hierarchy.from_nested([[3, 2], [7]])  # sentences of 3, 2 and 7 tokens
     >>> [length - 1 for length in text_segments(text, 4).rows.lengths], text_segments(text, 4).documents.lengths
@@ -89,9 +90,9 @@ def _build(hierarchy: Hierarchy, longest: int, level: int, last_row: bool) -> Te
 
 
 def _node_starts(hierarchy: Hierarchy, level: int) -> np.ndarray:
-    """First leaves of the largest nodes of at most this height; of neighbouring leaves among them, of the first."""
+    """Return the first leaf of each largest node of at most this height; a run of sibling leaves counts as one node."""
     s = hierarchy.structure
-    is_top = (s.height <= level) & ~np.append(s.height <= level, False)[s.parent]  # −1: the entry appended
-    follows_leaf = np.zeros(hierarchy.num_nodes, bool)  # a leaf, and its elder sibling another
+    is_top = (s.height <= level) & ~np.append(s.height <= level, False)[s.parent]  # roots have parent −1: the False
+    follows_leaf = np.zeros(hierarchy.num_nodes, bool)  # a leaf directly after a sibling leaf
     follows_leaf[1:] = s.is_leaf[1:] & s.is_leaf[:-1] & (s.parent[1:] == s.parent[:-1]) & (s.parent[1:] >= 0)
     return np.sort(s.first_leaf[is_top & ~follows_leaf])

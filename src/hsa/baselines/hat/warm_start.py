@@ -1,4 +1,4 @@
-"""HAT from a pre-trained BERT or RoBERTa: its embeddings and layers read the segments."""
+"""Conversion of a pre-trained BERT or RoBERTa into a HAT, with its embeddings and layers inside segments."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hsa.baselines.hat.model import HatConfig, Returns
 from hsa.errors import InvalidInput
 from hsa.huggingface.loading import load_for_task, loading, transformers_library
 
-_KINDS = ("bert", "roberta", "camembert", "xlm-roberta")  # the same layers under the same names
+_KINDS = ("bert", "roberta", "camembert", "xlm-roberta")  # these share layers and weight names
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
 _MARKS = 2  # [CLS] and [SEP]
 
 
 def pretrained_tokenizer(name: str) -> Any:
-    """The tokenizer of a pre-trained encoder as a `tokenizers.Tokenizer`, for texts of any length.
+    """Return the tokenizer of a pre-trained encoder as a `tokenizers.Tokenizer`, for texts of any length.
 
     Raises:
-        InvalidInput: no tokenizer there, or one that ids of a table of vectors cannot be made with.
-        MissingExtra: `transformers` is not installed.
+        InvalidInput: If there is no tokenizer, or its ids have gaps.
+        MissingExtra: If `transformers` is not installed.
     """
     library = transformers_library("a warm start")
     with loading(name):
         tokenizer = library.AutoTokenizer.from_pretrained(name)
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # invented where files are missing
+        # Without vocabulary files, transformers builds a tokenizer that knows only its special tokens.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise OSError("no vocabulary of a tokenizer")
     return _fast(tokenizer, name)
 
@@ -40,22 +41,23 @@ def warm_start(
     returns: Returns = "segments",
     dropout: float = 0.1,
 ) -> tuple[HatConfig, dict[str, Tensor]]:
-    """The sizes of a HAT that begins as a pre-trained encoder, and the weights it begins with.
+    """Return the configuration and the initial weights of a HAT that starts from a pre-trained encoder.
 
-    Word vectors, positions in a segment, their norm and all layers inside segments are the encoder's; [CLS] and [SEP] are a
-    segment's first and last vector. Layers across segments start as the identity, so that a document of one segment is
-    read exactly as the encoder reads it. Texts are read with `pretrained_tokenizer`.
+    Word vectors, positions in a segment, their norm and all layers inside segments come from the encoder; [CLS] and [SEP]
+    become the first and last row of a segment. Layers across segments start as the identity, so that a document of one
+    segment yields exactly the encoder's output. Use `pretrained_tokenizer` for the texts.
 
     Args:
-        name: a folder with config.json, weights and tokenizer, or a name on the hub, such as "roberta-base".
-        layout, segment, segment_level, returns, dropout: see `HatConfig`.
+        name: Folder with config.json, weights and tokenizer, or a name on the hub, such as "roberta-base".
+        layout, segment, segment_level, returns, dropout: See `HatConfig`.
 
-    Returns the configuration, and weights for `HatEncoder.start_from`, by the names of its `state_dict`.
+    Returns:
+        Configuration, and weights for `HatEncoder.start_from`, by their names in its `state_dict`.
 
     Raises:
-        InvalidInput: nothing that loads, another kind of model, more leaves per segment than it has positions, a layout of
-            another number of layers.
-        MissingExtra: `transformers` is not installed.
+        InvalidInput: If the model does not load or is of another kind, if a segment has more leaves than the encoder has
+            positions, or if the layout has another number of layers.
+        MissingExtra: If `transformers` is not installed.
     """
     library = transformers_library("a warm start")
     with loading(name):
@@ -81,8 +83,8 @@ def warm_start(
     if config.layers != about.num_hidden_layers:
         raise InvalidInput(
             "layout",
-            given=f"{layout!r}, with {config.layers} layers inside segments",
-            expected=f"{about.num_hidden_layers}, as {name} has",
+            got=f"{layout!r}, which has {config.layers}",
+            expected=f"a layout with {about.num_hidden_layers} layers inside segments, as {name} has",
         )
     tensors = _embeddings(weights, model, _fast(tokenizer, name), tokenizer, segment, name)
     inside = (index for index, letter in enumerate(config.pattern) if letter == "S")
@@ -94,30 +96,30 @@ def warm_start(
 def _check_kind(config: Any, name: str) -> None:
     if config.model_type not in _KINDS or getattr(config, "is_decoder", False):
         raise InvalidInput(
-            name, given=f"a model of type {config.model_type!r}", expected=f"an encoder: one of {', '.join(_KINDS)}"
+            name, got=f"a model of type {config.model_type!r}", expected=f"an encoder: one of {', '.join(_KINDS)}"
         )
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         raise InvalidInput(
             name,
-            given=f"positions of type {config.position_embedding_type!r}",
-            expected="a table of positions ('absolute')",
+            got=f"positions of type {config.position_embedding_type!r}",
+            expected="learned absolute positions ('absolute')",
         )
     if config.hidden_act not in _ACTIVATIONS:
         raise InvalidInput(
-            name, given=f"the activation {config.hidden_act!r}", expected=f"one of {', '.join(_ACTIVATIONS)}"
+            name, got=f"the activation {config.hidden_act!r}", expected=f"one of {', '.join(_ACTIVATIONS)}"
         )
 
 
 def _fast(tokenizer: Any, name: str) -> Any:
-    """What lies under a tokenizer of transformers, without the cuts and the padding it may have been saved with."""
+    """Return the `tokenizers` object inside a tokenizer of transformers, with truncation and padding switched off."""
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(fast, "encode_batch_fast"):
-        raise InvalidInput(name, given="a tokenizer in Python", expected="one with a tokenizer.json")
+        raise InvalidInput(name, got="a tokenizer written in Python", expected="a fast tokenizer (tokenizer.json)")
     copy = type(fast).from_str(fast.to_str())
     copy.no_padding()
     copy.no_truncation()
     if max(copy.get_vocab().values()) >= copy.get_vocab_size():
-        raise InvalidInput(name, given="a tokenizer that leaves out ids", expected="ids 0, 1, 2, … without gaps")
+        raise InvalidInput(name, got="a tokenizer that skips ids", expected="ids 0, 1, 2, … without gaps")
     return copy
 
 
@@ -130,30 +132,30 @@ def _embeddings(
     size = fast.get_vocab_size()
     if size > len(words):
         raise InvalidInput(
-            name, given=f"a tokenizer of {size:,} tokens for {len(words):,} vectors", expected="a vector per token"
+            name, got=f"{len(words):,} vectors for a tokenizer of {size:,} tokens", expected="a vector per token"
         )
     marks = [tokenizer.cls_token_id, tokenizer.sep_token_id]
     if None in marks:
-        raise InvalidInput(name, given="a tokenizer without [CLS] or [SEP]", expected="both")
+        raise InvalidInput(name, problem="the tokenizer lacks [CLS] or [SEP]", expected="both")
     padding = model.embeddings.position_embeddings.padding_idx
-    positions = positions[0 if padding is None else padding + 1 :]  # RoBERTa counts from beyond the padding
+    positions = positions[0 if padding is None else padding + 1 :]  # RoBERTa's positions start after the padding index
     if segment + _MARKS > len(positions):
         raise InvalidInput(
             "segment",
-            given=f"{segment} leaves, [CLS] and [SEP]",
-            expected=f"at most {len(positions) - _MARKS}: {name} has {len(positions)} positions",
+            got=segment,
+            expected=f"at most {len(positions) - _MARKS} ({name} has {len(positions)} positions, two for [CLS] and [SEP])",
         )
     return {
         "embedding.tables.text.weight": words[:size],
         "marks.weight": words[marks],
-        "positions.weight": positions[: segment + _MARKS] + types[0],  # all tokens of a text are of the first type
+        "positions.weight": positions[: segment + _MARKS] + types[0],  # all tokens have the first token type
         "norm.weight": weights["embeddings.LayerNorm.weight"],
         "norm.bias": weights["embeddings.LayerNorm.bias"],
     }
 
 
 def _layer(weights: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
-    """One layer: queries, keys and values in one projection, the rest under other names."""
+    """Return the weights of one layer under our names, with queries, keys and values in one projection."""
     names = {
         "output": "attention.output.dense",
         "norm_attention": "attention.output.LayerNorm",

@@ -1,0 +1,1 @@
+"""Transformer-XL (Dai et al. 2019)."""

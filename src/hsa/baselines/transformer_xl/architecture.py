@@ -1,4 +1,4 @@
-"""Transformer-XL as an architecture of classifiers and of language models."""
+"""Registration of Transformer-XL as an architecture of classifiers and of language models."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def configure(
     options: ModelOptions, extra: Extra, hierarchy: Hierarchy, changes: Mapping[str, Any]
 ) -> TransformerXLConfig:
-    """Return the config of the encoder for the options of a run; it reads any tree as one sequence."""
+    """Return the config of the encoder for the options of a run. Any tree is read as one sequence."""
     return TransformerXLConfig(**_sizes(options, extra), segment=document_options(extra).segment)
 
 
 def configure_language_model(
     data: LmData, options: ModelOptions, language: LanguageOptions, extra: Extra, changes: Mapping[str, Any]
 ) -> TransformerXLLanguageConfig:
-    """Return the config of the language model for the options of a run: its segments are the blocks of other models."""
+    """Return the config of the language model for the options of a run. A segment is as long as another model's block."""
     return TransformerXLLanguageConfig(
         data.tokenizer.get_vocab_size(),
         **_sizes(options, extra),

@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al., *Transformer-XL: Attentive Language Models beyond a Fixed-Length Context*, ACL 2019).
 
-Texts are read segment by segment; every layer remembers its inputs at the tokens before, so that what a token knows
-reaches back by a memory per layer. Here norms stand before what they normalise, as in all models of this library.
+Texts are read segment by segment. Every layer remembers its inputs at earlier tokens, so the receptive field grows by one
+memory length per layer. Unlike the original, layers are pre-norm, as in all models of this library.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True)
 class TransformerXLConfig:
-    """The sizes of the encoder of a classifier.
+    """Configuration of `TransformerXLEncoder`.
 
     Args:
-        width: of the token vectors.
-        heads: of attention.
-        layers: how many.
-        feed_forward: inner width of the feed-forward networks; 2·width by default.
-        dropout: on embeddings and residual branches.
-        segment: tokens that are read together; earlier ones are remembered without a gradient.
-        memory: tokens before a segment that every layer remembers; 0 for segments on their own.
-        test_memory: the same after training; as in training by default.
+        width: Width of the token vectors.
+        heads: Number of attention heads.
+        layers: Number of layers.
+        feed_forward: Inner width of the feed-forward networks; 2·width by default.
+        dropout: Dropout rate on embeddings and residual branches.
+        segment: Number of tokens per segment. No gradient flows into earlier segments.
+        memory: Number of tokens before a segment that every layer remembers; 0 makes segments independent.
+        test_memory: Number of remembered tokens after training; the same as in training by default.
     """
 
     width: int = EncoderConfig.width
@@ -65,21 +65,21 @@ class TransformerXLConfig:
 
 
 def check_segments(config: Any) -> None:
-    """Raises for a `segment`, `memory` or `test_memory` that means nothing."""
+    """Check that `segment`, `memory` and `test_memory` are valid numbers of tokens."""
     if config.segment < 1:
-        raise InvalidInput("segment", given=config.segment, expected="1 token or more")
+        raise InvalidInput("segment", got=config.segment, expected="1 token or more")
     if config.memory < 0:
-        raise InvalidInput("memory", given=config.memory, expected="0 tokens or more")
+        raise InvalidInput("memory", got=config.memory, expected="0 tokens or more")
     if config.test_memory is not None and config.test_memory < 0:
         raise InvalidInput(
-            "test_memory", given=config.test_memory, expected="0 tokens or more, or None: as much as in training"
+            "test_memory", got=config.test_memory, expected="0 tokens or more, or None for as many as in training"
         )
 
 
 class TransformerXLLayer(nn.Module):
-    """Attention to the segment and to the memory before it, and a feed-forward network, both with residuals.
+    """Layer of attention to the segment and the memory before it, and a feed-forward network, both residual.
 
-    x ← x + attention(n, memory)        n = RMSNorm(x), which is what is remembered
+    x ← x + attention(n, memory)        n = RMSNorm(x); the memory holds n of earlier tokens
     x ← x + feed_forward(RMSNorm(x))
     """
 
@@ -93,7 +93,7 @@ class TransformerXLLayer(nn.Module):
     def forward(
         self, x: Tensor, carried: Tensor | None, segments: Segments, *, projected: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `RelativeAttention`; all of x, with what attention and the network add."""
+        """Return the output for x, and rows for the memory; arguments as in `RelativeAttention.forward`."""
         attended, rows = self.attention(self.norm_attention(x), carried, segments, projected=projected)
         x = x + self.dropout(attended)
         return x + self.dropout(self.feed_forward(self.norm_feed_forward(x))), rows
@@ -101,13 +101,13 @@ class TransformerXLLayer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class SegmentMemory:
-    """What a model remembers of texts that go on. Nothing in it has a gradient.
+    """Memory of texts that are read in several passes. It carries no gradients.
 
     Attributes:
-        rows: per layer `[Σ kept, width]`, its normalised inputs; or `[Σ kept, 2·width]`, their keys and values.
-        kept: rows of every text.
-        seen: tokens of every text so far.
-        projected: whether rows are keys and values: smaller steps, for as long as weights stay as they are.
+        rows: Per layer, normalised inputs `[Σ kept, width]`, or their keys and values `[Σ kept, 2·width]`.
+        kept: Number of rows of every text.
+        seen: Number of tokens of every text so far.
+        projected: Whether rows are keys and values. This saves projections, but is valid only while weights do not change.
     """
 
     rows: tuple[Tensor, ...]
@@ -116,7 +116,7 @@ class SegmentMemory:
     projected: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values, for `torch.save`."""
+        """Return tensors and plain values, for `torch.save`."""
         rows = [rows.cpu() for rows in self.rows]
         return {"rows": rows, "kept": list(self.kept), "seen": list(self.seen), "projected": self.projected}
 
@@ -127,7 +127,7 @@ class SegmentMemory:
 
 
 class TransformerXLLayers(nn.Module):
-    """The layers, and how much they remember: another length while they train than after it."""
+    """Stack of layers, with one memory length for training and one for evaluation."""
 
     def __init__(self, config: Any, feed_forward: int, activation: Activation):
         super().__init__()
@@ -139,21 +139,21 @@ class TransformerXLLayers(nn.Module):
 
     @property
     def memory(self) -> int:
-        """Tokens before a segment that are remembered now."""
+        """Number of tokens remembered before a segment in the current mode (training or evaluation)."""
         trained, tested = self.lengths
         return trained if self.training or tested is None else tested
 
     def set_test_memory(self, tokens: int) -> None:
-        """Remember this many tokens outside of training; any number will do, because only distances count."""
+        """Set the memory length for evaluation. Any length works, because attention uses only distances."""
         self.lengths = self.lengths[0], tokens
 
     def plan(self, lengths: Sequence[int], before: SegmentMemory | None, device: torch.device) -> Segments:
         """Plan the next `lengths` tokens of every text."""
         carried: dict[str, Any] = {}
-        with torch.inference_mode(False):  # what is made now may serve later calls with gradients too
+        with torch.inference_mode(False):  # plans are cached, and later calls may need gradients
             if before is not None:
                 begun = [seen % self.segment for seen in before.seen]
-                if _in_step(lengths, before.kept, begun, self.memory):
+                if _is_uniform_step(lengths, before.kept, begun, self.memory):
                     state: dict[str, Any] = {"carried": before.kept[0], "begun": begun[0], "device": device}
                     return plan_step(len(lengths), self.segment, self.memory, **state)
                 carried = {"carried": before.kept, "begun": begun}
@@ -165,10 +165,10 @@ class TransformerXLLayers(nn.Module):
             x, _ = layer(x, None, segments)
         return x
 
-    def go_on(
+    def extend(
         self, x: Tensor, lengths: Sequence[int], before: SegmentMemory, segments: Segments
     ) -> tuple[Tensor, SegmentMemory]:
-        """So many tokens more of every text, and what is remembered after them."""
+        """Read the next `lengths` tokens of every text; return their vectors and the memory after them."""
         kept = []
         for layer, carried in zip(self.stack, before.rows, strict=True):
             x, rows = layer(x, carried, segments, projected=before.projected)
@@ -177,21 +177,21 @@ class TransformerXLLayers(nn.Module):
         return x, replace(before, rows=tuple(kept), kept=segments.kept, seen=seen)
 
 
-def _in_step(lengths: Sequence[int], kept: Sequence[int], begun: Sequence[int], memory: int) -> bool:
-    """Whether texts at the same position go on by one token, which sees all that was kept."""
+def _is_uniform_step(lengths: Sequence[int], kept: Sequence[int], begun: Sequence[int], memory: int) -> bool:
+    """Return whether all texts are at the same position and read one token, which attends to all kept rows."""
     states = set(zip(lengths, kept, begun, strict=True))
     return len(states) == 1 and lengths[0] == 1 and kept[0] - begun[0] <= memory
 
 
 class TransformerXLEncoder(nn.Module):
-    """Leaf values of documents → a vector per leaf, that knows what came before it.
+    """Causal encoder of documents: a vector per leaf that depends on this leaf and earlier ones.
 
-    The leaves are read in their order, whatever tree they hang in.
+    Leaves are read in sequence order; their tree is ignored.
 
     Args:
-        config: the sizes.
-        modalities: what the leaves hold.
-        kinds, keys: of the data's domains; not looked at.
+        config: Sizes of the encoder.
+        modalities: Modalities of the leaf values.
+        kinds, keys: Kinds and keys of the domains; ignored.
 
     >>> from hsa import Signal, collate
     >>> batch = collate([Signal.of([3, 1, 4, 1, 5], "text"), Signal.of([9, 2], "text")])
@@ -215,12 +215,12 @@ class TransformerXLEncoder(nn.Module):
         self.layers = TransformerXLLayers(config, config.feed_forward or 2 * config.width, "gelu")
 
     def forward(self, inputs: Inputs) -> tuple[Tensor, Hierarchy]:
-        """A vector per leaf, and the flat forest these leaves hang in."""
+        """Return a vector per leaf, and the flat forest of these leaves."""
         x = self.embedding(inputs.values, inputs.leaves, inputs.hierarchy.num_leaves)
         return self.layers(self.dropout(x), self._segments(inputs.hierarchy)), flat_tree(inputs.hierarchy)
 
     def prepare(self, inputs: Inputs) -> None:
-        """Build what depends on the forest alone: call it where batches are made, ahead of the step that uses them."""
+        """Build index structures that depend on the forest alone; call it when batches are made, ahead of their step."""
         flat_tree(inputs.hierarchy)
         self._segments(inputs.hierarchy)
 

@@ -1,4 +1,4 @@
-"""Transformer-XL as a language model: streams of text with a memory that is carried along."""
+"""Transformer-XL as a language model, which carries a memory along streams of text."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hsa.nn.decoder import Activation, initialise, inner_width
 from hsa.nn.sizes import check_sizes
 from hsa.nn.token_loss import mean_token_loss, token_losses
 
-_KEPT = 16  # plans of recent batches: those of the same lengths come again
+_KEPT = 16  # cached plans; batches of the same lengths recur
 
 
 @dataclass(frozen=True)
 class TransformerXLLanguageConfig:
-    """Everything a language model is made from; `to_dict` and `from_dict` go through JSON.
+    """Configuration of `TransformerXLLanguageModel`; `to_dict` and `from_dict` convert to and from JSON values.
 
     Args:
-        vocabulary: how many tokens there are.
-        width, heads, layers, dropout, segment, memory, test_memory: see `TransformerXLConfig`.
-        feed_forward: inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
-        activation: "swiglu" or "gelu".
-        max_length: the most tokens of a text; None for no limit.
+        vocabulary: Number of distinct tokens.
+        width, heads, layers, dropout, segment, memory, test_memory: See `TransformerXLConfig`.
+        feed_forward: Inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
+        activation: Activation of the feed-forward networks, "swiglu" or "gelu".
+        max_length: Largest number of tokens of a text; None for no limit.
     """
 
     vocabulary: int
@@ -52,19 +52,19 @@ class TransformerXLLanguageConfig:
 
     def __post_init__(self) -> None:
         if self.vocabulary < 1:
-            raise InvalidInput("vocabulary", given=self.vocabulary, expected="1 or more")
+            raise InvalidInput("vocabulary", got=self.vocabulary, expected="1 or more")
         check_sizes(self)
         check_segments(self)
         if self.activation not in get_args(Activation):
             raise InvalidInput(
-                "activation", given=repr(self.activation), expected=f"one of {', '.join(get_args(Activation))}"
+                "activation", got=repr(self.activation), expected=f"one of {', '.join(get_args(Activation))}"
             )
         if self.max_length is not None and self.max_length < 1:
-            raise InvalidInput("max_length", given=self.max_length, expected="1 or more, or None")
+            raise InvalidInput("max_length", got=self.max_length, expected="1 or more, or None")
 
     @property
     def inner(self) -> int:
-        """The width inside the feed-forward networks."""
+        """Inner width of the feed-forward networks."""
         return self.feed_forward or inner_width(self.width, self.activation)
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,20 +72,20 @@ class TransformerXLLanguageConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TransformerXLLanguageConfig:
-        given = {name: value for name, value in data.items() if name != "architecture"}
-        return TransformerXLLanguageConfig(**known_fields(TransformerXLLanguageConfig, given))
+        fields = {name: value for name, value in data.items() if name != "architecture"}
+        return TransformerXLLanguageConfig(**known_fields(TransformerXLLanguageConfig, fields))
 
 
 class TransformerXLLanguageModel(CausalLanguageModel):
-    """Embedding, layers with a memory, a last norm, and an output that shares the embedding's weights.
+    """Language model with a segment memory: embedding, layers, final norm, and an output tied to the embedding.
 
     >>> model = TransformerXLLanguageModel(TransformerXLLanguageConfig(97, width=16, heads=2, layers=2, segment=8))
     >>> tokens = torch.randint(97, (30,))
     >>> model(tokens, [18, 12]).shape  # two texts, packed, from their beginning
     torch.Size([30, 97])
     >>> memory = model.new_memory(batch=2)
-    >>> hidden, memory = model.go_on(tokens[:16], [8, 8], memory)  # two streams
-    >>> hidden, memory = model.go_on(tokens[-2:], [1, 1], memory)
+    >>> hidden, memory = model.extend(tokens[:16], [8, 8], memory)  # two streams
+    >>> hidden, memory = model.extend(tokens[-2:], [1, 1], memory)
     >>> memory.seen
     (9, 9)
     """
@@ -109,27 +109,27 @@ class TransformerXLLanguageModel(CausalLanguageModel):
         return self.layers.memory
 
     def forward(self, tokens: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
-        """Logits `[tokens, vocabulary]` of the token after each, in texts of these lengths, read from their beginning."""
-        return self._logits(self.go_on(tokens, lengths)[0])
+        """Return next-token logits `[tokens, vocabulary]` of packed texts of these lengths, read from their beginning."""
+        return self._logits(self.extend(tokens, lengths)[0])
 
-    def go_on(
+    def extend(
         self, tokens: Tensor, lengths: Sequence[int] | Tensor, memory: SegmentMemory | None = None
     ) -> tuple[Tensor, SegmentMemory]:
-        """More of every text: `[tokens, width]`, what the logits are made of, and what is remembered from here on.
+        """Read more tokens of every text; return their final vectors `[tokens, width]` and the new memory.
 
-        Segments are counted from the beginning of a text, wherever it is interrupted: read in parts or at once, it gives
-        the same numbers.
+        Segments are counted from the beginning of a text, so reading it in parts gives the same numbers as reading it at
+        once.
 
         Args:
-            tokens: of all texts, one after another.
-            lengths: of the texts.
-            memory: what is remembered of them; nothing by default.
+            tokens: `[tokens]` New tokens of all texts, packed.
+            lengths: Number of new tokens of every text.
+            memory: Memory of the earlier tokens; empty by default.
         """
         sizes = check_texts(tokens, lengths)
         memory = self.new_memory(len(sizes)) if memory is None else memory
         self._check(memory, sizes)
         x = self.dropout(self.embedding(tokens))
-        x, memory = self.layers.go_on(x, sizes, memory, self._plan(sizes, memory))
+        x, memory = self.layers.extend(x, sizes, memory, self._plan(sizes, memory))
         return self.norm(x), memory
 
     def loss(
@@ -141,12 +141,12 @@ class TransformerXLLanguageModel(CausalLanguageModel):
         *,
         mean: bool = True,
     ) -> tuple[Tensor, SegmentMemory]:
-        """Mean of −log p(target), to be differentiated, or that of every token, `[tokens]`; and the memory after it."""
-        hidden, memory = self.go_on(tokens, lengths, memory)
+        """Return the mean of −log p(target), or the loss of every token `[tokens]`; and the memory after them."""
+        hidden, memory = self.extend(tokens, lengths, memory)
         return (mean_token_loss if mean else token_losses)(hidden, self.embedding.weight, targets), memory
 
     def new_memory(self, batch: int = 1, *, projected: bool = False) -> SegmentMemory:
-        """Return the empty memory of `batch` texts; `projected`: of keys and values, valid while weights do not change."""
+        """Return an empty memory of `batch` texts; see `SegmentMemory` for `projected`."""
         weight = self.embedding.weight
         row = weight.detach().new_empty(0, self.config.width * (2 if projected else 1))
         return SegmentMemory((row,) * self.config.layers, (0,) * batch, (0,) * batch, projected)
@@ -156,17 +156,17 @@ class TransformerXLLanguageModel(CausalLanguageModel):
         return TransformerXLCache(self.new_memory(batch, projected=True))
 
     def read(self, tokens: Tensor, lengths: Sequence[int] | Tensor, cache: TransformerXLCache) -> Tensor:
-        """More of every text; logits `[batch, vocabulary]` of what follows each."""
-        hidden, cache.state = self.go_on(tokens, lengths, cache.state)
+        """Read more tokens of every text; return logits `[batch, vocabulary]` of the token after each."""
+        hidden, cache.state = self.extend(tokens, lengths, cache.state)
         last = torch.as_tensor(lengths, device=hidden.device).cumsum(0) - 1
         return self._logits(hidden[last])
 
     def step(self, tokens: Tensor, cache: TransformerXLCache) -> Tensor:
-        """One token `[batch]` more in every text; logits `[batch, vocabulary]` of what follows."""
+        """Read one token `[batch]` more of every text; return logits `[batch, vocabulary]` of the next."""
         return self.read(tokens, [1] * len(tokens), cache)
 
     def _plan(self, sizes: list[int], memory: SegmentMemory) -> Segments:
-        if max(sizes) == 1:  # texts are written: a plan for every token, which would push out those that come again
+        if max(sizes) == 1:  # in generation, plans never recur: do not let them evict those of batches
             return self.layers.plan(sizes, memory, self.device)
         begun = tuple(seen % self.config.segment for seen in memory.seen)
         key = (tuple(sizes), memory.kept, begun, self.layers.memory, self.device)
@@ -179,26 +179,31 @@ class TransformerXLLanguageModel(CausalLanguageModel):
 
     def _check(self, memory: SegmentMemory, sizes: list[int]) -> None:
         if len(memory.kept) != len(sizes):
-            raise InvalidInput("memory", given=f"one of {len(memory.kept)} texts", expected=f"one of {len(sizes)}")
+            raise InvalidInput("memory", got=f"{len(memory.kept)}", expected=f"the memory of {len(sizes)} texts")
         width = self.config.width * (2 if memory.projected else 1)
         if len(memory.rows) != self.config.layers or any(rows.shape[1] != width for rows in memory.rows):
-            raise InvalidInput("memory", given="that of another model", expected="one of this: model.new_memory(batch)")
+            raise InvalidInput(
+                "memory",
+                got="the memory of another model",
+                expected=f"{self.config.layers} layers of width {width}",
+                fix="Make it with `model.new_memory(batch)`",
+            )
         check_length(max(a + b for a, b in zip(memory.seen, sizes, strict=True)), self.config.max_length)
 
 
 class TransformerXLCache:
-    """The memory of texts that are written; made by `TransformerXLLanguageModel.new_cache`."""
+    """Cache for generating texts; made by `TransformerXLLanguageModel.new_cache`."""
 
     def __init__(self, state: SegmentMemory):
         self.state = state
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every text so far."""
+        """Number of tokens of every text so far."""
         return list(self.state.seen)
 
     def memory(self) -> Memory:
-        """Of all layers."""
+        """Return the bytes that all layers keep, and those of a flat cache."""
         rows, kept, seen = self.state.rows, sum(self.state.kept), sum(self.state.seen)
         taken = sum(part.nbytes for part in rows)
         flat = sum(seen * part.shape[1] * part.element_size() for part in rows)

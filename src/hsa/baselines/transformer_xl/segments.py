@@ -1,7 +1,7 @@
-"""Texts read segment by segment: which rows every segment asks for, and which it remembers.
+"""Plans for reading texts segment by segment: the query rows of every segment, and the rows it remembers.
 
-A layer's memory are the *inputs* of that layer at earlier tokens. Those are known before the layer begins, so that all
-segments of all texts go through a layer at once: only layers wait for each other.
+The memory of a layer holds its *inputs* at earlier tokens. These are known before the layer runs, so all segments of all
+texts pass through a layer at once.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hsa.nn.buckets import alike, padded, way_back
+from hsa.nn.buckets import group_by_size, padded_rows, rows_after_padding
 
 _AT_ONCE = 2**25
-"""Pairs of query and key, padding included, in one call: a gigabyte of logits with eight heads in float32."""
+"""Largest number of query-key pairs per call, padding included: 1 GiB of logits with eight heads in float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Segments that share a call: keys are the remembered tokens, then the segment's own."""
+    """Segments of similar sizes that share one call. Keys are the remembered tokens, then the segment's own."""
 
     queries: Tensor  # [segments · length] rows of the segments; padding repeats a segment's last row
-    remembered: Tensor  # [segments · memory] rows of what is remembered; padding comes first
+    remembered: Tensor  # [segments · memory] remembered rows; padding comes first
     segments: int
     length: int
     memory: int
-    mask: Tensor  # [segments or 1, 1, length, memory + length] 0, and −∞ for keys that a query does not see
+    mask: Tensor  # [segments or 1, 1, length, memory + length] 0 for visible keys, −∞ for hidden ones
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """What one pass over texts that go on needs to know of their lengths.
+    """Plan of one pass over the next tokens of some texts.
 
-    What is remembered is numbered so: first the rows of the memory that was carried here, text after text, then those of
-    this pass.
+    Remembered rows are numbered with the carried memory first, text by text, then the tokens of this pass.
     """
 
     buckets: tuple[Bucket, ...]
-    back: Tensor  # [tokens] the row of every token among the rows of all buckets
-    longest: int  # keys of a bucket
+    back: Tensor  # [tokens] row of every token among the rows of all buckets
+    longest: int  # largest number of keys of a bucket
     entries: int  # pairs of query and key
-    recalls: bool  # tokens of this pass are remembered by later segments of this pass
-    kept: tuple[int, ...]  # rows per text that are carried on
-    keep: Tensor  # [Σ kept] which these are
+    recalls: bool  # whether segments of this pass remember tokens of this pass
+    kept: tuple[int, ...]  # number of rows per text to carry on
+    keep: Tensor  # [Σ kept] the rows to carry on
 
 
 def plan_segments(
@@ -57,20 +56,20 @@ def plan_segments(
     begun: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Segments:
-    """The segments of texts, each of which goes on where it stopped.
+    """Plan a pass over the next tokens of texts.
 
     Args:
-        lengths: tokens of every text in this pass.
-        segment: tokens of a segment.
-        memory: tokens before a segment that it remembers.
-        carried: rows of memory that every text brings along; none by default.
-        begun: how many of them belong to a segment that goes on; none by default.
-        device: where the plan is used.
+        lengths: Number of tokens of every text in this pass.
+        segment: Number of tokens per segment.
+        memory: Number of tokens that a segment remembers.
+        carried: Number of memory rows of every text; 0 by default.
+        begun: Number of these rows that belong to an unfinished segment; 0 by default.
+        device: Device of the plan.
 
     >>> plan = plan_segments([5, 2], segment=3, memory=2)
     >>> plan.entries  # (1 + 2 + 3) + (3 + 4), and 1 + 2
     16
-    >>> plan.kept  # two tokens before the segment of two that has begun; the segment of two
+    >>> plan.kept  # 2 remembered tokens and the 2 of the unfinished segment; the 2 of the unfinished segment
     (4, 2)
     """
     sizes = np.asarray(lengths, np.int64)
@@ -81,9 +80,9 @@ def plan_segments(
     index = np.arange(len(text)) - np.repeat(np.cumsum(count) - count, count)
     start = np.maximum(0, index * segment - old[text])  # among the new tokens of the text
     end = np.minimum(sizes[text], (index + 1) * segment - old[text])
-    # Of a segment that goes on, its own earlier tokens are remembered too.
-    goes_on = np.minimum(memory, (had - old)[text]) + old[text]
-    remembers = np.where(index == 0, goes_on, np.minimum(memory, had[text] + start))
+    # An unfinished segment also remembers its own earlier tokens.
+    unfinished = np.minimum(memory, (had - old)[text]) + old[text]
+    remembers = np.where(index == 0, unfinished, np.minimum(memory, had[text] + start))
     length = end - start
     rows = _Rows(np.cumsum(sizes) - sizes, np.cumsum(had), int(had.sum()))
     groups = _groups(remembers, length)
@@ -95,7 +94,7 @@ def plan_segments(
     keep = rows.remembered(every, (sizes - kept)[every] + offset)
     return Segments(
         buckets,
-        torch.from_numpy(way_back(groups, rows.first[text] + start, length)).to(device),
+        torch.from_numpy(rows_after_padding(groups, rows.first[text] + start, length)).to(device),
         max((bucket.memory + bucket.length for bucket in buckets), default=0),
         int((length * remembers + length * (length + 1) // 2).sum()),
         bool((start[remembers > 0] > 0).any()),
@@ -107,13 +106,15 @@ def plan_segments(
 def plan_step(
     texts: int, segment: int, memory: int, *, carried: int, begun: int, device: torch.device | str = "cpu"
 ) -> Segments:
-    """What `plan_segments` gives for one token more of texts that are all at the same position: made on the device.
+    """Plan one more token of texts at the same position; equal to `plan_segments`, but built on the device.
 
-    Whoever writes needs another plan for every token, because the memory grows, or the segment does.
+    Generation needs a new plan for every token, because the memory or the segment grows.
 
     Args:
-        texts: how many.
-        carried, begun: of each of them; carried - begun is at most `memory`, so that a token sees all that is carried.
+        texts: Number of texts.
+        segment, memory, device: See `plan_segments`.
+        carried, begun: See `plan_segments`; the same for all texts. carried − begun is at most `memory`, so that the token
+            sees all carried rows.
 
     >>> plan_step(2, 3, 5, carried=4, begun=1).keep.tolist()  # all of the first text, then of the second
     [0, 1, 2, 3, 8, 4, 5, 6, 7, 9]
@@ -143,21 +144,21 @@ def plan_step(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Where the tokens of a text lie."""
+    """Row offsets of the tokens of every text."""
 
-    first: np.ndarray  # [texts] of the new tokens
-    end: np.ndarray  # [texts] of the carried ones
-    carried: int
+    first: np.ndarray  # [texts] first row among the new tokens
+    end: np.ndarray  # [texts] end among the carried rows
+    carried: int  # carried rows of all texts
 
     def remembered(self, text: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """The row of a token, counted from the first new one of its text: those before it were carried here."""
+        """Return the remembered row of a token at this offset from the first new token; negative ones were carried."""
         return np.where(offset < 0, self.end[text] + offset, self.carried + self.first[text] + offset)
 
 
 def _groups(remembers: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
-    """Segments of like sizes, and not too many of them."""
+    """Group segments of similar sizes, with at most `_AT_ONCE` pairs per group."""
     groups = []
-    for same in alike(remembers, length):
+    for same in group_by_size(remembers, length):
         size = int(length[same].max())
         most = max(1, _AT_ONCE // (size * (size + int(remembers[same].max()))))
         groups += np.split(same, range(most, len(same), most))
@@ -173,7 +174,7 @@ def _bucket(
     device: torch.device | str,
 ) -> Bucket:
     longest, memory = int(length.max()), int(remembers.max())
-    queries = padded(rows.first[text] + start, length)
+    queries = padded_rows(rows.first[text] + start, length)
     offset = np.arange(-memory, 0)
     absent = offset < -remembers[:, None]
     remembered = np.where(absent, 0, rows.remembered(text[:, None], start[:, None] + offset))

@@ -1,4 +1,4 @@
-"""Texts as streams: every batch goes on where the one before stopped, and what the model remembers goes with it."""
+"""Training on streams of text: each batch continues the one before, together with the model's memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hsa.training.language_model.reader import Course, Reader, blocks_of, to_dev
 
 
 class Streams:
-    """A text in a number of contiguous parts, read side by side. Every epoch cuts it at other tokens.
+    """A text cut into contiguous parts that are read in parallel. Every epoch cuts it at other tokens.
 
-    A text of fewer blocks than streams has streams of one block each, which overlap.
+    If a text has fewer blocks than there are streams, each stream is one block and the streams overlap.
 
     >>> streams = Streams(np.arange(14), context=3, streams=2, seed=0)
     >>> streams.steps_per_epoch
@@ -31,18 +31,18 @@ class Streams:
         self.steps_per_epoch = max(1, blocks_of(tokens, context) // streams)
 
     def take(self, step: int) -> np.ndarray:
-        """`[streams, context + 1]` the next block of every stream."""
+        """Return the block of every stream at this step, `[streams, context + 1]`."""
         epoch, index = divmod(step, self.steps_per_epoch)
         each = self.steps_per_epoch * self.context
         first = _starts(self.seed, epoch, len(self.tokens), self.streams, each) + index * self.context
         return self.tokens[first[:, None] + np.arange(self.context + 1)]
 
     def begins(self, step: int) -> bool:
-        """Whether nothing before this step belongs to its streams."""
+        """Return whether the streams begin at this step."""
         return step % self.steps_per_epoch == 0
 
 
-@lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
+@lru_cache(2)  # batches are prefetched, so two epochs can overlap
 def _starts(seed: int, epoch: int, tokens: int, streams: int, each: int) -> np.ndarray:
     """Return where the streams of an epoch start; each has `each` tokens."""
     draw = np.random.default_rng((seed, epoch))
@@ -53,7 +53,7 @@ def _starts(seed: int, epoch: int, tokens: int, streams: int, each: int) -> np.n
 
 
 class StreamCourse(Course):
-    """A block of every stream in every step, with the memory of the blocks before."""
+    """Training course that reads a block of every stream per step, with the memory of earlier blocks."""
 
     def __init__(self, model: TransformerXLLanguageModel, streams: Streams):
         self.model, self.streams = model, streams
@@ -77,7 +77,7 @@ class StreamCourse(Course):
 
 
 class StreamReader(Reader):
-    """From the beginning of a text to its end. Pieces of it are read at once, and give the same as one after another."""
+    """Reader of a text from beginning to end. Several blocks are read at once, with the same result as one by one."""
 
     def __init__(self, model: TransformerXLLanguageModel, context: int):
         super().__init__(context)
@@ -97,14 +97,14 @@ class StreamReader(Reader):
 
     @torch.no_grad()
     def operations(self, tokens: np.ndarray) -> float:
-        """Where the memory is full: nearly everywhere in a long text."""
+        """Return operations per token with a full memory, as nearly everywhere in a long text."""
         segment, remembered = self.model.config.segment, self.model.layers.memory
         before = -(-remembered // segment) * segment
         text = torch.from_numpy(tokens[: before + segment].astype(np.int64)).to(self.model.device)
         size = min(segment, len(text))
         memory = self.model.new_memory(projected=True)
         if len(text) > size:
-            _, memory = self.model.go_on(text[:-size], [len(text) - size], memory)
+            _, memory = self.model.extend(text[:-size], [len(text) - size], memory)
         with counting_operations() as counts:
-            self.model.go_on(text[-size:], [size], memory)
+            self.model.extend(text[-size:], [size], memory)
         return sum(count.total for count in counts) / size

@@ -1,9 +1,9 @@
 """Search for settings that keep to a budget.
 
-First every layer alone is converted with every candidate (its *sensitivity*): how far the answers move, and how much is
-saved. Then the layers take steps from exact attention to ever cheaper candidates, always the step that saves most for what
-it moves. Points along that path are measured, and the budget picks one of them. Last, each head of the converted layers gets
-the bias of pooled nodes that brings its output nearest to exact attention, if that brings the answers nearer too.
+First, each layer is converted alone with each candidate, to measure its *sensitivity*: the change of the model's answers and
+the operations saved. Then layers move step by step from exact attention to cheaper candidates, always by the step with the
+smallest change per operation saved. Points along this path are measured, and the budget selects one of them. Finally, each
+head gets the bias of pooled nodes that brings its output closest to exact attention, if this also improves the answers.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ CANDIDATES: tuple[LayerSettings, ...] = (
     LayerSettings(branching=(8, 2), top_k=12),
     LayerSettings(branching=(8, 2), top_k=16),
 )
-"""Settings that are tried in each layer."""
+"""Settings to try in each layer."""
 BIASES = (-1.0, -0.5, 0.0, 0.5)
+"""Biases of pooled nodes to try in each head."""
 POINTS = 10
-"""Points of the path that are measured."""
+"""Number of measured points along the path."""
 _STATE = "calibration.json"
 _BUDGET = re.compile(r"\s*([a-z0-9]+)\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*(x|%|points?)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit: operations to save (`ops`, times fewer), or a score that may change by so much.
+    """Limit of a search: the factor by which operations must fall (`ops`), or the change of a score that is allowed.
 
     >>> Budget.parse("ops 10x"), Budget.parse("accuracy -0.5"), Budget.parse("kept 98%")
     (Budget(metric='ops', value=10.0), Budget(metric='accuracy', value=-0.5), Budget(metric='kept', value=98.0))
@@ -58,26 +59,30 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
+        """Read a budget such as "ops 10x"."""
         match = _BUDGET.fullmatch(text)
         if not match:
             raise InvalidInput(
-                "budget", given=repr(text), expected='such as "ops 4x", "accuracy -0.5", "kept 98%" or "cosine 0.985"'
+                "budget",
+                expected='a metric and a value, such as "ops 4x", "accuracy -0.5", "kept 98%" or "cosine 0.985"',
+                got=repr(text),
             )
         return cls(match[1].lower(), float(match[2]))
 
     def check(self, known: Sequence[str]) -> None:
-        known = [name for name in known if " " not in name]  # bounds of intervals and extremes are no budgets
+        """Check that the metric is one of these, and that the value makes sense for it."""
+        known = [name for name in known if " " not in name]  # not interval bounds and extremes, such as "kept low"
         if self.metric not in ("ops", *known):
-            raise InvalidInput("budget", given=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
+            raise InvalidInput("budget", got=repr(self.metric), expected=f"one of ops, {', '.join(known)}")
         if self.metric not in ("ops", "kept", "cosine", "perplexity") and self.value > 0:
             raise InvalidInput(
                 "budget",
-                given=f"{self.metric} {self.value:+g}",
-                expected=f"what it may lose, in points, such as {self.metric} -0.5",
+                expected=f"a loss in points, such as {self.metric} -0.5",
+                got=f"{self.metric} {self.value:+g}",
             )
 
     def holds(self, point: Mapping[str, float], original: Mapping[str, float]) -> bool:
-        """Whether a point keeps to the budget: scores in points, perplexity and kept in percent, cosines as they are."""
+        """Whether a point keeps to the budget. Scores are in points, perplexity and kept answers in percent."""
         if self.metric == "ops":
             return point["ops"] >= self.value
         if self.metric == "perplexity":
@@ -94,10 +99,11 @@ class Calibration:
     """Result of a search.
 
     Attributes:
-        settings: by layer; the others stay exact.
-        frontier: points measured, from the most faithful to the cheapest: `ops` (times fewer), scores, `chosen`.
-        sensitivities: per layer and candidate: `distance` of the answers, `ops` of the layer as a share of exact attention.
-        holds: whether the settings keep to the budget.
+        settings: Settings by layer number, for `convert_as`. Layers that are not listed stay exact.
+        frontier: Measured points, from the most faithful to the cheapest: `ops` (times fewer), scores, `chosen`.
+        sensitivities: `distance` of the answers and `ops` of the layer, as a fraction of exact attention, for each layer and
+            candidate.
+        holds: Whether the settings keep to the budget.
     """
 
     settings: dict[int, LayerSettings]
@@ -117,16 +123,30 @@ def calibrate(
     folder: Path | None = None,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
-    """Search settings of a model's layers that keep to a budget on the judge's examples. The model is left unconverted.
+    """Search for settings of a model's layers that keep to a budget on the examples of a judge.
+
+    The model is exact afterwards; `convert_as(model, result.settings)` applies the result.
 
     Args:
-        budget: "ops 10x": ten times fewer operations, all counted, as faithful as can be; "accuracy -0.5": at most half a
-            point lost, as cheap as can be; likewise "kept 98%" of the answers, "cosine 0.985", "spearman -0.5",
-            "perplexity +1%".
-        candidates: settings that are tried in each layer.
-        every_layer: no layer stays exact.
-        folder: where measurements are kept: a run that was broken off goes on, and a repeated one is quick.
-        watch: called with the stage, the steps done and all steps.
+        model: Transformers model.
+        judge: Examples and task to measure on.
+        budget: "ops 10x" selects the most faithful settings with at most a tenth of the operations. "accuracy -0.5" selects
+            the cheapest settings that lose at most half a point; likewise "kept 98%" (of the answers), "cosine 0.985",
+            "spearman -0.5" and "perplexity +1%".
+        candidates: Settings to try in each layer.
+        every_layer: Whether to convert every layer.
+        tokenizer: Tokenizer of the model, if a candidate needs it.
+        folder: Folder for measurements, from which an interrupted search resumes.
+        watch: Function called with the stage, the steps done and the number of steps.
+
+    Raises:
+        InvalidInput: The budget is not one that this task can measure.
+
+    >>> import hsa.huggingface
+    >>> examples = hsa.huggingface.load_examples("reviews.parquet")  # doctest: +SKIP
+    >>> judge = hsa.huggingface.Judge(examples, "classification", model, tokenizer, longest=512)  # doctest: +SKIP
+    >>> result = hsa.huggingface.calibrate(model, judge, "kept 98%")  # doctest: +SKIP
+    >>> hsa.huggingface.convert_as(model, result.settings)  # doctest: +SKIP
     """
     budget = Budget.parse(budget) if isinstance(budget, str) else budget
     try:
@@ -142,9 +162,9 @@ def _calibrate(search: _Search, budget: Budget, every_layer: bool) -> Calibratio
     path = search.path(every_layer)
     frontier = search.frontier(path, budget)
     good = [point for point in frontier if budget.holds(point, search.original)]
-    # The most faithful that is cheap enough; or the cheapest that is faithful enough; else the nearest to that.
-    first, last = (good or frontier[-1:])[0], (good or frontier[:1])[-1]
-    chosen = first if budget.metric == "ops" else last
+    # The frontier runs from faithful to cheap. If no point keeps to the budget, take the end closest to it.
+    most_faithful, cheapest = (good or frontier[-1:])[0], (good or frontier[:1])[-1]
+    chosen = most_faithful if budget.metric == "ops" else cheapest
     settings = search.with_biases(path[chosen["step"]], budget)
     shown = [{**point, "chosen": point is chosen} for point in frontier]
     return Calibration(settings, shown, search.sensitivity_table(), bool(good))
@@ -174,11 +194,11 @@ class _Search:
         self.kept: dict[str, Any] = self._earlier()
 
     def _fingerprint(self) -> str:
-        """Hash all that measurements depend on."""
+        """Return a hash of everything that measurements depend on."""
         labels = None if self.judge.labels is None else self.judge.labels.tolist()
-        what = [self.judge.task, self.judge.tokens.ids, labels, [c.to_json() for c in self.candidates]]
-        digest = hashlib.blake2b(json.dumps(what).encode(), digest_size=16)
-        for weight in self.model.parameters():  # some of each: all change when a model is trained
+        inputs = [self.judge.task, self.judge.tokens.ids, labels, [c.to_json() for c in self.candidates]]
+        digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
+        for weight in self.model.parameters():  # a sample of each suffices: training changes all
             some = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
             digest.update(some.float().cpu().numpy().tobytes())
         return digest.hexdigest()
@@ -191,7 +211,7 @@ class _Search:
         return earlier if earlier.get("made_for") == fresh["made_for"] else fresh
 
     def measure(self, settings: Mapping[int, LayerSettings]) -> dict[str, Any]:
-        """Return scores, distance and operations of the model with these layers converted; each is measured once."""
+        """Return scores, distance and operations of the model with these layers converted, measured at most once."""
         key = json.dumps({n: s.to_json() for n, s in sorted(settings.items())})
         if key not in self.kept["measured"]:
             self.apply(settings)
@@ -214,7 +234,7 @@ class _Search:
         convert_as(self.model, settings, tokenizer=self.tokenizer)
 
     def sensitivities(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """Measure every layer alone with every candidate: by number of the layer and index of the candidate."""
+        """Measure each layer alone with each candidate. Return results by layer number and candidate index."""
         measured: dict[tuple[int, int], dict[str, Any]] = {}
         total = len(self.layers) * len(self.candidates)
         for number in self.layers:
@@ -236,45 +256,45 @@ class _Search:
         ]
 
     def path(self, every_layer: bool) -> list[dict[int, LayerSettings]]:
-        """Trace a path from the most faithful settings to the cheapest: each step makes one layer cheaper."""
+        """Return a path from the most faithful settings to the cheapest, on which each step makes one layer cheaper."""
         measured = self.sensitivities()
         steps: list[tuple[float, int, LayerSettings]] = []
         start: dict[int, LayerSettings] = {}
         for number in self.layers:
-            ways = [
+            options = [
                 (measured[number, index]["layer ops"][str(number)], measured[number, index]["distance"], candidate)
                 for index, candidate in enumerate(self.candidates)
             ]
             exact = measured[number, 0]["exact layer ops"][str(number)]
             first: tuple[float, float, LayerSettings | None] = (exact, 0.0, None)
             if every_layer:
-                first = min(ways, key=lambda way: way[1])
+                first = min(options, key=lambda option: option[1])
                 assert first[2] is not None
                 start[number] = first[2]
-            steps += [(slope, number, way) for slope, way in trace_hull(first, ways)]
+            steps += [(slope, number, settings) for slope, settings in trace_hull(first, options)]
         path = [start]
-        for _, number, way in sorted(steps, key=lambda step: step[:2]):
-            path.append({**path[-1], number: way})
+        for _, number, settings in sorted(steps, key=lambda step: step[:2]):
+            path.append({**path[-1], number: settings})
         return path
 
     def frontier(self, path: list[dict[int, LayerSettings]], budget: Budget) -> list[dict[str, Any]]:
-        """Measure points along the path, more of them around the point where the budget ends."""
+        """Measure points along the path, with more of them around the point where the budget is reached."""
         steps = sorted({round(i * (len(path) - 1) / max(1, POINTS - 1)) for i in range(POINTS)})
         measured: dict[int, dict[str, Any]] = {}
 
-        def look(step: int) -> dict[str, Any]:
+        def measure_step(step: int) -> dict[str, Any]:
             self.watch("along the path", len(measured), POINTS + 3)
             if step not in measured:
                 measured[step] = {"step": step, "converted": len(path[step]), **self.measure(path[step])}
             return measured[step]
 
-        holds = [budget.holds(look(step), self.original) for step in steps]
+        holds = [budget.holds(measure_step(step), self.original) for step in steps]
         turn = next((i for i in range(1, len(steps)) if holds[i] != holds[i - 1]), None)
         if turn is not None:
             low, high, side = steps[turn - 1], steps[turn], holds[turn - 1]
             while high - low > 1 and len(measured) < POINTS + 3:
                 middle = (low + high) // 2
-                if budget.holds(look(middle), self.original) == side:
+                if budget.holds(measure_step(middle), self.original) == side:
                     low = middle
                 else:
                     high = middle
@@ -282,13 +302,13 @@ class _Search:
         return [measured[step] for step in sorted(measured)]
 
     def with_biases(self, settings: dict[int, LayerSettings], budget: Budget) -> dict[int, LayerSettings]:
-        """Add a bias per head, if that brings answers nearer and the budget is kept as before."""
+        """Add a bias per head if this brings the answers closer to the original and does not break the budget."""
         self.watch("bias of pooled nodes", 0, 1)
         self.apply(settings)
         with probing(BIASES) as errors:
             self.judge.ask(self.model)
         biased = dict(settings)
-        for number, error in errors.items():  # layers that pool something
+        for number, error in errors.items():  # only layers that pool
             best = error.argmin(0).tolist()
             biased[number] = replace(settings[number], pooled_bias=tuple(BIASES[i] for i in best))
         after, before = self.measure(biased), self.measure(settings)
@@ -299,22 +319,22 @@ class _Search:
 
 
 def trace_hull(
-    first: tuple[float, float, LayerSettings | None], ways: Sequence[tuple[float, float, LayerSettings]]
+    first: tuple[float, float, LayerSettings | None], options: Sequence[tuple[float, float, LayerSettings]]
 ) -> list[tuple[float, LayerSettings]]:
-    """Select ways (operations, distance, settings), each cheaper than the one before, at rising cost in distance.
+    """Return the lower convex hull of options (operations, distance, settings), as steps of rising slope from `first` on.
 
-    >>> ways = [(0.8, 0.10, "a"), (0.6, 0.11, "b"), (0.3, 0.5, "c"), (0.5, 0.9, "d")]
-    >>> [(round(slope, 1), what) for slope, what in trace_hull((1.0, 0.0, None), ways)]
+    >>> options = [(0.8, 0.10, "a"), (0.6, 0.11, "b"), (0.3, 0.5, "c"), (0.5, 0.9, "d")]
+    >>> [(round(slope, 1), settings) for slope, settings in trace_hull((1.0, 0.0, None), options)]
     [(0.3, 'b'), (1.3, 'c')]
     """
-    taken: list[tuple[float, LayerSettings]] = []
+    hull: list[tuple[float, LayerSettings]] = []
     operations, distance = first[:2]
     while True:
-        cheaper = [way for way in ways if way[0] < operations]
+        cheaper = [option for option in options if option[0] < operations]
         if not cheaper:
-            return taken
-        slopes = [((way[1] - distance) / (operations - way[0]), way) for way in cheaper]
+            return hull
+        slopes = [((option[1] - distance) / (operations - option[0]), option) for option in cheaper]
         slope, best = min(slopes, key=lambda pair: (pair[0], pair[1][0]))
-        slope = max([slope, *(earlier for earlier, _ in taken[-1:])])  # on a straight line rounding could swap them
-        taken.append((slope, best[2]))
+        slope = max([slope, *(earlier for earlier, _ in hull[-1:])])  # rounding must not swap steps on a straight line
+        hull.append((slope, best[2]))
         operations, distance = best[:2]

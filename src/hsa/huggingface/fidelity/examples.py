@@ -1,4 +1,4 @@
-"""Labelled texts from a table, and batches of their tokens."""
+"""Texts and labels from a table, and batches of their tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ from hsa.huggingface.encoders import batch_by_length
 from hsa.signals.readers.rows import Rows, load_rows
 
 SPLITS = ("validation", "test")
-"""Splits to evaluate on, the first that a table has, unless one is named."""
-_UNLABELLED = -1  # what GLUE's test sets have
+"""Default splits to evaluate on: the first of these that a table has."""
+_UNLABELLED = -1  # label in GLUE's test sets
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Texts, one or two each, and a label each if there are labels: names of classes, or numbers."""
+    """Texts or pairs of texts, with labels if there are any.
+
+    Args:
+        name: Name in reports and error messages.
+        texts: One text, or two for a pair, for each example.
+        labels: One class name or number per example.
+
+    >>> len(Examples("reviews", [("A fine film.",), ("A dull film.",)], ["good", "bad"]))
+    2
+    """
 
     name: str
     texts: list[tuple[str, ...]]
@@ -32,13 +41,13 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def part(self, chosen: Sequence[int] | np.ndarray) -> Examples:
-        """Select examples by index."""
-        labels = None if self.labels is None else [self.labels[i] for i in chosen]
-        return replace(self, texts=[self.texts[i] for i in chosen], labels=labels)
+    def part(self, rows: Sequence[int] | np.ndarray) -> Examples:
+        """Return the examples of these rows."""
+        labels = None if self.labels is None else [self.labels[i] for i in rows]
+        return replace(self, texts=[self.texts[i] for i in rows], labels=labels)
 
     def sample(self, count: int | None, seed: int = 0) -> Examples:
-        """Draw at most `count` examples at random, always the same ones."""
+        """Return at most `count` random examples; the same ones for the same seed."""
         if count is None or count >= len(self):
             return self
         return self.part(np.sort(np.random.default_rng(seed).permutation(len(self))[:count]))
@@ -53,30 +62,37 @@ def load_examples(
     join: bool = False,
     usual: Sequence[str] = SPLITS,
 ) -> Examples:
-    """Read the rows of a .csv, .tsv, .json, .jsonl or .parquet file.
+    """Read examples from a .csv, .tsv, .json, .jsonl or .parquet file.
 
     Args:
-        text: one column of text, or two that make a pair; by default those among the usual names that are there.
-        label: the column of labels; "label" if there is one, unless given. Rows whose label is −1 or missing are left out.
-        split: only rows whose column "split" says so; the first of `usual` that is there, unless given.
-        join: several columns are one text, not a pair.
+        path: File with one example per row.
+        text: Name of the text column, or two names for pairs. Default: columns with usual names, such as "text".
+        label: Name of the label column. Default: "label", if there is one. Rows with a missing label or −1 are left out.
+        split: Value of the column "split" of the rows to read. Default: the first of `usual` that occurs.
+        join: Whether to join several columns to one text instead of making a pair.
+        usual: Default splits.
 
     Raises:
-        InvalidInput: naming the file, and the row where that helps.
+        InvalidInput: The file or one of its rows does not fit; the message names it.
+
+    >>> examples = load_examples("reviews.parquet", text=["review"], label="stars")  # doctest: +SKIP
     """
     rows = load_rows(path)
-    chosen = _rows_of_split(rows, split, usual)
+    in_split = _rows_of_split(rows, split, usual)
     columns = tuple(text) or _usual_columns(rows)
     if len(columns) > 2 and not join:
         raise InvalidInput(
-            "text", given=f"{len(columns)} columns", expected="one, or two for a pair", fix="or join them"
+            "text",
+            expected="one column, or two for a pair",
+            got=f"{len(columns)} columns",
+            fix="Or pass join=True",
         )
     values = [rows.column(name) for name in columns]
     for name, column in zip(columns, values, strict=True):
-        bad = next((i for i in chosen if not isinstance(column[i], str) or not column[i].strip()), None)
+        bad = next((i for i in in_split if not isinstance(column[i], str) or not column[i].strip()), None)
         if bad is not None:
-            raise InvalidInput(f"{rows.where(bad)}, {name}", given=repr(column[bad]), expected="a text")
-    texts: list[tuple[str, ...]] = [tuple(column[i] for column in values) for i in chosen]
+            raise InvalidInput(f"{rows.where(bad)}, {name}", got=repr(column[bad]), expected="a text")
+    texts: list[tuple[str, ...]] = [tuple(column[i] for column in values) for i in in_split]
     if join:
         texts = [(" ".join(parts),) for parts in texts]
     if label is None and "label" in rows.columns:
@@ -84,28 +100,28 @@ def load_examples(
     if label is None:
         return Examples(Path(path).stem, texts)
     labels = rows.column(label)
-    kept = [i for i, row in enumerate(chosen) if _is_label(labels[row])]
-    examples = Examples(Path(path).stem, texts, [labels[row] for row in chosen])
+    kept = [i for i, row in enumerate(in_split) if _is_label(labels[row])]
+    examples = Examples(Path(path).stem, texts, [labels[row] for row in in_split])
     return examples.part(kept) if kept else replace(examples, labels=None)
 
 
 def _is_label(value: Any) -> bool:
-    return value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value  # NaN: a cell without a value
+    return value not in (None, "", _UNLABELLED, str(_UNLABELLED)) and value == value  # NaN is an empty cell
 
 
 def _rows_of_split(rows: Rows, split: str | None, usual: Sequence[str]) -> list[int]:
     if "split" not in rows.columns:
         if split is not None:
-            raise InvalidInput(rows.file, given="no column 'split'", expected=f"one that says {split!r} in some rows")
+            raise InvalidInput(rows.file, problem="no column 'split'", expected=f"one that contains {split!r}")
         return list(range(len(rows)))
-    of_row = rows.column("split")
-    there = set(of_row)
-    wanted = split or next((name for name in usual if name in there), None)
+    splits = rows.column("split")
+    names = set(splits)
+    wanted = split or next((name for name in usual if name in names), None)
     if wanted is None:
         return list(range(len(rows)))
-    if wanted not in there:
-        raise InvalidInput(f"{rows.file}: split", given=repr(wanted), expected=f"one of {sorted(map(str, there))}")
-    return [i for i, name in enumerate(of_row) if name == wanted]
+    if wanted not in names:
+        raise InvalidInput(f"{rows.file}: split", expected=f"one of {sorted(map(str, names))}", got=repr(wanted))
+    return [i for i, name in enumerate(splits) if name == wanted]
 
 
 def _usual_columns(rows: Rows) -> tuple[str, ...]:
@@ -115,37 +131,39 @@ def _usual_columns(rows: Rows) -> tuple[str, ...]:
             return names
     raise InvalidInput(
         rows.file,
-        given=f"columns {list(rows.columns)}",
-        expected="to know which hold the text",
-        fix="pass --text COLUMN",
+        problem=f"no text column among {list(rows.columns)}",
+        expected="one with a usual name, such as 'text'",
+        fix="Pass --text COLUMN",
     )
 
 
 def number_labels(examples: Examples, label2id: dict[str, int], num_labels: int) -> np.ndarray:
-    """Convert labels to the numbers of the model's classes.
+    """Return the class number of each label.
 
     Raises:
-        InvalidInput: no labels, or one that the model has no class for.
+        InvalidInput: There are no labels, or the model has no class for one.
     """
     if examples.labels is None:
         raise InvalidInput(
             examples.name,
-            given="no labels",
-            expected="a label per row, to say how good answers are",
-            fix="pass --label COLUMN, and a --split that is labelled",
+            problem="no labels",
+            expected="a label per row, to score the answers",
+            fix="Pass --label COLUMN, and a --split that is labelled",
         )
     if num_labels < 2:
-        raise InvalidInput("model", given=f"a head of {num_labels} output", expected="a class each: 2 or more")
+        raise InvalidInput(
+            "model", expected="a classification head of 2 or more classes", got=f"a head of {num_labels}"
+        )
     numbers = []
     for label in examples.labels:
-        label = int(label) if isinstance(label, float) and label.is_integer() else label  # beside missing ones
+        label = int(label) if isinstance(label, float) and label.is_integer() else label  # with missing ones
         number = label2id.get(str(label))
         if number is None and _is_count(label) and 0 <= int(label) < num_labels:
             number = int(label)
         if number is None:
             known = ", ".join(map(repr, list(label2id)[:8]))
             raise InvalidInput(
-                f"{examples.name}: label", given=repr(label), expected=f"one of the model's classes: {known}"
+                f"{examples.name}: label", got=repr(label), expected=f"one of the model's classes: {known}"
             )
         numbers.append(number)
     return np.array(numbers, np.int64)
@@ -157,7 +175,7 @@ def _is_count(label: Any) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token ids of examples, ready to be batched."""
+    """Token ids of examples, and batches of them."""
 
     ids: list[list[int]]
     types: list[list[int]] | None
@@ -167,15 +185,15 @@ class Tokens:
     def lengths(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.ids])
 
-    def batch(self, chosen: np.ndarray, device: torch.device | str) -> dict[str, Tensor]:
-        """Pad some examples on the right, as a model takes them."""
-        lengths = self.lengths_of(chosen)
+    def batch(self, rows: np.ndarray, device: torch.device | str) -> dict[str, Tensor]:
+        """Return the model inputs for some examples, padded on the right."""
+        lengths = self.lengths_of(rows)
         width = int(lengths.max())
 
-        def padded(rows: list[list[int]], filler: int) -> Tensor:
-            table = np.full((len(chosen), width), filler, np.int64)
-            for i, row in enumerate(chosen):
-                table[i, : lengths[i]] = rows[row]
+        def padded(values: list[list[int]], filler: int) -> Tensor:
+            table = np.full((len(rows), width), filler, np.int64)
+            for i, row in enumerate(rows):
+                table[i, : lengths[i]] = values[row]
             return torch.from_numpy(table).to(device)
 
         mask = torch.from_numpy(np.arange(width) < lengths[:, None]).to(device).long()
@@ -184,21 +202,21 @@ class Tokens:
             inputs["token_type_ids"] = padded(self.types, 0)
         return inputs
 
-    def lengths_of(self, chosen: np.ndarray) -> np.ndarray:
-        return np.array([len(self.ids[i]) for i in chosen])
+    def lengths_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.array([len(self.ids[i]) for i in rows])
 
     def batches(self, budget: int) -> Iterator[np.ndarray]:
-        """Batch rows of similar length, the longest first, at most `budget` tokens together."""
+        """Yield batches of rows of similar length, longest first, with at most `budget` tokens each."""
         return batch_by_length(self.lengths, budget)
 
 
 def tokenize(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
-    """Tokenize texts, cut to `longest` tokens, special ones included."""
+    """Tokenize texts and cut them to `longest` tokens, special tokens included."""
     parts = len(examples.texts[0])
     least = tokenizer.num_special_tokens_to_add(pair=parts == 2) + parts
     if longest < least:
         raise InvalidInput(
-            "max_tokens", given=longest, expected=f"at least {least}: special tokens and one of each text"
+            "max_tokens", expected=f"at least {least}, for the special tokens and one token of each text", got=longest
         )
     first = [texts[0] for texts in examples.texts]
     second = [texts[1] for texts in examples.texts] if parts == 2 else None

@@ -1,4 +1,4 @@
-"""Fine-tune pre-trained encoders as classifiers: before a conversion, or briefly after it."""
+"""Fine-tuning of pre-trained encoders as classifiers, before or after a conversion."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from hsa.huggingface.loading import most_tokens, save_model
 STATE = "finetuning.pt"
 OPTIONS = "finetuning.json"
 REPORT_EVERY = 20
-"""Steps between reports of the loss."""
+"""Number of steps between reports of the loss."""
 
 
 def list_classes(examples: Examples) -> list[str]:
-    """List the labels that occur, sorted: numbers as numbers."""
+    """List the distinct labels, numbers first in numerical order, then names."""
     if examples.labels is None:
         raise InvalidInput(
-            examples.name, given="no labels", expected="a label per row", fix="pass --label COLUMN or another --split"
+            examples.name, problem="no labels", expected="a label per row", fix="Pass --label COLUMN or another --split"
         )
     names = {str(label) for label in examples.labels}
     if len(names) < 2:
-        raise InvalidInput(
-            f"{examples.name}: label", given=f"nothing but {names.pop()!r}", expected="at least 2 classes"
-        )
+        raise InvalidInput(f"{examples.name}: label", expected="at least 2 classes", got=f"nothing but {names.pop()!r}")
     return sorted(names, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
 
 
@@ -48,12 +46,16 @@ def finetune(
     folder: Path | None = None,
     watch: Callable[[int, int, float], None] | None = None,
 ) -> Any:
-    """Train a classifier on examples, in place; on a GPU in bfloat16 with float32 weights.
+    """Train a classifier on examples, in place. On a GPU, train in bfloat16 with float32 weights.
 
     Args:
-        folder: where the state is kept after every epoch, to go on from there if the run is broken off. A state of other
-            options is refused.
-        watch: called every few steps with the steps done, all steps and the loss.
+        model: Classifier of transformers.
+        tokenizer: Tokenizer of the model.
+        examples: Labelled examples.
+        options: Options of training.
+        folder: Folder for the state after each epoch, from which an interrupted run resumes. A state with other options is
+            refused.
+        watch: Function called every few steps with the steps done, the number of steps and the loss.
     """
     device = next(model.parameters()).device
     if options.attention_dropout is not None:
@@ -74,17 +76,17 @@ def finetune(
     for epoch in range(done, options.epochs):
         torch.manual_seed(options.seed + epoch)
         model.train()
-        for step, chosen in enumerate(_epoch(tokens, options, epoch)):
-            inputs = tokens.batch(chosen, device)
+        for step, rows in enumerate(_epoch(tokens, options, epoch)):
+            inputs = tokens.batch(rows, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(**inputs).logits
-            loss = F.cross_entropy(logits.float(), torch.from_numpy(labels[chosen]).to(device))
+            loss = F.cross_entropy(logits.float(), torch.from_numpy(labels[rows]).to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            if step % REPORT_EVERY == 0 or step + 1 == per_epoch:  # not every step: reading the loss waits for the GPU
+            if step % REPORT_EVERY == 0 or step + 1 == per_epoch:  # rarely, as reading the loss waits for the GPU
                 _check_finite(loss, options)
                 if watch is not None:
                     watch(epoch * per_epoch + step + 1, steps, loss.item())
@@ -95,18 +97,20 @@ def finetune(
 def _check_finite(loss: torch.Tensor, options: FinetuneOptions) -> None:
     if not torch.isfinite(loss):
         raise InvalidInput(
-            "learning_rate", given=options.learning_rate, expected="a smaller one: the loss is not finite"
+            "learning_rate",
+            problem=f"the loss is not finite at {options.learning_rate}",
+            expected="a smaller learning rate",
         )
 
 
 def save_finetuned(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Save the model as any other is saved, and remove the state of training."""
+    """Save the model and tokenizer in the format of transformers, and remove the training state."""
     save_model(folder, model, tokenizer)
     (folder / STATE).unlink(missing_ok=True)
 
 
 def _epoch(tokens: Tokens, options: FinetuneOptions, epoch: int) -> Iterator[np.ndarray]:
-    """Batch examples in random order; texts of similar length share a batch, so that little is padding."""
+    """Yield batches in random order. Texts of similar length share a batch, to reduce padding."""
     random = np.random.default_rng([options.seed, epoch])
     order = random.permutation(len(tokens.ids))
     pool = 50 * options.batch_size
@@ -143,7 +147,7 @@ def _keep(
 
 
 def _restore(folder: Path | None, made_for: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
-    """Load the state of an earlier run; returns the epochs that it has done."""
+    """Load the state of an earlier run and return its number of completed epochs."""
     if folder is None or not (folder / STATE).exists():
         return 0
     before = read_json(folder / OPTIONS, "the options of an earlier run")
@@ -151,9 +155,9 @@ def _restore(folder: Path | None, made_for: Mapping[str, Any], model: Any, optim
     if changed is not None:
         raise InvalidInput(
             str(folder),
-            given=f"a run with {changed} {before.get(changed)}",
-            expected=f"one with {changed} {made_for[changed]}",
-            fix="pass the same data and options to go on with it, or another folder",
+            expected=f"a run with {changed} {made_for[changed]}",
+            got=f"one with {changed} {before.get(changed)}",
+            fix="Pass the same data and options to resume it, or another folder",
         )
     state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])

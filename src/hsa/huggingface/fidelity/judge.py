@@ -1,4 +1,4 @@
-"""`Judge`: runs versions of a model on a task, scores their answers, and compares them."""
+"""`Judge`: the answers of versions of a model on a task, their scores, and their differences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from hsa.huggingface.observe import Counted, counting
 
 TASKS = ("classification", "embedding", "lm")
 BATCH_TOKENS = 16384
-_MOST_LOGITS = 2**28  # 1 GiB; a few copies are held at once
+"""Default number of tokens per batch."""
+_MOST_LOGITS = 2**28  # 1 GiB in float32; a few copies exist at once
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of a model, per example: probabilities of classes, or an embedding of each text, or a mean loss per token."""
+    """Answers of a model to all examples.
+
+    Attributes:
+        task: Task of the judge.
+        values: Class probabilities `[examples, classes]`, embeddings `[texts, width]`, or mean losses `[pieces, 1]`.
+        counted: Operations of attention.
+    """
 
     task: str
     values: np.ndarray
@@ -31,13 +38,27 @@ class Answers:
 
 
 class Judge:
-    """Examples and a task, on which any version of a model can be run.
+    """Examples and a task on which versions of a model are run, scored and compared.
 
     Args:
-        task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; with pairs and labels also
-            how well their similarity follows the labels) or "lm" (the perplexity of a causal language model).
-        longest: tokens per example; texts are cut there. For perplexity all texts are one stream, cut into such pieces.
-        warm_up: for perplexity, number of first tokens of each piece whose loss is not counted.
+        examples: Examples to run on.
+        task: "classification" (a label per text or pair), "embedding" (mean-pooled embeddings; for labelled pairs also the
+            rank correlation of their similarity with the labels) or "lm" (perplexity of a causal language model).
+        model: Model, whose config names the classes.
+        tokenizer: Tokenizer of the model.
+        longest: Most tokens per example; longer texts are cut. For "lm", all texts are joined and cut into pieces of this
+            length.
+        batch_tokens: Most tokens per batch.
+        warm_up: Number of tokens at the start of each piece whose loss is ignored ("lm" only).
+
+    Raises:
+        InvalidInput: The examples do not fit the task.
+
+    >>> judge = Judge(examples, "classification", model, tokenizer, longest=512)  # doctest: +SKIP
+    >>> before = judge.ask(model)  # doctest: +SKIP
+    >>> after = judge.ask(hsa.huggingface.convert(model))  # doctest: +SKIP
+    >>> judge.compare(before, after)["kept"]  # doctest: +SKIP
+    0.982
     """
 
     def __init__(
@@ -52,9 +73,9 @@ class Judge:
         warm_up: int = 0,
     ):
         if task not in TASKS:
-            raise InvalidInput("task", given=repr(task), expected=f"one of {', '.join(TASKS)}")
+            raise InvalidInput("task", got=repr(task), expected=f"one of {', '.join(TASKS)}")
         if not len(examples):
-            raise InvalidInput(examples.name, given="no texts", expected="at least one")
+            raise InvalidInput(examples.name, problem="no texts", expected="at least one text")
         self.task = task
         self.examples = examples
         self.batch_tokens = max(batch_tokens, longest)
@@ -63,7 +84,7 @@ class Judge:
         if task == "lm":
             if longest - 1 <= warm_up:
                 raise InvalidInput(
-                    "max_tokens", given=longest, expected=f"more than {warm_up + 1}, to have tokens to predict"
+                    "max_tokens", expected=f"more than {warm_up + 1}, to leave tokens to predict", got=longest
                 )
             self.tokens = _cut_stream(examples, tokenizer, longest)
             self.batch_tokens = max(longest, min(batch_tokens, _MOST_LOGITS // model.config.vocab_size))
@@ -83,19 +104,19 @@ class Judge:
 
     @torch.inference_mode()
     def ask(self, model: Any, watch: Callable[[int], None] | None = None) -> Answers:
-        """Run a model over all examples, counting its operations. `watch` gets the number of examples of each batch."""
+        """Return the answers of a model to all examples. `watch` is called with the number of examples of each batch."""
         device = next(model.parameters()).device
         model.eval()
-        rows: list[np.ndarray] = []
+        parts: list[np.ndarray] = []
         order: list[np.ndarray] = []
         with counting() as counted:
-            for chosen in self.tokens.batches(self.batch_tokens):
-                inputs = self.tokens.batch(chosen, device)
-                rows.append(self._answer(model, inputs))
-                order.append(chosen)
+            for rows in self.tokens.batches(self.batch_tokens):
+                inputs = self.tokens.batch(rows, device)
+                parts.append(self._answer(model, inputs))
+                order.append(rows)
                 if watch is not None:
-                    watch(len(chosen))
-        values = np.concatenate(rows)[np.argsort(np.concatenate(order))]
+                    watch(len(rows))
+        values = np.concatenate(parts)[np.argsort(np.concatenate(order))]
         return Answers(self.task, values, counted)
 
     def _answer(self, model: Any, inputs: dict[str, torch.Tensor]) -> np.ndarray:
@@ -111,7 +132,7 @@ class Judge:
         return loss[:, self.warm_up :].mean(1, keepdim=True).cpu().numpy()
 
     def scores(self, answers: Answers) -> dict[str, float]:
-        """Score answers against the labels, by name of the score; the first is the main one."""
+        """Return the scores of answers by name, the main score first."""
         if self.task == "lm":
             return {"perplexity": float(np.exp(answers.values.mean()))}
         if self.task == "embedding":
@@ -123,7 +144,7 @@ class Judge:
         return score_classes(answers.values.argmax(1), self.labels, answers.values.shape[1])
 
     def compare(self, before: Answers, after: Answers) -> dict[str, float]:
-        """Compare answers with those of the original."""
+        """Return measures of agreement between the answers before and after a conversion."""
         if self.task == "lm":
             change = float(np.exp(after.values.mean() - before.values.mean()) - 1)
             return {"perplexity change": change}
@@ -135,7 +156,7 @@ class Judge:
         return {"kept": same / len(before.values), "kept low": low, "kept high": high}
 
     def distance(self, before: Answers, after: Answers) -> float:
-        """Return one number to search by, smooth and 0 for equal answers: KL divergence, 1 − cosine, or the loss added."""
+        """Return a smooth distance for searches, 0 for equal answers: KL divergence, 1 − cosine, or added loss."""
         if self.task == "lm":
             return float((after.values - before.values).mean())
         if self.task == "embedding":
@@ -146,19 +167,19 @@ class Judge:
 
 
 def score_classes(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict[str, float]:
-    """Compute accuracy; precision, recall and F1, the mean over classes that occur; Matthews' correlation.
+    """Return accuracy, Matthews' correlation, and the means of precision, recall and F1 over the classes that occur.
 
     >>> {k: round(v, 3) for k, v in score_classes(np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]), 2).items()}
     {'accuracy': 0.75, 'precision': 0.833, 'recall': 0.75, 'f1': 0.733, 'matthews': 0.577}
     """
     table = confusion(predicted, true, classes).astype(np.float64)
-    right, given, there, total = np.diag(table), table.sum(0), table.sum(1), table.sum()
-    seen = (given + there) > 0
-    precision = right[seen] / np.maximum(given[seen], 1)
-    recall = right[seen] / np.maximum(there[seen], 1)
-    f1 = 2 * right[seen] / (given + there)[seen]
-    spread = (total**2 - (given**2).sum()) * (total**2 - (there**2).sum())
-    matthews = (right.sum() * total - given @ there) / math.sqrt(spread) if spread > 0 else 0.0
+    right, guesses, labels, total = np.diag(table), table.sum(0), table.sum(1), table.sum()
+    seen = (guesses + labels) > 0
+    precision = right[seen] / np.maximum(guesses[seen], 1)
+    recall = right[seen] / np.maximum(labels[seen], 1)
+    f1 = 2 * right[seen] / (guesses + labels)[seen]
+    spread = (total**2 - (guesses**2).sum()) * (total**2 - (labels**2).sum())
+    matthews = (right.sum() * total - guesses @ labels) / math.sqrt(spread) if spread > 0 else 0.0
     return {
         "accuracy": float(right.sum() / total),
         "precision": float(precision.mean()),
@@ -169,7 +190,7 @@ def score_classes(predicted: np.ndarray, true: np.ndarray, classes: int) -> dict
 
 
 def wilson_interval(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the 95% interval of a share (Wilson's score interval).
+    """Return the confidence interval of a proportion (Wilson's score interval, 95% by default).
 
     >>> [round(x, 3) for x in wilson_interval(98, 100)]
     [0.93, 0.994]
@@ -181,7 +202,7 @@ def wilson_interval(successes: int, total: int, z: float = 1.96) -> tuple[float,
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the correlation of ranks; equal values share their mean rank. 0 if all values of a side are equal.
+    """Return the rank correlation. Equal values share their mean rank; if all values of one side are equal, return 0.
 
     >>> round(spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 40.0, 20.0])), 3)
     0.5
@@ -200,11 +221,13 @@ def _read_similarities(examples: Examples) -> np.ndarray:
     try:
         return np.array([float(label) for label in examples.labels])
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{examples.name}: label", given=str(error), expected="how alike two texts are") from None
+        raise InvalidInput(
+            f"{examples.name}: label", problem=str(error), expected="a number for the similarity of two texts"
+        ) from None
 
 
 def _cut_stream(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
-    """Join all texts to one stream of tokens and cut it into pieces of equal length."""
+    """Join the tokens of all texts and cut them into pieces of equal length."""
     text = "\n\n".join(part for texts in examples.texts for part in texts)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     begin = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
@@ -213,8 +236,8 @@ def _cut_stream(examples: Examples, tokenizer: Any, longest: int) -> Tokens:
     if not pieces:
         raise InvalidInput(
             examples.name,
-            given=f"{len(ids)} tokens",
-            expected=f"at least {step}, one piece",
-            fix="pass smaller --max-tokens",
+            expected=f"at least {step} tokens, for one piece",
+            got=f"{len(ids)} tokens",
+            fix="Pass smaller --max-tokens",
         )
     return Tokens(pieces, None, 0)

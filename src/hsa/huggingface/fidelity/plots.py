@@ -1,4 +1,4 @@
-"""Plot conversions: operations per layer, time by length, the frontier of a search, scores by start layer."""
+"""Plots of conversions: operations per layer, time by length, the frontier of a search, scores by start layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from hsa.analysis.plots import COLORS, pyplot, save_figure
 from hsa.attention.flops import Flops
 
 PARTS = tuple(field.name for field in fields(Flops))
+"""Purposes of operations."""
 
 
 def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: str) -> None:
     """Plot the operations of each layer by purpose, as a share of exact attention.
 
     Args:
-        layers: per layer the operations of each of `PARTS`, and `exact`.
+        path: File to write.
+        layers: Operations by `PARTS`, and `exact`, for each layer.
+        title: Title of the plot.
     """
     figure, axes = pyplot().subplots(figsize=(min(14.0, max(5.0, 1.6 + 0.45 * len(layers))), 3.6), layout="constrained")
     bottom = np.zeros(len(layers))
@@ -38,14 +41,14 @@ def plot_operations(path: Path, layers: Sequence[Mapping[str, float]], title: st
 
 
 def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
-    """Plot time and memory of a forward pass by length, before and after. `rows`: length, before_ms, after_ms, …_mib."""
+    """Plot time and memory of a forward pass by length, before and after a conversion; `rows` are `Timed`."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     lengths = [row.length for row in rows]
     for color, when, name in ((COLORS[2], "before", "exact"), (COLORS[0], "after", "converted")):
         left.plot(lengths, [getattr(row, f"{when}_ms") for row in rows], color=color, marker="o", ms=4, label=name)
         memory = [getattr(row, f"{when}_mib") for row in rows]
         if all(value is not None for value in memory):
-            some = np.maximum(memory, 0.1)  # less than the system can tell, and the axis is logarithmic
+            some = np.maximum(memory, 0.1)  # the axis is logarithmic, and small values may be 0
             right.plot(lengths, some, color=color, marker="o", ms=4, label=name)
     left.set(xlabel="tokens", ylabel="ms", title="Time of a forward pass")
     right.set(xlabel="tokens", ylabel="MiB", title="Memory beyond the weights")
@@ -63,7 +66,7 @@ def plot_timing(path: Path, rows: Sequence[Any], title: str) -> None:
 def plot_frontier(
     path: Path, points: Sequence[Mapping[str, Any]], metric: str, original: float | None, title: str
 ) -> None:
-    """Plot a score against operations saved, a point per step of the search; the chosen one is marked."""
+    """Plot a score against operations saved, with a point per step of the search and a mark on the chosen one."""
     figure, axes = pyplot().subplots(figsize=(5.6, 3.8), layout="constrained")
     axes.plot([p["ops"] for p in points], [p[metric] for p in points], color=COLORS[0], marker="o", ms=4)
     for point in points:
@@ -80,22 +83,24 @@ def plot_frontier(
     save_figure(figure, path)
 
 
-def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequence[str], title: str) -> None:
-    """Plot how far the answers move when one layer alone is converted: layers across, settings down, logarithmic colour.
+def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], candidates: Sequence[str], title: str) -> None:
+    """Plot the change of the answers when one layer is converted alone, as a heat map of settings by layer.
 
     Args:
-        rows: `layer`, `way` (its index in `ways`), `distance`.
-        ways: settings in words.
+        path: File to write.
+        rows: `layer`, `candidate` (index into `candidates`) and `distance` of each measurement.
+        candidates: Descriptions of the settings.
+        title: Title of the plot.
     """
     layers = sorted({row["layer"] for row in rows})
-    table = np.full((len(ways), len(layers)), np.nan)
+    table = np.full((len(candidates), len(layers)), np.nan)
     for row in rows:
-        table[row["way"], layers.index(row["layer"])] = max(row["distance"], 1e-9)
-    size = (1.4 + 0.07 * max(map(len, ways)) + 0.45 * len(layers), 1.2 + 0.34 * len(ways))
+        table[row["candidate"], layers.index(row["layer"])] = max(row["distance"], 1e-9)
+    size = (1.4 + 0.07 * max(map(len, candidates)) + 0.45 * len(layers), 1.2 + 0.34 * len(candidates))
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     image = axes.imshow(np.log10(table), cmap="magma_r", aspect="auto")
     axes.set_xticks(range(len(layers)), layers)
-    axes.set_yticks(range(len(ways)), ways, fontsize=8, parse_math=False)
+    axes.set_yticks(range(len(candidates)), candidates, fontsize=8, parse_math=False)
     axes.set(xlabel="layer")
     axes.set_title(title, parse_math=False)
     figure.colorbar(image, ax=axes, label="log₁₀ distance of answers")
@@ -105,11 +110,14 @@ def plot_sensitivity(path: Path, rows: Sequence[Mapping[str, Any]], ways: Sequen
 def plot_start_layers(
     path: Path, scores: Mapping[str, Sequence[float]], original: float, metric: str, title: str
 ) -> None:
-    """Plot bars over the first converted layer (every other one from there is converted), a colour per tree.
+    """Plot scores by first converted layer, where every other layer from there on is converted.
 
     Args:
-        scores: tree → score per start layer.
-        original: score of the model without conversion, the bar on the right.
+        path: File to write.
+        scores: Score for each start layer, by name of the variant.
+        original: Score of the exact model, shown as the bar on the right.
+        metric: Name of the score.
+        title: Title of the plot.
     """
     starts = len(next(iter(scores.values())))
     width = 0.8 / len(scores)

@@ -1,4 +1,4 @@
-"""Report on a conversion, what it keeps and what it saves, as tables, JSON and pictures."""
+"""Report on the fidelity and savings of a conversion, as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsa.huggingface.settings import LayerSettings
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was measured."""
+    """Measurements of a conversion."""
 
     model: str
     data: str
@@ -42,8 +42,12 @@ class Report:
         settings: dict[int, LayerSettings],
         before: Answers,
         after: Answers,
-        **more: Any,
+        *,
+        timed: Sequence[Timed] = (),
+        calibration: Calibration | None = None,
+        budget: str | None = None,
     ) -> Report:
+        """Build the report from the answers before and after a conversion."""
         counted, n = after.counted, len(judge)
         layers = [
             {
@@ -64,12 +68,14 @@ class Report:
             converted=judge.scores(after),
             comparison=judge.compare(before, after),
             layers=layers,
-            **more,
+            timed=list(timed),
+            calibration=calibration,
+            budget=budget,
         )
 
     @property
     def ratio(self) -> float:
-        """How many times fewer operations of attention, all layers, everything counted."""
+        """Factor by which the operations of attention in all layers fall, everything counted."""
         taken = sum(layer[part] for layer in self.layers for part in PARTS)
         return sum(layer["exact"] for layer in self.layers) / taken if taken else 1.0
 
@@ -95,7 +101,7 @@ class Report:
         return rows
 
     def layer_rows(self) -> list[list[str]]:
-        if not self.layers:  # nothing is converted, so nothing was counted
+        if not self.layers:  # without converted layers nothing is counted
             return []
         rows = []
         for layer in self.layers:
@@ -141,21 +147,21 @@ class Report:
         ]
 
     def remarks(self) -> list[str]:
-        """List what a reader should not miss."""
+        """List remarks on results that could be overlooked."""
         remarks = []
         if self.settings and self.ratio < 1.05:
             remarks.append(
-                f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay on long ones. "
-                "Convert for longer inputs, or leave the model as it is."
+                f"Nothing is saved on texts of {self.mean_length:.0f} tokens on average: trees pay off on long texts. "
+                "Convert the model for longer inputs, or use it without conversion."
             )
         slower = [row for row in self.timed if row.times_faster < 1]
         if slower:
             remarks.append(
-                f"Fewer operations are not always less time: up to {max(row.length for row in slower):,} tokens the "
-                "converted model is slower here."
+                "Fewer operations do not always take less time: the converted model is slower up to "
+                f"{max(row.length for row in slower):,} tokens here."
             )
         if self.calibration is not None and not self.calibration.holds:
-            remarks.append(f"No setting that was tried keeps to the budget {self.budget!r}; the nearest was taken.")
+            remarks.append(f"No settings tried keep to the budget {self.budget!r}; the closest were taken.")
         return remarks
 
 
@@ -175,12 +181,12 @@ def frontier_header(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def describe(settings: LayerSettings) -> str:
-    """Describe settings in a few words.
+    """Return a short description of settings.
 
     >>> describe(LayerSettings(top_k=6)), describe(LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=0))
     ('clustered (8, 2), top_k 6', 'multiscale, windows (16, 2), near 1')
     """
-    tree = f", {'given trees' if callable(settings.tree) else settings.tree}" if settings.tree else ""
+    tree = f", {'trees from a function' if callable(settings.tree) else settings.tree}" if settings.tree else ""
     words = [f"{settings.kind}{tree} {settings.branching}"]
     if settings.kind == "hierarchical":
         return words[0]
@@ -191,7 +197,7 @@ def describe(settings: LayerSettings) -> str:
 
 
 def write_report(folder: Path, report: Report) -> list[Path]:
-    """Write `report.md`, `report.json` and pictures; returns the pictures."""
+    """Write `report.md`, `report.json` and plots, and return the paths of the plots."""
     pictures = []
     if report.layers:
         pictures.append(folder / "operations.png")
@@ -204,10 +210,10 @@ def write_report(folder: Path, report: Report) -> list[Path]:
         metric = next(name for name in list_frontier_metrics(search.frontier) if name != "distance")
         pictures.append(folder / "frontier.png")
         plot_frontier(pictures[-1], search.frontier, metric, report.original.get(metric), f"Budget {report.budget}")
-        ways = [candidate.to_json() for candidate in CANDIDATES]
-        if all(row["settings"] in ways for row in search.sensitivities):
+        candidates = [candidate.to_json() for candidate in CANDIDATES]
+        if all(row["settings"] in candidates for row in search.sensitivities):
             pictures.append(folder / "sensitivity.png")
-            rows = [{**row, "way": ways.index(row["settings"])} for row in search.sensitivities]
+            rows = [{**row, "candidate": candidates.index(row["settings"])} for row in search.sensitivities]
             plot_sensitivity(pictures[-1], rows, [describe(c) for c in CANDIDATES], "One layer converted at a time")
     write_json(folder / "report.json", _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
@@ -240,7 +246,7 @@ def _markdown(report: Report) -> list[str]:
     if report.calibration is not None:
         lines += [*markdown_table(frontier_header(report.calibration.frontier), report.frontier_rows()), ""]
     lines += [
-        "Layers: million operations per text, of attention, pooling, selection of groups and clustering of keys.",
+        "Layers: millions of operations per text, for attention, pooling, selection of groups and clustering of keys.",
         "",
     ]
     return [*lines, *(f"- {remark}" for remark in report.remarks()), ""]

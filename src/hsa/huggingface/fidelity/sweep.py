@@ -1,6 +1,6 @@
-"""Run the tasks and variants of a recipe: fine-tune, convert, evaluate.
+"""Sweeps over the tasks and variants of a recipe: fine-tuning, conversion, evaluation.
 
-Every result is a line in a file; those that are there are not computed again.
+Each result is a line in a file. Results that are in the file are not computed again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ RESULTS = "results.jsonl"
 
 
 class Sweep:
-    """A recipe on a model and a folder of data.
+    """Sweep of a recipe over a model and a folder of data.
 
     Args:
-        model: the encoder to fine-tune: a folder, or a name on the hub.
-        given: task → a fine-tuned model to use for it.
-        from_hub: take the checkpoints that the paper used.
-        say: called with a short message about each stage.
+        recipe: Tasks and variants.
+        model: Encoder to fine-tune: a folder, or a name on the hub.
+        data: Folder of the data files.
+        out: Folder for results and fine-tuned models.
+        given: Fine-tuned models to use, by task.
+        from_hub: Whether to use the checkpoints of the paper.
+        device: Device to run on.
+        limit: Most test texts per task.
+        say: Function called with a short message about each stage.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Sweep:
         self.skipped: dict[str, str] = {}
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Yield the results, a row per task and variant, those of earlier runs in the same folder first."""
+        """Yield a row per task and variant, first those of earlier runs in the same folder."""
         earlier = self._earlier()
         yield from earlier
         for name, task in self.recipe.tasks.items():
@@ -83,7 +88,7 @@ class Sweep:
         if not path.exists():
             return []
         text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # a run that was broken off may have left half a line
+        whole = text[: text.rfind("\n") + 1]  # an interrupted run may leave half a line
         if whole != text:
             write_text(path, whole)
         return [json.loads(line) for line in whole.splitlines()]
@@ -103,15 +108,13 @@ class Sweep:
         if given and not fresh and all(variant.finetune is None for variant in self.recipe.variants):
             return None
         if task.train is None:
-            return "there is nothing to train on" + (
-                "" if given else f"; give a fine-tuned model: --given {name}=FOLDER"
-            )
+            return "no training data" + ("" if given else f"; pass a fine-tuned model: --given {name}=FOLDER")
         if self.model is None and (fresh or not given):
-            return "no model: pass --model" + ("" if fresh else f", or --given {name}=FOLDER")
+            return "no model; pass --model" + ("" if fresh else f", or --given {name}=FOLDER")
         return None if (self.data / task.train).exists() else f"{task.train} is not in {self.data}"
 
     def _task(self, name: str, task: Task, done: set[str]) -> Iterator[dict[str, Any]]:
-        fresh = all(variant.fresh for variant in self.recipe.variants)  # then there is no original to compare with
+        fresh = all(variant.fresh for variant in self.recipe.variants)  # without an original to compare with
         model, tokenizer = self._untrained(task) if fresh else self._classifier(name, task)
         modules = attention_layers(model)
         count, sliding = len(modules), {number for number, module in enumerate(modules) if is_sliding(module)}
@@ -124,7 +127,7 @@ class Sweep:
             return
         test = self._test(name, task, tokenizer)
         if not len(test):
-            self._skip(name, f"no test text has {task.min_tokens} tokens")
+            self._skip(name, f"no test text has at least {task.min_tokens} tokens")
             return
         longest, budget = (
             min(task.max_tokens, most_tokens(model, tokenizer)),
@@ -189,7 +192,7 @@ class Sweep:
         return row
 
     def _model_of(self, name: str, task: Task) -> str | None:
-        """Return a fine-tuned model that exists already."""
+        """Return the existing fine-tuned model of a task, if there is one."""
         return self.given.get(name) or self.given.get(task.uses or name) or (task.hub if self.from_hub else None)
 
     def _classifier(self, name: str, task: Task, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -231,7 +234,7 @@ class Sweep:
         return replace(test.sample(self.limit or task.limit), name=name)
 
     def _changed(self, name: str, task: Task, variant: Variant, layers: list[int], model: Any, tokenizer: Any) -> Any:
-        """Return the model that a variant describes: the given one, converted, or a new one that is trained."""
+        """Return the model of a variant: the passed one, converted, or a newly trained one."""
         if not variant.fresh and variant.finetune is None:
             return model if variant.exact else convert(model, layers, tokenizer=tokenizer, **variant.settings)
         examples = self._training(task)

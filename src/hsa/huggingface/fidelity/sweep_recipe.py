@@ -1,16 +1,16 @@
 """Recipes of sweeps, tasks × variants, in a YAML file:
 
-    title: what it shows
+    title: Title of the report
     tasks:
-      rte: {train: glue_rte.parquet, epochs: 5}        # the options of a `Task`
+      rte: {train: glue_rte.parquet, epochs: 5}        # options of a `Task`
     variants:
       hierarchical: {kind: hierarchical, branching: [2, 4, 8, 16], layers: late}
 
-A task with `uses: rte` takes the options and the fine-tuned model of that one, and changes what it names itself.
+A task with `uses: rte` takes the options and the fine-tuned model of task `rte`, except for the options that it sets.
 
-A variant holds settings of `convert`, and `layers`: numbers, "all", "late" (every other one from the last, a quarter of
-all), or "each start" (one variant per start layer, every other layer from there). `finetune: {epochs: 1}` trains after
-converting, `fresh: true` trains from new weights; a variant of `exact: true` converts nothing.
+A variant holds settings of `convert`, and `layers`: numbers, "all", "late" (every other layer from the last, a quarter of
+all), or "each start" (one variant per start layer, with every other layer from there). `finetune: {epochs: 1}` trains after
+conversion, `fresh: true` trains from new weights, and `exact: true` converts no layers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from hsa.huggingface.settings import LayerSettings
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and how to fine-tune on it.
+    """Data set and options of fine-tuning.
 
     Args:
-        train, test: files in the data folder; one file for both if it has a column "split".
-        text, test_text, join, label, split: as for `load_examples`.
-        max_tokens: longest input in tokens.
-        min_tokens: least length of test texts, in tokens.
-        limit: most test texts, drawn at random.
-        hub: checkpoint that the paper used.
-        hub_layers: layers that the paper converted in it.
+        train, test: Files in the data folder, or one file for both if it has a column "split".
+        text, test_text, join, label, split: Arguments of `load_examples`.
+        max_tokens: Most tokens per text.
+        min_tokens: Least tokens per test text.
+        limit: Most test texts, drawn at random.
+        epochs, batch_size, learning_rate: Options of fine-tuning.
+        hub: Checkpoint of the paper.
+        hub_layers: Layers that the paper converted in it.
+        uses: Task whose fine-tuned model to use.
     """
 
     train: str | None = None
@@ -68,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to convert."""
+    """Conversion, and training before or after it."""
 
     name: str
     layers: str | tuple[int, ...] = "all"
@@ -81,6 +83,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class SweepRecipe:
+    """Tasks and variants of a sweep."""
+
     title: str
     tasks: dict[str, Task]
     variants: list[Variant]
@@ -90,42 +94,42 @@ def load_sweep(path: Path, only: Collection[str] = ()) -> SweepRecipe:
     """Load a recipe, or only some of its tasks.
 
     Raises:
-        InvalidInput: naming the file and what in it does not fit.
+        InvalidInput: An entry does not fit; the message names the file and the entry.
     """
-    given = load_yaml(path)
-    unknown = sorted(map(str, set(given) - {"title", "tasks", "variants"}))
-    if unknown or not given.get("tasks") or not given.get("variants"):
-        raise InvalidInput(str(path), given=unknown or sorted(given), expected="title, tasks and variants")
+    entries = load_yaml(path)
+    unknown = sorted(map(str, set(entries) - {"title", "tasks", "variants"}))
+    if unknown or not entries.get("tasks") or not entries.get("variants"):
+        raise InvalidInput(str(path), expected="title, tasks and variants", got=unknown or sorted(entries))
     tasks: dict[str, Task] = {}
-    for name, values in _named(f"{path}: tasks", given["tasks"]).items():
+    for name, values in _named(f"{path}: tasks", entries["tasks"]).items():
         tasks[str(name)] = _task(f"{path}: tasks.{name}", values, tasks)
     variants = [
         _variant(f"{path}: variants.{name}", name, values)
-        for name, values in _named(f"{path}: variants", given["variants"]).items()
+        for name, values in _named(f"{path}: variants", entries["variants"]).items()
     ]
     missing = sorted(set(only) - set(tasks))
     if missing:
-        raise InvalidInput("tasks", given=missing[0], expected=f"some of {', '.join(tasks)}")
+        raise InvalidInput("tasks", got=missing[0], expected=f"some of {', '.join(tasks)}")
     tasks = {name: task for name, task in tasks.items() if not only or name in only}
-    return SweepRecipe(str(given.get("title", path.stem)), tasks, variants)
+    return SweepRecipe(str(entries.get("title", path.stem)), tasks, variants)
 
 
-def _named(where: str, given: Any) -> dict[Any, dict[str, Any]]:
-    """Check names with their options; nothing stands for no options."""
-    if not isinstance(given, dict):
-        raise InvalidInput(where, given=f"a {type(given).__name__}", expected="names, each with its options")
-    for name, values in given.items():
+def _named(where: str, entries: Any) -> dict[Any, dict[str, Any]]:
+    """Check a mapping of names to options, and replace missing options by an empty mapping."""
+    if not isinstance(entries, dict):
+        raise InvalidInput(where, expected="names, each with its options", got=f"a {type(entries).__name__}")
+    for name, values in entries.items():
         if not isinstance(values, (dict, type(None))):
-            raise InvalidInput(f"{where}.{name}", given=repr(values), expected="options, such as {epochs: 3}")
-    return {name: values or {} for name, values in given.items()}
+            raise InvalidInput(f"{where}.{name}", expected="options, such as {epochs: 3}", got=repr(values))
+    return {name: values or {} for name, values in entries.items()}
 
 
 def _task(where: str, values: dict[str, Any], earlier: Mapping[str, Task]) -> Task:
     if "uses" in values and values["uses"] not in earlier:
-        raise InvalidInput(f"{where}.uses", given=values["uses"], expected=f"a task before it: {sorted(earlier)}")
+        raise InvalidInput(f"{where}.uses", got=values["uses"], expected=f"an earlier task: one of {sorted(earlier)}")
     own = _values(where, Task, values)
     task = replace(earlier.get(values.get("uses", ""), Task()), **own)
-    if "uses" in values:  # the one that has the model
+    if "uses" in values:  # the task with the model
         task = replace(task, uses=earlier[values["uses"]].uses or values["uses"])
     with inside(where):
         _ = task.finetuning
@@ -133,11 +137,11 @@ def _task(where: str, values: dict[str, Any], earlier: Mapping[str, Task]) -> Ta
 
 
 def _values(where: str, kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options to the types of their fields."""
+    """Return options converted to the types of their fields."""
     types = get_type_hints(kind)
     unknown = sorted(map(str, set(values) - set(types)))
     if unknown:
-        raise InvalidInput(where, given=unknown, expected=f"some of {sorted(types)}")
+        raise InvalidInput(where, got=unknown, expected=f"some of {sorted(types)}")
     converted: dict[str, Any] = {}
     for name, value in values.items():
         wanted = [kind for kind in (get_args(types[name]) or (types[name],)) if kind is not ...]
@@ -157,16 +161,16 @@ def _single(where: str, value: Any, wanted: Collection[type]) -> Any:
         return value
     if float in wanted and not isinstance(value, bool):
         with suppress(TypeError, ValueError):
-            return float(value)  # YAML takes 1e-4 for a string
-    names = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in wanted)
-    raise InvalidInput(where, given=repr(value), expected=f"a value of type {names}")
+            return float(value)  # YAML reads 1e-4 as a string
+    names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in wanted)
+    raise InvalidInput(where, got=repr(value), expected=f"a value of type {names}")
 
 
 def _variant(where: str, name: str, values: dict[str, Any]) -> Variant:
     own = {f.name for f in fields(Variant)} - {"name", "settings"}
     known = own | set(LayerSettings.__dataclass_fields__)
     if not set(values) <= known:
-        raise InvalidInput(where, given=sorted(set(values) - known), expected=f"some of {sorted(known)}")
+        raise InvalidInput(where, got=sorted(set(values) - known), expected=f"some of {sorted(known)}")
     options = {key: value for key, value in values.items() if key in own}
     if "layers" in options:
         options["layers"] = _layers(f"{where}.layers", options["layers"])
@@ -184,16 +188,16 @@ def _variant(where: str, name: str, values: dict[str, Any]) -> Variant:
     return Variant(name=str(name), settings=settings, **options)
 
 
-def _layers(where: str, given: Any) -> str | tuple[int, ...]:
-    if given in ("all", "late", "each start"):
-        return given
-    if isinstance(given, list) and given and all(type(number) is int for number in given):
-        return tuple(given)
-    raise InvalidInput(where, given=repr(given), expected="numbers, all, late or each start")
+def _layers(where: str, layers: Any) -> str | tuple[int, ...]:
+    if layers in ("all", "late", "each start"):
+        return layers
+    if isinstance(layers, list) and layers and all(type(number) is int for number in layers):
+        return tuple(layers)
+    raise InvalidInput(where, expected="a list of numbers, all, late or each start", got=repr(layers))
 
 
 def select_late_layers(count: int) -> list[int]:
-    """Select every other layer from the last, a quarter of all.
+    """Return every other layer counted from the last, a quarter of all.
 
     >>> select_late_layers(12), select_late_layers(6)
     ([7, 9, 11], [3, 5])
@@ -204,7 +208,7 @@ def select_late_layers(count: int) -> list[int]:
 def expand_variants(
     variants: list[Variant], count: int, sliding: Collection[int] = ()
 ) -> Iterator[tuple[Variant, list[int]]]:
-    """Yield variants with the numbers of their layers in a model of `count`; "all" are those without a sliding window."""
+    """Yield variants and their layer numbers in a model of `count` layers. "all" leaves out layers with a sliding window."""
     for variant in variants:
         layers = variant.layers
         if layers == "each start":
@@ -217,6 +221,6 @@ def expand_variants(
         else:
             wrong = next((n for n in layers if not isinstance(n, int) or not -count <= n < count), None)
             if wrong is not None:
-                expected = f"0 to {count - 1}: the model has {count} layers"
-                raise InvalidInput(f"variants.{variant.name}.layers", given=wrong, expected=expected)
+                expected = f"numbers from 0 to {count - 1}, as the model has {count} layers"
+                raise InvalidInput(f"variants.{variant.name}.layers", got=wrong, expected=expected)
             yield variant, sorted({int(number) % count for number in layers})

@@ -1,4 +1,4 @@
-"""Write the report of a sweep."""
+"""Report of a sweep, as a table and plots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hsa.huggingface.fidelity.plots import plot_start_layers
 
 _START = re.compile(r"(.+) from (\d+)")
 _MAIN = {"cola": "matthews"}
-"""Main score of a task, where that is not accuracy."""
+"""Main score of tasks for which it is not accuracy."""
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of the table; changes are in points."""
+    """Return the header and rows of the table. Changes are in points."""
     header = [
         "task (tokens)",
         "variant",
@@ -60,7 +60,7 @@ def tabulate(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[st
 def write_sweep_report(
     folder: Path, title: str, rows: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]
 ) -> list[Path]:
-    """Write `report.md`, and bars over start layers where the recipe has them; returns the pictures."""
+    """Write `report.md`, with bars over start layers if the recipe has them, and return the paths of the plots."""
     pictures = []
     for task in dict.fromkeys(row["task"] for row in rows):
         bars, original = _bars([row for row in rows if row["task"] == task], _MAIN.get(task, "accuracy"))
@@ -71,8 +71,8 @@ def write_sweep_report(
             )
     lines = [f"# {title}", "", *markdown_table(*tabulate(rows)), ""]
     lines += [
-        "Change: of accuracy, in points. Kept: texts with the original's answer. × fewer ops: of attention in the converted",
-        "layers, with pooling, selection and clustering; attention alone: without those.",
+        "Change: change of accuracy, in points. Kept: texts with the same answer as before. × fewer ops: operations in the",
+        "converted layers, with pooling, selection and clustering; attention alone: without those.",
         "",
         *(f"- {name} was skipped: {why}" for name, why in skipped.items()),
         *(f"![{picture.stem}]({picture.name})" for picture in pictures),
@@ -83,7 +83,7 @@ def write_sweep_report(
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[dict[str, list[float]], float]:
-    """Return the scores by start layer, per variant, and the original's."""
+    """Return the scores by start layer of each variant, and the original score."""
     by_variant: dict[str, dict[int, float]] = {}
     original = 0.0
     for row in rows:
@@ -92,9 +92,9 @@ def _bars(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[dict[str, lis
             original = row[metric]
         elif start:
             by_variant.setdefault(start[1], {})[int(start[2])] = row[metric]
-    whole = {name: scores for name, scores in by_variant.items() if len(scores) == max(scores) + 1}
-    most = max((len(scores) for scores in whole.values()), default=0)
-    return {n: [s[i] for i in range(most)] for n, s in whole.items() if len(s) == most}, original
+    complete = {name: scores for name, scores in by_variant.items() if len(scores) == max(scores) + 1}
+    most = max((len(scores) for scores in complete.values()), default=0)
+    return {n: [s[i] for i in range(most)] for n, s in complete.items() if len(s) == most}, original
 
 
 def _layers(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Measure time and memory of a model before and after conversion, at several lengths."""
+"""Time and memory of a model before and after conversion, by length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hsa.huggingface.settings import LayerSettings
 
 @dataclass(frozen=True)
 class Timed:
-    """One forward pass of one sequence: milliseconds, and MiB beyond the weights (None where that cannot be measured)."""
+    """Time in milliseconds and memory beyond the weights in MiB (None if it cannot be measured) of one forward pass."""
 
     length: int
     before_ms: float
@@ -31,7 +31,7 @@ class Timed:
 
 
 def list_lengths(longest: int) -> list[int]:
-    """List the powers of two from 128, and the longest length itself.
+    """List the powers of two from 128 up to `longest`, and `longest` itself.
 
     >>> list_lengths(512), list_lengths(300)
     ([128, 256, 512], [128, 256, 300])
@@ -51,18 +51,28 @@ def time_model(
     tokenizer: Any = None,
     watch: Callable[[int], None] | None = None,
 ) -> list[Timed]:
-    """Time forward passes on random tokens, before and after at each length; the model is left converted."""
+    """Time forward passes on random tokens, exact and converted, at each length. The model is converted afterwards.
+
+    Args:
+        model: Transformers model.
+        settings: Settings by layer number.
+        lengths: Lengths in tokens.
+        batch: Number of sequences per pass.
+        repeats: Number of timed passes, whose median is returned.
+        seconds: Time limit per length.
+        tokenizer: Tokenizer of the model, if the settings need it.
+        watch: Function called with each length when it is done.
+    """
     bad = next((length for length in lengths if length < 1), None)
     if bad is not None:
-        raise InvalidInput("lengths", given=bad, expected="1 or more")
+        raise InvalidInput("lengths", got=bad, expected="1 or more")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    most = min(1000, model.config.vocab_size)
     special = set(getattr(tokenizer, "all_special_ids", ()))
-    usual = torch.tensor([i for i in range(most) if i not in special])
+    ordinary = torch.tensor([i for i in range(min(1000, model.config.vocab_size)) if i not in special])
     rows = []
     for length in lengths:
-        ids = usual[torch.randint(len(usual), (batch, length), generator=generator)].to(device)
+        ids = ordinary[torch.randint(len(ordinary), (batch, length), generator=generator)].to(device)
 
         @torch.inference_mode()
         def run(ids: torch.Tensor = ids) -> None:

@@ -1,4 +1,7 @@
-"""LayerNorm over the few channels of a head. PyTorch gives each row a block of threads, which 32 channels leave idle."""
+"""Kernels of LayerNorm over the channels of a head.
+
+PyTorch's kernel assigns a block of threads to each row; with only 32 channels per head, most of these threads are idle.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,30 @@ from hsa.attention.kernels.available import padded
 from hsa.attention.kernels.triton.launch import Launcher, Operator, compiled_for, last_stride_1
 
 NUMBERS = 4096
-"""In registers at once: as many rows as that makes."""
+"""Number of values that a program holds in registers; it sets the rows per block."""
 PROGRAMS = 1024
-"""Of the gradient, at most: each keeps sums of its own, which are added up in a fixed order."""
+"""Largest number of programs of the gradient. Each keeps its own sums, which are then added in a fixed order."""
 
 
 def head_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """`layer_norm` over the last dimension of x `[leaves, heads, dim]`, worked out in float32, in the dtype of x."""
+    """Return `layer_norm` of x `[leaves, heads, dim]` over the last dimension, computed in float32, in the dtype of x."""
     return operator(last_stride_1(x), weight, bias, epsilon)
 
 
 @triton.jit
 def _load_rows(x, leaf_stride, head_stride, first, rows, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """A block of rows in float32, and where they are there; rows of all heads of a leaf come one after another."""
+    """Load a block of rows in float32, and their mask. The rows of all heads of a leaf are consecutive."""
     row, channel = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    there = (row < rows)[:, None] & (channel < D)[None, :]
-    at = (row // HEADS).to(tl.int64) * leaf_stride + (row % HEADS) * head_stride
-    return tl.load(x + at[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32), there
+    mask = (row < rows)[:, None] & (channel < D)[None, :]
+    offset = (row // HEADS).to(tl.int64) * leaf_stride + (row % HEADS) * head_stride
+    return tl.load(x + offset[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32), mask
 
 
 @triton.jit
-def _standardised(x, there, epsilon, D: tl.constexpr):
-    """Mean 0 and variance 1, and what was divided by."""
-    x = tl.where(there, x - (tl.sum(x, 1) / D)[:, None], 0.0)
+def _standardised(x, mask, epsilon, D: tl.constexpr):
+    """Return x with mean 0 and variance 1, and 1 / its standard deviation."""
+    x = tl.where(mask, x - (tl.sum(x, 1) / D)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)
     return x * scale[:, None], scale
 
@@ -45,33 +48,33 @@ def _standardised(x, there, epsilon, D: tl.constexpr):
 def norm(x, weight, bias, out, leaf_stride, head_stride, rows, epsilon, HEADS: tl.constexpr, ROWS: tl.constexpr,
          D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    given, there = _load_rows(x, leaf_stride, head_stride, first, rows, HEADS, ROWS, D, BLOCK)
-    standard, _ = _standardised(given, there, epsilon, D)
+    values, mask = _load_rows(x, leaf_stride, head_stride, first, rows, HEADS, ROWS, D, BLOCK)
+    standard, _ = _standardised(values, mask, epsilon, D)
     channel = tl.arange(0, BLOCK)
     w = tl.load(weight + channel, mask=channel < D, other=0.0).to(tl.float32)
     b = tl.load(bias + channel, mask=channel < D, other=0.0).to(tl.float32)
-    at = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
-    tl.store(out + at, standard * w[None, :] + b[None, :], mask=there)
+    offset = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
+    tl.store(out + offset, standard * w[None, :] + b[None, :], mask=mask)
 
 
 @triton.jit
 def d_norm(x, weight, d_out, d_x, sums, leaf_stride, head_stride, d_leaf_stride, d_head_stride, rows, epsilon,
            HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sums of the gradients of weight and bias go to `sums` `[programs, 2, BLOCK]`."""
+    """Compute the gradient of x, and sums of the gradients of weight and bias in `sums` `[programs, 2, BLOCK]`."""
     program, channel = tl.program_id(0), tl.arange(0, BLOCK)
     w = tl.load(weight + channel, mask=channel < D, other=0.0).to(tl.float32)
     d_weight, d_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-        given, there = _load_rows(x, leaf_stride, head_stride, first, rows, HEADS, ROWS, D, BLOCK)
+        values, mask = _load_rows(x, leaf_stride, head_stride, first, rows, HEADS, ROWS, D, BLOCK)
         d, _ = _load_rows(d_out, d_leaf_stride, d_head_stride, first, rows, HEADS, ROWS, D, BLOCK)
-        standard, scale = _standardised(given, there, epsilon, D)
+        standard, scale = _standardised(values, mask, epsilon, D)
         d_weight += tl.sum(d * standard, 0)
         d_bias += tl.sum(d, 0)
         d *= w[None, :]
         along = tl.sum(d * standard, 1) / D
         mean = tl.sum(d, 1) / D
-        at = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
-        tl.store(d_x + at, (d - mean[:, None] - standard * along[:, None]) * scale[:, None], mask=there)
+        offset = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None] * D + channel[None, :]
+        tl.store(d_x + offset, (d - mean[:, None] - standard * along[:, None]) * scale[:, None], mask=mask)
     tl.store(sums + program * 2 * BLOCK + channel, d_weight)
     tl.store(sums + (program * 2 + 1) * BLOCK + channel, d_bias)
 
@@ -80,7 +83,7 @@ _norm, _d_norm = Launcher(norm), Launcher(d_norm)
 
 
 def _sizes(x: Tensor) -> tuple[int, dict[str, int]]:
-    """Rows, and the constants of both kernels."""
+    """Return the number of rows and the constants of both kernels."""
     leaves, heads, dim = x.shape
     block = padded(dim)
     return leaves * heads, {"HEADS": heads, "ROWS": NUMBERS // block, "D": dim, "BLOCK": block, "num_warps": 4}
@@ -119,7 +122,7 @@ def _gradient(x: Tensor, weight: Tensor, d_out: Tensor, epsilon: float) -> tuple
     if rows:
         _d_norm(key, programs, (x, weight, d_out, d_x, sums, *strides, rows, epsilon), sizes)
     d_weight, d_bias = sums.sum(0)[:, : x.shape[2]].to(weight.dtype).unbind(0)
-    return d_x, d_weight.clone(), d_bias.clone()  # results of an operator share no memory
+    return d_x, d_weight.clone(), d_bias.clone()  # results of a custom operator must not share memory
 
 
 def _fake_gradient(x: Tensor, weight: Tensor, d_out: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:

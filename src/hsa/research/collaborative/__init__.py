@@ -1,6 +1,6 @@
-"""Trained heads that come to share one query and one key projection (Cordonnier, Loukas & Jaggi 2020, arXiv:2006.16362).
+"""Shared query and key projections for the heads of trained models (Cordonnier, Loukas & Jaggi 2020, arXiv:2006.16362).
 
-`collaborate` changes a trained model, `prepare_collaborative` prepares one to load weights saved after that.
+`collaborate` changes a trained model; `prepare_collaborative` builds a model that can load the weights of a changed one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ def collaborate(
     inputs: Iterable[Mapping[str, Tensor]] | None = None,
     iterations: int = 100,
 ) -> CollaborationReport:
-    """Give the self-attention layers of a trained model shared query and key projections, in place.
+    """Replace the query and key projections of a trained model by ones that all heads of a layer share, in place.
 
-    Each head then compares scale · Σ_r mixing[h, r] · query_r · key_r over all shared channels; values and output projection
-    stay. This saves parameters, not time: a head compares shared_dim channels instead of head_dim. With shared_dim of all
-    channels the model computes what it did before. It runs forward and backward as before and can be fine-tuned to make up
-    for what sharing cost.
+    The logits of head h become scale · Σ_r mixing[h, r] · query_r · key_r over all shared channels; values and output
+    projections do not change. This saves parameters, not time, because a head compares shared_dim channels instead of
+    head_dim. With shared_dim = heads · head_dim the model computes the same as before. The model can be fine-tuned
+    afterwards to make up for the approximation.
 
     Args:
-        model: Either an encoder of BERT's kind from transformers (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …) or a
-            model around one: layers with `query`, `key` and `value` and nothing between projection and comparison. Or an
-            `hsa.models.language_model.LanguageModel` that concatenates heads and has no rotary positions.
-        shared_dim: Channels that the heads of a layer share, or, as a float, their share of heads · head_dim. For a
-            language model, a multiple of the channels of a head.
-        inputs: For encoders: arguments of forward passes, such as `{"input_ids": …, "attention_mask": …}`, a few thousand
-            tokens in all. Projections are then fitted to the logits on them instead of the weights.
-        iterations: Most iterations of alternating least squares per layer.
+        model: Encoder of transformers similar to BERT (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, CamemBERT, …), or a model that
+            contains one; its layers have `query`, `key` and `value` and nothing between projection and comparison. Or an
+            `hsa.models.LanguageModel` that concatenates heads and has no rotary positions.
+        shared_dim: Number of channels that the heads of a layer share, or, as a float, their share of heads · head_dim. For
+            a language model, a multiple of head_dim.
+        inputs: Keyword arguments of forward passes of an encoder, such as `{"input_ids": …, "attention_mask": …}`, with a
+            few thousand tokens in total. If given, projections are fitted to the logits on these inputs instead of to
+            the weights, which is more accurate.
+        iterations: Largest number of iterations of alternating least squares per layer.
 
     Raises:
-        Unsupported: A model whose queries and keys are rotated or normalised before they are compared, or that has other
-            projections; the message says which.
-        InvalidInput: A shared_dim outside its bound, a model that has been converted.
+        Unsupported: If queries and keys are rotated or normalised before they are compared, or the model has other
+            projections; the message names the reason.
+        InvalidInput: If shared_dim is out of range, or the model has been converted.
 
     >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(17, width=16, heads=4, layers=1, positions="tree"))
@@ -59,17 +60,17 @@ def collaborate(
 
 
 def prepare_collaborative(model: Any, shared_dim: int | float | None = None) -> None:
-    """Give an encoder of transformers the form that `collaborate` does, with projections yet to be loaded or trained.
+    """Give an encoder of transformers untrained shared projections, so that it can load the weights of a changed model.
 
-    `save_pretrained` writes the new parameters (`query`, `key`, `mixing`) and notes shared_dim in the config. To load them:
+    `save_pretrained` writes the new parameters (`query`, `key`, `mixing`), and shared_dim in the config. To load them:
 
         model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
         prepare_collaborative(model)
         model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
 
     Args:
-        model: An encoder, as for `collaborate`.
-        shared_dim: As for `collaborate`; that of the model's config by default.
+        model: Encoder, as for `collaborate`.
+        shared_dim: Number of shared channels, as for `collaborate`; by default that in the model's config.
     """
     from hsa.research.collaborative import huggingface
 

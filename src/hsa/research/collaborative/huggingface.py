@@ -1,4 +1,4 @@
-"""Collaborative heads in pre-trained encoders: query and key projections that all heads of a layer share."""
+"""Collaborative heads in pre-trained encoders of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsa.huggingface.loading import transformers_library
 from hsa.research.collaborative.heads import SharedProjections, check_shared_dim, share_projections
 from hsa.research.collaborative.report import CollaborationReport, all_parameters
 
-_CONFIG = "hsa_shared_dim"  # field of the config of a model with collaborative heads
+_CONFIG = "hsa_shared_dim"  # field of the model's config
 _KNOWN = {"self", "hidden_states", "attention_mask", "past_key_values", "past_key_value", "head_mask"} | {
     "encoder_hidden_states",  # None in encoders
     "encoder_attention_mask",
@@ -55,12 +55,14 @@ def collaborate(
 
 
 def prepare(model: Any, shared_dim: int | float | None) -> None:
-    """See `hsa.research.collaborative.prepare_collaborative`."""
+    """Add untrained shared projections in place; see `hsa.research.collaborative.prepare_collaborative`."""
     layers = _layers(model)
     if shared_dim is None:
         shared_dim = getattr(model.config, _CONFIG, None)
     if shared_dim is None:
-        raise InvalidInput("shared_dim", given="None, and none in the config", expected="that of the saved model")
+        raise InvalidInput(
+            "shared_dim", problem="not given, and not in the config", expected="the number of shared channels"
+        )
     shared = check_shared_dim(shared_dim, layers[0].query.out_features)
     for layer in layers:
         heads, width = layer.num_attention_heads, layer.query.in_features
@@ -72,7 +74,7 @@ def prepare(model: Any, shared_dim: int | float | None) -> None:
 
 
 def replace_projections(layer: Any, shared: SharedProjections) -> None:
-    """Turn a self-attention layer into one with shared projections: the same module, with its hooks and other parts."""
+    """Turn a self-attention layer into one with shared projections; the module keeps its hooks and other parts."""
     layer.query = _linear(layer.query, shared.query_weight, shared.query_bias)
     layer.key = _linear(layer.key, shared.key_weight, shared.key_bias)
     needs_grad = layer.query.weight.requires_grad
@@ -81,7 +83,7 @@ def replace_projections(layer: Any, shared: SharedProjections) -> None:
 
 
 class CollaborativeSelfAttention(nn.Module):
-    """Self-attention whose heads share queries and keys; mixed into the class of the layer that it replaces."""
+    """Self-attention whose heads share queries and keys; a mixin for the class of the layer that it changes."""
 
     mixing: Tensor  # [heads, shared_dim]
     query: nn.Linear
@@ -106,7 +108,7 @@ class CollaborativeSelfAttention(nn.Module):
         return out.flatten(2), weights
 
     def __reduce__(self) -> Any:
-        """Pickle the class as the one it was made from: it is made on demand."""
+        """Pickle the original class, because this subclass is built at run time."""
         return _empty, (type(self).__mro__[2],), self.__dict__
 
 
@@ -114,7 +116,7 @@ _MADE: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _collaborative(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass, so that transformers still sees its own kind of layer and can be asked for its weights."""
+    """Return a subclass, so that transformers still recognises the layer and can return its attention weights."""
     if kind not in _MADE:
         name, bases = f"Collaborative{kind.__name__}", (CollaborativeSelfAttention, kind)
         _MADE[kind] = type(name, bases, {"__module__": __name__})
@@ -140,18 +142,18 @@ def _attend_eagerly(
 
 
 def _layers(model: Any) -> list[Any]:
-    """Return the layers to change; raise an error that says why they cannot be."""
+    """Return the layers to change; raise an error with the reason if one cannot be."""
     library = transformers_library("collaborative heads in pre-trained models")
     if not isinstance(model, library.PreTrainedModel):
         raise Unsupported(
-            f"{type(model).__name__} is no transformers model; collaborate takes a PreTrainedModel or a LanguageModel"
+            f"{type(model).__name__} is not a transformers model; pass a PreTrainedModel or an hsa LanguageModel"
         )
     if model.config._attn_implementation == NAME:
         raise InvalidInput(
             "model",
-            given="a converted one",
-            expected="one with exact attention",
-            fix="revert(model), collaborate, then convert again",
+            got="a converted model",
+            expected="a model with exact attention",
+            fix="Call revert(model) before and convert(model) afterwards",
         )
     layers = attention_layers(model)
     for number, layer in enumerate(layers):
@@ -162,30 +164,30 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _reason_against(layer: Any) -> str | None:
-    one_form = "so a head's logits are no one bilinear form of its inputs that could be shared"
+    one_form = "so its logits are not one bilinear form per head"
     if isinstance(layer, CollaborativeSelfAttention):
-        return "has collaborative heads already; load the original model to choose another shared_dim"
+        return "already has collaborative heads; load the original model to choose another shared_dim"
     arguments = set(inspect.signature(type(layer).forward).parameters)
     if "position_embeddings" in arguments or "rotary" in inspect.getsource(type(layer).forward):
-        return f"rotates queries and keys by their positions between projection and comparison, {one_form}"
+        return f"rotates queries and keys by their positions, {one_form}"
     if any(getattr(layer, name, None) is not None for name in _NORMS):
-        return f"normalises queries and keys between projection and comparison, {one_form}"
+        return f"normalises queries and keys, {one_form}"
     projections = [getattr(layer, name, None) for name in ("query", "key", "value")]
     if not all(isinstance(projection, nn.Linear) for projection in projections):
         held = ", ".join(name for name, _ in layer.named_children()) or "none"
         return f"has the parts {held} instead of linear layers named query, key and value"
     if is_causal(layer) or getattr(layer, "is_decoder", False):
-        return "belongs to a decoder, whose cache holds keys per head; only encoders can have collaborative heads"
+        return "belongs to a decoder, whose cache holds keys per head; only encoders are supported"
     if not arguments <= _KNOWN:
-        return f"attends with {', '.join(sorted(arguments - _KNOWN))}, beyond hidden states and a mask"
+        return f"needs more than hidden states and a mask: {', '.join(sorted(arguments - _KNOWN))}"
     if not hasattr(layer, "num_attention_heads") or not isinstance(getattr(layer, "dropout", None), nn.Dropout):
-        return "keeps its number of heads or its dropout otherwise than BERT does"
-    return None if _is_plain(layer) else f"does more than to compare its projections, {one_form}"
+        return "does not store its number of heads and its dropout as BERT does"
+    return None if _is_plain(layer) else f"does more than compare its projections, {one_form}"
 
 
 @torch.no_grad()
 def _is_plain(layer: Any) -> bool:
-    """Return whether a layer computes softmax attention of its projections and nothing else, tried on random inputs."""
+    """Return whether a layer computes softmax attention of its projections and nothing else, on random inputs."""
     weight = layer.query.weight
     x = torch.randn(1, 5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     parts = (layer.query, layer.key, layer.value)
@@ -194,16 +196,16 @@ def _is_plain(layer: Any) -> bool:
     training = layer.training
     layer.eval()
     try:
-        given = layer(x)[0]
+        actual = layer(x)[0]
     finally:
         layer.train(training)
     tolerance = 100 * torch.finfo(weight.dtype).eps * float(expected.abs().max())
-    return given.shape == expected.shape and bool((given - expected).abs().max() <= tolerance)
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= tolerance)
 
 
 @torch.no_grad()
 def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Return for each layer the mean of x xᵀ, `[width + 1, width + 1]`, over its inputs with a one appended, no padding."""
+    """Return the mean of x xᵀ, `[width + 1, width + 1]`, per layer; x are inputs except padding, with a one appended."""
     sums: list[Any] = [0] * len(layers)
     mask: Tensor | None = None
 
@@ -214,7 +216,7 @@ def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor
 
     hooks = [
         layer.register_forward_pre_hook(
-            lambda _, given, options, number=number: add(number, given[0] if given else options["hidden_states"]),
+            lambda _, args, kwargs, number=number: add(number, args[0] if args else kwargs["hidden_states"]),
             with_kwargs=True,
         )
         for number, layer in enumerate(layers)
@@ -230,7 +232,9 @@ def _moments(model: Any, layers: list[Any], inputs: Iterable[Mapping[str, Tensor
         for hook in hooks:
             hook.remove()
     if not isinstance(sums[0], Tensor):
-        raise InvalidInput("inputs", given="nothing", expected="at least one batch", fix="or leave inputs out")
+        raise InvalidInput(
+            "inputs", problem="empty", expected="at least one batch", fix="Omit `inputs` to fit the weights alone"
+        )
     return [total / total[-1, -1] for total in sums]
 
 

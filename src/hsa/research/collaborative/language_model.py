@@ -11,16 +11,16 @@ from torch import nn
 from hsa.errors import InvalidInput, Unsupported
 from hsa.models.language_model import LanguageModel
 from hsa.nn.decoder import DecoderLayer
-from hsa.nn.layer import HierarchicalEncoderLayer
+from hsa.nn.layer import EncoderLayer
 from hsa.research.collaborative.heads import SharedProjections, check_shared_dim, share_projections
 from hsa.research.collaborative.report import CollaborationReport, all_parameters
 from hsa.research.head_fusion import CollaborativeHeads
 
 
 def is_ours(model: Any) -> bool:
-    """Return whether a model is one of this library, of any kind."""
+    """Return whether a model consists of layers of this library."""
     return isinstance(model, nn.Module) and any(
-        isinstance(module, DecoderLayer | HierarchicalEncoderLayer) for module in model.modules()
+        isinstance(module, DecoderLayer | EncoderLayer) for module in model.modules()
     )
 
 
@@ -28,7 +28,9 @@ def collaborate(model: LanguageModel, shared_dim: int | float, *, inputs: Any, i
     """Change a language model in place; see `hsa.research.collaborative.collaborate`."""
     _check(model)
     if inputs is not None:
-        raise InvalidInput("inputs", given="some, for a language model of hsa", expected="none", fix="leave inputs out")
+        raise InvalidInput(
+            "inputs", got="inputs for a language model of hsa", expected="None", fix="Pass inputs only with encoders"
+        )
     channels = model.config.width
     shared = check_shared_dim(shared_dim, channels)
     config = replace(model.config, fusion="collaborative", shared_dim=shared)
@@ -40,7 +42,7 @@ def collaborate(model: LanguageModel, shared_dim: int | float, *, inputs: Any, i
 
 @torch.no_grad()
 def _share(layer: Any, shared_dim: int, iterations: int) -> SharedProjections:
-    """Change a `DecoderLayer`."""
+    """Give a `DecoderLayer` shared projections in place; return them."""
     weight = layer.project.weight
     fusion = CollaborativeHeads(layer.heads, layer.head_dim, shared_dim).to(weight)
     q, k, v = weight.split([blocks * layer.head_dim for blocks in layer.blocks])
@@ -55,7 +57,7 @@ def _share(layer: Any, shared_dim: int, iterations: int) -> SharedProjections:
         fusion.requires_grad_(weight.requires_grad),
         [fusion.blocks, fusion.blocks, layer.heads],
     )
-    # Without biases the last coordinate of the decomposition is 0, and not a parameter.
+    # The layer has no biases, so the last coordinate of both factors is 0 and not stored.
     return replace(shared, parameters_after=shared.parameters_after - 2 * shared_dim)
 
 
@@ -69,11 +71,11 @@ def _check(model: Any) -> None:
     if config.positions != "tree":
         raise Unsupported(
             f"a language model with positions={config.positions!r} cannot share trained projections: queries and keys are "
-            "rotated before they are compared, which leaves no bilinear form to share; train one with positions='tree'"
+            "rotated before they are compared, which leaves no bilinear form to share; train with positions='tree'"
         )
     if config.fusion != "concatenation" or (config.kv_heads or config.heads) != config.heads:
         raise InvalidInput(
             "model",
-            given=f"fusion {config.fusion!r}, {config.kv_heads or config.heads} heads of keys for {config.heads}",
-            expected="concatenation, with a key projection per head",
+            got=f"fusion {config.fusion!r} with {config.kv_heads or config.heads} key heads for {config.heads} heads",
+            expected="fusion 'concatenation' with a key projection per head",
         )

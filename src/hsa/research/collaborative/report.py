@@ -1,4 +1,4 @@
-"""Report on sharing projections: parameters and errors, layer by layer."""
+"""Report on shared projections: parameters and errors, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsa.research.collaborative.heads import SharedProjections
 
 @dataclass(frozen=True)
 class CollaborativeLayer:
-    """Cost of sharing in one layer; the errors are those of `SharedProjections`."""
+    """Parameters and errors of one layer, as in `SharedProjections`."""
 
     number: int
     parameters_before: int
@@ -23,13 +23,13 @@ class CollaborativeLayer:
 
 @dataclass(frozen=True)
 class CollaborationReport:
-    """What `collaborate` did.
+    """Result of `collaborate`; `print` shows it as a table.
 
     Attributes:
-        shared_dim: Channels that the heads of a layer share.
-        channels: Channels of all heads before.
-        layers: Parameters of the query and key projections and the mixing of each layer, and errors.
-        model_parameters_before, model_parameters_after: Parameters of the whole model.
+        shared_dim: Number of channels that the heads of a layer share.
+        channels: Number of channels of all heads before.
+        layers: Parameters of query and key projections (with the mixing) and errors, per layer.
+        model_parameters_before, model_parameters_after: Number of parameters of the whole model.
     """
 
     shared_dim: int
@@ -40,12 +40,12 @@ class CollaborationReport:
 
     @property
     def saved(self) -> int:
-        """Number of parameters saved; negative if the mixing has more than sharing saves."""
+        """Number of parameters saved; negative if the mixing adds more than sharing saves."""
         return self.model_parameters_before - self.model_parameters_after
 
     @staticmethod
     def of(layers: Iterable[SharedProjections], channels: int, before: int, after: int) -> CollaborationReport:
-        """Build the report on the new projections of all layers, given the model's parameters before and after."""
+        """Build the report from the new projections and the number of parameters of the model before and after."""
         layers = list(layers)
         costs = (
             CollaborativeLayer(number, x.parameters_before, x.parameters_after, x.error, x.logit_error)

@@ -1,4 +1,4 @@
-"""Three ways to fuse the heads of a layer beside concatenation; each plugs into every layer (see `hsa.nn.head_fusion`)."""
+"""Alternatives to concatenating the heads of a layer; each works in every layer (see `hsa.nn.head_fusion`)."""
 
 from hsa.research.head_fusion.collaborative import CollaborativeHeads
 from hsa.research.head_fusion.over_heads import AttentionOverHeads

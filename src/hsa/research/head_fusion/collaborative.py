@@ -1,4 +1,4 @@
-"""Collaborative heads: one query and one key projection for all heads."""
+"""Collaborative heads: query and key projections shared by all heads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from hsa.nn.head_fusion import HeadFusion
 
 
 class CollaborativeHeads(HeadFusion):
-    """Share one query and one key projection among all heads; each head weighs the channels in its own way.
+    """Fusion in which all heads share one query and one key projection, and each head weighs their channels.
 
         logit_h(i→j) = Σ_r mixing[h, r] · q_ir · k_jr / √head_dim
 
-    (Cordonnier, Loukas & Jaggi, 2020, arXiv:2006.16362.) With `shared_dim` = heads·head_dim and a mixing of ones in the
-    blocks of the heads it is concatenation; `hsa.research.collaborative` computes it for trained layers.
+    See Cordonnier, Loukas & Jaggi, 2020, arXiv:2006.16362. With `shared_dim` = heads·head_dim and a mixing of ones in the
+    block of each head, this is concatenation. `hsa.research.collaborate` computes shared projections of trained layers.
+
+    Args:
+        heads: Number of heads.
+        head_dim: Channels per head.
+        shared_dim: Number of shared channels, a multiple of head_dim.
 
     >>> fusion = CollaborativeHeads(4, 8, shared_dim=16)
     >>> q, k = fusion.compare(*torch.randn(2, 5, 2, 8).unbind(0))
@@ -33,14 +38,14 @@ class CollaborativeHeads(HeadFusion):
         if shared_dim < 1 or shared_dim % head_dim:
             raise InvalidInput(
                 "shared_dim",
-                given=shared_dim,
-                expected=f"a multiple of {head_dim}, the channels of a head: they are normalised and rotated together",
+                got=shared_dim,
+                expected=f"a multiple of {head_dim}, the channels of a head",
             )
         if shared_dim > heads * head_dim:
             raise InvalidInput(
                 "shared_dim",
-                given=shared_dim,
-                expected=f"at most {heads * head_dim}, the channels of all heads: more add nothing",
+                got=shared_dim,
+                expected=f"at most {heads * head_dim}, the channels of all heads",
             )
         self.blocks = shared_dim // head_dim
         self.mix_channels = nn.Parameter(torch.randn(heads, shared_dim) * math.sqrt(head_dim / shared_dim))
@@ -54,6 +59,6 @@ class CollaborativeHeads(HeadFusion):
         return self.blocks * self.head_dim
 
     def compare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Attention divides by √key_dim, an independent head by √head_dim. Mixing the keys gives each head its own to pool.
+        # Attention divides by √key_dim, but the formula by √head_dim. Mixing keys, not queries, lets heads pool their own.
         mixing = self.mix_channels * math.sqrt(self.key_dim / self.head_dim)
         return q.flatten(1)[:, None].expand(-1, self.heads, -1), k.flatten(1)[:, None] * mixing.to(k.dtype)

@@ -1,4 +1,4 @@
-"""Attention over heads: every token weighs what its heads return."""
+"""Attention over heads: every token weighs the outputs of its heads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from hsa.nn.penalties import add_penalty
 
 
 class AttentionOverHeads(HeadFusion):
-    """Let every token attend over its heads.
+    """Fusion in which every token weighs the outputs of its heads by attention.
 
         out_i = Σ_m β_im W_m head_m(i)        β_i = softmax over heads of (W_q norm(x_i)) · key_m / √query_dim
 
-    β sums to 1: uniform, it is concatenation with W_O / M. While training, `penalty` times the divergence of the mean of β
-    over all tokens from uniform is added to the loss (see `hsa.nn.penalties`), which keeps all tokens from using one head.
+    A uniform β is concatenation with W_O / M. In training, `penalty` times the divergence of the mean β over all tokens
+    from uniform is added to the loss (see `hsa.nn.penalties`), so that tokens do not all use the same head.
+
+    Args:
+        heads: Number of heads.
+        head_dim: Channels per head.
+        width: Width of the token vectors.
+        query_dim: Channels of the comparison of tokens with heads.
+        penalty: Weight of the penalty.
 
     >>> fusion = AttentionOverHeads(3, 8, width=24)
     >>> fusion.weights(torch.randn(5, 24)).sum(-1)
@@ -31,7 +38,7 @@ class AttentionOverHeads(HeadFusion):
         super().__init__(heads, head_dim)
         self.output_gain = heads
         if not 0 <= penalty < math.inf:
-            raise InvalidInput("penalty", given=penalty, expected="a number, 0 or more")
+            raise InvalidInput("penalty", got=penalty, expected="a finite number, 0 or more")
         self.penalty = penalty
         self.query = nn.Linear(width, query_dim)
         self.keys = nn.Parameter(torch.zeros(heads, query_dim))  # β starts uniform
@@ -54,7 +61,7 @@ class AttentionOverHeads(HeadFusion):
 
 
 def concentration(β: Tensor) -> Tensor:
-    """Return KL(mean over tokens of β ‖ uniform): 0 when all heads are used alike, log M when all tokens use one.
+    """Return KL(mean over tokens of β ‖ uniform): 0 if all heads are used equally, log M if all tokens use one head.
 
     >>> round(concentration(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).item(), 6)
     0.0

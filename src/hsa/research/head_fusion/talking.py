@@ -1,4 +1,4 @@
-"""Talking heads: logits and weights are mixed across heads."""
+"""Talking heads: logits and weights mixed across heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from hsa.nn.head_fusion import HeadFusion
 
 
 class TalkingHeads(HeadFusion):
-    """Mix logits and weights across heads (Shazeer et al., 2020, arXiv:2003.02436). Starts as concatenation.
+    """Fusion that mixes logits and weights across heads (Shazeer et al., 2020, arXiv:2003.02436).
+
+    It starts as concatenation.
+
+    Args:
+        heads: Number of heads.
+        head_dim: Channels per head.
 
     >>> TalkingHeads(3, 8).mixing.logits
     tensor([[1., 0., 0.],
@@ -20,7 +26,7 @@ class TalkingHeads(HeadFusion):
 
     def __init__(self, heads: int, head_dim: int):
         super().__init__(heads, head_dim)
-        # Added to the identity, so that weight decay leads back to it.
+        # Stored as differences from the identity, so that weight decay pulls towards concatenation.
         self.mix_logits = nn.Parameter(torch.zeros(heads, heads))
         self.mix_weights = nn.Parameter(torch.zeros(heads, heads))
 

@@ -1,0 +1,1 @@
+"""Attention heads as kernels over examples: comparison, weighting and pruning (`hsa heads`)."""

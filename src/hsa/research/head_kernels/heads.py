@@ -1,6 +1,7 @@
-"""The heads of a model: their outputs, queries and keys over examples, and the model without some of them.
+"""Observation and removal of the heads of a model.
 
-`Heads` is the interface; `EncoderHeads` implements it for encoders of hsa, `TransformerHeads` (huggingface.py) for others.
+`Heads` is the protocol; `EncoderHeads` implements it for encoders of hsa, `TransformerHeads` (in huggingface.py) for those
+of transformers.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from hsa.research.head_kernels.gram import linear_grams, similarity_gram
 from hsa.tree.hierarchy import Hierarchy
 
 Head = tuple[int, int]
-"""Number of the layer, and of the head in it."""
+"""Number of the layer, and number of the head in it."""
 
 
 class See(Protocol):
-    """Called with what a layer did in a forward pass. Rows are tokens or leaves, example after example, without padding."""
+    """Callback that receives the results of a layer in a forward pass. Rows are tokens or leaves, packed."""
 
     def __call__(
         self,
         layer: int,
-        q: Tensor | None,  # [rows, heads, dim]; None: the layer compares nothing
+        q: Tensor | None,  # [rows, heads, dim]; None if the layer compares nothing
         k: Tensor | None,
         out: Tensor,  # [rows, heads, dim]
         lengths: Sequence[int],  # rows of every example
-        scale: float,  # of q·k
-        weights: Tensor | None = None,  # [rows, heads] that the model gives its heads
+        scale: float,  # factor of q·k
+        weights: Tensor | None = None,  # [rows, heads] weights that the model gives its heads
     ) -> None: ...
 
 
 class Heads(Protocol):
-    """The heads of a model, which can be watched and removed."""
+    """Heads of a model, which can be watched and removed."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -49,35 +50,38 @@ class Heads(Protocol):
         ...
 
     def watching(self, see: See) -> AbstractContextManager[None]:
-        """Inside the context, call `see` for every layer of a forward pass."""
+        """Call `see` for every layer of a forward pass inside the context."""
         ...
 
     def without(self, pruned: Iterable[Head]) -> AbstractContextManager[None]:
-        """Inside the context, set the outputs of these heads to 0."""
+        """Set the outputs of these heads to 0 inside the context."""
         ...
 
 
 Answer = Callable[[np.ndarray], Tensor]
-"""Runs the model on examples, given by their indices: `[examples, channels]`."""
+"""Function that runs the model on examples, given by their indices, and returns `[examples, channels]`."""
 
 
 class EncoderHeads:
-    """The heads of an encoder of hsa.
+    """Heads of an encoder of hsa.
+
+    Args:
+        encoder: A `HierarchicalEncoder`.
 
     Raises:
-        Unsupported: a bottom-up encoder, which uses its layers many times over, or a published document model.
+        Unsupported: If the encoder is a bottom-up encoder, which uses its layers several times, or a baseline.
     """
 
     def __init__(self, encoder: nn.Module):
         if not isinstance(encoder, HierarchicalEncoder):
             raise Unsupported(
-                "published document models (han, hat, transformer-xl) read a document part by part, so their heads have no "
-                "one output per example; hierarchical, multiscale, clustered and flat encoders do"
+                "baselines (han, hat, transformer-xl) read a document part by part, so their heads do not have one output "
+                "per token; use a hierarchical, multiscale, clustered or flat encoder"
             )
         if encoder.config.kind == "bottom-up":
             raise Unsupported(
-                "a bottom-up encoder uses the same heads on every level of the tree, so they have no one output per "
-                "example; hierarchical, multiscale, clustered and flat encoders do"
+                "a bottom-up encoder uses the same heads on every level of the tree, so they do not have one output per "
+                "token; use a hierarchical, multiscale, clustered or flat encoder"
             )
         self._layers: list[Any] = list(encoder.layers)
 
@@ -120,9 +124,9 @@ class EncoderHeads:
 
     @contextmanager
     def without(self, pruned: Iterable[Head]) -> Iterator[None]:
-        gone: dict[int, list[int]] = {}
+        removed: dict[int, list[int]] = {}
         for layer, head in pruned:
-            gone.setdefault(layer, []).append(head)
+            removed.setdefault(layer, []).append(head)
 
         def silence(heads: list[int]) -> Callable[..., Tensor]:
             def attended(module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class EncoderHeads:
 
             return attended
 
-        hooks = [self._layers[n].attention.register_forward_hook(silence(heads)) for n, heads in gone.items()]
+        hooks = [self._layers[n].attention.register_forward_hook(silence(heads)) for n, heads in removed.items()]
         try:
             yield
         finally:
@@ -148,22 +152,22 @@ def _mixed(q: Tensor, k: Tensor, mixing: HeadMixing | None) -> tuple[Tensor, Ten
 
 
 def silenced(out: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """Return a copy in which these heads, numbered along `dim`, are 0."""
+    """Return a copy in which these heads, the indices along `dim`, are 0."""
     return out.index_fill(dim, torch.tensor(heads, device=out.device), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadFeatures:
-    """Results of the heads on all examples, head after head, layer after layer.
+    """Results of all heads on all examples, layer by layer.
 
     Attributes:
-        heads: layer and number of each.
-        outputs: mean output of each head, `[examples, dim]`.
-        weights: mean weights that the model gives its heads, `[examples, heads]`, of sum 1 over all layers; None if it gives
-            none.
-        queries, keys: those of each head for the tokens that were drawn, `[tokens, dim]`; None if none were.
-        scales: factor of q·k, per head.
-        answers: outputs of the model, `[examples, channels]`.
+        heads: Layer and number of each head.
+        outputs: `[examples, dim]` Mean output of each head.
+        weights: `[examples, heads]` Mean weights that the model gives its heads, with sum 1 over all layers; None if it has
+            no such weights.
+        queries, keys: `[tokens, dim]` Queries and keys of each head for sampled tokens; None without sampling.
+        scales: Factor of q·k of each head.
+        answers: `[examples, channels]` Outputs of the model.
     """
 
     heads: list[Head]
@@ -182,7 +186,10 @@ class HeadFeatures:
         """Return the symmetrised similarities, `[heads, tokens, tokens]`, and the asymmetric share of each."""
         if self.queries is None or self.keys is None:
             raise InvalidInput(
-                "features", given="no queries and keys", expected="those of some tokens", fix="collect them"
+                "features",
+                problem="no queries and keys",
+                expected="those of some tokens",
+                fix="Pass `tokens` to `collect`",
             )
         pairs = [similarity_gram(*head) for head in zip(self.queries, self.keys, self.scales, strict=True)]
         return torch.stack([gram for gram, _ in pairs]), [share for _, share in pairs]
@@ -201,19 +208,21 @@ def collect(
     """Run a model over examples and collect the results of its heads.
 
     Args:
-        answer: runs the model on examples, given by their indices.
-        batches: indices of examples, each once.
-        tokens: approximate number of tokens to keep queries and keys of, spread evenly over the examples.
-        watch: called with the number of further examples that are done.
+        heads: Heads of the model.
+        answer: Function that runs the model on examples, given by their indices.
+        batches: Batches of indices; every example is in one of them.
+        tokens: Approximate number of tokens to sample queries and keys of, spread evenly over the examples.
+        seed: Seed of the sample.
+        watch: Called with the number of examples just finished.
 
     Raises:
-        InvalidInput: tokens of a model that compares none, or whose layers see different ones.
+        InvalidInput: If tokens are sampled from a model that compares none, or whose layers have different tokens.
     """
     count = sum(map(len, batches))
     per_example = -(-tokens // count)
     order: list[int] = []
     means: dict[int, list[Tensor]] = {}
-    given: dict[int, list[Tensor]] = {}
+    head_weights: dict[int, list[Tensor]] = {}
     drawn: dict[int, list[tuple[Tensor, Tensor]]] = {}
     rows_before: list[list[int]] = []
     scales: dict[int, float] = {}
@@ -233,19 +242,20 @@ def collect(
             segment_mean(out.double().flatten(1), sizes).unflatten(1, out.shape[1:]).cpu()
         )
         if weights is not None:
-            given.setdefault(layer, []).append(segment_mean(weights.double(), sizes).cpu())
+            head_weights.setdefault(layer, []).append(segment_mean(weights.double(), sizes).cpu())
         scales[layer] = scale
         if not tokens:
             return
         if q is None or k is None:
             raise InvalidInput(
                 "compare",
-                given="similarity, for a model whose layers do not compare a query with a key",
-                expected="outputs",
+                got="'similarity'",
+                expected="'outputs', because layers of this model do not compare a query with a key",
             )
         rows_before.append(list(lengths))
         if rows_before[0] != rows_before[-1]:
-            raise InvalidInput("compare", given="similarity, for a model whose layers pool tokens", expected="outputs")
+            expected = "'outputs', because layers of this model pool tokens"
+            raise InvalidInput("compare", got="'similarity'", expected=expected)
         first, drawn_rows = 0, []
         for example, length in zip(current.tolist(), lengths, strict=True):
             generator = np.random.default_rng((seed, example))
@@ -264,8 +274,8 @@ def collect(
                 watch(len(current))
     back = torch.tensor(order).argsort()
     outputs = [torch.cat(means[n])[back] for n in range(len(heads.counts))]
-    own = [torch.cat(given[n])[back] for n in sorted(given)]
-    everywhere = [(n, m) for n, some in enumerate(heads.counts) for m in range(some)]
+    own = [torch.cat(head_weights[n])[back] for n in sorted(head_weights)]
+    everywhere = [(n, m) for n, count in enumerate(heads.counts) for m in range(count)]
     pairs = {n: [torch.cat(side) for side in zip(*drawn[n], strict=True)] for n in drawn}
     return HeadFeatures(
         heads=everywhere,

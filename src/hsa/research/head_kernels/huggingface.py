@@ -1,8 +1,8 @@
-"""The heads of a transformers encoder: what they do in a forward pass, and the model without some of them.
+"""Observation and removal of the heads of transformers encoders.
 
-Works for every layer that takes its attention from transformers' attention interface: BERT, RoBERTa, DistilBERT, ELECTRA,
-ModernBERT, ViT and their kin. Inside a `with` block the model uses an attention function of ours, which runs the one it had,
-passes queries, keys and outputs on, and sets the outputs of pruned heads to 0.
+Works for every layer that uses transformers' attention interface: BERT, RoBERTa, DistilBERT, ELECTRA, ModernBERT, ViT and
+similar models. Inside a `with` block the model uses an attention function that calls its previous one, reports queries,
+keys and outputs, and sets the outputs of removed heads to 0.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _PURPOSE = "the heads of pre-trained models"
 
 
 @dataclass
-class _Shown:
-    """State of our attention function for one model."""
+class _Observation:
+    """State of the attention function for one model."""
 
     before: str  # attention implementation of the model
     numbers: dict[int, int]  # layer of every attention module, by its id
     see: Callable[..., None] | None = None
-    gone: dict[int, list[int]] = field(default_factory=dict)  # heads of every layer
-    mask: Tensor | None = None  # [batch, tokens] of the forward pass we are in
+    removed: dict[int, list[int]] = field(default_factory=dict)  # heads by layer
+    mask: Tensor | None = None  # [batch, tokens] of the current forward pass
 
 
-_SHOWN: ContextVar[_Shown | None] = ContextVar("hsa_heads", default=None)
+_CURRENT: ContextVar[_Observation | None] = ContextVar("hsa_heads", default=None)
 
 
 class TransformerHeads:
-    """The heads of a transformers encoder; implements `hsa.research.head_kernels.heads.Heads`.
+    """Heads of a transformers encoder; implements the protocol `hsa.research.head_kernels.heads.Heads`.
 
     Args:
-        model: a `PreTrainedModel` that takes its attention from transformers' interface, and whose tokens see later ones.
+        model: A `PreTrainedModel` without causal attention that uses transformers' attention interface.
 
     Raises:
-        Unsupported: a model whose attention is its own, or one with a decoder.
+        Unsupported: If the model has a decoder, or does not use the attention interface.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=8))
@@ -57,12 +57,10 @@ class TransformerHeads:
     def __init__(self, model: Any):
         kind = type(model).__name__
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise Unsupported(f"{kind} has a decoder, which attends to an encoder; give its encoder alone")
+            raise Unsupported(f"{kind} has a decoder, which attends to an encoder; pass only its encoder")
         self._modules: list[Any] = list(attention_layers(model))
         if any(is_causal(module) for module in self._modules):
-            raise Unsupported(
-                f"{kind} is a decoder, whose tokens see no later ones; give an encoder, such as a BERT or a ViT"
-            )
+            raise Unsupported(f"{kind} is a causal decoder; pass an encoder, such as BERT or ViT")
         self._model = model
 
     @property
@@ -71,55 +69,56 @@ class TransformerHeads:
 
     @contextmanager
     def watching(self, see: Callable[..., None]) -> Iterator[None]:
-        with self._shown() as shown:
-            shown.see = see
+        with self._observed() as observation:
+            observation.see = see
             yield
 
     @contextmanager
     def without(self, pruned: Iterable[tuple[int, int]]) -> Iterator[None]:
-        with self._shown() as shown:
+        with self._observed() as observation:
             for layer, head in pruned:
-                shown.gone.setdefault(layer, []).append(head)
+                observation.removed.setdefault(layer, []).append(head)
             yield
 
     @contextmanager
-    def _shown(self) -> Iterator[_Shown]:
+    def _observed(self) -> Iterator[_Observation]:
         library = transformers_library(_PURPOSE)
         library.AttentionInterface.register(NAME, _attention)
         library.AttentionMaskInterface.register(NAME, _mask)
-        if _SHOWN.get() is not None:
-            raise InvalidInput("heads", given="a model that is being shown", expected="one at a time")
+        if _CURRENT.get() is not None:
+            raise InvalidInput(
+                "heads", problem="heads of a model are already being watched or removed", expected="one block at a time"
+            )
         configs = {id(module.config): module.config for module in (self._model, *self._modules)}
         had = {key: config._attn_implementation for key, config in configs.items()}
         now = self._modules[0].config._attn_implementation
         numbers = {id(module): number for number, module in enumerate(self._modules)}
-        shown = _Shown("sdpa" if now in (None, "eager") else now, numbers)
+        observation = _Observation("sdpa" if now in (None, "eager") else now, numbers)
         signature = inspect.signature(self._model.forward)
 
         def begin(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             mask = signature.bind_partial(*arguments, **options).arguments.get("attention_mask")
-            shown.mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            observation.mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
         hook = self._model.register_forward_pre_hook(begin, with_kwargs=True)
-        token = _SHOWN.set(shown)
+        token = _CURRENT.set(observation)
         try:
             for config in configs.values():
                 config._attn_implementation = NAME
-            yield shown
+            yield observation
         finally:
             for key, config in configs.items():
                 config._attn_implementation = had[key]
-            _SHOWN.reset(token)
+            _CURRENT.reset(token)
             hook.remove()
 
 
-def _state() -> _Shown:
-    shown = _SHOWN.get()
-    if shown is None:
-        raise InvalidInput(
-            "attn_implementation", given=f"{NAME!r}", expected="another: this one is for TransformerHeads"
-        )
-    return shown
+def _state() -> _Observation:
+    observation = _CURRENT.get()
+    if observation is None:
+        expected = "an implementation of transformers; this one works only inside TransformerHeads"
+        raise InvalidInput("attn_implementation", got=repr(NAME), expected=expected)
+    return observation
 
 
 def _mask(*arguments: Any, **options: Any) -> Any:
@@ -129,41 +128,45 @@ def _mask(*arguments: Any, **options: Any) -> Any:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    shown = _state()
-    run = transformers_library(_PURPOSE).AttentionInterface()[shown.before]
+    observation = _state()
+    run = transformers_library(_PURPOSE).AttentionInterface()[observation.before]
     out, weights = run(module, query, key, value, mask, **options)
-    number = shown.numbers[id(module)]
-    if shown.see is not None:
-        here = shown.mask
-        if here is None:
-            here = torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
+    number = observation.numbers[id(module)]
+    if observation.see is not None:
+        real = observation.mask  # not padding
+        if real is None:
+            real = torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
         groups = query.shape[1] // key.shape[1]
-        q, k = query.transpose(1, 2)[here], key.repeat_interleave(groups, 1).transpose(1, 2)[here]
+        q, k = query.transpose(1, 2)[real], key.repeat_interleave(groups, 1).transpose(1, 2)[real]
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        shown.see(number, q, k, out[here], here.sum(1).tolist(), scale)
-    if number in shown.gone:
-        out = out.index_fill(2, torch.tensor(shown.gone[number], device=out.device), 0.0)
+        observation.see(number, q, k, out[real], real.sum(1).tolist(), scale)
+    if number in observation.removed:
+        out = out.index_fill(2, torch.tensor(observation.removed[number], device=out.device), 0.0)
     return out, weights
 
 
 def load_encoder(
     name: str, *, labelled: bool, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Any, Any, str]:
-    """Load an encoder, its tokenizer and its task: "classification" with its head if labels ask for it, else "embedding".
+    """Load an encoder; return it, its tokenizer and its task.
+
+    The task is "classification" if the model has a classification head and there are labels, else "embedding".
 
     Args:
-        labelled: whether there are labels that a classifier can be tested on.
+        name: Folder or hub name.
+        labelled: Whether the examples have classes as labels.
+        dtype, device: Dtype and device of the model.
 
     Raises:
-        InvalidInput: the model does not load.
-        Unsupported: it is not an encoder.
+        InvalidInput: If the model does not load.
+        Unsupported: If it is not an encoder.
     """
     library = transformers_library(_PURPOSE)
     with loading(name):
         config = library.AutoConfig.from_pretrained(name)
     if config.is_encoder_decoder:
-        raise Unsupported(f"{name} is a {config.model_type}, which has a decoder; give an encoder, such as a BERT")
+        raise Unsupported(f"{name} is a {config.model_type}, which has a decoder; pass an encoder, such as BERT")
     classifies = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     task = "classification" if labelled and classifies else "embedding"
     model, tokenizer = load_for_task(name, task, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Multiple kernel learning: sums of kernels with learned weights, global or conditional on the input.
 
-Both kinds of weights maximise the alignment of the sum with a target kernel (`target_kernel`); `compare_sums` tests them on
-held-out examples.
+Weights maximise the alignment of the sum with a target kernel (`target_kernel`). `compare_sums` tests them on held-out
+examples.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from hsa.errors import InvalidInput
 from hsa.research.head_kernels.gram import centred, centred_alignment, input_conditional, linear_grams
 
-_GATING = 8  # number of principal components that weights depend on
-_RIDGES = 10.0 ** torch.arange(-4, 3, dtype=torch.float64)  # times the mean eigenvalue
+_GATING = 8  # number of principal components that conditional weights depend on
+_RIDGES = 10.0 ** torch.arange(-4, 3, dtype=torch.float64)  # in units of the mean eigenvalue
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,22 +29,27 @@ class Targets:
 
     @staticmethod
     def of_classes(labels: Sequence[object] | np.ndarray) -> Targets:
-        """Build them; raise InvalidInput unless there are two different labels."""
+        """Build targets from class labels; raise InvalidInput unless there are two distinct ones."""
         names, numbers = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
+        if not len(names):
+            raise InvalidInput("label", problem="no labels", expected="at least 2 classes")
         if len(names) < 2:
-            given = f"nothing but {str(names[0])!r}" if len(names) else "no labels"
-            raise InvalidInput("label", given=given, expected="at least 2 classes")
+            raise InvalidInput("label", got=f"nothing but {str(names[0])!r}", expected="at least 2 classes")
         return Targets(torch.nn.functional.one_hot(torch.from_numpy(numbers)).double(), True)
 
     @staticmethod
     def of_numbers(numbers: Sequence[float] | np.ndarray) -> Targets:
-        """Build them; raise InvalidInput unless there are two different numbers, all finite."""
+        """Build targets from numbers; raise InvalidInput unless they are finite and not all equal."""
         values = torch.from_numpy(np.asarray(numbers, np.float64))
-        if not bool(torch.isfinite(values).all()) or len(values.unique()) < 2:
-            raise InvalidInput("label", given="numbers that are all equal, or not finite", expected="different numbers")
+        expected = "finite numbers that are not all equal"
+        if not bool(torch.isfinite(values).all()):
+            raise InvalidInput("label", got="infinite or NaN values", expected=expected)
+        if len(values.unique()) < 2:
+            raise InvalidInput("label", got="equal numbers" if len(values) else "no numbers", expected=expected)
         return Targets(values[:, None], False)
 
     def part(self, rows: Tensor) -> Targets:
+        """Return the targets of some examples."""
         return Targets(self.values[rows], self.classes)
 
     def __len__(self) -> int:
@@ -52,7 +57,7 @@ class Targets:
 
 
 def target_kernel(targets: Targets) -> Tensor:
-    """Return the ideal kernel, `[n, n]`: 1 for examples of one class, else 0; products of numbers less their mean.
+    """Return the ideal kernel, `[n, n]`: 1 for examples of the same class and 0 otherwise, or products of centred numbers.
 
     >>> target_kernel(Targets.of_classes("aba")).tolist()
     [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
@@ -66,9 +71,9 @@ class FlatMKL:
     """Global weights of kernels.
 
     Attributes:
-        weights: `[kernels]`, not negative, of sum 1.
-        slack: `[kernels]` gradient of the objective: 0 where the weight is positive, else 0 or less.
-        alignment: alignment of the weighted sum with the target.
+        weights: `[kernels]` Non-negative weights with sum 1.
+        slack: `[kernels]` Gradient of the objective: 0 where the weight is positive, else 0 or less.
+        alignment: Alignment of the weighted sum with the target.
     """
 
     weights: Tensor
@@ -82,13 +87,13 @@ def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
         maximise A(Σ_m μ_m K^(m), T)   ⟺   minimise vᵀ M v − 2 aᵀ v,  v ≥ 0,   μ = v / Σ v
         M_kl = ⟨K_c^(k), K_c^(l)⟩,  a_k = ⟨K_c^(k), T_c⟩
 
-    ("alignf" of Cortes, Mohri & Rostamizadeh 2012, proposition 9.) The quadratic programme is solved exactly, by the active
-    set method of Lawson & Hanson (1974). Of several equal kernels one may get all the weight. If no kernel aligns
-    positively, the best is a single one; if all are constant, weights are equal.
+    This is "alignf" of Cortes, Mohri & Rostamizadeh (2012, proposition 9). The quadratic programme is solved exactly by the
+    active set method of Lawson & Hanson (1974). Of several equal kernels, one may get all the weight. If no alignment is
+    positive, the best kernel gets all the weight; if all kernels are constant, weights are equal.
 
     Args:
-        grams: `[kernels, n, n]`.
-        target: `[n, n]`.
+        grams: `[kernels, n, n]` Gram matrices.
+        target: `[n, n]` Target kernel.
 
     >>> one, other = torch.diag(torch.tensor([1.0, 0, 0])), torch.diag(torch.tensor([0.0, 1, 0]))
     >>> flat_mkl(torch.stack([one, other]), one + 3 * other).weights
@@ -99,16 +104,16 @@ def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
     alive = sizes > 1e-12 * grams.double().flatten(1).norm(dim=1)
     length = float(wanted.norm())
     if length == 0:
-        raise InvalidInput("target", given="a kernel that is constant", expected="one that tells examples apart")
+        raise InvalidInput("target", got="a constant kernel", expected="a kernel that distinguishes examples")
     if not bool(alive.any()):
         equal = torch.full((len(grams),), 1 / len(grams), dtype=torch.float64)
         return FlatMKL(equal, torch.zeros_like(equal), 0.0)
-    # Scale kernels to length 1: the same solution, and one tolerance fits all of them.
+    # Scaling kernels to norm 1 does not change the solution, and one tolerance fits all of them.
     unit = torch.where(alive[:, None], flat / sizes.where(alive, torch.ones_like(sizes))[:, None], 0.0)
     products, towards = unit @ unit.T, unit @ (wanted / length)
     solution = _non_negative(products, towards)
     if float(solution.sum()) == 0:
-        # A linear function below 0 over a norm has its maximum over a simplex at a corner.
+        # All alignments are negative: a negative linear function divided by a norm is largest at a corner of the simplex.
         solution[int(towards.where(alive, torch.full_like(towards, -2.0)).argmax())] = 1.0
     slack = towards - products @ solution
     weights = torch.where(alive, solution / sizes.where(alive, torch.ones_like(sizes)), 0.0)
@@ -117,7 +122,7 @@ def flat_mkl(grams: Tensor, target: Tensor) -> FlatMKL:
 
 
 def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
-    """Return v ≥ 0 that minimises vᵀ products v − 2 towardsᵀ v; `products` has a diagonal of ones, or zeros if left out."""
+    """Return v ≥ 0 that minimises vᵀ products v − 2 towardsᵀ v; the diagonal of `products` is 1, or 0 for unused kernels."""
     tolerance = 1e-12
     v = torch.zeros_like(towards)
     free = torch.zeros(len(v), dtype=torch.bool)
@@ -135,7 +140,7 @@ def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
                 v = torch.zeros_like(v)
                 v[active] = solved
                 break
-            # Go as far towards the solution as all stay at 0 or above; fix those that reach 0.
+            # Move towards the solution until a weight reaches 0, and fix that weight at 0.
             here, down = v[active], solved <= 0
             step = (here[down] / (here[down] - solved[down]).clamp(min=1e-300)).min()
             v[active] = (here + step * (solved - here)).clamp(min=0)
@@ -148,12 +153,12 @@ def _non_negative(products: Tensor, towards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Gating:
-    """β_i = softmax(W z_i + b): weights of kernels that depend on the example.
+    """Weights of kernels that depend on the example: β_i = softmax(W z_i + b).
 
     Attributes:
-        linear: W, `[kernels, channels]`.
-        bias: b, `[kernels]`.
-        steps: number of steps taken.
+        linear: `[kernels, channels]` Matrix W.
+        bias: `[kernels]` Bias b.
+        steps: Number of optimisation steps.
     """
 
     linear: Tensor
@@ -166,28 +171,33 @@ class Gating:
 
 
 def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps: int = 100, seed: int = 0) -> Gating:
-    """Fit weights β that depend on the input to a target kernel (localised multiple kernel learning).
+    """Fit input-dependent weights β to a target kernel (localised multiple kernel learning).
 
         maximise A(Σ_m β_im β_jm K^(m)_ij, T),   β_i = softmax(W z_i + b)
 
-    The gating is that of Gönen & Alpaydın (2008, "Localized multiple kernel learning", ICML), fitted by gradients of the
-    alignment on two thirds of the examples; the step that is best on the last third is kept. It starts at global weights.
+    The gating is that of Gönen & Alpaydın (2008, "Localized multiple kernel learning", ICML). It starts from global weights
+    and follows gradients of the alignment on two thirds of the examples; the step that is best on the rest is kept.
 
     Args:
-        grams: `[kernels, n, n]`.
-        target: `[n, n]`.
-        z: `[n, channels]` features that weights depend on.
-        start: `[kernels]` global weights, of sum 1.
+        grams: `[kernels, n, n]` Gram matrices.
+        target: `[n, n]` Target kernel.
+        z: `[n, channels]` Features that weights depend on.
+        start: `[kernels]` Global weights with sum 1.
+        steps: Largest number of steps.
+        seed: Seed of the split.
+
+    Raises:
+        InvalidInput: If there are fewer than 9 examples.
     """
     n = len(z)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
     fit, held = order[: n - n // 3], order[n - n // 3 :]
     if len(held) < 3:
-        raise InvalidInput("z", given=f"{n} examples", expected="at least 9: a third is held out")
+        raise InvalidInput("z", got=n, expected="at least 9 examples, to hold out a third")
     parts = [
         (grams[:, rows][:, :, rows].double(), target[rows][:, rows].double(), z[rows].double()) for rows in (fit, held)
     ]
-    # β is squared in the kernel of a pair; weights of 0 could never grow.
+    # The kernel of a pair has β twice, hence the root; weights of exactly 0 could never grow, hence the offset.
     bias = (0.5 * (start.double() + 0.01 / len(start)).log()).requires_grad_()
     linear = torch.zeros(len(start), z.shape[1], dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.AdamW([linear, bias], lr=0.05, weight_decay=0.01)
@@ -215,12 +225,12 @@ def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps
 
 @dataclass(frozen=True)
 class Sum:
-    """Quality of a sum of kernels, on the examples its weights were learned from and on others; a number per split."""
+    """Quality of a weighted sum of kernels, a number per split."""
 
     name: str
-    learned: list[float]  # alignment
-    held: list[float]  # alignment
-    score: list[float]  # accuracy, or R², of ridge regression with this kernel on the others
+    learned: list[float]  # alignment on the examples that weights were learned from
+    held: list[float]  # alignment on held-out examples
+    score: list[float]  # accuracy or R² of ridge regression on held-out examples
 
 
 UNIFORM, SINGLE, FLAT, CONDITIONAL, OWN = (
@@ -243,18 +253,19 @@ def compare_sums(
 ) -> list[Sum]:
     """Compare weightings of the linear kernels of heads: learn weights on one half of the examples, test on the other.
 
-    Features of every head are shifted and scaled so that on the first half their mean is 0 and their mean square 1.
-    Conditional weights depend on the first principal components of all features.
+    Features of every head are shifted and scaled to mean 0 and mean square 1 on the first half. Conditional weights depend
+    on the first principal components of all features.
 
     Args:
-        features: `[n, channels]` per head.
-        targets: of the n examples.
-        own: `[n, heads]` weights that the model itself gives its heads on each example, or None.
-        splits: number of random halves, all with all classes.
-        watch: called after each split.
+        features: `[n, channels]` Features of each head.
+        targets: Targets of the n examples.
+        own: `[n, heads]` Weights that the model itself gives its heads on each example, or None.
+        splits: Number of random splits, with all classes in both halves.
+        seed: Seed of the splits.
+        watch: Called with 1 after each split.
 
     Raises:
-        InvalidInput: too few examples, or too few of a class, to divide.
+        InvalidInput: If there are too few examples, or too few of a class, to split.
     """
     sums: dict[str, Sum] = {}
     for split in range(splits):
@@ -266,15 +277,15 @@ def compare_sums(
         alone = torch.stack([torch.tensor(centred_alignment(gram, known[1])) for gram in known[0]])
         z = _components(torch.cat(rows, 1), learn)
         gating = fit_gating(*known, z[learn], flat.weights, seed=seed + split)
-        ways = {
+        weightings = {
             UNIFORM: torch.full((len(grams),), 1 / len(grams), dtype=torch.float64).sqrt().expand(len(targets), -1),
             SINGLE: torch.nn.functional.one_hot(alone.argmax(), len(grams)).double().expand(len(targets), -1),
             FLAT: flat.weights.sqrt().expand(len(targets), -1),
             CONDITIONAL: gating.weights(z),
         }
         if own is not None:
-            ways[OWN] = own.double()
-        for name, beta in ways.items():
+            weightings[OWN] = own.double()
+        for name, beta in weightings.items():
             gram = input_conditional(grams, beta)
             entry = sums.setdefault(name, Sum(name, [], [], []))
             entry.learned.append(centred_alignment(gram[learn][:, learn], known[1]))
@@ -286,15 +297,15 @@ def compare_sums(
 
 
 def halves(targets: Targets, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of two random halves, with every class spread evenly.
+    """Return the rows of two random halves, with every class split evenly.
 
     Raises:
-        InvalidInput: fewer than 18 examples, or no two classes with two of them.
+        InvalidInput: If there are fewer than 18 examples, or fewer than two classes have 2 examples.
     """
     if not can_halve(targets):
-        given = f"{len(targets)} examples" if len(targets) < 18 else "all examples of one class, but for a few"
-        expected = "at least 18, and at least 2 of each of two classes, to hold half of them out"
-        raise InvalidInput("label", given=given, expected=expected)
+        got = f"{len(targets)} examples" if len(targets) < 18 else "almost all examples of one class"
+        expected = "at least 18 examples, and at least 2 of each of two classes"
+        raise InvalidInput("label", got=got, expected=expected)
     generator = np.random.default_rng(seed)
     groups = _groups(targets)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -309,7 +320,7 @@ def halves(targets: Targets, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def can_halve(targets: Targets) -> bool:
-    """Return whether both halves have enough examples, of two classes."""
+    """Return whether there are enough examples to split: 18, with 2 of each of two classes."""
     sizes = torch.bincount(_groups(targets))
     return len(targets) >= 18 and (not targets.classes or int((sizes >= 2).sum()) >= 2)
 
@@ -319,15 +330,17 @@ def _groups(targets: Targets) -> Tensor:
 
 
 def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> float:
-    """Fit kernel ridge regression to some rows and test it on others: accuracy of classes, R² of numbers.
+    """Fit kernel ridge regression to some rows and return its score on others: accuracy for classes, R² for numbers.
 
-    The ridge is the one with the least leave-one-out error on the first rows.
+    The ridge is chosen by the leave-one-out error on the first rows.
 
     Args:
-        gram: `[n, n]` of all rows, positive semi-definite.
+        gram: `[n, n]` Positive semi-definite kernel of all rows.
+        targets: Targets of all rows.
+        learn, hold: Rows to fit and to test.
     """
     inside, across = gram[learn][:, learn], gram[hold][:, learn]
-    across = across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()  # centred by the first rows alone
+    across = across - across.mean(1, keepdim=True) - inside.mean(0) + inside.mean()  # centred by the fitted rows
     y = targets.values[learn]
     mean = y.mean(0)
     values, vectors = torch.linalg.eigh(centred(inside))
@@ -345,22 +358,23 @@ def ridge_score(gram: Tensor, targets: Targets, learn: Tensor, hold: Tensor) -> 
 
 
 def leave_one_out(values: Tensor, vectors: Tensor, y: Tensor, ridge: float) -> Tensor:
-    """Return the error of ridge regression with an intercept on each row, fitted to all others: `[n, outputs]`.
+    """Return the error on each row of ridge regression with an intercept, fitted to all other rows, `[n, outputs]`.
 
         (y_i − f(x_i)) / (1 − H_ii),   H = 1/n + K_c (K_c + λI)⁻¹
 
     Args:
-        values, vectors: the eigenvalues and eigenvectors of the centred kernel K_c.
-        ridge: λ.
+        values, vectors: Eigenvalues and eigenvectors of the centred kernel K_c.
+        y: `[n, outputs]` Targets.
+        ridge: Ridge λ.
     """
     left = ridge / (values + ridge)
     residual = vectors @ (left[:, None] * (vectors.T @ (y - y.mean(0))))
-    # The intercept fits the constant direction, which has the eigenvalue 0, exactly.
+    # The intercept fits the constant direction, whose eigenvalue is 0, exactly.
     return residual / (vectors.square() @ left - 1 / len(y)).clamp(min=1e-12)[:, None]
 
 
 def scaled(features: Tensor, known: Tensor) -> Tensor:
-    """Scale features to mean 0 and mean square 1 on the known rows, so that weights of heads can be compared.
+    """Scale features to mean 0 and mean square 1 on the known rows, so that weights of heads are comparable.
 
     Constant features become 0.
     """
@@ -371,7 +385,7 @@ def scaled(features: Tensor, known: Tensor) -> Tensor:
 
 
 def _components(features: Tensor, known: Tensor) -> Tensor:
-    """Return the first principal components of the known rows, for all rows, `[n, components]`, of mean square 1."""
+    """Project all rows on the first principal components of the known rows, `[n, components]`, with mean square 1."""
     _, sizes, directions = torch.linalg.svd(features[known], full_matrices=False)
     count = min(_GATING, int((sizes > 1e-9 * sizes[0]).sum())) if len(sizes) else 0
     z = features @ directions[:count].T

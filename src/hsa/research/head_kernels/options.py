@@ -1,4 +1,4 @@
-"""Options of `hsa heads`. Imports no torch, so that the command line can show them quickly."""
+"""Options of `hsa heads`. Does not import torch, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class HeadDataOptions:
-    """Which examples to run the model on.
+    """Examples to run the model on.
 
     Args:
-        text: Column of the text; two make a pair. Columns with the usual names are used by default.
-        label: Column of the labels; "label" by default, if there is one. Labels with fractions, or of more than 20 kinds,
-            are numbers to predict.
-        split: Value of the column "split" of the rows to use; by default validation, else test, if there is such a column.
+        text: Column of the text; two columns for pairs. By default, columns with common names.
+        label: Column of the labels; "label" by default, if it exists. Labels with fractions or more than 20 distinct
+            values are numbers to predict.
+        split: Split to use, a value of the column "split"; by default validation, else test, if the column exists.
         limit: Largest number of examples, drawn at random.
-        max_tokens: Largest number of tokens of a text, special ones included; longer texts are cut.
+        max_tokens: Largest number of tokens of a text, with special tokens; longer texts are truncated.
     """
 
     text: tuple[str, ...] = ()
@@ -33,11 +33,11 @@ class HeadDataOptions:
 
 @dataclass(frozen=True)
 class PruningOptions:
-    """How heads are removed.
+    """Removal of heads.
 
     Args:
-        prune_on: Largest number of examples to run the model without heads on, at most half of all. 0: no pruning.
-        points: Number of points of each curve: large models lose several heads per point.
+        prune_on: Largest number of examples to score pruned models on, at most half of all; 0 for no pruning.
+        points: Number of points of each curve; large models lose several heads per point.
         draws: Number of random orders to compare with.
     """
 
@@ -51,13 +51,13 @@ class PruningOptions:
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """How heads are compared.
+    """Comparison of heads.
 
     Args:
-        compare: Compare heads by their mean outputs per example, or by the similarities q·k of tokens, symmetrised.
-        tokens: Approximate number of tokens whose similarities are compared.
-        halves: Number of random halves to learn and test weights on.
-        seed: Seed of everything that is drawn at random.
+        compare: Features that heads are compared by: mean outputs per example, or symmetrised similarities q·k of tokens.
+        tokens: Approximate number of tokens for the comparison by similarity.
+        halves: Number of random splits into halves to learn and test weights on.
+        seed: Seed of all random choices.
     """
 
     compare: Literal["outputs", "similarity"] = "outputs"
@@ -72,4 +72,4 @@ class ComparisonOptions:
 def _check_least(**least: tuple[int, int]) -> None:
     for name, (value, smallest) in least.items():
         if value < smallest:
-            raise InvalidInput(name, given=value, expected=f"{smallest} or more")
+            raise InvalidInput(name, got=value, expected=f"{smallest} or more")

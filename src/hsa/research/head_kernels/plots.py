@@ -1,4 +1,4 @@
-"""Pictures of heads: alignment of all pairs, learned weights, the score of the model without some of them."""
+"""Plots of heads: alignment of all pairs, learned weights, and scores of pruned models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def plot_alignment(
     """Plot the alignments of all pairs of heads, with lines between layers.
 
     Args:
-        alignment: `[heads, heads]`, from −1 to 1.
-        heads: layer and head of each.
+        path: File to write.
+        alignment: `[heads, heads]` Alignments from −1 to 1.
+        heads: Layer and number of each head.
+        title: Title of the plot.
     """
     table = np.asarray(alignment)
     size = min(9.0, max(3.6, 2.2 + 0.07 * len(heads)))
     figure, axes = pyplot().subplots(figsize=(size + 1.0, size), layout="constrained")
     lowest = float(table.min())
-    # Alignments of outputs are never negative; a diverging colour map is for those that can be.
+    # Alignments of outputs are never negative; those of similarities may be, and need a diverging colour map.
     look: dict[str, Any] = {"cmap": "magma_r", "vmin": 0, "vmax": 1}
     if lowest < -0.02:
         look = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
@@ -42,7 +44,7 @@ def plot_alignment(
 
 
 def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int, int]], title: str) -> None:
-    """Plot a bar per head, in alternating colours for layers; the dashed line marks equal weights."""
+    """Plot a bar per head, with colours alternating between layers; a dashed line marks equal weights."""
     width = min(14.0, max(5.0, 2.0 + 0.11 * len(heads)))
     figure, axes = pyplot().subplots(figsize=(width, 3.2), layout="constrained")
     colors = [COLORS[0] if layer % 2 == 0 else COLORS[3] for layer, _ in heads]
@@ -60,10 +62,13 @@ def plot_weights(path: Path, weights: Sequence[float], heads: Sequence[tuple[int
 
 
 def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> None:
-    """Plot the score against the number of removed heads, a line per order; orders with several draws as a band.
+    """Plot the score against the number of removed heads, a line per order; random orders have a band for their range.
 
     Args:
-        curves: `name`, `removed`, `scores` (a list per draw) and `mean` of each.
+        path: File to write.
+        curves: Objects with `name`, `removed`, `scores` (a list per draw) and `mean`.
+        score: Name of the score.
+        title: Title of the plot.
     """
     figure, axes = pyplot().subplots(figsize=(6.0, 3.8), layout="constrained")
     colors = {True: "#7f7f7f", False: None}
@@ -86,7 +91,7 @@ def plot_pruning(path: Path, curves: Sequence[Any], score: str, title: str) -> N
 
 
 def _layers(heads: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[float]]:
-    """Return where layers begin (without the first), their numbers, and their middles."""
+    """Return the first heads of all layers but the first, the layers' numbers, and their middles."""
     layers = np.array([layer for layer, _ in heads])
     begins = np.flatnonzero(np.diff(layers, prepend=-1))
     ends = np.append(begins[1:], len(layers))
@@ -94,7 +99,7 @@ def _layers(heads: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], lis
 
 
 def _name_layers(axis: Any, names: Sequence[int], middles: Sequence[float]) -> None:
-    every = -(-len(names) // 24)  # as many as can be read
+    every = -(-len(names) // 24)  # at most 24 labels, to be legible
     axis.set_ticks(middles[::every], [f"{name}" for name in names[::every]])
     axis.set_tick_params(length=0)
 

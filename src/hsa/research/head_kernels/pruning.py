@@ -1,4 +1,4 @@
-"""Remove heads from a model: orders in which to remove them, and the score that is left."""
+"""Removal of heads from a model: orders of removal, and the scores of the pruned models."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from hsa.errors import InvalidInput
 from hsa.research.head_kernels.heads import Answer, Head, Heads
 
 BY_REDUNDANCY, BY_WEIGHT, BY_CHANCE = "redundancy", "MKL weight", "random"
-"""Names of the orders in which heads are removed."""
+"""Names of the orders of removal."""
 Score = Callable[[Tensor], float]
-"""Scores answers `[examples, channels]`."""
+"""Function that scores answers `[examples, channels]`."""
 
 
 def most_redundant_first(alignment: Tensor) -> list[int]:
-    """Order kernels by redundancy, computed anew after each removal.
+    """Return an order of removal by redundancy, recomputed after each removal.
 
-    Of the two most alike, the one goes that is more like all others that are left; constant ones go first.
+    Constant kernels come first. Then, of the two kernels with the highest alignment, the one with the higher total
+    alignment with the remaining kernels is removed.
 
     Args:
-        alignment: `[kernels, kernels]`.
+        alignment: `[kernels, kernels]` Result of `alignment_matrix`.
     """
     table = alignment.double().clone()
     constant = (table.diagonal() <= 0).nonzero()[:, 0].tolist()
@@ -40,22 +41,23 @@ def most_redundant_first(alignment: Tensor) -> list[int]:
 
 
 def lowest_weight_first(weights: Tensor, slack: Tensor) -> list[int]:
-    """Order kernels by their weight; among equal ones, often 0, those with the lowest slack first."""
+    """Return an order of removal by weight; among equal weights, often 0, by slack."""
     return np.lexsort((slack.numpy(), weights.numpy())).tolist()
 
 
 def at_random(count: int, seed: int) -> list[int]:
+    """Return a random order of removal."""
     return np.random.default_rng(seed).permutation(count).tolist()
 
 
 def steps(heads: int, points: int) -> list[int]:
-    """Return the number of removed heads at each point of a curve, from none to all, in small steps first.
+    """Return the number of removed heads at each point of a curve, from none to all, with smaller steps at first.
 
     >>> steps(72, 9), steps(3, 8)
     ([0, 1, 4, 8, 14, 22, 32, 44, 57, 72], [0, 1, 2, 3])
     """
     if points < 1:
-        raise InvalidInput("points", given=points, expected="1 or more")
+        raise InvalidInput("points", got=points, expected="1 or more")
     if points >= heads:
         return list(range(heads + 1))
     return sorted({round(heads * (i / points) ** 2) for i in range(points + 1)})
@@ -63,7 +65,7 @@ def steps(heads: int, points: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Score of a model for each number of removed heads."""
+    """Scores of a model by number of removed heads."""
 
     name: str
     removed: list[int]
@@ -96,22 +98,24 @@ def pruning_curves(
     points: int,
     watch: Callable[[int], None] | None = None,
 ) -> list[Curve]:
-    """Remove heads one after another, run the model, and score its answers.
+    """Score a model with more and more heads removed, in several orders.
 
     Args:
-        everywhere: all heads, which orders index.
-        answer, batches: as for `collect`; `score` gets the answers in the order of the batches.
-        orders: orders of removal by name; several for the draws of a random one.
-        points: number of points of each curve, so that large models lose several heads per point.
-        watch: called with the number of further points that are done.
+        heads: Heads of the model.
+        everywhere: All heads, which the orders index.
+        answer, batches: See `collect`.
+        orders: Orders of removal by name, with several draws for random ones.
+        score: Function of the answers, in the order of the batches.
+        points: Number of points of each curve.
+        watch: Called with the number of points just finished.
     """
     counts = steps(len(everywhere), points)
-    known: dict[frozenset[int], float] = {}  # all orders begin and end with the same sets
+    known: dict[frozenset[int], float] = {}  # all orders share their first and last set
 
-    def scored(gone: Sequence[int]) -> float:
-        key = frozenset(gone)
+    def scored(removed: Sequence[int]) -> float:
+        key = frozenset(removed)
         if key not in known:
-            with heads.without([everywhere[i] for i in gone]):
+            with heads.without([everywhere[i] for i in removed]):
                 known[key] = score(torch.cat([answer(batch).float().cpu() for batch in batches]))
         if watch is not None:
             watch(1)
@@ -124,17 +128,18 @@ def pruning_curves(
 
 
 def accuracy(labels: np.ndarray) -> Score:
-    """Score by the share of examples whose largest answer is that of their class."""
+    """Return a score: the share of examples whose largest answer is that of their class."""
     true = torch.from_numpy(labels)
     return lambda answers: float((answers.argmax(1) == true).double().mean())
 
 
 def r_squared(numbers: np.ndarray) -> Score:
+    """Return a score: the coefficient of determination R² of the answers."""
     true = torch.from_numpy(numbers).double()
     spread = (true - true.mean()).square().sum()
     return lambda answers: float(1 - (answers[:, 0].double() - true).square().sum() / spread)
 
 
 def cosine(full: Tensor) -> Score:
-    """Score by the mean cosine with the answers of the whole model."""
+    """Return a score: the mean cosine with the answers of the full model."""
     return lambda answers: float(torch.nn.functional.cosine_similarity(answers.double(), full.double(), dim=1).mean())

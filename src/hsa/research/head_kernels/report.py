@@ -1,4 +1,4 @@
-"""The report of `hsa heads`: tables, JSON, pictures, and a summary in words."""
+"""Report of `hsa heads`: tables, JSON, pictures and a summary."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from hsa.research.head_kernels.pruning import BY_CHANCE, BY_REDUNDANCY, BY_WEIGH
 
 RESULTS = "heads.json"
 POINT = 0.01
-"""Loss of a score that counts as small."""
-
-
+"""Largest loss of score that counts as small."""
 _IN_ORDER = {BY_REDUNDANCY: "by redundancy", BY_WEIGHT: "by MKL weight", BY_CHANCE: "in random order"}
 
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one layer."""
+    """Measures of the heads of one layer."""
 
     layer: int
     heads: int
     effective: float  # effective number of distinct heads
-    redundancy: float  # mean over its heads of the highest alignment with another head of the model
-    asymmetric: float | None  # mean share of the similarity that symmetrising drops
-    weight: float | None  # sum of its heads' weights
+    redundancy: float  # highest alignment of a head with another head of the model, averaged
+    asymmetric: float | None  # mean asymmetric share of the similarity
+    weight: float | None  # sum of the weights
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """Everything that was measured. Lists over heads are in the order of `heads`."""
+    """Results of a study. Lists over heads are in the order of `heads`."""
 
     model: str
     data: str
     examples: int
     mean_length: float
     compare: str  # "outputs" or "similarity"
-    rows: int  # of a Gram matrix: examples or tokens
+    rows: int  # rows of a Gram matrix: examples or tokens
     heads: list[Head]
     alignment: list[list[float]]
     redundancy: list[float]
@@ -50,9 +48,9 @@ class HeadReport:
     layers: list[LayerHeads]
     weights: list[float] | None
     sums: list[Sum]
-    sum_score: str  # measure of ridge regression with a sum of kernels
-    score: str  # measure of a pruned model
-    pruned_on: int
+    sum_score: str  # score of ridge regression with a sum of kernels
+    score: str  # score of pruned models
+    pruned_on: int  # examples that pruned models were scored on
     curves: list[Curve]
     seed: int
 
@@ -100,7 +98,7 @@ class HeadReport:
         ]
 
     def words(self) -> list[str]:
-        """Sum the report up in two or three sentences."""
+        """Summarise the report in up to three sentences."""
         lines = [
             f"Effective number of distinct heads: {self.effective:.1f} of {len(self.heads)}. The highest alignment of a "
             f"head with another is {_mean(self.redundancy):.2f} on average."
@@ -108,7 +106,7 @@ class HeadReport:
         if self.curves:
             parts = [f"{curve.removable(POINT) or 'none'} {_IN_ORDER[curve.name]}" for curve in self.curves]
             loss = f"{POINT} of {self.score}" if self.score == "cosine" else f"a point of {self.score}"
-            lines.append(f"Heads that can be removed without retraining before {loss} is lost: {_and(parts)}.")
+            lines.append(f"Heads that can be removed without retraining for less than {loss}: {_and(parts)}.")
         base = next((s for s in self.sums if s.name == UNIFORM), None)
         if base is not None:
             others = [s for s in self.sums if s.name in (FLAT, CONDITIONAL, OWN)]
@@ -122,15 +120,15 @@ class HeadReport:
         return lines
 
     def remarks(self) -> list[str]:
-        """List limits of the results."""
+        """Return limitations of the results."""
         lines = []
         if self.curves and self.score == "accuracy":
             share = self.curves[0].mean[0]
             error = (share * (1 - share) / self.pruned_on) ** 0.5
             if error > POINT / 2:
                 lines.append(
-                    f"Accuracies without heads are on {self.pruned_on} examples, with a standard error of "
-                    f"{100 * error:.1f} points; a larger --prune-on makes it smaller."
+                    f"Accuracies of pruned models are measured on {self.pruned_on} examples, with a standard error of "
+                    f"{100 * error:.1f} points; raise --prune-on to reduce it."
                 )
         if self.weights is not None and not self.sums:
             lines.append("Weights were not tested: that takes at least 18 examples, and 2 of each of two classes.")
@@ -148,7 +146,7 @@ def write_report(folder: Path, report: HeadReport) -> list[Path]:
         plot_weights(pictures[-1], report.weights, report.heads, f"{report.model}: weights by flat MKL")
     if report.curves:
         pictures.append(folder / "pruning.png")
-        plot_pruning(pictures[-1], report.curves, report.score, f"{report.model} without heads")
+        plot_pruning(pictures[-1], report.curves, report.score, f"{report.model}: score with heads removed")
     write_json(folder / RESULTS, _as_json(report))
     write_text(folder / "report.md", "\n".join([*_markdown(report), *(f"![{p.stem}]({p.name})" for p in pictures), ""]))
     return pictures
@@ -179,7 +177,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _verdict(values: list[float], base: list[float]) -> str:
-    """Call it better or worse only if that is so in every split."""
+    """Return "better" or "worse" only if this holds in every split."""
     if all(a > b for a, b in zip(values, base, strict=True)):
         return "better"
     return "worse" if all(a < b for a, b in zip(values, base, strict=True)) else "about as well"

@@ -1,4 +1,4 @@
-"""The study behind `hsa heads`: alignment of heads, weights learned from labels, the model without some of them."""
+"""The study behind `hsa heads`: alignment of heads, weights learned from labels, and pruning."""
 
 from __future__ import annotations
 
@@ -29,25 +29,34 @@ from hsa.research.head_kernels.subjects import Subject
 
 Counter = Callable[[str, int], Callable[[int], None]]
 """Called with the name and size of a task; returns a function to call with the amount of further progress."""
-_MOST_BYTES = 4 * 2**30  # size of all Gram matrices
+_MOST_BYTES = 4 * 2**30  # largest total size of the Gram matrices
 
 
 def study_heads(
     subject: Subject, comparison: ComparisonOptions, pruning: PruningOptions, counter: Counter
 ) -> HeadReport:
-    """Compare the heads of a model, learn weights for them, and remove them. `counter` reports progress."""
+    """Compare the heads of a model, learn weights for them, and measure the model with heads removed.
+
+    Args:
+        subject: Model and examples.
+        comparison, pruning: Options of the study.
+        counter: Called for every stage to report progress.
+
+    Raises:
+        InvalidInput: If the Gram matrices would be too large, or almost all examples have the same label.
+    """
     tokens, halves, seed = comparison.tokens, comparison.halves, comparison.seed
     by_similarity = comparison.compare == "similarity"
     count, targets = len(subject.lengths), subject.targets
     total = sum(subject.heads.counts)
-    if total * max(count, tokens * by_similarity) ** 2 * 8 > _MOST_BYTES:
+    rows = max(count, tokens * by_similarity)
+    if total * rows**2 * 8 > _MOST_BYTES:
         most = int((_MOST_BYTES / 8 / total) ** 0.5)
-        raise InvalidInput(
-            "limit", given=f"{count} examples, {tokens} tokens, {total} heads", expected=f"at most {most:,}"
-        )
+        where, unit = ("limit", "examples") if rows == count else ("tokens", "tokens")
+        raise InvalidInput(where, got=f"{rows:,}", expected=f"at most {most:,} {unit} for a model of {total} heads")
     everything = subject.batches(np.arange(count))
     drawn = tokens if by_similarity else 0
-    seen = counter("heads of all examples", count)
+    seen = counter("running the model", count)
     features = collect(subject.heads, subject.answer, everything, tokens=drawn, seed=seed, watch=seen)
     shares: list[float] | None = None
     if by_similarity:
@@ -60,13 +69,13 @@ def study_heads(
     tried = np.sort(order[: min(pruning.prune_on, count // 2)])
     weights, sums, flat = None, [], None
     if targets is not None:
-        rest = torch.from_numpy(np.setdiff1d(np.arange(count), tried))  # weights are tried on other examples
+        rest = torch.from_numpy(np.setdiff1d(np.arange(count), tried))  # pruning by weight uses other examples
         _check_classes(targets, rest)
         outputs = linear_grams([scaled(head[rest], torch.arange(len(rest))) for head in features.outputs])
         flat = flat_mkl(outputs, target_kernel(targets.part(rest)))
         weights = flat.weights
         if can_halve(targets):
-            done = counter("weights of kernels", halves)
+            done = counter("learning weights", halves)
             own = features.weights
             sums = compare_sums(features.outputs, targets, own=own, splits=halves, seed=seed, watch=done)
     name, curves = _prune(subject, features, alignment, flat, tried, seed, pruning, counter)
@@ -116,7 +125,7 @@ def _prune(
     pruning: PruningOptions,
     counter: Counter,
 ) -> tuple[str, list[Any]]:
-    """Return the measure of pruned models, and a curve per order."""
+    """Return the name of the score, and a curve per order of removal."""
     if not len(tried):
         return "", []
     total = len(features.heads)
@@ -127,7 +136,7 @@ def _prune(
     batches = subject.batches(tried)
     name, score = subject.score(np.concatenate(batches), features.answers)
     points = len(steps(total, pruning.points)) * sum(map(len, orders.values()))
-    done = counter("without heads", points)
+    done = counter("removing heads", points)
     return name, pruning_curves(
         subject.heads, features.heads, subject.answer, batches, orders, score, points=pruning.points, watch=done
     )
@@ -136,5 +145,8 @@ def _prune(
 def _check_classes(targets: Targets, rows: Tensor) -> None:
     if len(targets.values[rows].unique(dim=0)) < 2:
         raise InvalidInput(
-            "label", given="examples of one class, but for a few", expected="more of another", fix="raise --limit"
+            "label",
+            problem="almost all examples have the same class",
+            expected="several examples of another class",
+            fix="Raise --limit",
         )

@@ -1,4 +1,4 @@
-"""Models whose heads are studied, with examples to run them on: those of hsa, and encoders of transformers."""
+"""Loading of models to study, together with examples: models of hsa, and encoders of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hsa.research.head_kernels.learning import Targets
 from hsa.research.head_kernels.options import HeadDataOptions
 from hsa.research.head_kernels.pruning import Score, accuracy, cosine, r_squared
 from hsa.training.data.data_set import batches_by_tokens
-from hsa.training.inference import Saved
+from hsa.training.inference import LoadedClassifier
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +35,13 @@ class Subject:
     heads: Heads
     answer: Answer
     lengths: np.ndarray  # tokens of every example
-    batches: Callable[[np.ndarray], list[np.ndarray]]  # of examples, given by their indices
+    batches: Callable[[np.ndarray], list[np.ndarray]]  # indices of examples → batches of them
     targets: Targets | None
-    score: Callable[[np.ndarray, Tensor], tuple[str, Score]]  # of these examples, given the answers of the whole model
+    score: Callable[[np.ndarray, Tensor], tuple[str, Score]]  # indices, answers of the full model → name and score
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `hsa train` wrote a folder: a model, or a run with a folder per model."""
+    """Return whether a folder was written by `hsa train`: a model, or a run with a folder per model."""
     if not folder.is_dir():
         return False
     if (folder / CONFIG).exists():
@@ -59,13 +59,13 @@ def our_model(
     on_bad: Callable[[InvalidInput], None],
     say: Callable[[str], None],
 ) -> Subject:
-    """Load a model that `hsa train` saved, with data read as in its training. `on_bad` is called for a bad row."""
+    """Load a model that `hsa train` saved, and data as read for its training. `on_bad` is called for every bad row."""
     say(f"loading {folder}")
-    saved = Saved.load(folder, device)
+    saved = LoadedClassifier.load(folder, device)
     config = saved.model.config
     if config.task == "tokens":
         raise InvalidInput(
-            str(folder), given="a model with a class per leaf", expected="one with a class or number per example"
+            str(folder), got="a model with a class per leaf", expected="a model with a class or number per example"
         )
     heads = EncoderHeads(saved.model.encoder)
     say(f"reading {data}")
@@ -79,17 +79,17 @@ def our_model(
     lengths = examples.lengths
 
     @torch.no_grad()
-    def answer(chosen: np.ndarray) -> Tensor:
-        batch = examples.select(chosen).batch.to(device)
+    def answer(indices: np.ndarray) -> Tensor:
+        batch = examples.select(indices).batch.to(device)
         out = saved.model(batch if transform is None else transform(batch)).float()
         return out if out.ndim == 2 else out[:, None]
 
-    def batches(chosen: np.ndarray) -> list[np.ndarray]:
-        order = np.asarray(chosen)[np.argsort(-lengths[chosen], kind="stable")]
+    def batches(indices: np.ndarray) -> list[np.ndarray]:
+        order = np.asarray(indices)[np.argsort(-lengths[indices], kind="stable")]
         return batches_by_tokens(lengths, 2**13, 256, order)
 
-    def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
-        return ("accuracy", accuracy(numbers[chosen])) if saved.classes else ("R²", r_squared(numbers[chosen]))
+    def score(indices: np.ndarray, full: Tensor) -> tuple[str, Score]:
+        return ("accuracy", accuracy(numbers[indices])) if saved.classes else ("R²", r_squared(numbers[indices]))
 
     return Subject(str(folder), data.name, heads, answer, lengths, batches, targets, score)
 
@@ -97,10 +97,10 @@ def our_model(
 def pretrained_encoder(
     name: str, data: Path, read: HeadDataOptions, *, seed: int, device: str, say: Callable[[str], None]
 ) -> Subject:
-    """Load an encoder or classifier of transformers: a folder or a hub name."""
+    """Load an encoder or classifier of transformers, from a folder or by its hub name, and examples."""
     loaded = load_examples(data, text=read.text, label=read.label, split=read.split)
     if read.label is not None and loaded.labels is None:
-        raise InvalidInput(f"{loaded.name}: {read.label}", given="a column without labels", expected="some")
+        raise InvalidInput(f"{loaded.name}: {read.label}", problem="no labels in this column", expected="labels")
     examples = loaded.sample(read.limit, seed)
     _check_count(str(data), len(examples))
     targets = None if examples.labels is None else _targets(examples.name, examples.labels)
@@ -111,22 +111,22 @@ def pretrained_encoder(
     numbers = (
         number_labels(examples, model.config.label2id, model.config.num_labels) if task == "classification" else None
     )
-    known = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
-    lengths = known.lengths
+    tokenized = tokenize(examples, tokenizer, min(read.max_tokens, most_tokens(model, tokenizer)))
+    lengths = tokenized.lengths
 
     @torch.no_grad()
-    def answer(chosen: np.ndarray) -> Tensor:
-        inputs = known.batch(chosen, device)
+    def answer(indices: np.ndarray) -> Tensor:
+        inputs = tokenized.batch(indices, device)
         if numbers is not None:
             return model(**inputs).logits.float()
         states, mask = model(**inputs).last_hidden_state.float(), inputs["attention_mask"][..., None]
         return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
-    def batches(chosen: np.ndarray) -> list[np.ndarray]:
-        return [chosen[some] for some in batch_by_length(lengths[chosen], max(2**12, int(lengths.max())))]
+    def batches(indices: np.ndarray) -> list[np.ndarray]:
+        return [indices[batch] for batch in batch_by_length(lengths[indices], max(2**12, int(lengths.max())))]
 
-    def score(chosen: np.ndarray, full: Tensor) -> tuple[str, Score]:
-        return ("cosine", cosine(full[chosen])) if numbers is None else ("accuracy", accuracy(numbers[chosen]))
+    def score(indices: np.ndarray, full: Tensor) -> tuple[str, Score]:
+        return ("cosine", cosine(full[indices])) if numbers is None else ("accuracy", accuracy(numbers[indices]))
 
     short = Path(name).resolve().name if Path(name).is_dir() else name
     return Subject(short, data.name, heads, answer, lengths, batches, targets, score)
@@ -134,13 +134,13 @@ def pretrained_encoder(
 
 def _check_count(where: str, count: int) -> None:
     if count < 3:
-        raise InvalidInput(where, given=f"{count} examples", expected="at least 3, to tell heads apart")
+        raise InvalidInput(where, got=count, expected="at least 3 examples")
 
 
 def _targets(name: str, labels: list[Any]) -> Targets:
-    """Build targets: numbers if labels have fractions or are of more than 20 kinds, else classes."""
+    """Return numbers as targets if labels have fractions or more than 20 distinct values, else classes."""
     try:
-        numbers = [float(label) for label in labels]  # tables of text have numbers as text
+        numbers = [float(label) for label in labels]  # tables may hold numbers as text
     except (TypeError, ValueError):
         numbers = []
     numeric = any(not number.is_integer() for number in numbers) or len(set(numbers)) > 20

@@ -1,0 +1,1 @@
+"""The Match3 task: data, options, report and registration."""

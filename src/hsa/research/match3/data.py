@@ -1,8 +1,8 @@
-"""Match3: is there a pair of numbers that makes three with this one come to 0? A task for which pairs do not suffice.
+"""Match3: for each number, is there a pair that brings the sum of the three to 0? A task that needs triples.
 
-The task is that of Sanford, Hsu and Telgarsky (2023, arXiv:2306.02896): of numbers x_1 … x_N modulo m, the answer at i is
-yes where some j and k, equal or not, have x_i + x_j + x_k ≡ 0. They show that one layer of three-way attention can do it
-with a width that does not grow with N, while for one layer of pairwise attention heads · width · bits must, almost linearly.
+The task is that of Sanford, Hsu and Telgarsky (2023, arXiv:2306.02896): for numbers x_1 … x_N modulo m, the answer at i is
+yes if x_i + x_j + x_k ≡ 0 for some j and k, equal or not. They show that one layer of three-way attention solves it with a
+width independent of N, while in one layer of pairwise attention heads · width · bits must grow almost linearly with N.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from hsa.tree.hierarchy import Hierarchy
 CLASSES = ("no", "yes")
 MODALITY = "number"
 _FEW = 2_000
-"""Training sequences for a quick look."""
+"""Number of training sequences of a small run."""
 
 
 def three_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
-    """Whether there are j and k with x_i + x_j + x_k ≡ 0, for every i.
+    """Return, for every i, whether x_i + x_j + x_k ≡ 0 for some j and k, `[sequences, length]`.
 
     Args:
-        numbers: `[sequences, length]`, each from 0 to modulus − 1.
+        numbers: `[sequences, length]` Numbers from 0 to modulus − 1.
+        modulus: Modulus of the sums.
 
     >>> three_match(np.array([[1, 5, 7], [1, 5, 11]]), 13).tolist()  # 1 + 5 + 7, and 1 + 1 + 11
     [[True, True, True], [True, False, True]]
@@ -48,7 +49,7 @@ def three_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
 
 
 def two_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
-    """Whether two numbers suffice for a match: x_i + 2·x_j ≡ 0 or 2·x_i + x_j ≡ 0. What pairs can see.
+    """Return whether two numbers suffice for a match: x_i + 2·x_j ≡ 0 or 2·x_i + x_j ≡ 0. Pairwise attention can see these.
 
     >>> two_match(np.array([[1, 5, 7], [1, 5, 11]]), 13).tolist()
     [[False, False, False], [True, False, True]]
@@ -58,7 +59,7 @@ def two_match(numbers: np.ndarray, modulus: int) -> np.ndarray:
 
 
 def match3_data(options: Match3Options, count: int, shortest: int, seed: tuple[int, int], name: str) -> DataSet:
-    """Sequences of uniform random numbers with an answer per number, of lengths drawn from `shortest` to `options.length`.
+    """Generate sequences of uniform random numbers with an answer per number, of lengths `shortest` to `options.length`.
 
     >>> data = match3_data(Match3Options(), 5, 3, (0, 0), "train")
     >>> data.lengths.tolist(), data.batch.values["number"].tolist()[:4], data.targets.tolist()[:4]
@@ -67,11 +68,11 @@ def match3_data(options: Match3Options, count: int, shortest: int, seed: tuple[i
     draw = np.random.default_rng(seed)
     lengths = np.sort(draw.integers(shortest, options.length, size=count, endpoint=True))  # training shuffles them
     numbers, answers, domain_ids = [], [], []
-    for kind, (length, many) in enumerate(zip(*np.unique(lengths, return_counts=True), strict=True)):
-        drawn = draw.integers(options.modulus, size=(many, length))
+    for kind, (length, repeats) in enumerate(zip(*np.unique(lengths, return_counts=True), strict=True)):
+        drawn = draw.integers(options.modulus, size=(repeats, length))
         numbers.append(drawn.ravel())
         answers.append(three_match(drawn, options.modulus).ravel())
-        domain_ids.append(np.full(many, kind))
+        domain_ids.append(np.full(repeats, kind))
     values = torch.from_numpy(np.concatenate(numbers))
     batch = Batch(
         values={MODALITY: values},
@@ -85,20 +86,22 @@ def match3_data(options: Match3Options, count: int, shortest: int, seed: tuple[i
 
 
 def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) -> PreparedData:
-    """Three data sets of different seeds. Those to validate and to test have sequences of full length only.
+    """Generate data for training, validation and test. The latter two have only sequences of full length.
 
     Args:
-        data: None.
+        data: Must be None, because the numbers are generated.
+        options: Sizes of the data.
+        seed: Seed of the numbers.
 
     Raises:
-        InvalidInput: there are data, or all answers are the same.
+        InvalidInput: If `data` is not None, or all answers are the same.
     """
     if data is not None:
         raise InvalidInput(
             str(data),
-            given="data for the task match3",
-            expected="none: its numbers are generated",
-            fix="leave DATA out",
+            problem="the task match3 generates its own numbers",
+            expected="no data",
+            fix="Omit DATA",
         )
     held = max(1, options.sequences // 10)
     train = match3_data(options, options.sequences, options.shortest, (seed, 0), "train")
@@ -109,9 +112,9 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
             only = CLASSES[int(part.targets[0])]
             raise InvalidInput(
                 "modulus",
-                given=f"{options.modulus} for sequences of {options.length}, where all answers are {only}",
-                expected="answers of both kinds",
-                fix=f"a modulus of about 0.65 · length²: {max(5, round(0.65 * options.length**2))}",
+                got=f"{options.modulus}, with which all answers are {only} for sequences of {options.length}",
+                expected="a number that leads to both answers",
+                fix=f"Use about 0.65 · length², here {max(5, round(0.65 * options.length**2))}",
             )
     return PreparedData(
         train,
@@ -127,7 +130,7 @@ def prepare_match3(data: Path | None, options: Match3Options, *, seed: int = 0) 
 
 
 def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> PreparedData:
-    """Generate the numbers of a recipe; few if `small`."""
+    """Generate the data of a recipe, with few training sequences if `small`."""
     options: Match3Options = recipe.group("match3")
     if small:
         options = replace(options, sequences=min(options.sequences, _FEW))
@@ -135,7 +138,7 @@ def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> P
 
 
 def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
-    """Test accuracy of rules that know the task but do not look at three numbers."""
+    """Return the test accuracy of simple rules that never combine three numbers."""
     train, test = data.train, data.test
     answers = test.targets.numpy().astype(bool)
     seen = train.batch.values[MODALITY].numpy(), test.batch.values[MODALITY].numpy()  # type: ignore[union-attr]
@@ -144,7 +147,7 @@ def rules(data: PreparedData, modulus: int) -> Mapping[str, float]:
     in_pairs = two_match(seen[1].reshape(len(test), -1), modulus).ravel()
     rules = {
         "always the more frequent answer": answers if answers.mean() >= 0.5 else ~answers,
-        "by the number itself, its more frequent answer": (2 * yes > times)[seen[1]] == answers,
-        "yes where two numbers suffice, x_i + 2·x_j or 2·x_i + x_j": in_pairs == answers,
+        "the more frequent answer for this number": (2 * yes > times)[seen[1]] == answers,
+        "yes if two numbers suffice (x_i + 2·x_j ≡ 0 or 2·x_i + x_j ≡ 0)": in_pairs == answers,
     }
     return {name: float(correct.mean()) for name, correct in rules.items()}

@@ -10,13 +10,13 @@ from hsa.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Match3Options:
-    """The generated numbers of the task match3.
+    """Generated numbers of the task match3.
 
     Args:
-        modulus: Numbers are counted modulo this one. About 0.65 · length² makes half of the answers a yes.
+        modulus: Modulus of the numbers. With about 0.65 · length², half of the answers are yes.
         length: Length of the sequences.
-        shortest: Length of the shortest training sequences; in short ones a match stands out.
-        sequences: Number of training sequences; a tenth of it each to validate and to test.
+        shortest: Length of the shortest training sequences; matches are easier to learn from short ones.
+        sequences: Number of training sequences; validation and test have a tenth of it each.
     """
 
     modulus: int = 41
@@ -27,9 +27,9 @@ class Match3Options:
     def __post_init__(self) -> None:
         for name, least in (("modulus", 2), ("length", 1), ("shortest", 1), ("sequences", 10)):
             if getattr(self, name) < least:
-                raise InvalidInput(name, given=getattr(self, name), expected=f"{least} or more")
+                raise InvalidInput(name, got=getattr(self, name), expected=f"{least} or more")
         if self.shortest > self.length:
-            raise InvalidInput("shortest", given=self.shortest, expected=f"at most {self.length}, the length")
+            raise InvalidInput("shortest", got=self.shortest, expected=f"at most {self.length}, the length")
 
     def check_models(self, names: Sequence[str]) -> None:
-        """Any model can try."""
+        """Accept any model."""

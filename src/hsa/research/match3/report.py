@@ -1,4 +1,4 @@
-"""What the report of the task match3 adds to that of a classifier."""
+"""Additions to the training report for the task match3."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COSTS = "cost.png"
 
 
 def report(folder: Path, recipe: Recipe, data: PreparedData) -> tuple[list[str], list[Path]]:
-    """Return further lines (rules that need no learning, the cost of attention by length) and the pictures they show."""
+    """Return extra lines for the report (simple rules, cost of attention by length) and the pictures they show."""
     model = recipe.model
     accuracies = [[name, f"{accuracy:.4f}"] for name, accuracy in rules(data, recipe.group("match3").modulus).items()]
     width = model.heads * (model.head_dim or model.width // model.heads)
     measured = costs(model.heads, width)
     plot_costs(folder / COSTS, measured)
     lines = [
-        "## Rules without three numbers",
+        "## Accuracy of simple rules",
         "",
         *markdown_table(["rule", "test accuracy"], accuracies),
         "",
@@ -30,7 +30,7 @@ def report(folder: Path, recipe: Recipe, data: PreparedData) -> tuple[list[str],
         "",
         *markdown_table(*cost_table(measured)),
         "",
-        f"Operations of one layer ({model.heads} heads, {width} channels), and the median time of a pass on this CPU.",
+        f"Operations of one layer ({model.heads} heads, {width} channels), and median time of a forward pass on this CPU.",
         "",
         f"![cost]({COSTS})",
     ]

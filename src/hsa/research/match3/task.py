@@ -1,4 +1,4 @@
-"""The task match3. Importing this does not import torch."""
+"""Registration of the task match3. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsa.training.tasks import Task
 
 
 def preset(data: Path | None, quick: bool) -> Recipe:
-    """Return sizes that learn to match three numbers in minutes on one core; recipes/match3.yaml has the same."""
+    """Return a recipe that learns the task in minutes on one core; recipes/match3.yaml is the same."""
     return Recipe(
         data,
         ("trilinear", "flat", "deepsets"),

@@ -1,7 +1,7 @@
 """Blocks of queries that are computed together, and the leaves they see.
 
-Without limits a block is a tree. With them (causal, window) the queries of a tree are cut into blocks so short that few
-of the computed pairs are hidden. Blocks of equal length, reach and offset share one mask, so none is padded.
+Without limits (causal, window), a block is a tree. With limits, the queries of a tree are cut into blocks so short that few
+of the computed pairs are hidden. Blocks of equal length, reach and offset share one mask, so no padding is needed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hsa.research.trilinear.call import Forests
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 SHORTEST = 8
-"""Fewest queries of a block; shorter ones would leave the products too small."""
+"""Smallest number of queries per block; products of shorter ones would be inefficient."""
 BLOCKS_PER_REACH = 16
-"""A block of 1/16 of what its queries see computes at most a tenth more pairs than they see."""
+"""Ratio of visible leaves to queries of a block. At 16, at most a tenth more pairs are computed than are visible."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of one shape. Biases are added to the logits: −∞ hides a leaf from a query."""
+    """Blocks of one shape. Biases are added to the logits; −∞ hides a leaf from a query."""
 
     queries: Tensor  # [blocks, size] rows of q
     first: Tensor  # [blocks, reach] rows of k1 and v1
@@ -34,14 +34,18 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
+    """Blocks of all queries, and how to undo their order."""
+
     blocks: tuple[Blocks, ...]
-    slot: Tensor  # [queries] index of every query among those of all blocks, one after another
+    slot: Tensor  # [queries] index of every query among the queries of all blocks
 
 
 def plan(forests: Forests, left: int | None, right: int | None) -> Plan:
-    """Cut all queries into blocks; cached in their forest.
+    """Cut all queries into blocks, once per forest.
 
-    `left`, `right`: how far before and after a query a leaf may lie; None for no limit. Limits are for one set of leaves.
+    Args:
+        forests: Forests of the three sets of leaves.
+        left, right: Largest distance of a leaf before and after a query; None for no limit. Limits need a single forest.
     """
     key = ("three-way blocks", forests.first, forests.second, left, right)
     return forests.queries.cached(key, lambda: _build(forests, left, right))
@@ -75,7 +79,7 @@ def _build(forests: Forests, left: int | None, right: int | None) -> Plan:
 
 
 def _cut(hierarchy: Hierarchy, left: int | None, right: int | None) -> np.ndarray:
-    """Return a row per block: first query, queries, first leaf seen, leaves seen (twice), offset of the block in these."""
+    """Return a row per block: first query, queries, first visible leaf and their number (twice), offset among these."""
     start = hierarchy.structure.leaf_offsets[:-1]
     length = np.diff(hierarchy.structure.leaf_offsets)
     before = length - 1 if left is None else np.minimum(left, length - 1)
@@ -91,13 +95,13 @@ def _cut(hierarchy: Hierarchy, left: int | None, right: int | None) -> np.ndarra
 
 
 def _bias(queries: int, seen: int, offset: int, left: int | None, right: int | None) -> Tensor | None:
-    """Return 0 where a query sees a leaf, else −∞, `[1, queries, leaves]`; None if all see all."""
+    """Return 0 for visible leaves and −∞ for hidden ones, `[1, queries, leaves]`; None if all are visible."""
     mask = visible(queries, seen, offset, left, right)
     return None if bool(mask.all()) else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)[None]
 
 
 def visible(queries: int, leaves: int, offset: int, left: int | None, right: int | None) -> Tensor:
-    """Return which leaves each query sees, `[queries, leaves]`; query i is at leaf `offset` + i.
+    """Return which leaves are visible to each query, `[queries, leaves]`; query i is at leaf `offset` + i.
 
     >>> visible(2, 4, 1, left=1, right=0).int().tolist()
     [[1, 1, 0, 0], [0, 1, 1, 0]]

@@ -1,4 +1,4 @@
-"""One description of a call of three-way attention: what its backends are asked about and run."""
+"""Typed description of a call of three-way attention, which backends accept or refuse, and run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class Rows(NamedTuple):
-    """Packed inputs, `[leaves, heads, dim]`, trees one after another. v1 and v2 have one width, which may be another."""
+    """Packed inputs, `[leaves, heads, dim]`. v1 and v2 have a common width, which may differ from that of q, k1 and k2."""
 
     q: Tensor
     k1: Tensor
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 
 class Forests(NamedTuple):
-    """The forests of q, of k1 and v1, and of k2 and v2."""
+    """Forests of q, of k1 and v1, and of k2 and v2."""
 
     queries: Hierarchy
     first: Hierarchy
@@ -36,11 +36,11 @@ class TrilinearCall:
     """A checked call.
 
     Attributes:
-        rows, forests: the inputs and their trees.
-        tensor: T, as the caller gave it; in core form, the full tensor `[heads, dim, dim, dim]` or None.
-        scale: of the logits.
-        left, right: how far before and after a query a leaf may lie; None for no limit.
-        backend: the backend asked for, or "auto".
+        rows, forests: Inputs and their trees.
+        tensor: Tensor T as passed; in core form, the full tensor `[heads, dim, dim, dim]` or None.
+        scale: Factor of the logits.
+        left, right: Largest distance of a leaf before and after a query; None for no limit.
+        backend: Name of the requested backend, or "auto".
     """
 
     rows: Rows
@@ -58,7 +58,7 @@ class TrilinearCall:
 
     @property
     def full(self) -> Tensor | None:
-        """The full tensor, if there is one; of a call in core form."""
+        """Full tensor of a call in core form, or None."""
         return self.tensor if isinstance(self.tensor, Tensor) else None
 
     @property
@@ -68,37 +68,37 @@ class TrilinearCall:
 
 
 def limits(forests: Forests, causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """Return how far before and after a query a leaf may lie; None for no limit."""
+    """Return the largest distances of a leaf before and after a query; None for no limit."""
     if window is not None:
-        window = check_count("window", window, "1 or more leaves to each side, the query's own included", minimum=1)
+        window = check_count("window", window, "1 or more leaves to each side, including the query's own", minimum=1)
     elif not causal:
         return None, None
     for name, other in (("first", forests.first), ("second", forests.second)):
         if other is not forests.queries:
             raise InvalidInput(
                 name,
-                given="another set of leaves, with causal or window",
-                expected="the queries' own, None",
-                fix="before, after and near have a meaning inside one sequence only: leave causal and window out",
+                got="another forest, with causal or window",
+                expected="None, the forest of the queries",
+                fix="Omit causal and window: leaves of different forests have no order",
             )
     reach = None if window is None else window - 1
     return reach, 0 if causal else reach
 
 
 def check_trees(forests: Forests) -> None:
-    """Raise an error unless each set has as many trees."""
+    """Raise an error unless all forests have the same number of trees."""
     for name, forest in (("first", forests.first), ("second", forests.second)):
         if forest.num_trees != forests.queries.num_trees:
             raise InvalidInput(
                 name,
-                given=f"{forest.num_trees} trees",
-                expected=f"{forests.queries.num_trees}, as the hierarchy of q",
-                fix="tree t of the queries sees the pairs of tree t of both other sets",
+                got=f"{forest.num_trees} trees",
+                expected=f"{forests.queries.num_trees}, as the hierarchy of q has",
+                fix="Pass one tree per tree of q: queries of tree t see pairs of tree t",
             )
 
 
 def check_rows(rows: Rows, forests: Forests) -> None:
-    """Raise an error unless the rows fit their forests and each other."""
+    """Raise an error unless the rows match their forests and each other."""
     q, k1, k2, v1, v2 = rows
     check_inputs({"q": q}, forests.queries)
     check_inputs({"k1": k1, "v1": v1}, forests.first)
@@ -107,13 +107,13 @@ def check_rows(rows: Rows, forests: Forests) -> None:
     heads, dim = q.shape[1:]
     for name, x, width, other in (("k1", k1, dim, "q"), ("k2", k2, dim, "q"), ("v2", v2, v1.shape[2], "v1")):
         if x.shape[2] != width:
-            raise InvalidInput(name, given=f"a width of {x.shape[2]}", expected=f"{width}, as {other}")
+            raise InvalidInput(name, got=x.shape[2], expected=f"a width of {width}, as {other} has")
     for name, x in zip(Rows._fields[1:], rows[1:], strict=True):
         if x.shape[1] != heads:
-            raise InvalidInput(name, given=f"{x.shape[1]} heads", expected=f"{heads}, as q")
+            raise InvalidInput(name, got=x.shape[1], expected=f"{heads} heads, as q has")
         if x.dtype != q.dtype:
             raise InvalidInput(
-                name, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q", fix="cast them to one dtype"
+                name, got=x.dtype, expected=f"dtype {q.dtype}, as q has", fix="Cast all inputs to one dtype"
             )
         if x.device != q.device:
-            raise InvalidInput(name, given=f"device {x.device}", expected=f"{q.device}, as q")
+            raise InvalidInput(name, got=x.device, expected=f"device {q.device}, as q has")

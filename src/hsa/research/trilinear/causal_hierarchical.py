@@ -1,12 +1,12 @@
 """Causal hierarchical three-way attention: a row of weights per leaf, over the pairs before it at every level.
 
-At each of its ancestors (and as a leaf) i sees the pairs of siblings that end before it, and as a leaf itself too;
-one softmax runs over the pairs of all levels:
+At every level, leaf i sees the pairs of siblings of its ancestor that end before i; among the leaves, also itself. One
+softmax runs over the pairs of all levels:
 
     logit(i; B, C) = scale · T(q_i, mean(k1, B), mean(k2, C)) + log leaf_count(B) + log leaf_count(C)
 
-The leaves below a parent are cut into blocks of about as many queries as it has children, so that a level takes as many
-rows of keys as of queries. Each block is a softmax of its own; those of a leaf are joined by their log-sum-exps.
+The leaves below a parent are cut into blocks of about as many queries as the parent has children, so that a level has as
+many key rows as query rows. A softmax is computed per block; those of a leaf are combined by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.multiscale.pyramid import pyramid
-from hsa.attention.rounds import WORTH_A_BUCKET, padded_sizes, rooted, rounds
+from hsa.attention.rounds import BUCKET_COST, padded_sizes, rooted, rounds
 from hsa.research.trilinear.blocks import Blocks
 from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.streaming import attend_pairs
@@ -38,8 +38,8 @@ def run(call: TrilinearCall) -> Tensor:
 
 
 def _join(out: Tensor, lse: Tensor, leaf: Tensor, leaves: int) -> Tensor:
-    """Join the entries of each leaf to one softmax: `[leaves, heads, value_dim]`."""
-    # Every leaf sees at least itself, so that the largest of its log-sum-exps is finite; others may be −∞.
+    """Combine the entries of each leaf into one softmax, `[leaves, heads, value_dim]`."""
+    # Every leaf sees at least itself, so the largest of its log-sum-exps is finite; others may be −∞.
     top = lse.new_full((leaves, lse.shape[1]), -torch.inf)
     top = top.scatter_reduce(0, leaf[:, None].expand_as(lse), lse.detach(), "amax")
     weights = (lse - top.index_select(0, leaf)).exp()
@@ -50,17 +50,17 @@ def _join(out: Tensor, lse: Tensor, leaf: Tensor, leaves: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Families of like size, with the leaves below them in blocks: `[blocks, size]` each."""
+    """Families of similar size, with the leaves below them in blocks. All tensors are `[blocks, size]`."""
 
     leaves: Tensor  # padding repeats a block's last leaf
-    members: Tensor  # slots of the parent's children; padding repeats the last, which lies before none of these leaves
-    end: Tensor  # the leaf after each member
-    own: Tensor  # the leaf that a member is; −1 for other members and padding
+    members: Tensor  # slots of the parent's children; padding repeats the last, which is before none of these leaves
+    end: Tensor  # end of each member's leaves
+    own: Tensor  # leaf index of a member that is a leaf; −1 for other members and padding
     log_count: Tensor
 
     def blocks(self, dtype: torch.dtype) -> Blocks:
-        asking = self.leaves[:, :, None]
-        seen = (self.end[:, None] <= asking) | (self.own[:, None] == asking)
+        query = self.leaves[:, :, None]
+        seen = (self.end[:, None] <= query) | (self.own[:, None] == query)
         bias = torch.where(seen, self.log_count[:, None].to(dtype), -torch.inf)
         return Blocks(self.leaves, self.members, self.members, bias, bias)
 
@@ -68,25 +68,25 @@ class _Level:
 @dataclass(frozen=True, eq=False)
 class _Plan:
     levels: tuple[_Level, ...]
-    real: Tensor  # [entries] among the queries of all blocks: those that are no padding
-    leaf: Tensor  # [entries] the leaf of each
+    real: Tensor  # [entries] indices of queries of all blocks that are not padding
+    leaf: Tensor  # [entries] leaf of each
 
 
 def _build(forest: Hierarchy) -> _Plan:
     s, device = forest.structure, forest.device
     slot_of_node = rounds(forest).slot_of_node.cpu().numpy()
-    worth = WORTH_A_BUCKET.get(device.type, WORTH_A_BUCKET["cuda"])
+    bucket_cost = BUCKET_COST.get(device.type, BUCKET_COST["cuda"])
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(array)).to(device)
 
     parents = np.flatnonzero(s.num_children > 0)
-    padded = padded_sizes(s.num_children[parents], worth)
+    padded = padded_sizes(s.num_children[parents], bucket_cost)
     levels, real, leaf, begin = [], [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
     for size in np.unique(padded):
-        alike = parents[padded == size]
-        count = -(-s.leaf_count[alike] // size)
-        parent = np.repeat(alike, count)[:, None]
+        same_size = parents[padded == size]
+        count = -(-s.leaf_count[same_size] // size)
+        parent = np.repeat(same_size, count)[:, None]
         slots = np.arange(size)
         leaves = s.first_leaf[parent] + ranges(np.zeros_like(count), count)[:, None] * size + slots
         inside = leaves < s.end_leaf[parent]

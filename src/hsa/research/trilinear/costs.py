@@ -18,20 +18,20 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WINDOW = 16
 BRANCHING = 8
 MOST_OPERATIONS = 10_000_000_000
-"""Most operations of a forward pass that is timed: some tenths of a second on one core."""
+"""Largest number of operations of a timed forward pass: some tenths of a second on one core."""
 
 
 def costs(
     heads: int, width: int, lengths: Sequence[int] = LENGTHS, most: int = MOST_OPERATIONS, repeats: int = 3
 ) -> list[Cost]:
-    """Measure four attentions: operations, and the median time of a forward pass; kind by kind, lengths as given.
+    """Measure operations and the median time of a forward pass of four kinds of attention, kind by kind.
 
     Args:
         heads: Number of heads.
         width: Channels of all heads together.
         lengths: Numbers of leaves.
-        most: Passes of more operations are counted, not timed.
-        repeats: Timed passes, after one that is not timed.
+        most: Largest number of operations of a timed pass; longer passes are only counted.
+        repeats: Number of timed passes, after one that is not timed.
 
     >>> [c.operations for c in costs(1, 4, lengths=(16, 32), most=0)[:4]]  # pairs: four times, triples: eight times
     [4352, 17408, 72704, 569344]
@@ -68,5 +68,5 @@ def _on_tree(length: int, heads: int, width: int) -> tuple[Hierarchy, int]:
 def _seconds(attention: Attention, hierarchy: Hierarchy, heads: int, dim: int, repeats: int) -> float:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(hierarchy.num_leaves, heads, dim, generator=generator) for _ in attention.parts]
-    attention(*parts, hierarchy, None)  # plans, allocations
+    attention(*parts, hierarchy, None)  # builds plans and allocates memory
     return median_seconds(lambda: attention(*parts, hierarchy, None), repeats)

@@ -1,7 +1,7 @@
 """Operation counts of three-way attention.
 
 A triple (query i, leaves j and k) costs 2·width for the product of pair(i, j) with k2_k, 2·value_width for weight · v2_k and
-an exponential per head; a pair (i, j) costs width for q_i∘k1_j and 2·value_width for the product with v1_j and its sum.
+an exponential per head. A pair (i, j) costs width for q_i∘k1_j and 2·value_width for the product with v1_j and its sum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def flops_trilinear(
     causal: bool = False,
     window: int | None = None,
 ) -> Flops:
-    """Count the operations of `trilinear_attention`: Σ over queries of (leaves it sees)².
+    """Return the number of operations of `trilinear_attention`, which grows as Σ over queries of (visible leaves)².
 
     Args:
-        width: width of queries and keys, all heads together; for a CP, rank · heads. A full tensor costs more than this.
-        value_width: width of the values; that of queries and keys by default.
-
-    The other arguments are those of the operator.
+        hierarchy, first, second, causal, window: See `trilinear_attention`.
+        width: Width of queries and keys of all heads together; rank · heads for a CP. A full tensor costs more than this.
+        heads: Number of heads.
+        value_width: Width of the values; that of queries and keys by default.
 
     >>> flops_trilinear(Hierarchy.flat([100]), width=64, heads=4).attention == 100**3 * (4 * 64 + 4) + 100**2 * 3 * 64
     True
@@ -55,9 +55,9 @@ def flops_trilinear(
 def flops_hierarchical_trilinear(
     hierarchy: Hierarchy, width: int, heads: int, *, value_width: int | None = None, causal: bool = False
 ) -> Flops:
-    """Count the operations of `hierarchical_trilinear_attention`: Σ over families of size³.
+    """Return the number of operations of `hierarchical_trilinear_attention`, which grows as Σ over families of size³.
 
-    If causal, Σ over leaves and levels of (siblings it sees)².
+    If causal, it grows as Σ over leaves and levels of (visible siblings)². For the arguments, see `flops_trilinear`.
 
     >>> tree = Hierarchy.regular([4096], (16, 16))
     >>> flat, on_tree = flops_trilinear(tree, 64, 4), flops_hierarchical_trilinear(tree, 64, 4)

@@ -1,4 +1,4 @@
-"""Backend "dense": the definition, for all pairs of all queries of a tree at once. For reading, tests and small trees."""
+"""Backend "dense": the definition, computed for all triples of a tree at once. For reference, tests and small trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hsa.research.trilinear.blocks import visible
 from hsa.research.trilinear.call import Rows, TrilinearCall
 
 MEMORY = 2**31
-"""Most bytes for logits and weights."""
+"""Largest number of bytes of logits and weights."""
 
 
 def run(call: TrilinearCall) -> Tensor:
@@ -40,7 +40,7 @@ def _tree(rows: Rows, tensor: Tensor | None, call: TrilinearCall) -> Tensor:
 
 
 def why_not(call: TrilinearCall) -> list[str]:
-    """Refuse what would take too much memory."""
+    """Return reasons to refuse a call: too much memory."""
     q = call.rows.q
     lengths = [np.array(forest.lengths, float) for forest in call.forests]
     entries = q.shape[1] * float(np.prod(lengths, axis=0).sum())
@@ -48,6 +48,6 @@ def why_not(call: TrilinearCall) -> list[str]:
     if needed <= MEMORY:
         return []
     return [
-        f"logits and weights of every triple would take {needed / 2**30:,.1f} GiB, more than {MEMORY / 2**30:.0f}: "
-        "use backend='streaming', which never holds them"
+        f"logits and weights of all triples would take {needed / 2**30:,.1f} GiB, more than {MEMORY / 2**30:.0f}: "
+        "use backend='streaming', which never stores them"
     ]

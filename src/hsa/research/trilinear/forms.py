@@ -1,9 +1,9 @@
-"""The tensor T of three-way attention: a diagonal and a sum of outer products are a change of q, k1 and k2 alone.
+"""Forms of the tensor T of three-way attention. A diagonal and a CP only change q, k1 and k2:
 
     diagonal   Σ_a t_a q_a k1_a k2_a                             q ← q∘t
     CP         Σ_r (Σ_a a_ra q_a)(Σ_b b_rb k1_b)(Σ_c c_rc k2_c)  q ← A q, k1 ← B k1, k2 ← C k2
 
-This leaves the *core*, Σ_r q_r k1_r k2_r, the only form that kernels need. A full tensor stays beside q, k1 and k2.
+What remains is the *core*, Σ_r q_r k1_r k2_r, the only form that kernels need. A full tensor remains a separate factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def core_dim(q: Tensor, tensor: Form) -> int:
 
 
 def to_core(q: Tensor, k1: Tensor, k2: Tensor, tensor: Form) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k1 and k2 in core form, and None; or as they are, with the full tensor `[heads, dim, dim, dim]`.
+    """Return q, k1 and k2 in core form, and None; or q, k1, k2 and the full tensor `[heads, dim, dim, dim]`.
 
     >>> q, k1, k2 = torch.randn(3, 5, 2, 4, dtype=torch.float64).unbind(0)
     >>> cp = CP(*torch.randn(3, 7, 4, dtype=torch.float64).unbind(0))
@@ -52,7 +52,7 @@ def _project(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def check_form(tensor: Any, q: Tensor) -> None:
-    """Raise an error unless the tensor fits q `[queries, heads, dim]` and has no more terms than can matter."""
+    """Raise an error unless the tensor matches q `[queries, heads, dim]` and a CP has at most dim² terms."""
     heads, dim = q.shape[1:]
     if tensor is None:
         return
@@ -61,12 +61,11 @@ def check_form(tensor: Any, q: Tensor) -> None:
         return
     shapes = [(dim,), (heads, dim), (dim, dim, dim), (heads, dim, dim, dim)]
     if not isinstance(tensor, Tensor) or tuple(tensor.shape) not in shapes:
-        given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InvalidInput(
             "tensor",
-            given=given,
+            got=f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__,
             expected=f"None, a diagonal {shapes[0]} or {shapes[1]}, a full tensor {shapes[2]} or {shapes[3]}, or a CP",
-            fix=f"q has {heads} heads of {dim}; a tensor of lower rank is an hsa.research.decomposition.CP",
+            fix=f"Match the {heads} heads of {dim} channels of q; pass a tensor of low rank as an hsa.research.CP",
         )
     _check_like("tensor", tensor, q)
 
@@ -76,27 +75,26 @@ def _check_factors(cp: CP, q: Tensor) -> None:
     for name, factor in (("a", cp.a), ("b", cp.b), ("c", cp.c)):
         where = f"tensor.{name}"
         if not isinstance(factor, Tensor):
-            raise InvalidInput(where, given=type(factor).__name__, expected=f"a tensor [rank, {dim}]")
+            raise InvalidInput(where, got=type(factor).__name__, expected=f"a tensor [rank, {dim}]")
         rank = cp.a.shape[-2] if cp.a.ndim > 1 else 0
         if tuple(factor.shape) not in ((rank, dim), (heads, rank, dim)) or rank == 0:
             raise InvalidInput(
                 where,
-                given=f"shape {tuple(factor.shape)}",
-                expected=f"[rank, {dim}] or [{heads} heads, rank, {dim}] with one rank of 1 or more for a, b and c",
+                got=f"shape {tuple(factor.shape)}",
+                expected=f"[rank, {dim}] or [{heads} heads, rank, {dim}], with the same rank of 1 or more for a, b and c",
             )
         _check_like(where, factor, q)
     if cp.rank > dim**2:
         raise InvalidInput(
             "tensor",
-            given=f"a CP of rank {cp.rank}",
-            expected=f"at most {dim**2} = {dim}²",
-            fix=f"every {dim}×{dim}×{dim} tensor is a sum of {dim**2} outer products (one per pair of its first two "
-            "indices), so more cost and add nothing: pass a lower rank, or the tensor itself",
+            got=f"a CP of rank {cp.rank}",
+            expected=f"a rank of at most {dim**2}, which suffices for any {dim} × {dim} × {dim} tensor",
+            fix="Pass a lower rank, or the full tensor",
         )
 
 
 def _check_like(where: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != q.dtype:
-        raise InvalidInput(where, given=f"dtype {x.dtype}", expected=f"{q.dtype}, as q")
+        raise InvalidInput(where, got=x.dtype, expected=f"dtype {q.dtype}, as q has")
     if x.device != q.device:
-        raise InvalidInput(where, given=f"device {x.device}", expected=f"{q.device}, as q")
+        raise InvalidInput(where, got=x.device, expected=f"device {q.device}, as q has")

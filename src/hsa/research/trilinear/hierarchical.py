@@ -1,8 +1,8 @@
 """Hierarchical three-way attention: the sweeps of hierarchical attention, with pairs of siblings in families.
 
-Upwards, the members of a family attend to the pairs of their siblings, which gives each its average `y` and log-mass
-`outer`, and each parent its pooled rows and its own log-mass `inner`. The rest is hierarchical attention: each row is shared
-out between siblings and own children, and handed down.
+In the upward sweep, members of a family attend to the pairs of their siblings, which yields the average `y` and log-mass
+`outer` of each member, and the pooled rows and log-mass `inner` of the parent. The rest is hierarchical attention: the
+weight of each row is divided between siblings and children, and passed down.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(call: TrilinearCall) -> Tensor:
 
 
 def up_sweep(call: TrilinearCall, plan: Rounds, blocks: list[list[Blocks]]) -> UpSweep:
-    """Attend inside families and pool, from the leaves to the roots."""
+    """Compute attention inside families and pool, from the leaves to the roots."""
     up = UpSweep()
     pooled: list[list[Tensor]] = [[] for _ in call.rows]
     q = call.rows.q
@@ -62,7 +62,7 @@ def _blocks_of_rounds(plan: Rounds, dtype: torch.dtype) -> list[list[Blocks]]:
 
 
 def _blocks(bucket: Bucket, dtype: torch.dtype) -> Blocks:
-    """Build a block per family, in which members see each other's pairs."""
+    """Build a block per family, in which every member sees all pairs of members."""
     rows = bucket.rows
     if rows is None:
         rows = torch.arange(bucket.families * bucket.size, device=bucket.share.device)

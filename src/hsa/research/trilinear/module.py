@@ -1,4 +1,4 @@
-"""Three-way attentions for a layer: every leaf attends to pairs of leaves.
+"""Three-way attention modules for a layer, in which every leaf attends to pairs of leaves.
 
 They take `(q, k1, k2, v1, v2, hierarchy, positions, mixing)`. A diagonal or low-rank T is part of the layer's projections.
 """
@@ -19,7 +19,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 class ThreeWay(Attention):
-    """Base class: how a layer calls them."""
+    """Base class of three-way attention modules."""
 
     parts = ("q", "k1", "k2", "v1", "v2")
     uses_positions = False
@@ -41,16 +41,20 @@ class ThreeWay(Attention):
         return self.attend(q, k1, k2, v1, v2, hierarchy)
 
     def attend(self, *inputs: Any) -> Tensor:
-        """Attend, given q, k1, k2, v1, v2 and the hierarchy."""
+        """Compute attention from q, k1, k2, v1, v2 and the hierarchy."""
         raise NotImplementedError
 
     def count(self, hierarchy: Hierarchy, width: int, heads: int) -> Flops:
-        """Count the operations of `attend`."""
+        """Return the number of operations of `attend`."""
         raise NotImplementedError
 
 
 class Trilinear(ThreeWay):
-    """Attention to all pairs of leaves of a tree, or to those within a window."""
+    """Attention to all pairs of leaves of a tree, or to those within a window.
+
+    Args:
+        window: Largest distance plus one; None for no limit. See `hsa.research.trilinear_attention`.
+    """
 
     def __init__(self, *, window: int | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Three-way attention: queries attend to pairs of leaves."""
+"""Three-way attention, in which queries attend to pairs of leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _why_not_triton(call: TrilinearCall) -> list[str]:
     core = q[..., :1].expand(*q.shape[:2], core_dim(q, call.tensor))
     reasons = available.why_not(core, call.rows.v1, call.backend, available.WIDEST_THREE_WAY)
     if is_full(call.tensor):
-        reasons.append("it takes the core only: T must be a diagonal, a CP or None")
+        reasons.append("it needs T to be a diagonal, a CP or None, not a full tensor")
     if call.forests.queries.num_leaves == 0:
         reasons.append("there are no leaves")
     return reasons
@@ -56,32 +56,34 @@ def trilinear_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "queries heads value_dim"]:
-    """Let every query attend to all pairs (j, k) of leaves of its tree.
+    """Compute attention of every query to all pairs (j, k) of leaves of its tree.
 
         logit(i; j, k) = scale · Σ_abc T_abc q_ia k1_jb k2_kc
         out(i)         = softmax over pairs of logit(i; ·), applied to v1_j∘v2_k
 
-    Time is cubic in the length of a tree; memory is that of the inputs. See `hierarchical_trilinear_attention` for trees.
+    Time is cubic in the length of a tree; memory is linear. See `hierarchical_trilinear_attention` for a faster operator.
 
     Args:
-        q, k1, k2: one row per leaf, trees one after another.
-        v1, v2: likewise; both have one width, which may be another.
-        hierarchy: the forest of q's rows; only where trees begin and end matters.
-        first, second: the forests of k1, v1 and of k2, v2, tree by tree, if they are others than q's (a question and
-            two documents).
-        tensor: T. None for Σ_a q_a k1_a k2_a; a diagonal `[dim]` or `[heads, dim]`; all of it, `[dim, dim, dim]` or
-            `[heads, dim, dim, dim]`; or a `CP` of `hsa.research.decomposition` with factors `[rank, dim]` or
-            `[heads, rank, dim]`.
-        causal: only pairs with j ≤ i and k ≤ i.
-        window: only pairs with |i − j| < window and |i − k| < window.
-        scale: of the logits; 1/√dim by default.
-        backend: "auto", "triton" (CUDA, every T but a full one), "streaming", or "dense" (everything at once, for small
+        q, k1, k2: `[leaves, heads, dim]` Query and keys, packed.
+        v1, v2: `[leaves, heads, value_dim]` Values, packed.
+        hierarchy: Forest of the rows of q. Only the lengths of its trees matter.
+        first, second: Forests of k1, v1 and of k2, v2, with as many trees, if they differ from that of q (a question about
+            two documents, for example).
+        tensor: Tensor T: None for Σ_a q_a k1_a k2_a; a diagonal `[dim]` or `[heads, dim]`; a full tensor `[dim, dim, dim]`
+            or `[heads, dim, dim, dim]`; or an `hsa.research.CP` with factors `[rank, dim]` or `[heads, rank, dim]`.
+        causal: Whether to use only pairs with j ≤ i and k ≤ i.
+        window: Limit of distances: only pairs with |i − j| < window and |i − k| < window are used. None for no limit.
+        scale: Factor of the logits; 1/√dim by default.
+        backend: "auto", "triton" (CUDA, any T but a full tensor), "streaming", or "dense" (all triples at once, for small
             trees).
 
+    Returns:
+        `[leaves of q, heads, value_dim]` A row per query.
+
     Raises:
-        InvalidInput: shapes, dtypes or devices that do not fit; a CP of more than dim² terms; forests with different
-            numbers of trees; `causal` or `window` where the sets are not one.
-        Unsupported: the backend cannot run this, such as "dense" where it would take too much memory.
+        InvalidInput: If shapes, dtypes or devices do not match, a CP has more than dim² terms, forests have different
+            numbers of trees, or `causal` or `window` is used with several forests.
+        Unsupported: If the backend cannot run the call, such as "dense" with too little memory.
 
     >>> import torch
     >>> q, k1, k2, v1, v2 = torch.randn(5, 9, 2, 4).unbind(0)  # 9 leaves, 2 heads of 4
@@ -112,27 +114,30 @@ def hierarchical_trilinear_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Float[Tensor, "leaves heads value_dim"]:
-    """Let each leaf attend to pairs of its siblings and, through its ancestors, to pairs of theirs.
+    """Compute attention of each leaf to pairs of its siblings and, through its ancestors, to pairs of their siblings.
 
     For siblings B and C of A (a leaf counts as its own sibling), with means over the leaves below them,
 
         logit(A; B, C) = scale · T(mean(q, A), mean(k1, B), mean(k2, C)) + log leaf_count(B) + log leaf_count(C)
 
-    and rows are put together as in `hierarchical_attention`. A leaf sees the pairs (j, k) that meet it at the same node;
-    pairs of different scales, j in its own sentence and k in another, are dropped. Values v1_j∘v2_k are bilinear, so that
-    pooling them is exact. Time is O(Σ over families of size³). One family is `trilinear_attention`.
+    and rows are combined as in `hierarchical_attention`. A leaf sees the pairs (j, k) that meet it at the same node; pairs
+    of different scales, such as j in its own sentence and k in another, are dropped. Values v1_j∘v2_k are bilinear, so
+    pooling them is exact. Time is O(Σ over families of size³). For a single family, this is `trilinear_attention`.
 
     Args:
-        q, k1, k2: one row per leaf, trees one after another.
-        v1, v2: likewise; both have one width, which may be another.
-        hierarchy: the forest.
-        tensor: T, as in `trilinear_attention`.
-        causal: use nothing that comes later. Every leaf then has a row of weights: `mean(q, A)` becomes q_i, and its pairs
-            are those of the siblings before it at every ancestor, in one softmax: O(leaves · depth · size²).
-        scale: of the logits; 1/√dim by default.
+        q, k1, k2: `[leaves, heads, dim]` Query and keys, packed.
+        v1, v2: `[leaves, heads, value_dim]` Values, packed.
+        hierarchy: Forest of the leaves.
+        tensor: Tensor T, as in `trilinear_attention`.
+        causal: Whether to use only earlier leaves. Each leaf then has its own row of weights: q_i replaces `mean(q, A)`, and
+            one softmax runs over the pairs of siblings before it at all ancestors. Time is O(leaves · depth · size²).
+        scale: Factor of the logits; 1/√dim by default.
+
+    Returns:
+        `[leaves, heads, value_dim]` A row per leaf.
 
     Raises:
-        InvalidInput: shapes, dtypes or devices that do not fit; a CP of more than dim² terms.
+        InvalidInput: If shapes, dtypes or devices do not match, or a CP has more than dim² terms.
 
     >>> import torch
     >>> q, k1, k2, v1, v2 = torch.randn(5, 9, 2, 4).unbind(0)  # 9 leaves, 2 heads of 4

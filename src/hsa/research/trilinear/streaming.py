@@ -1,8 +1,8 @@
-"""Backend "streaming": pairs of leaves in chunks, with a running softmax; no more logits at once than a fixed number.
+"""Backend "streaming": pairs of leaves in chunks of a fixed number of logits, with a running softmax.
 
-A chunk is some blocks, some of their queries i and some leaves j, with all leaves k: `pair(i, j) @ k2ᵀ` gives the logits,
-and `weights @ v2`, multiplied by v1 and summed over j, the output. One log-sum-exp per query is kept, and the weights are
-computed again for the gradient. Beyond the inputs and their gradients the memory is fixed (or one row of k, if longer).
+A chunk consists of some blocks, some of their queries i and some leaves j, with all leaves k: `pair(i, j) @ k2ᵀ` are the
+logits, and `weights @ v2`, multiplied by v1 and summed over j, is the output. Only a log-sum-exp per query is stored; the
+weights are recomputed for the gradient. Beyond inputs and gradients, memory is constant (or one row of k, if longer).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from hsa.research.trilinear.blocks import Blocks, plan
 from hsa.research.trilinear.call import Rows, TrilinearCall
-from hsa.research.trilinear.pair_queries import join, join_gradients, turn, turn_gradients
+from hsa.research.trilinear.pair_queries import contract, contract_gradients, join, join_gradients
 
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""Most logits at once: on a CPU they stay in its cache, on a GPU they keep it busy."""
+"""Largest number of logits per chunk: few enough for the cache of a CPU, enough to keep a GPU busy."""
 
 
 def run(call: TrilinearCall) -> Tensor:
@@ -32,16 +32,17 @@ def run(call: TrilinearCall) -> Tensor:
 
 
 def attend_pairs(rows: Rows, tensor: Tensor | None, blocks: Sequence[Blocks], scale: float) -> tuple[Tensor, Tensor]:
-    """Return softmax over pairs (j, k) of scale · pair(i, j)·k2_k + biases, applied to v1_j∘v2_k, and its log-sum-exp.
+    """Compute softmax over pairs (j, k) of scale · pair(i, j)·k2_k + biases, applied to v1_j∘v2_k.
 
     Args:
-        rows: the inputs; any number of rows each.
-        tensor: `[heads, dim, dim, dim]`; None for the core.
-        blocks: which rows meet.
+        rows: Inputs, with any number of rows each.
+        tensor: `[heads, dim, dim, dim]` Full tensor T; None for the core.
+        blocks: Blocks of queries, with the leaves they see.
+        scale: Factor of the logits.
 
     Returns:
-        `[queries of all blocks, heads, value_dim]` and `[queries of all blocks, heads]`, block after block. A query that
-        sees no pair gets 0 and −∞, and no gradient.
+        Output `[queries of all blocks, heads, value_dim]` and log-sum-exps `[queries of all blocks, heads]`, block by block.
+        A query that sees no pair gets 0 and −∞, and no gradient.
     """
     return _AttendPairs.apply(tuple(blocks), scale, tensor, *rows)
 
@@ -60,8 +61,8 @@ class _AttendPairs(torch.autograd.Function):
         for group, group_out, group_lse in zip(blocks, *_by_group(blocks, out, lse), strict=True):
             for part in _parts(group, rows, tensor):
                 for queries in part.query_slices:
-                    turned = turn(part.asked(q, queries) * scale, tensor)
-                    result, mass = _attend(part, queries, turned)
+                    contracted = contract(part.load_queries(q, queries) * scale, tensor)
+                    result, mass = _attend(part, queries, contracted)
                     group_out[part.blocks, queries] = result.transpose(1, 2)
                     group_lse[part.blocks, queries] = mass.transpose(1, 2)
         ctx.blocks, ctx.scale = blocks, scale
@@ -75,21 +76,21 @@ class _AttendPairs(torch.autograd.Function):
         rows, accurate = Rows(*inputs), lse.dtype
         grads = [torch.zeros_like(x, dtype=accurate) for x in rows]
         d_tensor = None if tensor is None else torch.zeros_like(tensor, dtype=accurate)
-        # weights · (d_weights − row), of the weights that are computed again
+        # The gradient of logits is weights · (d_weights − row), with recomputed weights.
         row = (d_out.to(accurate) * out.to(accurate)).sum(-1) - d_lse
-        lse = lse.masked_fill(lse == -math.inf, math.inf)  # no weight in rows that see nothing
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # weights of 0 in rows that see nothing
         for group, *of_queries in zip(ctx.blocks, *_by_group(ctx.blocks, d_out, lse, row), strict=True):
             for part in _parts(group, rows, tensor):
                 d_keys = [torch.zeros_like(x, dtype=accurate) for x in (part.k1, part.k2, part.v1, part.v2)]
                 for queries in part.query_slices:
-                    asked = part.asked(rows.q, queries) * ctx.scale
-                    turned = turn(asked, tensor)
+                    scaled = part.load_queries(rows.q, queries) * ctx.scale
+                    contracted = contract(scaled, tensor)
                     sums = [x[part.blocks, queries].transpose(1, 2).to(accurate) for x in of_queries]
-                    d_turned = _gradients(part, queries, turned, sums, d_keys)
-                    d_asked, d_part = turn_gradients(d_turned, asked, tensor)
+                    d_contracted = _gradients(part, queries, contracted, sums, d_keys)
+                    d_scaled, d_part = contract_gradients(d_contracted, scaled, tensor)
                     if d_tensor is not None and d_part is not None:
                         d_tensor += d_part
-                    _add(grads[0], group.queries[part.blocks, queries], d_asked * ctx.scale)
+                    _add(grads[0], group.queries[part.blocks, queries], d_scaled * ctx.scale)
                 for grad, indices, d_key in zip(
                     grads[1:], (group.first, group.second, group.first, group.second), d_keys, strict=True
                 ):
@@ -99,7 +100,7 @@ class _AttendPairs(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Blocks of a group computed together, and the rows they see: `[blocks, heads, leaves, dim]`, ready for products."""
+    """Blocks of a group that are computed together, and the rows they see, `[blocks, heads, leaves, dim]`."""
 
     group: Blocks
     blocks: slice
@@ -110,11 +111,11 @@ class _Part:
     query_slices: list[slice]
     leaf_slices: list[slice]
 
-    def asked(self, q: Tensor, queries: slice) -> Tensor:
+    def load_queries(self, q: Tensor, queries: slice) -> Tensor:
         return _take(q, self.group.queries[self.blocks, queries]).to(_accurate(q))
 
     def bias(self, queries: slice, leaves: slice) -> Tensor | None:
-        """`[blocks or 1, 1, queries, leaves j, leaves k]`"""
+        """Return the sum of both biases, `[blocks or 1, 1, queries, leaves j, leaves k]`."""
         first, second = (
             None if x is None else (x if len(x) == 1 else x[self.blocks])[:, None, queries]
             for x in (self.group.first_bias, self.group.second_bias)
@@ -124,13 +125,13 @@ class _Part:
         return of_k if of_j is None else of_j if of_k is None else of_j + of_k
 
 
-def _attend(part: _Part, queries: slice, turned: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(part: _Part, queries: slice, contracted: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output `[blocks, heads, queries, value_dim]` and its log-sum-exp."""
-    top = turned.new_full(turned.shape[:3], -math.inf)
-    mass = turned.new_zeros(turned.shape[:3])
-    total = turned.new_zeros(*turned.shape[:3], part.v1.shape[-1])
+    top = contracted.new_full(contracted.shape[:3], -math.inf)
+    mass = contracted.new_zeros(contracted.shape[:3])
+    total = contracted.new_zeros(*contracted.shape[:3], part.v1.shape[-1])
     for leaves in part.leaf_slices:
-        logits, _ = _logits(part, queries, leaves, turned)
+        logits, _ = _logits(part, queries, leaves, contracted)
         higher = torch.maximum(top, logits.amax((-2, -1)))
         base = higher.masked_fill(higher == -math.inf, 0)
         weights = logits.sub_(base[..., None, None]).exp_()
@@ -143,13 +144,13 @@ def _attend(part: _Part, queries: slice, turned: Tensor) -> tuple[Tensor, Tensor
     return out, mass.log_().add_(top.masked_fill_(top == -math.inf, 0))
 
 
-def _gradients(part: _Part, queries: slice, turned: Tensor, sums: list[Tensor], d_keys: list[Tensor]) -> Tensor:
-    """Return that of `turned`; add those of k1, k2, v1 and v2 to `d_keys`. `sums`: d_out, lse and row of the queries."""
+def _gradients(part: _Part, queries: slice, contracted: Tensor, sums: list[Tensor], d_keys: list[Tensor]) -> Tensor:
+    """Return the gradient of `contracted`, and add those of k1, k2, v1 and v2 to `d_keys`; `sums` are d_out, lse and row."""
     d_out, lse, row = sums
     d_k1, d_k2, d_v1, d_v2 = d_keys
-    d_turned = torch.zeros_like(turned)
+    d_contracted = torch.zeros_like(contracted)
     for leaves in part.leaf_slices:
-        logits, pairs = _logits(part, queries, leaves, turned)
+        logits, pairs = _logits(part, queries, leaves, contracted)
         weights = logits.sub_(lse[..., None, None]).exp_()
         averages = _product(weights, part.v2)
         d_v1[:, :, leaves] += (averages * d_out[:, :, :, None]).sum(2)
@@ -158,15 +159,15 @@ def _gradients(part: _Part, queries: slice, turned: Tensor, sums: list[Tensor], 
         d_logits = _product(d_averages, part.v2.mT).sub_(row[..., None, None]).mul_(weights)
         d_k2 += _product(d_logits.flatten(2, 3).mT, pairs.flatten(2, 3).to(part.k2.dtype))
         d_pairs = _product(d_logits, part.k2)
-        d_part, d_leaves = join_gradients(d_pairs, turned, part.k1[:, :, leaves].to(turned.dtype))
-        d_turned += d_part
+        d_part, d_leaves = join_gradients(d_pairs, contracted, part.k1[:, :, leaves].to(contracted.dtype))
+        d_contracted += d_part
         d_k1[:, :, leaves] += d_leaves
-    return d_turned
+    return d_contracted
 
 
-def _logits(part: _Part, queries: slice, leaves: slice, turned: Tensor) -> tuple[Tensor, Tensor]:
+def _logits(part: _Part, queries: slice, leaves: slice, contracted: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits `[blocks, heads, queries, leaves j, leaves k]` and pairs `[blocks, heads, queries, leaves j, dim]`."""
-    pairs = join(turned, part.k1[:, :, leaves].to(turned.dtype))
+    pairs = join(contracted, part.k1[:, :, leaves].to(contracted.dtype))
     logits = _product(pairs, part.k2.mT)
     bias = part.bias(queries, leaves)
     return logits if bias is None else logits.add_(bias), pairs
@@ -202,12 +203,12 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
-    """`[rows, heads, dim]` → `[blocks, heads, length, dim]`"""
+    """Gather rows of `[rows, heads, dim]` as `[blocks, heads, length, dim]`."""
     return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2).contiguous()
 
 
 def _add(target: Tensor, rows: Tensor, x: Tensor) -> None:
-    """Add rows to where `_take` took them from."""
+    """Add to the rows that `_take` gathers: its transpose."""
     target.index_add_(0, rows.flatten(), x.transpose(1, 2).flatten(0, 1))
 
 
@@ -226,17 +227,17 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 
 def _factors(x: Tensor, rows: Tensor) -> Tensor:
-    """Take rows, in the dtype of the factors of products: half precision where there are tensor cores.
+    """Gather rows in the dtype of matrix products: bfloat16 on GPUs, for tensor cores.
 
-    Not float16: the weights of many pairs are too small for it.
+    float16 is avoided, because weights of many pairs underflow.
     """
     in_half = x.is_cuda and x.dtype == torch.bfloat16
     return _take(x, rows).to(x.dtype if in_half else _accurate(x))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a `[blocks, heads, …, n]` by b `[blocks, heads, n, m]`, whose dtype is that of the factors."""
+    """Multiply a `[blocks, heads, …, n]` by b `[blocks, heads, n, m]` in the dtype of b."""
     flat = a.flatten(2, -2).flatten(0, 1).to(b.dtype), b.flatten(0, 1)
-    in_half = b.dtype == torch.bfloat16  # products, but not their sums
+    in_half = b.dtype == torch.bfloat16  # only the products; sums are in float32
     result = torch.bmm(*flat, out_dtype=torch.float32) if in_half else torch.bmm(*flat)
     return result.view(*a.shape[:-1], b.shape[-1])

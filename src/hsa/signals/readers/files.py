@@ -39,13 +39,17 @@ def read_file(
 ) -> Signal | Leaf:
     """Read a file with the reader for its suffix (see `SUFFIXES`).
 
-    Pictures of a web page are searched in the folder of the page. For a whole site see `read_site`, for the rows of a
+    The pictures of a web page are read from the folder of the page. For a whole site see `read_site`, for the rows of a
     table `load_rows`.
 
     Args:
+        path: File to read.
         tokenizer, language: As in `read_text`.
         image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
         on_bad: Whether a bad picture in a web page raises or is skipped, as in `read_html`.
+
+    Raises:
+        InvalidInput: For an unknown suffix, or a file that its reader refuses; the message names the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -53,9 +57,6 @@ def read_file(
     ...     _ = path.write_text("def double(x):\\n    return 2 * x\\n")
     ...     read_file(path)
     Signal(Sequence(1), 10 leaves, 4 families, depth 3, text)
-
-    Raises:
-        InvalidInput: For an unknown suffix, and as the readers raise it; it names the file.
     """
     path = Path(path)
     kind = _kind(path)
@@ -81,7 +82,10 @@ def read_file(
 
 
 def text_of(path: str | PathLike[str]) -> str | None:
-    """Return the text of a file, to train a tokenizer on: of a web page the visible text; None for a picture.
+    """Return the text of a file, to train a tokenizer on: the visible text of a web page, None for a picture.
+
+    Raises:
+        InvalidInput: For an unknown suffix or a file that cannot be read; the message names the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -89,9 +93,6 @@ def text_of(path: str | PathLike[str]) -> str | None:
     ...     _ = path.write_text("<title>Rivers</title>")
     ...     text_of(path)
     'Rivers'
-
-    Raises:
-        InvalidInput: For an unknown suffix or a file that cannot be read; it names the file.
     """
     path = Path(path)
     kind = _kind(path)
@@ -104,7 +105,7 @@ def text_of(path: str | PathLike[str]) -> str | None:
 def _kind(path: Path) -> str:
     kind = SUFFIXES.get(path.suffix.lower())
     if kind is None:
-        raise InvalidInput(str(path), given=f"the suffix {path.suffix!r}", expected=f"one of {', '.join(SUFFIXES)}")
+        raise InvalidInput(str(path), got=f"the suffix {path.suffix!r}", expected=f"one of {', '.join(SUFFIXES)}")
     return kind
 
 

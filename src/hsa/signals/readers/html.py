@@ -34,7 +34,7 @@ _BLOCKS = frozenset(_BLOCK_TAGS.split())
 _CHARSET = re.compile(rb"<meta[^>]*?charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
-# What a page holds, in order: a run of text, preformatted text, the source of a picture, the target of a link.
+# A piece of a page: a run of text, preformatted text, the source of a picture, or the target of a link.
 _Piece = tuple[Literal["text", "lines", "picture", "link"], str]
 
 
@@ -57,14 +57,19 @@ def read_html(
     CSS is not applied, so that hidden text is read.
 
     Args:
+        text: HTML of the page.
         tokenizer, language: As in `read_text`.
         folder: Folder of the pictures; nothing outside it is opened. Without it pictures are left out. Pictures on other
             sites and in `data:` addresses are always left out.
-        page: Path of this page in the folder, which addresses of pictures are relative to.
+        page: Path of this page in the folder; addresses of pictures are relative to it.
         image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
-        on_bad: Whether a picture that is not in the folder or cannot be read raises or is left out.
+        on_bad: "raise" raises for a picture that is not in the folder or cannot be read, "skip" leaves it out.
         left_out: List to which the names of such pictures are added.
         where: Name of the page in error messages.
+
+    Raises:
+        InvalidInput: For a page without text and pictures, a bad picture, or an object that is not a tokenizer.
+        MissingExtra: If `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
 
     >>> print(read_html("<title>Rivers</title><h1>The Rhine</h1><p>It is <b>long</b>.<p>And wide.").show())
     Set(4) · 10 leaves · text
@@ -73,10 +78,6 @@ def read_html(
     ├─ [1] Sequence(1) · 2 leaves · text
     │  └─ [0] Sequence(2) · 2 leaves · text · 'The' 'Rhine'
     ...
-
-    Raises:
-        InvalidInput: For a page without text and pictures, a bad picture, or an object that is no tokenizer.
-        MissingExtra: If `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
     """
     pictures = _Pictures(None if folder is None else Path(folder), image_reader, on_bad, left_out)
     return _page(_pieces(check_text(text, where)), tokenizer, language, pictures, page, where)
@@ -93,13 +94,18 @@ def read_site(
 ) -> Signal:
     """Read a folder of web pages as a `Graph`: its members are the pages, in the order of their paths, its edges the links.
 
-    Pages are the files named .html and .htm, in the folder and those below. A link to a folder leads to its index
-    page, and one without a suffix to the page of that name, as on web servers. Nothing outside the folder is opened,
-    also where symbolic links lead there.
+    Pages are the files with the suffixes .html and .htm, in the folder and its subfolders. A link to a folder leads to its
+    index page, and a link without a suffix to the page of that name, as on web servers. Nothing outside the folder is
+    opened, not even through symbolic links.
 
     Args:
+        folder: Folder of the site.
         tokenizer, language: As in `read_text`.
         image_reader, on_bad, left_out: As in `read_html`.
+
+    Raises:
+        InvalidInput: For a folder without pages, a page without text and pictures, or a bad picture; the message names
+            the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -107,15 +113,12 @@ def read_site(
     ...     _ = Path(folder, "rhine.html").write_text("It is long. <a href='/'>Home</a>")
     ...     read_site(folder)
     Signal(Graph(2 nodes, 2 edges), 9 leaves, 8 families, depth 4, text)
-
-    Raises:
-        InvalidInput: For a folder without pages, a page without text and pictures, or a bad picture; it names the file.
     """
     root = Path(folder)
     pages = {name: number for number, name in enumerate(_pages(root))}
     if not pages:
-        given = "no .html files" if root.is_dir() else "no such folder"
-        raise InvalidInput(str(folder), given=given, expected="a folder of web pages")
+        problem = "no .html files" if root.is_dir() else "no such folder"
+        raise InvalidInput(str(folder), problem=problem, expected="a folder of web pages")
     tokenizer = load_tokenizer(tokenizer)
     pictures = _Pictures(root, image_reader, on_bad, left_out)
     members = []
@@ -149,7 +152,7 @@ def visible_text(text: str) -> str:
 
 
 def load_html(path: str | PathLike[str]) -> str:
-    """Load the text of a page in the encoding that it names; else as UTF-8 if it is valid, or as Windows-1252.
+    """Load the text of a page in the encoding that it declares; by default as UTF-8 if it is valid, else as Windows-1252.
 
     Raises:
         InvalidInput: For a file that cannot be read or is binary.
@@ -181,7 +184,7 @@ class _Pictures:
 
     def __post_init__(self) -> None:
         if self.on_bad not in ("raise", "skip"):
-            raise InvalidInput("on_bad", given=repr(self.on_bad), expected="'raise' or 'skip'")
+            raise InvalidInput("on_bad", got=repr(self.on_bad), expected="'raise' or 'skip'")
 
     def read(self, source: str, page: str, where: str) -> Signal | Leaf | None:
         address = _address(source, page)
@@ -192,9 +195,9 @@ class _Pictures:
             if not _is_inside(path, self.folder):
                 raise InvalidInput(
                     str(path),
-                    given="no such file in the folder",
+                    problem="no such file in the folder",
                     expected=f"the picture that {where} shows",
-                    fix="pass on_bad='skip' to leave such pictures out",
+                    fix="Pass on_bad='skip' to leave such pictures out",
                 )
             return self.reader(path)
         except InvalidInput:
@@ -224,14 +227,14 @@ def _text_block(kind: str, content: str, language: str) -> list[str] | None:
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    """Yield the pieces of a page. Text is collected up to a tag that begins or ends a block, however tags are nested."""
+    """Yield the pieces of a page. Any tag that begins or ends a block ends a run of text."""
     try:
         from selectolax.lexbor import LexborHTMLParser
     except ImportError:
         raise MissingExtra("selectolax", "readers", "reading HTML") from None
 
     collected: list[str] = []
-    preformatted = 0  # how many <pre> are open
+    preformatted = 0  # number of open <pre> tags
     parser = LexborHTMLParser(encodable(text), scripting=True)  # else the content of <noscript> may end up outside it
     for node, opens in _tags(parser.root):
         tag = node.tag
@@ -260,7 +263,7 @@ def _flush(collected: list[str], preformatted: bool) -> Iterator[_Piece]:
 
 
 def _tags(root: LexborNode | None) -> Iterator[tuple[LexborNode, bool]]:
-    """Yield every node as it opens and as it closes, in a loop: pages may be nested deeper than Python's stack."""
+    """Yield every node as it opens and as it closes, without recursion: pages may be deeper than Python's stack."""
     node = root
     while node is not None:
         yield node, True
@@ -288,7 +291,7 @@ def _pages(root: Path) -> list[str]:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether it is a file in the folder, after following symbolic links."""
+    """Return whether the path is a file in the folder, after following symbolic links."""
     return os.path.isfile(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 

@@ -28,27 +28,27 @@ def read_image(
     """Read a picture as a `Grid` of square patches: leaves of modality "patch", uint8 `[patch, patch, 3]` in RGB.
 
     Args:
-        picture: Path of a file, its bytes, a Pillow image, or uint8 pixels of shape [height, width] or
-            [height, width, channels]. Only the first frame of an animation is read. The picture is rotated according to
-            its EXIF data; transparent pixels are shown on white.
+        picture: Path of a file, its bytes, a Pillow image, or uint8 pixels `[height, width]` or
+            `[height, width, channels]`. Only the first frame of an animation is read. The picture is rotated according to
+            its EXIF data; transparent pixels are placed on white.
         patch: Side of a patch in pixels.
-        largest: Most pixels of the longer side. Larger pictures are scaled down; they keep their aspect ratio, up to the
-            rounding of both sides to whole patches.
-        block: Side of a block in patches: gives a `Grid` of blocks, each a `Grid` of patches.
+        largest: Largest length of the longer side in pixels. Larger pictures are scaled down; both sides are rounded to
+            whole patches.
+        block: Side of a block in patches; the result is then a `Grid` of blocks, each a `Grid` of patches.
         where: Name of the picture in error messages; its path by default.
+
+    Raises:
+        InvalidInput: For a missing or damaged file, an object that is not a picture, or too many pixels.
+        MissingExtra: If `pillow` is not installed.
 
     >>> read_image(np.zeros((480, 640), np.uint8))
     Signal(Grid((10, 14)), 140 leaves, 1 family, depth 1, patch)
     >>> read_image(np.zeros((480, 640), np.uint8), block=4).domain
     Grid((3, 4))
-
-    Raises:
-        InvalidInput: For a missing or damaged file, something that is no picture, or too many pixels.
-        MissingExtra: If `pillow` is not installed.
     """
     for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block, 1)):
         if value is not None and value < least:
-            raise InvalidInput(name, given=value, expected=f"{least} or more")
+            raise InvalidInput(name, got=value, expected=f"{least} or more")
     where = where or (str(picture) if isinstance(picture, (str, PathLike)) else "picture")
     pixels = torch.from_numpy(_pixels(picture, patch, largest, where))
     patches = pixels.unflatten(0, (-1, patch)).unflatten(2, (-1, patch)).transpose(1, 2).contiguous()
@@ -74,7 +74,7 @@ def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.ui
     try:
         image = _open(picture)
         _check_pixels(image, where)
-        # JPEG can be decoded at an eighth, a quarter or half of its size, which takes most of the time of large photos.
+        # Decoding takes most of the time of large photos; JPEG can be decoded at 1/8, 1/4 or 1/2 of its size.
         full = image.size
         image.draft("RGB", (largest, largest))
         is_turned = image.getexif().get(0x0112, 1) >= 5  # the orientations that swap the sides
@@ -83,15 +83,15 @@ def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.ui
         return np.array(image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0), np.uint8)
     except InvalidInput:
         raise
-    except Exception as error:  # the decoders raise a dozen types for what they find in damaged files
-        raise InvalidInput(where, given=f"no readable picture ({error})", expected=_EXPECTED) from None
+    except Exception as error:  # decoders raise a dozen types for damaged files
+        raise InvalidInput(where, problem=f"no readable picture ({error})", expected=_EXPECTED) from None
 
 
 def _open(picture: Any) -> Image:
     from PIL import Image
 
     if isinstance(picture, Image.Image):
-        return picture.copy()  # the caller's stays as it is
+        return picture.copy()  # the caller's image is not changed
     if isinstance(picture, (bytes, bytearray)):
         return Image.open(BytesIO(picture))
     if isinstance(picture, (np.ndarray, Tensor)):
@@ -107,14 +107,14 @@ def _check_pixels(image: Image, where: str) -> None:
     if most is not None and image.width * image.height > most:
         raise InvalidInput(
             where,
-            given=f"{image.width:,} × {image.height:,} pixels",
+            got=f"{image.width:,} × {image.height:,} pixels",
             expected=f"at most {most:,}",
-            fix="if the file is to be trusted, raise PIL.Image.MAX_IMAGE_PIXELS",
+            fix="If you trust the file, raise PIL.Image.MAX_IMAGE_PIXELS",
         )
 
 
 def _whole_patches(size: tuple[int, int], patch: int, largest: int) -> tuple[int, int]:
-    """Return a size of at most `largest`, rounded to patches.
+    """Return width and height, at most `largest` and rounded to whole patches.
 
     >>> _whole_patches((640, 480), 16, 224), _whole_patches((1, 1000), 16, 224), _whole_patches((30, 20), 16, 224)
     ((224, 160), (16, 224), (32, 16))

@@ -19,29 +19,30 @@ def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: 
     left out. `from_nested` keeps each string whole instead.
 
     Args:
+        text: JSON text.
         tokenizer, language: As in `read_text`.
         where: Name of the document in error messages.
+
+    Raises:
+        InvalidInput: For invalid JSON, with line and column; a number that is not finite; a document without values.
 
     >>> print(read_json('{"name": "Ada Lovelace", "years": [1815, 1852], "tags": []}').show())
     Table('name', 'years') · 4 leaves · text, number
     ├─ .name Sequence(1) · 2 leaves · text
     │  └─ [0] Sequence(2) · 2 leaves · text · 'Ada' 'Lovelace'
     └─ .years Sequence(2) · 2 leaves · number · 1815.0 1852.0
-
-    Raises:
-        InvalidInput: For invalid JSON, with line and column; a number that is not finite; a document without values.
     """
     document = parse_json(check_text(text, where), where)
     try:
         outline = _outline(document, language, where)
-        whole = [outline] if isinstance(outline, Leaf) else outline  # a number alone is no signal
-        return build_signal(whole, tokenizer, where=where, given="no values", expected="at least one")
+        whole = [outline] if isinstance(outline, Leaf) else outline  # a signal has members, a number has none
+        return build_signal(whole, tokenizer, where=where, problem="no values", expected="at least one")
     except RecursionError:
         raise _too_deep(where) from None
 
 
 def parse_json(text: str, where: str, line: int = 1) -> Any:
-    """Parse a JSON text that begins in this line of its file.
+    """Parse a JSON text that begins at line `line` of its file.
 
     Raises:
         InvalidInput: For invalid JSON, with line and column.
@@ -50,11 +51,11 @@ def parse_json(text: str, where: str, line: int = 1) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         location = f"{where}: line {line + error.lineno - 1}, column {error.colno}"
-        raise InvalidInput(location, given=f"no JSON ({error.msg})", expected="JSON") from None
+        raise InvalidInput(location, problem=f"invalid JSON ({error.msg})", expected="JSON") from None
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError:  # an integer of thousands of digits
-        raise InvalidInput(f"{where}: line {line}", given="a number too long to read", expected="JSON") from None
+        raise InvalidInput(f"{where}: line {line}", got="a number too long to read", expected="JSON") from None
 
 
 def _outline(value: Any, language: str, where: str) -> Any:
@@ -73,7 +74,7 @@ def finite(value: Any, where: str) -> float:
     """Return a number as a float.
 
     Raises:
-        InvalidInput: For something else, or a number that is infinite or too large for a float.
+        InvalidInput: For an object that is not a number, or a number that is not finite as a float.
     """
     try:
         number = float(value)
@@ -81,10 +82,10 @@ def finite(value: Any, where: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         shown = repr(value)
-        given = shown if len(shown) <= 60 else f"{shown[:59]}…"
-        raise InvalidInput(where, given=given, expected="a finite number")
+        got = shown if len(shown) <= 60 else f"{shown[:59]}…"
+        raise InvalidInput(where, got=got, expected="a finite number")
     return number
 
 
 def _too_deep(where: str) -> InvalidInput:
-    return InvalidInput(where, given="JSON nested too deeply to read", expected="fewer levels")
+    return InvalidInput(where, got="JSON nested too deeply to read", expected="fewer levels")

@@ -15,9 +15,9 @@ from hsa.signals.signal import Signal
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
 
-# A first line of dashes with text right under it opens front matter; with a blank line under it, it is a rule.
+# A first line of dashes opens front matter if text follows in the next line; otherwise it is a rule.
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\n]*\S).*?^(?:---|\.\.\.)[ \t]*$", re.DOTALL | re.MULTILINE)
-_DEEPEST = 100  # levels of quotes and lists; the parser leaves out what is deeper
+_DEEPEST = 100  # levels of quotes and lists; the parser leaves out deeper ones
 
 
 def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "markdown") -> Signal:
@@ -26,18 +26,23 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
     | Markdown               | becomes                                                                            |
     |------------------------|------------------------------------------------------------------------------------|
     | heading and what follows | a section, `Table("heading", "body")`: sentences → tokens; blocks and subsections |
-    | paragraph              | sentences → tokens; of a picture its description, of a link its text               |
+    | paragraph              | sentences → tokens; pictures give their descriptions, links their texts            |
     | list                   | items → blocks                                                                     |
     | quote                  | blocks                                                                             |
     | code block             | lines → tokens                                                                     |
     | table                  | rows → cells → sentences → tokens                                                  |
-    | HTML block             | its blocks, as `read_html` finds them                                              |
+    | HTML block             | its blocks, as in `read_html`                                                      |
 
     A heading with nothing under it is a `Table("heading")`. Front matter, rules and comments are left out.
 
     Args:
+        text: Markdown text.
         tokenizer, language: As in `read_text`.
         where: Name of the text in error messages.
+
+    Raises:
+        InvalidInput: For a text without words, or an object that is not a tokenizer.
+        MissingExtra: If `markdown-it-py`, `selectolax`, `sentencex` or `tokenizers` is not installed.
 
     >>> print(read_markdown("# Rivers\\n\\nThey flow.\\n\\n## The Rhine\\n\\n- long\\n- wide").show())
     Sequence(1) · 8 leaves · text
@@ -53,10 +58,6 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
              └─ .body Sequence(1) · 2 leaves · text
                 └─ [0] Sequence(2) · 2 leaves · text
     ...
-
-    Raises:
-        InvalidInput: For a text without words or an object that is no tokenizer.
-        MissingExtra: If `markdown-it-py`, `selectolax`, `sentencex` or `tokenizers` is not installed.
     """
     try:
         from markdown_it import MarkdownIt
@@ -87,7 +88,7 @@ def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
 
 
 def _block(node: SyntaxTreeNode, language: str) -> list[Any]:
-    """Return the outline of one block that is no heading: one entry, or an entry per block of HTML."""
+    """Return the outline of a block other than a heading: one entry, or an entry per block of HTML."""
     if node.type in ("fence", "code_block"):
         return [lines(node.content)]
     if node.type == "html_block":

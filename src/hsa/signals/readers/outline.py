@@ -1,4 +1,4 @@
-"""Build a signal from a nested outline of texts. Readers make outlines; all texts of an outline are tokenized together.
+"""Build a signal from a nested outline of texts; all texts of an outline are tokenized in one call.
 
 An outline is one of
 
@@ -7,7 +7,7 @@ An outline is one of
 - a dictionary of outlines: a `Table`;
 - a `Signal` or a `Leaf`: itself.
 
-Outlines are a few levels deep, so plain recursion is enough.
+Outlines are only a few levels deep: functions may recurse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hsa.signals.signal import Leaf, Signal
 
 
 class Unordered(list):
-    """Members whose order means nothing."""
+    """Members whose order has no meaning."""
 
 
 def build_signal(
@@ -30,13 +30,18 @@ def build_signal(
     tokenizer: Any,
     *,
     where: str,
-    given: str = "a text without tokens",
+    problem: str = "no tokens",
     expected: str = "at least one word",
 ) -> Signal:
-    """Return the signal of an outline, without texts that have no tokens and without families that are empty then.
+    """Return the signal of an outline, without texts that have no tokens and without families that become empty.
 
     Args:
-        where, given, expected: Parts of the error message when nothing is left.
+        outline: Nested texts (see the top of this file).
+        tokenizer: As in `read_text`.
+        where, problem, expected: Parts of the error message if nothing is left.
+
+    Raises:
+        InvalidInput: If nothing is left, or for an object that is not a tokenizer.
 
     >>> print(build_signal({"title": ["Two cats"], "body": [["They sat."], [""]]}, None, where="page").show())
     Table('title', 'body') · 5 leaves · text
@@ -45,15 +50,12 @@ def build_signal(
     └─ .body Sequence(1) · 3 leaves · text
        └─ [0] Sequence(1) · 3 leaves · text
           └─ [0] Sequence(3) · 3 leaves · text · 'They' 'sat' '.'
-
-    Raises:
-        InvalidInput: If nothing is left, or for an object that is no tokenizer.
     """
     texts = list(_texts(outline))
     families = token_families(texts, tokenizer) if texts else []
     signal: Any = _build(outline, iter(families))
     if signal is None:
-        raise InvalidInput(where, given=given, expected=expected)
+        raise InvalidInput(where, problem=problem, expected=expected)
     return signal
 
 

@@ -23,39 +23,40 @@ _LAYOUT = frozenset(
 def read_python(source: str, tokenizer: Any = None, *, where: str = "python") -> Signal:
     """Read a module as a `Sequence` of statements, in which classes, functions and other blocks nest.
 
-    A statement on its own is a family of tokens. A class, a function, a loop and the like is a `Sequence`: first its
+    A simple statement is a family of tokens. A class, a function, a loop or another block is a `Sequence`: first its
     header (for a function the decorators and the `def` line), then its statements, then a `Sequence` of the same form
     for each further branch (`elif`, `else`, `except`, `finally`, `case`).
 
     Args:
-        tokenizer: As in `read_text`, for the source of each statement or header. Without one the leaves are the names,
+        source: Source of the module.
+        tokenizer: As in `read_text`, for the source of each statement or header. By default the leaves are the names,
             operators, numbers and strings of the language. Comments between statements are left out.
         where: Name of the module in error messages.
+
+    Raises:
+        InvalidInput: For invalid Python (with the line), no statements, or nesting too deep for Python's parser.
 
     >>> print(read_python("def double(x):\\n    return 2 * x\\n").show())
     Sequence(1) · 10 leaves · text
     └─ [0] Sequence(2) · 10 leaves · text
        ├─ [0] Sequence(6) · 6 leaves · text · 'def' 'double' '(' 'x' ')' ':'
        └─ [1] Sequence(4) · 4 leaves · text · 'return' '2' '*' 'x'
-
-    Raises:
-        InvalidInput: For invalid Python (with the line), no statements, or nesting too deep for Python's parser.
     """
     source = normalize_newlines(check_text(source, where))
     module = _parse(source, where)
     units = _Units(source, whole=tokenizer is not None, where=where)
     outline = [_statement(statement, units) for statement in module.body]
-    return build_signal(outline, tokenizer, where=where, given="no statements", expected="at least one")
+    return build_signal(outline, tokenizer, where=where, problem="no statements", expected="at least one")
 
 
 def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Literal["class", "function"], str]]:
     """Yield the name, kind and source of every class and function at the top level of a module, decorators included.
 
-    >>> list(definitions("import os\\n\\n@cache\\ndef f(): ...\\n\\nclass A:\\n    def g(self): ...\\n"))
-    [('f', 'function', '@cache\\ndef f(): ...'), ('A', 'class', 'class A:\\n    def g(self): ...')]
-
     Raises:
         InvalidInput: For invalid Python, with the line.
+
+    >>> list(definitions("import os\\n\\n@cache\\ndef f(): ...\\n\\nclass A:\\n    def g(self): ...\\n"))
+    [('f', 'function', '@cache\\ndef f(): ...'), ('A', 'class', 'class A:\\n    def g(self): ...')]
     """
     source = normalize_newlines(check_text(source, where))
     lines = source.split("\n")
@@ -64,48 +65,50 @@ def definitions(source: str, *, where: str = "python") -> Iterator[tuple[str, Li
             first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
             while node.decorator_list and not lines[first - 1].startswith("@"):  # @(\n decorator)
                 first -= 1
-            # To the end of the line: nothing but a comment or a semicolon can follow there.
+            # Up to the end of the line: only a comment or a semicolon can follow the definition.
             text = "\n".join(lines[first - 1 : node.end_lineno])
             yield node.name, "class" if isinstance(node, ast.ClassDef) else "function", text
 
 
 def load_python(path: str | PathLike[str]) -> str:
-    """Load the source in a file, in the encoding that its first lines name, else in UTF-8.
+    """Load the source in a file, in the encoding that its first lines declare, UTF-8 by default.
 
     Raises:
-        InvalidInput: naming the file, when it cannot be read or is not in its encoding.
+        InvalidInput: For a file that cannot be read or is not in its encoding; the message names it.
     """
     data = load_bytes(path)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     except SyntaxError as error:
-        raise InvalidInput(str(path), given=error.msg, expected="Python source") from None
+        raise InvalidInput(str(path), problem=f"invalid Python ({error.msg})", expected="Python source") from None
     return decode_text(data, encoding=encoding, where=str(path))
 
 
 def _parse(source: str, where: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what the source does, which is not run here
+            warnings.simplefilter("ignore")  # the source is not run
             return ast.parse(source)
     except SyntaxError as error:
-        raise InvalidInput(f"{where}:{error.lineno}", given=f"no Python ({error.msg})", expected="Python") from None
+        raise InvalidInput(
+            f"{where}:{error.lineno}", problem=f"invalid Python ({error.msg})", expected="Python source"
+        ) from None
     except (RecursionError, MemoryError):
-        raise InvalidInput(where, given="source nested too deeply to parse", expected="fewer levels") from None
+        raise InvalidInput(where, got="source nested too deeply to parse", expected="fewer levels") from None
     except ValueError as error:  # NUL characters, halves of surrogate pairs
-        raise InvalidInput(where, given=f"no Python ({error})", expected="Python") from None
+        raise InvalidInput(where, problem=f"invalid Python ({error})", expected="Python source") from None
 
 
 class _Units:
-    """The tokens of a module, read one statement or header after another."""
+    """Tokens of a module, taken one statement or header at a time."""
 
     def __init__(self, source: str, *, whole: bool, where: str):
         self._lines = source.split("\n")
-        self._whole = whole  # the text of a unit as it stands, for a tokenizer
+        self._whole = whole  # a unit is its source text, for a tokenizer, rather than a signal of tokens
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
         except (tokenize.TokenError, SyntaxError) as error:
-            raise InvalidInput(where, given=f"no Python ({error})", expected="Python") from None
+            raise InvalidInput(where, problem=f"invalid Python ({error})", expected="Python source") from None
         self._tokens = [token for token in tokens if token.type not in _LAYOUT]
         self._next = 0
 
@@ -137,7 +140,7 @@ class _Units:
 
 
 def _statement(node: ast.stmt, units: _Units) -> Any:
-    """Return the outline of a statement. Only blocks recurse, which Python nests at most a hundred deep."""
+    """Return the outline of a statement. Only blocks recurse; Python nests them at most a hundred deep."""
     if isinstance(node, ast.Match):
         return [units.take(), *(_branch(case.body, units) for case in node.cases)]
     bodies = list(_bodies(node))
@@ -153,7 +156,7 @@ def _branch(body: list[ast.stmt], units: _Units, decorators: int = 0) -> list[An
 
 
 def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Return the statements under each header of a statement, in source order; none for a simple one."""
+    """Yield the statements under each header of a statement, in source order; nothing for a simple statement."""
     while isinstance(node, ast.If) and _is_elif(node):  # a loop, because each `elif` is nested in the one before
         yield node.body
         node = node.orelse[0]
@@ -163,5 +166,5 @@ def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _is_elif(node: ast.If) -> bool:
-    """Return whether the next branch is an `elif`: it begins in the column of the `if`; an `if` inside `else` does not."""
+    """Return whether the next branch is an `elif`, which begins in the column of the `if`, unlike an `if` inside `else`."""
     return len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) and node.orelse[0].col_offset == node.col_offset

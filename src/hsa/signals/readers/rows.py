@@ -1,4 +1,4 @@
-"""Read the rows of tables in files, and columns of a row as a signal."""
+"""Load tables from files, and read columns of a row as a signal."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
 from hsa.signals.signal import Leaf, Signal
 
-_LONGEST_FIELD = 2**31 - 1  # what csv can be told on every system
-_NAME_COLUMNS = "name the columns in the first line, each once"
+_LONGEST_FIELD = 2**31 - 1  # the largest limit that csv accepts on every system
+_NAME_COLUMNS = "Name the columns in the first line, each once"
 
 
 class Rows:
-    """The rows of a file, by index from 0, and their columns, by name. Values of text files stay strings.
+    """Rows of a file, by index, and columns, by name. Values of text files are strings.
 
     Args:
         file: Name of the file, for messages.
         columns: Values of each column, all of one length.
-        lines: Line in which each row begins, counted from 1, if known.
+        lines: Line in which each row begins, counted from 1; None if unknown.
 
     Raises:
-        InvalidInput: For no rows.
+        InvalidInput: If there are no rows.
 
     >>> rows = Rows("cats.csv", {"name": ["Tom", "Kit"], "age": ["3", "5"]}, lines=[2, 3])
     >>> rows.columns, len(rows), rows.row(1), rows.column("age"), rows.where(1)
@@ -48,16 +48,16 @@ class Rows:
         self._lines = lines
         self._length = len(next(iter(columns.values()), ()))
         if not self._length:
-            raise InvalidInput(file, given="no rows", expected="at least one")
+            raise InvalidInput(file, problem="no rows", expected="at least one")
 
     def __len__(self) -> int:
         return self._length
 
     def column(self, name: str) -> list[Any]:
-        """Return all values of a column; None where a row has none.
+        """Return the values of a column; None stands for a missing value.
 
         Raises:
-            InvalidInput: For an unknown column; it lists the columns.
+            InvalidInput: For an unknown column; the message lists the columns.
         """
         _check_column(name, self.columns, self.file)
         return list(self._columns[name])
@@ -67,7 +67,7 @@ class Rows:
         return {name: values[index] for name, values in self._columns.items()}
 
     def where(self, index: int) -> str:
-        """Return the name of a row in messages, counted from 1."""
+        """Return the name of a row for messages: the file, and the row counted from 1."""
         line = "" if self._lines is None else f" (line {self._lines[index]})"
         return f"{self.file}: row {index + 1}{line}"
 
@@ -75,8 +75,13 @@ class Rows:
 def load_rows(path: str | PathLike[str]) -> Rows:
     """Load the rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; text formats may be compressed (.gz).
 
-    CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. Columns that
-    a row does not have are None there.
+    CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. A value that a row
+    does not have is None.
+
+    Raises:
+        InvalidInput: For an unknown format, a damaged file, an encoding other than UTF-8, no rows, missing or repeated names
+            in the first line, more fields than names, or invalid JSON; the message names file and line.
+        MissingExtra: If `pyarrow` is not installed, for .parquet.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -85,11 +90,6 @@ def load_rows(path: str | PathLike[str]) -> Rows:
     ...     rows = load_rows(path)
     >>> rows.row(1), rows.where(1).removeprefix(folder)
     ({'name': 'Kit', 'likes': 'milk'}, '/cats.csv: row 2 (line 4)')
-
-    Raises:
-        InvalidInput: For an unknown format, damage, another encoding than UTF-8, no rows, missing or repeated names in the
-            first line, more fields than names, or invalid JSON; it names file and line.
-        MissingExtra: If `pyarrow` is not installed, for .parquet.
     """
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compressed = suffixes[-1:] == [".gz"]
@@ -98,9 +98,7 @@ def load_rows(path: str | PathLike[str]) -> Rows:
         return _parquet_rows(path)
     if suffix not in _READERS:
         known = ", ".join([*_READERS, ".parquet"])
-        raise InvalidInput(
-            str(path), given=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format"
-        )
+        raise InvalidInput(str(path), got=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format")
     return _READERS[suffix](_load(path, compressed), str(path))
 
 
@@ -118,15 +116,21 @@ def read_row(
 ) -> Signal:
     """Read columns of a row as a `Table`: texts as in `read_text`, numbers as floats, pictures as patches.
 
-    Missing values (None, NaN, empty) are left out. A single column of text, and no other, is the text's own signal.
+    Missing values (None, NaN, empty strings) are left out. If there is one column of text and no other, the result is the
+    signal of that text.
 
     Args:
-        text, number, image: Names of columns; this is also their order in the table.
+        row: Values by column.
+        text, number, image: Names of the columns of each kind, in the order for the table.
         tokenizer, language: As in `read_text`.
         folder: Folder that the paths of pictures are relative to. A picture may also be its bytes, or a dictionary with
             "bytes" and "path", as in the data sets of Hugging Face.
-        image_reader: Function that reads a picture, given it and `where`, such as `functools.partial(read_image, patch=8)`.
+        image_reader: Function of a picture and `where` that reads it, such as `functools.partial(read_image, patch=8)`.
         where: Name of the row in error messages, such as `rows.where(i)`.
+
+    Raises:
+        InvalidInput: For an unknown column, a value of the wrong kind, a picture that cannot be read, or a row without
+            values; the message names row and column.
 
     >>> row = {"title": "Two cats", "price": "3.50", "stars": None}
     >>> print(read_row(row, text=["title"], number=["price", "stars"]).show())
@@ -135,10 +139,6 @@ def read_row(
     │  └─ [0] Sequence(1) · 2 leaves · text
     │     └─ [0] Sequence(2) · 2 leaves · text · 'Two' 'cats'
     └─ .price number · 3.5
-
-    Raises:
-        InvalidInput: For an unknown column, a value of the wrong kind, a picture that cannot be read, or no values at all;
-            it names row and column.
     """
 
     def read_picture(value: Any, cell: str) -> Signal | Leaf:
@@ -154,21 +154,21 @@ def read_row(
     kind_of: list[str] = []
     for kind, names, read in kinds:
         if isinstance(names, str):
-            raise InvalidInput(kind, given=repr(names), expected="a list of columns", fix=f"write {kind}=[{names!r}]")
+            raise InvalidInput(kind, got=repr(names), expected="a list of columns", fix=f"Write {kind}=[{names!r}]")
         for name in names:
             _check_column(name, row, where)
             if name in outline:
-                raise InvalidInput(where, given=f"the column {name!r} twice", expected="each column once")
+                raise InvalidInput(where, got=f"the column {name!r} twice", expected="each column once")
             kind_of.append(kind)
             outline[name] = [] if _is_missing(row[name]) else read(row[name], f"{where}, column {name!r}")
     if not outline:
-        raise InvalidInput("columns", given="none", expected="at least one of text, number or image")
+        raise InvalidInput("columns", problem="none given", expected="at least one of text, number or image")
     only_text = kind_of == ["text"]
     return build_signal(
         next(iter(outline.values())) if only_text else outline,
         tokenizer,
         where=where,
-        given="no values",
+        problem="no values",
         expected=f"at least one in {_listed(outline)}",
     )
 
@@ -179,7 +179,7 @@ def _load(path: str | PathLike[str], compressed: bool) -> str:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise InvalidInput(str(path), given=f"damaged data ({error})", expected="a gzip file") from None
+            raise InvalidInput(str(path), got=f"damaged data ({error})", expected="a gzip file") from None
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -187,7 +187,7 @@ def _load(path: str | PathLike[str], compressed: bool) -> str:
         return decode_text(data, where=f"{path}: line {line}")
     text = decode_text(data, where=str(path))
     if not text.strip():
-        raise InvalidInput(str(path), given="an empty file", expected="rows")
+        raise InvalidInput(str(path), got="an empty file", expected="rows")
     return text
 
 
@@ -202,9 +202,9 @@ def _separated_rows(delimiter: str) -> Callable[[str, str], Rows]:
             if len(fields) > len(names):
                 raise InvalidInput(
                     f"{file}: row {len(lines) + 1} (line {line})",
-                    given=f"{len(fields)} fields",
+                    got=f"{len(fields)} fields",
                     expected=f"at most {len(names)}, one for each of {_listed(names)}",
-                    fix="put quotes around a field with a delimiter in it",
+                    fix="Put quotes around a field with a delimiter in it",
                 )
             lines.append(line)
             for column, field in zip(columns, [*fields, *[None] * (len(names) - len(fields))], strict=True):
@@ -227,28 +227,28 @@ def _records(text: str, delimiter: str, file: str) -> Iterator[tuple[int, list[s
     except csv.Error as error:
         raise InvalidInput(
             f"{file}: line {line}",
-            given=f"a row that cannot be read ({error})",
+            got=f"a row that cannot be read ({error})",
             expected="fields in quotes that are closed",
-            fix="double the quotes inside a quoted field",
+            fix="Double the quotes inside a quoted field",
         ) from None
     finally:
         csv.field_size_limit(limit)
 
 
 def _column_names(header: list[str], file: str) -> list[str]:
-    """Return the header, with names for columns without one, such as the row numbers that pandas writes."""
+    """Return the header, with a made-up name for a column without one, such as the row numbers that pandas writes."""
     where = f"{file}: line 1"
     decimal = next((name for name in header if _is_decimal(name)), None)
     if decimal is not None or not any(name.strip() for name in header):
-        given = "no names of columns" if decimal is None else f"the name {decimal!r}, a number"
-        raise InvalidInput(where, given=given, expected="the names of the columns", fix=_NAME_COLUMNS)
+        problem = "no names of columns" if decimal is None else f"{decimal!r} is a number"
+        raise InvalidInput(where, problem=problem, expected="the names of the columns", fix=_NAME_COLUMNS)
     names = [name.strip() or f"column {number}" for number, name in enumerate(header, 1)]
     _check_distinct(names, where, _NAME_COLUMNS)
     return names
 
 
 def _is_decimal(name: str) -> bool:
-    """Return whether a name is a fraction; integers are names in many tables, such as years."""
+    """Return whether a name is a fraction; integers such as years are names in many tables."""
     try:
         return not float(name).is_integer() and math.isfinite(float(name))
     except ValueError:
@@ -258,7 +258,7 @@ def _is_decimal(name: str) -> bool:
 def _json_rows(text: str, file: str) -> Rows:
     document = parse_json(text, file)
     if not isinstance(document, list):
-        raise InvalidInput(file, given=f"a JSON {type(document).__name__}", expected="a list of objects")
+        raise InvalidInput(file, got=f"a JSON {type(document).__name__}", expected="a list of objects")
     return _object_rows(document, file, None)
 
 
@@ -271,8 +271,8 @@ def _object_rows(objects: list[Any], file: str, lines: list[int] | None) -> Rows
     for index, value in enumerate(objects):
         if not isinstance(value, dict):
             line = "" if lines is None else f" (line {lines[index]})"
-            given = f"a JSON {type(value).__name__}"
-            raise InvalidInput(f"{file}: row {index + 1}{line}", given=given, expected="an object")
+            got = f"a JSON {type(value).__name__}"
+            raise InvalidInput(f"{file}: row {index + 1}{line}", got=got, expected="an object")
     names = dict.fromkeys(name for value in objects for name in value)
     return Rows(file, {name: [value.get(name) for value in objects] for name in names}, lines)
 
@@ -288,13 +288,13 @@ def _parquet_rows(path: str | PathLike[str]) -> Rows:
     try:
         table = parquet.ParquetFile(pyarrow.BufferReader(data)).read()
     except (pyarrow.ArrowException, OSError) as error:
-        raise InvalidInput(str(path), given=f"damaged data ({error})", expected="a Parquet file") from None
-    _check_distinct(table.column_names, str(path), "rename one of them")
+        raise InvalidInput(str(path), got=f"damaged data ({error})", expected="a Parquet file") from None
+    _check_distinct(table.column_names, str(path), "Rename one of them")
     return Rows(str(path), {name: _ArrowColumn(table[name]) for name in table.column_names})
 
 
 class _ArrowColumn(Sequence):
-    """A column of Arrow; values become Python objects on access."""
+    """Column of an Arrow table; values become Python objects on access."""
 
     def __init__(self, values: Any):
         self._values = values
@@ -321,14 +321,14 @@ _READERS: dict[str, Callable[[str, str], Rows]] = {
 def _check_column(name: str, columns: Iterable[str], where: str) -> None:
     if name not in columns:
         close = difflib.get_close_matches(name, columns, 1, cutoff=0.5)
-        fix = f"did you mean {close[0]!r}?" if close else None
-        raise InvalidInput(where, given=f"the column {name!r}", expected=f"one of {_listed(columns)}", fix=fix)
+        fix = f"Did you mean {close[0]!r}?" if close else None
+        raise InvalidInput(where, got=f"the column {name!r}", expected=f"one of {_listed(columns)}", fix=fix)
 
 
 def _check_distinct(names: list[str], where: str, fix: str) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise InvalidInput(where, given=f"the column {name!r} {count} times", expected="distinct names", fix=fix)
+            raise InvalidInput(where, got=f"the column {name!r} {count} times", expected="distinct names", fix=fix)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -345,7 +345,7 @@ def _is_missing(value: Any) -> bool:
 
 def _as_text(value: Any, where: str) -> str:
     if not isinstance(value, (str, bool, int, float)):
-        raise InvalidInput(where, given=f"a {type(value).__name__}", expected="text")
+        raise InvalidInput(where, got=f"a {type(value).__name__}", expected="text")
     return str(value)
 
 

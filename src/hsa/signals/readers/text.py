@@ -14,8 +14,8 @@ from hsa.signals.signal import Signal
 
 __all__ = ["LANGUAGES", "decode_text", "load_text", "read_text", "read_text_file", "train_tokenizer"]
 
-# Languages for which sentencex has its own rules; for others it silently uses those of a related language or of English.
-# The package has no such list.
+# Languages for which sentencex has its own rules, a list that the package does not offer. It splits other languages by the
+# rules of a related language or of English, without a warning.
 _CODES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 LANGUAGES = frozenset(_CODES.split())
 
@@ -24,17 +24,23 @@ _LINE_END = re.compile(r"\s*\n\s*")
 
 
 def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "text") -> Signal:
-    """Read a text as a signal of depth 3: paragraphs at blank lines, sentences by `sentencex`, tokens.
+    """Read a text as a signal of depth 3: paragraphs → sentences → tokens.
+
+    Blank lines separate paragraphs; `sentencex` splits sentences, which are tokenized one by one without the space around
+    them.
 
     Args:
+        text: Text to read.
         tokenizer: Tokenizer of sentences, used without special tokens: a `tokenizers.Tokenizer`, the path of a
-            tokenizer.json, or an object with Hugging Face's `encode(text, add_special_tokens=False)`. Without one the
+            tokenizer.json, or an object with Hugging Face's `encode(text, add_special_tokens=False)`. By default the
             leaves are words and punctuation marks, as strings.
         language: Code such as "en" or "de", for the sentence splitter. Languages without rules (see `LANGUAGES`) are
             split as a related language, or as English.
         where: Name of the text in error messages.
 
-    Sentences are tokenized one by one, stripped of the space around them.
+    Raises:
+        InvalidInput: For a text without words, or an object that is not a tokenizer.
+        MissingExtra: If `sentencex` or `tokenizers` is not installed.
 
     >>> print(read_text("It rained. Dr. Ito stayed in.\\n\\nThe cat did not.").show())
     Sequence(2) · 14 leaves · text
@@ -43,10 +49,6 @@ def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: 
     │  └─ [1] Sequence(6) · 6 leaves · text · 'Dr' '.' 'Ito' 'stayed' 'in' '.'
     └─ [1] Sequence(1) · 5 leaves · text
        └─ [0] Sequence(5) · 5 leaves · text · 'The' 'cat' 'did' 'not' '.'
-
-    Raises:
-        InvalidInput: For a text without words or an object that is no tokenizer.
-        MissingExtra: If `sentencex` or `tokenizers` is not installed.
     """
     return build_signal(paragraphs(text, language, where=where), tokenizer, where=where)
 
@@ -57,7 +59,13 @@ def read_text_file(
     """Read a text file as `read_text` does.
 
     Raises:
-        InvalidInput: For a file that is missing, is not text in this encoding, or has no words; it names the file.
+        InvalidInput: For a file that is missing, is not text in this encoding, or has no words; the message names it.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+    ...     _ = file.write(b"It rains. Stay in.") + file.seek(0)
+    ...     read_text_file(file.name).num_leaves
+    6
     """
     return read_text(load_text(path, encoding=encoding), tokenizer, language, where=str(path))
 
@@ -71,14 +79,16 @@ def load_bytes(path: str | PathLike[str], *, expected: str = "a readable text fi
     """Load the bytes of a file.
 
     Raises:
-        InvalidInput: For a file that cannot be read; it names the file.
+        InvalidInput: For a file that cannot be read; the message names it.
     """
     try:
         return Path(path).read_bytes()
+    except IsADirectoryError:
+        raise InvalidInput(where or str(path), got="a folder", expected=expected) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        named: dict[type, str] = {FileNotFoundError: "no such file", IsADirectoryError: "a directory"}
-        given = named.get(type(error)) or getattr(error, "strerror", None) or error
-        raise InvalidInput(where or str(path), given=given, expected=expected) from None
+        missing = isinstance(error, FileNotFoundError)
+        problem = "no such file" if missing else f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise InvalidInput(where or str(path), problem=problem, expected=expected) from None
 
 
 def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") -> str:
@@ -90,30 +100,30 @@ def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") ->
     if b"\0" in data and "\0" in data.decode(encoding, errors="replace"):
         raise InvalidInput(
             where,
-            given="binary data (it has NUL bytes)",
+            got="binary data (it has NUL bytes)",
             expected=f"text in {encoding}",
-            fix=f"if it is text in another encoding, convert it to {encoding}",
+            fix=f"If it is text in another encoding, convert it to {encoding}",
         )
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidInput(
             where,
-            given=f"the byte 0x{data[error.start]:02x} at offset {error.start:,}",
+            got=f"the byte 0x{data[error.start]:02x} at offset {error.start:,}",
             expected=f"text in {encoding}",
-            fix=f"if it is text in another encoding, convert it to {encoding}",
+            fix=f"If it is text in another encoding, convert it to {encoding}",
         ) from None
 
 
 def paragraphs(text: str, language: str, *, where: str) -> list[list[str]]:
-    """Return the sentences of each paragraph. Lines may be wrapped anywhere in a paragraph.
+    """Return the sentences of each paragraph; line breaks within a paragraph do not matter.
+
+    Raises:
+        InvalidInput: For an object that is not a string.
+        MissingExtra: If `sentencex` is not installed.
 
     >>> paragraphs("It rained.  It\\nsnowed.\\n\\nThen what?", "en", where="text")
     [['It rained.', 'It snowed.'], ['Then what?']]
-
-    Raises:
-        InvalidInput: For something other than a string.
-        MissingExtra: If `sentencex` is not installed.
     """
     parts = _BLANK_LINES.split(normalize_newlines(check_text(text, where)))
     return [sentences(stripped, language) for part in parts if (stripped := part.strip())]
@@ -148,6 +158,7 @@ def normalize_newlines(text: str) -> str:
 
 
 def check_text(text: Any, where: str) -> str:
+    """Return the text; raise if it is not a string."""
     if not isinstance(text, str):
-        raise InvalidInput(where, given=type(text).__name__, expected="a string")
+        raise InvalidInput(where, got=f"a value of type {type(text).__name__}", expected="a string")
     return text

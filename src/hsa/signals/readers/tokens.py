@@ -1,4 +1,4 @@
-"""Split sentences, lines or statements into families of tokens: words, or the ids of a tokenizer."""
+"""Split texts into families of tokens: words, or ids of a tokenizer; train and load tokenizers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hsa.signals.signal import Signal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# All texts in, the tokens of each out.
+# Maps texts to the tokens of each.
 _Split = Callable[[list[str]], list[list[Any]]]
 
 
 def token_families(texts: list[str], tokenizer: Any) -> list[Signal | None]:
     """Return a family of tokens per text, None for a text without tokens. The tokenizer is called once.
 
+    Raises:
+        InvalidInput: For an object that is not a tokenizer.
+        MissingExtra: If `tokenizers` is not installed.
+
     >>> token_families(["It rained.", " "], None)
     [Signal(Sequence(3), 3 leaves, 1 family, depth 1, text), None]
-
-    Raises:
-        InvalidInput: For an object that is no tokenizer.
-        MissingExtra: If `tokenizers` is not installed.
     """
     tokens = _splitting(tokenizer)([encodable(text) for text in texts])
     if all(isinstance(of_text[0], str) for of_text in tokens if of_text):
@@ -46,22 +46,26 @@ def encodable(text: str) -> str:
 
 
 def load_tokenizer(tokenizer: Any) -> Any:
-    """Load a tokenizer, given the path of a tokenizer.json; return anything else as it is.
+    """Load the tokenizer of a tokenizer.json; return an object that is not a path unchanged.
 
     Raises:
-        InvalidInput: For a file that is missing or holds no tokenizer; it names the file.
+        InvalidInput: For a file that is missing or holds no tokenizer; the message names it.
         MissingExtra: If `tokenizers` is not installed.
+
+    >>> load_tokenizer("tokenizer.json")
+    Traceback (most recent call last):
+    hsa.errors.InvalidInput: tokenizer.json: no such file; expected a tokenizer.json
     """
     if not isinstance(tokenizer, (str, PathLike)):
         return tokenizer
     library = _import_tokenizers()
     if not Path(tokenizer).is_file():
-        raise InvalidInput(str(tokenizer), given="no such file", expected="a tokenizer.json")
+        raise InvalidInput(str(tokenizer), problem="no such file", expected="a tokenizer.json")
     try:
         return library.Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the package raises plain Exception for every fault in the file
+    except Exception as error:  # the package raises plain Exception for any fault in the file
         raise InvalidInput(
-            str(tokenizer), given=f"a file that does not load ({error})", expected="a tokenizer.json"
+            str(tokenizer), got=f"a file that does not load ({error})", expected="a tokenizer.json"
         ) from None
 
 
@@ -70,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: It
 
     Args:
         texts: Texts to train on.
-        vocab_size: Most tokens, 256 of them the bytes.
+        vocab_size: Largest number of tokens, including the 256 bytes.
         special_tokens: Tokens that are never split.
 
     >>> tokenizer = train_tokenizer(["the cat and the hat"], 260)
@@ -79,10 +83,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: It
     """
     special = list(special_tokens)
     if isinstance(texts, str):
-        raise InvalidInput("texts", given="one string", expected="a list of strings", fix="wrap it: [text]")
+        raise InvalidInput("texts", got="one string", expected="a list of strings", fix="Wrap it: [text]")
     if vocab_size < 256 + len(special):
         raise InvalidInput(
-            "vocab_size", given=vocab_size, expected=f"{256 + len(special)} or more: 256 bytes and the special tokens"
+            "vocab_size", got=vocab_size, expected=f"{256 + len(special)} or more: 256 bytes and the special tokens"
         )
     library = _import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -119,13 +123,13 @@ def _splitting(tokenizer: Any) -> _Split:
         return lambda texts: [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     raise InvalidInput(
         "tokenizer",
-        given=f"a {type(tokenizer).__name__}",
+        got=f"a value of type {type(tokenizer).__name__}",
         expected="a tokenizers.Tokenizer, the path of a tokenizer.json, or an object with encode()",
     )
 
 
 def _whole(tokenizer: Any) -> Any:
-    """Return the tokenizer without the padding and truncation of its tokenizer.json; the given one is not changed."""
+    """Return the tokenizer without padding and truncation: a copy, if its tokenizer.json has any."""
     if tokenizer.padding is None and tokenizer.truncation is None:
         return tokenizer
     copy = type(tokenizer).from_str(tokenizer.to_str())

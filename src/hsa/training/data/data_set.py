@@ -1,4 +1,4 @@
-"""`DataSet`: examples as one large batch with a target for each, kept in one file."""
+"""Data sets: examples in one large batch, each with a target, saved in one file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
 from hsa.tree.hierarchy import Hierarchy, Structure
 
 CHUNK = 1024
-"""Signals collated at once: they take far more memory than the arrays they become."""
+"""Number of signals collated at a time: signals take far more memory than the arrays they become."""
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A signal, what is to be told of it (a class name, a number, or a class name per leaf), and where it came from."""
+    """A signal with its target (a class name, a number, or one class name per leaf) and its origin."""
 
     signal: Signal | Leaf
     target: str | float | tuple[str, ...]
@@ -37,13 +37,14 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """Examples in a row.
+    """Examples with their targets.
 
     Attributes:
-        batch: a tree per example.
-        targets: `[examples]` class numbers, or numbers to predict; `[leaves]` class numbers for the task "tokens".
-        classes: their names; none for regression.
-        names: where each example came from.
+        batch: Batch with one tree per example.
+        targets: Class indices or numbers to predict, `[examples]`; class indices `[leaves]` for the task "tokens".
+        classes: Names of the classes; empty for regression.
+        names: Origin of each example.
+        per_leaf: Whether there is a target per leaf.
     """
 
     batch: Batch
@@ -57,42 +58,44 @@ class DataSet:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Leaves per example."""
+        """Number of leaves per example."""
         return np.diff(self.batch.hierarchy.structure.leaf_offsets)
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of all that is learned from: trees, values, targets, names of classes."""
+        """Hash of everything a model is trained on: trees, values, targets, names of classes."""
         fingerprint = hashlib.blake2b(self.batch.hierarchy.digest.encode(), digest_size=16)
         fingerprint.update(json.dumps([self.classes, list(self.batch.values)]).encode())
         for part in (self.targets, *self.batch.values.values()):
             if isinstance(part, Tensor):
-                fingerprint.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)  # numpy knows no bfloat16
+                fingerprint.update(
+                    part.cpu().reshape(-1).view(torch.uint8).numpy().data
+                )  # as bytes: numpy has no bfloat16
             else:
                 fingerprint.update(repr(part).encode())
         return fingerprint.hexdigest()
 
     def select(self, examples: Any) -> DataSet:
-        """Some examples, in this order."""
-        batch = self.batch.select(examples)  # checks them
-        chosen = np.asarray(examples, np.int64).reshape(-1)
-        targets = self.targets[torch.from_numpy(chosen)] if not self.per_leaf else self._leaf_targets(chosen)
-        names = tuple(self.names[i] for i in chosen.tolist())
+        """Return the examples with these indices, in this order."""
+        batch = self.batch.select(examples)  # checks the indices
+        indices = np.asarray(examples, np.int64).reshape(-1)
+        targets = self.targets[torch.from_numpy(indices)] if not self.per_leaf else self._leaf_targets(indices)
+        names = tuple(self.names[i] for i in indices.tolist())
         return replace(self, batch=batch, targets=targets, names=names)
 
-    def _leaf_targets(self, chosen: np.ndarray) -> Tensor:
+    def _leaf_targets(self, indices: np.ndarray) -> Tensor:
         offsets = self.batch.hierarchy.structure.leaf_offsets
-        return torch.cat([self.targets[:0], *(self.targets[offsets[i] : offsets[i + 1]] for i in chosen.tolist())])
+        return torch.cat([self.targets[:0], *(self.targets[offsets[i] : offsets[i + 1]] for i in indices.tolist())])
 
     def save(self, path: Path) -> None:
-        """One safetensors file; the old one stays whole until the new one is."""
+        """Save to one safetensors file. An existing file stays intact until the new one is complete."""
         batch, s = self.batch, self.batch.hierarchy.structure
         tensors = {"num_children": torch.from_numpy(s.num_children), "domain_ids": torch.from_numpy(batch.domain_ids)}
         tensors["targets"] = self.targets
         for name, values in batch.values.items():
             if not isinstance(values, Tensor):
                 raise InvalidInput(
-                    f"values[{name!r}]", given="leaves of several kinds, or strings", expected="one tensor per modality"
+                    f"values[{name!r}]", got="leaves of several kinds, or strings", expected="one tensor per modality"
                 )
             tensors[f"values/{name}"] = values
             if len(values) < batch.hierarchy.num_leaves:
@@ -110,10 +113,10 @@ class DataSet:
 
     @staticmethod
     def load(path: Path) -> DataSet:
-        """A data set that `save` wrote."""
+        """Load a data set that `save` wrote."""
         tensors, metadata = load_tensors(path, "a data set")
         if "hsa" not in metadata or "num_children" not in tensors:
-            raise InvalidInput(str(path), given="a safetensors file of something else", expected="a data set of hsa")
+            raise InvalidInput(str(path), got="a safetensors file with other content", expected="a data set of hsa")
         header = json.loads(metadata["hsa"])
         for name in header["wide"]:
             tensors[name] = tensors[name].to(torch.int64)
@@ -134,10 +137,15 @@ def build(
     task: Literal["classification", "regression", "tokens"],
     classes: tuple[str, ...] | None = None,
 ) -> DataSet:
-    """Examples as a data set, collated a chunk at a time.
+    """Build a data set, collating a chunk of examples at a time.
 
     Args:
-        classes: the known ones, in order; without them, those that occur, sorted. Another one raises, naming its example.
+        examples: Examples.
+        task: Task, which determines the kind of targets.
+        classes: Known classes, in order; by default those that occur, sorted.
+
+    Raises:
+        InvalidInput: There are no examples, or one has an unknown class or the wrong number of labels.
     """
     batches: list[Batch] = []
     targets: list[Any] = []
@@ -148,30 +156,32 @@ def build(
         targets.extend(example.target for example in chunk)
         names.extend(example.where for example in chunk)
     if not batches:
-        raise InvalidInput("data", given="no examples", expected="at least one")
+        raise InvalidInput("data", problem="empty", expected="at least one example")
     batch = Batch.join(batches)
     if task == "regression":
         return DataSet(batch, torch.tensor(targets, dtype=torch.float32), (), tuple(names))
     per_leaf = task == "tokens"
     for name, labels, leaves in zip(names, targets, batch.hierarchy.lengths, strict=True):
         if per_leaf and len(labels) != leaves:
-            raise InvalidInput(name, given=f"{len(labels)} labels", expected=f"{leaves}, one per leaf")
+            raise InvalidInput(name, got=len(labels), expected=f"{leaves} labels, one per leaf")
     flat: list[Any] = [label for labels in targets for label in labels] if per_leaf else targets
     known = tuple(sorted(set(flat))) if classes is None else classes
-    number = {name: i for i, name in enumerate(known)}
+    index = {name: i for i, name in enumerate(known)}
     for i, target in enumerate(targets):
         for label in target if per_leaf else (target,):
-            if label not in number:
-                raise InvalidInput(names[i], given=f"the class {label!r}", expected=f"one of {_some(known)}")
-    return DataSet(batch, torch.tensor([number[label] for label in flat]), known, tuple(names), per_leaf)
+            if label not in index:
+                raise InvalidInput(names[i], got=f"the class {label!r}", expected=f"one of {_listed(known)}")
+    return DataSet(batch, torch.tensor([index[label] for label in flat]), known, tuple(names), per_leaf)
 
 
-def _some(names: tuple[str, ...], most: int = 10) -> str:
+def _listed(names: tuple[str, ...], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f", … {len(names) - most} more" if len(names) > most else "")
 
 
 def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.ndarray) -> list[np.ndarray]:
-    """Examples in this order, cut into batches of at most `budget` leaves and `most` examples; a longer example is alone.
+    """Split examples in this order into batches of at most `budget` leaves and `most` examples.
+
+    An example longer than the budget is a batch of its own.
 
     >>> [b.tolist() for b in batches_by_tokens(np.array([3, 3, 3, 9, 1]), 6, 2, np.arange(5))]
     [[0, 1], [2], [3], [4]]
@@ -188,23 +198,23 @@ def batches_by_tokens(lengths: np.ndarray, budget: int, most: int, order: np.nda
 
 
 def split_at_random(data: DataSet, shares: tuple[float, ...], seed: int) -> Iterator[DataSet]:
-    """Parts of these shares of every class (of all examples for regression), to within one example, shuffled."""
+    """Yield shuffled parts with these shares of every class (of all examples for regression), to within one example."""
     generator = np.random.default_rng(seed)
     by_class = data.targets.numpy() if data.classes and not data.per_leaf else np.zeros(len(data), np.int64)
     parts: list[list[np.ndarray]] = [[] for _ in shares]
     labels = np.unique(by_class)
     for i, label in enumerate(labels):
         members = generator.permutation(np.flatnonzero(by_class == label))
-        # Some classes are rounded up and some down, so that no part is empty where all classes are small.
+        # Some classes are rounded up and some down, so that no part is empty if all classes are small.
         bounds = np.floor(np.cumsum(shares)[:-1] * len(members) + (i + 0.5) / len(labels)).astype(int)
-        for part, chosen in zip(parts, np.split(members, bounds), strict=True):
-            part.append(chosen)
+        for part, some in zip(parts, np.split(members, bounds), strict=True):
+            part.append(some)
     for part in parts:
         yield data.select(generator.permutation(np.concatenate(part)))
 
 
 def _smallest(tensor: Tensor) -> Tensor:
-    """Integers in the smallest type that holds them: ids and counts shrink to a quarter."""
+    """Convert integers to the smallest type that holds them, which shrinks ids and counts to a quarter."""
     if tensor.dtype != torch.int64 or tensor.numel() == 0:
         return tensor
     low, high = (int(bound) for bound in tensor.aminmax())

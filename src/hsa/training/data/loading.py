@@ -1,4 +1,4 @@
-"""Batches made ready in the background while the model works."""
+"""Preparation of batches in background threads."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 WORKERS = 2
-"""Threads: making the plan of a forest can take longer than a step of the model."""
+"""Number of threads: planning the attention over a forest can take longer than a step of the model."""
 
 
 def prefetched(make: Callable[[T], U], items: Iterable[T], ahead: int = 2) -> Generator[U]:
-    """`make` of every item, in order, by threads that are up to `ahead` of them ahead. Their errors are raised here.
+    """Yield `make(item)` for every item, in order, computed by threads up to `ahead` items ahead.
+
+    Errors in the threads are raised here.
 
     >>> list(prefetched(lambda n: n * n, range(4)))
     [0, 1, 4, 9]
     """
     left, waiting = iter(items), deque[Future[U]]()
-    torch.get_num_threads()  # settles that of this thread, which else begins with what was last set anywhere
-    # One thread of PyTorch for each of ours: a team of threads would fight with the model's for the cores.
+    torch.get_num_threads()  # fixes the count of this thread, which would otherwise start with the last one set anywhere
+    # One PyTorch thread per worker: more would compete with the model for the cores.
     pool = ThreadPoolExecutor(WORKERS, "hsa-prefetch", torch.set_num_threads, (1,))
     try:
         while True:

@@ -1,12 +1,12 @@
-"""N24News (Wang et al., 2022): articles of the New York Times with a picture each, to be told which section they are from.
+"""Reader of N24News (Wang et al., 2022): articles of the New York Times with an image each, classified by section.
 
 The layout is that of the archive at github.com/billywzh717/N24News:
 
     news/nytimes_train.json, nytimes_dev.json, nytimes_test.json    lists of articles
-    imgs/IMAGE_ID.jpg                                               their pictures
+    imgs/IMAGE_ID.jpg                                               images
 
-An article has the keys section, headline, abstract, caption (of the picture), article (the body) and image_id. The authors'
-script that downloads everything anew names the body "body" and the folder "images"; both are read.
+An article has the keys section, headline, abstract, caption (of the image), article (the body) and image_id. The authors'
+download script names the body "body" and the folder "images"; both layouts are read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _TEXTS = ("headline", "abstract", "caption")
 _BODIES = ("article", "body")
 _IMAGE_FOLDERS = ("imgs", "images")
 _SOURCE = (
-    "unpack the archive that github.com/billywzh717/N24News links to, and give the folder with news/ and imgs/ in it"
+    "Unpack the archive that github.com/billywzh717/N24News links to, and pass the folder that contains news/ and imgs/"
 )
 
 
 class ParagraphEncoder(Protocol):
-    """Such as `hsa.huggingface.encoders.TextEncoder`."""
+    """Encoder of paragraphs, such as `hsa.huggingface.encoders.TextEncoder`."""
 
     def text_vectors(self, texts: list[str], *, prefix: str = "") -> Tensor: ...
 
 
-class PictureEncoder(Protocol):
-    """Such as `hsa.huggingface.encoders.ImageEncoder`."""
+class ImageLeafEncoder(Protocol):
+    """Encoder of images, such as `hsa.huggingface.encoders.ImageEncoder`."""
 
-    def read_image(self, picture: Any, *, where: str | None = None) -> Signal | Leaf: ...
+    def read_image(self, image: Any, /, *, where: str | None = None) -> Signal | Leaf: ...
 
 
 def read_n24news(
@@ -53,25 +53,26 @@ def read_n24news(
     paragraph_encoder: ParagraphEncoder | None = None,
     prefix: str = "",
     image_reader: Callable[..., Signal | Leaf] | None = read_image,
-    image_encoder: PictureEncoder | None = None,
+    image_encoder: ImageLeafEncoder | None = None,
     on_bad: Literal["raise", "skip"] = "raise",
 ) -> Iterator[Example]:
-    """The articles of a split, each a `Table` of headline, abstract, caption, body and image, with its section.
+    """Read the articles of a split, each a `Table` of headline, abstract, caption, body and image, with its section.
 
-    Headline, abstract and caption are sequences of tokens; the body is a sequence of paragraphs, its lines. Empty texts are
-    left out.
+    Headline, abstract and caption are sequences of tokens; the body is a sequence of paragraphs, one per line. Empty texts
+    are left out.
 
     Args:
-        folder: with the folders `news` and `imgs` in it.
-        tokenizer: as in `read_text`.
-        paragraph_encoder: makes one leaf of modality "paragraph" of each paragraph, a vector; without it a paragraph is a
-            sequence of tokens.
-        prefix: put before each paragraph for its encoder, such as "passage: " for e5.
-        image_reader: makes the signal of a picture, such as `functools.partial(read_image, block=4)`; None leaves pictures
+        folder: Folder that contains the folders `news` and `imgs`.
+        split: Name of the split.
+        tokenizer: Tokenizer, as in `read_text`.
+        paragraph_encoder: Encoder that turns each paragraph into one leaf of modality "paragraph"; without it a paragraph
+            is a sequence of tokens.
+        prefix: Text put before each paragraph for its encoder, such as "passage: " for e5.
+        image_reader: Function that reads an image, such as `functools.partial(read_image, block=4)`; None to leave images
             out.
-        image_encoder: makes one leaf of modality "image" of each picture, a vector; it goes before `image_reader`. For a
-            grid of vectors: `image_reader=functools.partial(image_encoder.read_image, grid=True)`.
-        on_bad: what to do about a picture that is not there or cannot be read: raise, or leave it out.
+        image_encoder: Encoder that turns each image into one leaf of modality "image"; takes precedence over
+            `image_reader`. For a grid of vectors: `image_reader=functools.partial(image_encoder.read_image, grid=True)`.
+        on_bad: Whether to raise an error for an image that is missing or cannot be read, or to leave it out ("skip").
 
     >>> import json, tempfile
     >>> article = {"section": "Travel", "headline": "Two days in Rome", "abstract": "", "caption": "", "image_id": "7"}
@@ -88,18 +89,18 @@ def read_n24news(
        └─ [1] Sequence(2) · 2 leaves · text · 'Stay' '.'
 
     Raises:
-        InvalidInput: at once: another layout, no file of this split, JSON that is none, a key that no article has. While
-            reading, naming file and article: a value that is missing, a picture that cannot be read.
+        InvalidInput: At once: another layout, no file for this split, invalid JSON, a missing key. While reading, with
+            file and article: a missing value, an image that cannot be read.
     """
     if split not in SPLITS:
-        raise InvalidInput("split", given=repr(split), expected=f"one of {', '.join(SPLITS)}")
+        raise InvalidInput("split", got=repr(split), expected=f"one of {', '.join(SPLITS)}")
     root = Path(folder)
     rows = _load(root, split)
     body = next((name for name in _BODIES if name in rows.columns), _BODIES[0])
     for name in ("section", *_TEXTS, body, "image_id"):
-        rows.column(name)  # raises, naming those there are
-    read_picture = image_reader if image_encoder is None else image_encoder.read_image
-    pictures = None if read_picture is None else _image_folder(root)
+        rows.column(name)  # raises an error that lists the existing columns
+    read_one_image = image_reader if image_encoder is None else image_encoder.read_image
+    images = None if read_one_image is None else _image_folder(root)
 
     def outline(row: dict[str, Any], where: str) -> dict[str, Any]:
         parts: dict[str, Any] = {name: _text(row, name, where) for name in _TEXTS}
@@ -108,10 +109,10 @@ def read_n24news(
             parts["body"] = paragraphs
         else:
             parts["body"] = Signal.of(paragraph_encoder.text_vectors(paragraphs, prefix=prefix).cpu(), "paragraph")
-        if read_picture is not None and pictures is not None:
-            path = pictures / f"{row['image_id']}.jpg"
+        if read_one_image is not None and images is not None:
+            path = images / f"{row['image_id']}.jpg"
             try:
-                parts["image"] = read_picture(path, where=f"{where}, image {path}")
+                parts["image"] = read_one_image(path, where=f"{where}, image {path}")
             except InvalidInput:
                 if on_bad == "raise":
                     raise
@@ -130,16 +131,14 @@ def read_n24news(
 def _load(root: Path, split: str) -> Rows:
     news = root / "news"
     if not news.is_dir():
-        names = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else None
-        raise InvalidInput(
-            str(root),
-            given="no such folder" if names is None else f"a folder with {', '.join(names) or 'nothing in it'}",
-            expected="the folders news and imgs",
-            fix=_SOURCE,
-        )
+        names = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
+        problem = f"the folder contains {', '.join(names) or 'nothing'}" if root.is_dir() else "no such folder"
+        raise InvalidInput(str(root), problem=problem, expected="the folders news and imgs", fix=_SOURCE)
     path = news / f"nytimes_{split}.json"
     if not path.is_file():
-        raise InvalidInput(str(path), given="no such file", expected=f"the articles of the {split} split", fix=_SOURCE)
+        raise InvalidInput(
+            str(path), problem="no such file", expected=f"the articles of the {split} split", fix=_SOURCE
+        )
     return load_rows(path)
 
 
@@ -149,15 +148,15 @@ def _image_folder(root: Path) -> Path:
             return root / name
     raise InvalidInput(
         str(root),
-        given="no folder imgs",
-        expected="the pictures of the articles",
-        fix=f"{_SOURCE}; or leave pictures out: image_reader=None",
+        problem="no folder imgs",
+        expected="the images of the articles",
+        fix=f"{_SOURCE}, or leave images out with image_reader=None",
     )
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        given = "nothing" if value is None else f"a {type(value).__name__}"
-        raise InvalidInput(f"{where}, {name!r}", given=given, expected="a text")
+        got = "null" if value is None else f"a value of type {type(value).__name__}"
+        raise InvalidInput(f"{where}, {name!r}", got=got, expected="text")
     return value

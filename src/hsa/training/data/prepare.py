@@ -1,4 +1,4 @@
-"""From a source to data a model can train on: a tokenizer, three data sets, and what a model must know about them."""
+"""Preparation of training data: a tokenizer, three data sets, and the description that a model is built from."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
 
 @dataclass(frozen=True, eq=False)
 class InputSpec:
-    """How signals were made of the data, kept with a model so that it can read more of them.
+    """Description of how data become signals, saved with a model so that it can read new data.
 
     Attributes:
-        kind: "rows", "folders", "python", "news", or "generated" for data that a task makes itself.
-        columns: of rows.
-        max_tokens, max_family: leaves that are read, members of a sequence; 0 for any number.
-        tokenizer: made the ids of text; None where there is none.
-        encoder, image_encoder: frozen ones whose vectors are the leaves, a folder or a name.
-        transform: the text encoder as a map of batches: ids to vectors.
+        kind: Kind of the source; "generated" for data that a task generates.
+        columns: Roles of the columns of rows.
+        max_tokens: Maximum number of leaves per example; 0 for no limit.
+        max_family: Maximum number of members per family; 0 for no limit.
+        tokenizer: Tokenizer of the texts; None without texts.
+        encoder, image_encoder: Frozen encoders whose vectors are the leaves: a folder or a hub name.
+        transform: Function that replaces the token ids of a batch by the vectors of the text encoder.
     """
 
     kind: Literal["rows", "folders", "python", "news", "generated"]
@@ -70,31 +71,37 @@ class InputSpec:
     transform: Callable[[Batch], Batch] | None = None
 
     def source(self, path: Path, *, labelled: bool) -> Source:
-        """New data of the same kind."""
+        """Open new data of the same kind."""
         if self.kind not in ("rows", "folders"):
-            raise InvalidInput(
-                str(path), given=f"data for a model of {self.kind}", expected="rows, or a folder per class"
-            )
+            problem = f"the model was trained on data of the kind {self.kind!r}"
+            raise InvalidInput(str(path), problem=problem, expected="a model trained on rows or on a folder per class")
         columns = self.columns if labelled else replace(self.columns, label=None)
         return open_source(path, columns, self.image_reader())
 
     def image_reader(self) -> ImageReader:
+        """Return the function that reads images."""
         return _image_reader(self.image_encoder, lambda message: None)
 
     def examples(self, source: Source, on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
-        for example in source.examples(self.tokenizer, on_bad):
+        """Yield the examples of a source, cut to `max_tokens` leaves and split into families of `max_family`."""
+        return self.cut(source.examples(self.tokenizer, on_bad), on_bad)
+
+    def cut(self, examples: Iterable[Example], on_bad: Callable[[InvalidInput], None]) -> Iterator[Example]:
+        """Yield the examples with at most `max_tokens` leaves and with sequences in windows of `max_family`."""
+        for example in examples:
             signal: Signal | Leaf | None = example.signal
             if self.max_tokens and isinstance(signal, Signal) and signal.num_leaves > self.max_tokens:
                 signal = signal.first(self.max_tokens)
             if signal is None:
-                on_bad(InvalidInput(example.where, given="a grid larger than max_tokens", expected="room for it"))
+                problem, expected = "a grid that cannot be cut", f"at most max_tokens = {self.max_tokens} leaves"
+                on_bad(InvalidInput(example.where, problem=problem, expected=expected))
                 continue
             yield replace(example, signal=in_windows(signal, self.max_family) if self.max_family else signal)
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """All that training needs."""
+    """Data sets and everything else that training needs."""
 
     train: DataSet
     validation: DataSet
@@ -104,15 +111,15 @@ class PreparedData:
     kinds: tuple[str, ...]
     keys: tuple[str, ...]
     task: Task
-    vectors: Tensor | None = None  # for the token table, where word vectors were given
-    skipped: tuple[str, ...] = ()  # one message per row or file left out
+    vectors: Tensor | None = None  # word vectors of the token embedding
+    skipped: tuple[str, ...] = ()  # one message per skipped row or file
     name: str = "data"
 
 
 def _sources(
     data: Path | None, options: DataOptions, small: bool, encoder: Any, image_reader: ImageReader
 ) -> dict[str, Source]:
-    """For "train", and for "validation" and "test" where these have data of their own."""
+    """Return the sources of "train", and of "validation" and "test" if they have their own data."""
     if data is None:
         return {"train": StandardLibrary(most=60, packages=6) if small else StandardLibrary()}
     if data.is_dir() and News.is_at(data):
@@ -125,22 +132,23 @@ def _sources(
 
 
 def columns_of(options: DataOptions) -> Columns:
-    """What the columns of a row mean."""
+    """Return the roles of the columns."""
     numeric = options.task == "regression"
     return Columns(options.text, options.number, options.image, options.label, numeric, options.language)
 
 
 def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_image) -> Source:
-    """A file of rows, or a folder per class."""
+    """Open a file of rows, or a folder with one subfolder per class."""
     if data.is_dir():
         return Folders(data, columns.language, image_reader)
     if not data.exists():
-        raise InvalidInput(str(data), given="no such file or folder", expected="rows, or a folder per class")
+        expected = "rows, or a folder per class"
+        raise InvalidInput(str(data), problem="no such file or folder", expected=expected)
     if data.suffix.lower() in ROW_SUFFIXES:
         return Rows(data, columns, image_reader)
     raise InvalidInput(
         str(data),
-        given=f"a {data.suffix or 'nameless'} file",
+        got=f"a {data.suffix} file" if data.suffix else "a file without a suffix",
         expected=f"one of {', '.join(ROW_SUFFIXES)}, a recipe (.yaml), or a folder per class",
     )
 
@@ -154,24 +162,26 @@ def prepare(
     tokenizer: Any = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> PreparedData:
-    """Read the data, train a tokenizer on its texts, and split. What was read once is kept in the cache.
+    """Read the data, train a tokenizer on the texts, and split the data. The data sets are cached.
 
     Args:
-        data: a file of rows, a folder per class, or None for the Python standard library.
-        small: a fraction of the standard library, for a quick look.
-        tokenizer: One that a model must read texts with, in place of a new one.
-        say: is told what is going on.
+        data: File of rows, folder with one subfolder per class, or None for the Python standard library.
+        options: Options of the data.
+        seed: Random seed of the split.
+        small: Whether to use only a part of the standard library, for a quick run.
+        tokenizer: Tokenizer to use instead of a new one, for pre-trained models.
+        say: Callback for progress messages.
     """
     task: Task = "regression" if options.task == "regression" else "classification"
     if options.task != task:
         raise InvalidInput(
             "task",
-            given=options.task,
+            got=options.task,
             expected="classification or regression",
-            fix="other tasks prepare their own data",
+            fix="Other tasks prepare their own data",
         )
-    given = tokenizer
-    if given is not None:
+    own_tokenizer = tokenizer
+    if own_tokenizer is not None:
         _check_only_tokenizer(options)
     skipped: list[str] = []
 
@@ -186,7 +196,10 @@ def prepare(
     source = others.pop("train")
     _check_task(data, source, options)
     kind: Any = {Rows: "rows", Folders: "folders", StandardLibrary: "python", News: "news"}[type(source)]
-    tokenizer, vectors = _tokenizer(source, options, encoder, say) if given is None else (given, None)
+    if own_tokenizer is None:
+        tokenizer, vectors = _tokenizer(source, options, encoder, say)
+    else:
+        vectors = None
     spec = InputSpec(
         kind,
         columns_of(options),
@@ -199,13 +212,13 @@ def prepare(
     )
     key = json.dumps(
         [
-            version("hsa"),  # another one may read otherwise
+            version("hsa"),  # versions may read data differently
             source.fingerprint(),
             *(s.fingerprint() for s in others.values()),
             None if options.word_vectors is None else stamp(options.word_vectors),
             {name: value for name, value in asdict(options).items() if name != "skip_bad"},
             seed,
-            None if given is None else given.to_str(),
+            None if own_tokenizer is None else own_tokenizer.to_str(),
         ],
         default=str,
     )
@@ -223,8 +236,10 @@ def prepare(
             for name, part in sets.items():
                 part.save(folder / f"{name}.safetensors")
     _check(sets, options)
-    if given is not None and "text" not in sets["train"].batch.values:
-        raise InvalidInput("tokenizer", given="one of a pre-trained model, for data without text", expected="texts")
+    if own_tokenizer is not None and "text" not in sets["train"].batch.values:
+        raise InvalidInput(
+            "tokenizer", problem="a pre-trained model was chosen for data without text", expected="texts"
+        )
     kinds, keys = _domains(sets.values())
     return PreparedData(
         train=sets["train"],
@@ -242,7 +257,7 @@ def prepare(
 
 
 def prepare_recipe(recipe: Recipe, small: bool, say: Callable[[str], None]) -> PreparedData:
-    """Prepare the data of a recipe, with the tokenizer that one of its models must read texts with, if any."""
+    """Prepare the data of a recipe, with the tokenizer of its pre-trained model if there is one."""
     from hsa.models.registry import required_tokenizer
 
     tokenizer = required_tokenizer(recipe.models, recipe.extra, say)
@@ -254,30 +269,29 @@ def _check_only_tokenizer(options: DataOptions) -> None:
         if getattr(options, name) is not None:
             raise InvalidInput(
                 name,
-                given=f"{getattr(options, name)}, with a model that has a tokenizer of its own",
-                expected="one of them: both say what tokens are",
-                fix=f"leave out --{name.replace('_', '-')}, or the pre-trained encoder of the model",
+                got=f"{getattr(options, name)}, with a model that has a tokenizer of its own",
+                expected="one of the two, because both define the tokens",
+                fix=f"Leave out --{name.replace('_', '-')}, or the pre-trained encoder of the model",
             )
 
 
 def _check_task(data: Path | None, source: Source, options: DataOptions) -> None:
-    """What to predict is known: a column of rows, else the class of a folder or package."""
+    """Raise an error if the target is unknown: rows need a label, and only rows can have numbers to predict."""
     if isinstance(source, Rows):
         if options.label is None:
             raise InvalidInput(
                 str(data),
-                given="no column to predict",
+                problem="no column to predict is given",
                 expected=f"one of {', '.join(map(repr, source.rows.columns))}",
-                fix="name it with --label",
+                fix="Name it with --label",
             )
     elif options.task == "regression":
-        raise InvalidInput(
-            "task", given="regression on data without a column of numbers", expected="rows, with --label naming one"
-        )
+        problem = "regression needs numbers to predict"
+        raise InvalidInput("task", problem=problem, expected="a file of rows, with --label for the column of numbers")
 
 
 def cache_folder() -> Path:
-    """Where data sets are kept: $HSA_CACHE, or hsa in the user's cache folder."""
+    """Return the folder of cached data sets: $HSA_CACHE, or hsa in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
 
@@ -288,7 +302,7 @@ def _load_cached(folder: Path) -> dict[str, DataSet]:
         return {}
     try:
         return {name: DataSet.load(file) for name, file in files.items()}
-    except InvalidInput:  # damaged or of another version: read the data again
+    except InvalidInput:  # damaged, or from another version: read the data again
         return {}
 
 
@@ -313,7 +327,7 @@ def _image_reader(path: str | None, say: Callable[[str], None]) -> ImageReader:
 def _tokenizer(
     source: Source, options: DataOptions, encoder: Any, say: Callable[[str], None]
 ) -> tuple[Any, Tensor | None]:
-    """What makes tokens of text, and the vectors of its tokens where they are given."""
+    """Return the tokenizer of the texts, and the word vectors of its tokens if there are any."""
     if encoder is not None:
         return encoder.tokenizer, None
     if options.word_vectors is not None:
@@ -346,7 +360,7 @@ def _modalities(
     for name, values in train.batch.values.items():
         if not isinstance(values, Tensor):
             raise InvalidInput(
-                f"modality {name!r}", given="leaves of several shapes or kinds", expected="one shape for all of them"
+                f"modality {name!r}", got="leaves of several shapes or types", expected="one shape and type for all"
             )
         if name == "text" and encoder is not None:
             modalities[name] = Modality(numbers=encoder.width)
@@ -364,7 +378,7 @@ def _modalities(
 
 
 def _domains(sets: Iterable[DataSet]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The kinds of domains that occur, and the keys of tables."""
+    """Return the kinds of domains that occur, and the keys of tables."""
     kinds: dict[str, None] = {}
     keys: dict[str, None] = {}
     for part in sets:
@@ -383,15 +397,18 @@ def _check(sets: dict[str, DataSet], options: DataOptions) -> None:
     for name, part in sets.items():
         if len(part) == 0:
             raise InvalidInput(
-                "data", given=f"no examples for {name}", expected="at least one", fix="give more data, or a file for it"
+                "data",
+                problem=f"no examples for {name}",
+                expected="at least one",
+                fix=f"Pass more data, or a separate file with --{name}" if name != "train" else "Pass more data",
             )
         unknown = [modality for modality in part.batch.values if modality not in train.batch.values]
         if unknown:
             raise InvalidInput(
                 f"data for {name}",
-                given=f"leaves of modality {unknown[0]!r}",
-                expected=f"what the training data have: {', '.join(train.batch.values)}",
-                fix="give more examples with such leaves, or leave them out",
+                got=unknown[0],
+                expected=f"the modalities of the training data ({', '.join(train.batch.values)})",
+                fix="Add such examples to the training data, or leave them out",
             )
 
 
@@ -400,46 +417,47 @@ def _check_classes(train: DataSet, options: DataOptions) -> None:
     if len(present) < 2:
         raise InvalidInput(
             "classes" if options.label is None else f"column {options.label!r}",
-            given=f"one class in the training data, {train.classes[present[0]]!r}",
+            got=f"one class in the training data, {train.classes[present[0]]!r}",
             expected="two or more",
-            fix="is --label the right column?" if options.label else "put the files of each class into a folder",
+            fix="Is --label the right column?" if options.label else "Put the files of each class into a folder",
         )
     if len(train.classes) > max(20, len(train) // 2):
         raise InvalidInput(
             "classes" if options.label is None else f"column {options.label!r}",
-            given=f"{len(train.classes)} classes for {len(train)} examples",
-            expected="several examples of each",
-            fix="to predict a number, pass --task regression; else choose another --label",
+            got=f"{len(train.classes)} classes for {len(train)} examples",
+            expected="several examples of each class",
+            fix="To predict a number, pass --task regression; otherwise, choose another --label",
         )
 
 
 def save_input_spec(folder: Path, spec: InputSpec) -> None:
-    """`input_spec.json`, and `tokenizer.json` where there is one."""
+    """Write `input_spec.json`, and `tokenizer.json` if there is a tokenizer."""
     from hsa.files import write_json
 
-    about = {name: getattr(spec, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
-    write_json(folder / "input_spec.json", {**about, "columns": asdict(spec.columns)})
+    content = {name: getattr(spec, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
+    write_json(folder / "input_spec.json", {**content, "columns": asdict(spec.columns)})
     if spec.encoder is None and spec.tokenizer is not None:
         write_then_rename(folder / "tokenizer.json", lambda beside: spec.tokenizer.save(str(beside)))
 
 
 def load_input_spec(folder: Path) -> InputSpec:
+    """Load what `save_input_spec` wrote."""
     from hsa.files import read_json
 
     path = folder / "input_spec.json"
-    about = read_json(path, "how a model reads data, as hsa train writes it")
+    content = read_json(path, "the input spec of a model, written by hsa train")
     names = {f.name for f in fields(InputSpec)} - {"tokenizer", "transform"}
-    if not isinstance(about, dict) or set(about) != names or not isinstance(about["columns"], dict):
+    if not isinstance(content, dict) or set(content) != names or not isinstance(content["columns"], dict):
         raise InvalidInput(
             str(path),
-            given="other content",
-            expected="how a model reads data, as this version of hsa train writes it",
-            fix="train the model again, or use the version of hsa that wrote it",
+            got="other content",
+            expected="the input spec of a model, written by this version of hsa",
+            fix="Train the model again, or use the version of hsa that wrote it",
         )
-    columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["columns"].items()}
+    columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content["columns"].items()}
     tokenizer = transform = None
-    if (encoder := _text_encoder(about["encoder"], lambda message: None)) is not None:
+    if (encoder := _text_encoder(content["encoder"], lambda message: None)) is not None:
         tokenizer, transform = encoder.tokenizer, encoder.token_vectors
     elif (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return InputSpec(**{**about, "columns": Columns(**columns)}, tokenizer=tokenizer, transform=transform)
+    return InputSpec(**{**content, "columns": Columns(**columns)}, tokenizer=tokenizer, transform=transform)

@@ -1,6 +1,6 @@
-"""Where examples come from: rows of a file, a folder per class, or the Python installation itself.
+"""Sources of examples: rows of a file, a folder per class, N24News, or the Python standard library.
 
-A source yields its examples twice: as texts, from which a tokenizer is trained, and as signals read with that tokenizer.
+A source yields its examples twice: as texts, to train a tokenizer, and as signals read with that tokenizer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,38 +26,38 @@ from hsa.training.data.n24news import read_n24news
 
 ImageReader = Callable[..., Signal | Leaf]
 OnBad = Callable[[InvalidInput], None]
-"""What to do with a row or file that cannot be read: raise, or count it and go on."""
+"""Callback for a row or file that cannot be read: raises the error, or counts it and returns."""
 
 
 def or_skip(error: InvalidInput) -> InvalidInput:
-    """The same error, and the way around it."""
+    """Add the hint to use --skip-bad to an error."""
     hint = "pass --skip-bad to leave out what cannot be read"
-    fix = hint if error.fix is None else f"{error.fix}, or {hint}"
-    return InvalidInput(error.where, given=error.given, expected=error.expected, fix=fix)
+    fix = hint.capitalize() if error.fix is None else f"{error.fix}, or {hint}"
+    return error.moved(error.where, fix=fix)
 
 
 class Source(Protocol):
-    """Examples that can be read again and again."""
+    """Examples that can be read any number of times."""
 
     def texts(self) -> Iterator[str]:
-        """What a tokenizer learns from."""
+        """Yield the texts that a tokenizer is trained on."""
 
-    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]: ...
+    def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
+        """Yield the examples; call `on_bad` for each one that cannot be read."""
 
     def fingerprint(self) -> str:
-        """Changes when the data change: the name of the cached data set."""
+        """Return a hash that changes with the data, the key of the cached data set."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a row mean what; several of them make a table signal.
+    """Roles of the columns of a file. A row with several columns to read becomes a `Table` signal.
 
     Args:
-        text, number, image: columns to read.
-        label: the column to predict; None when there is nothing to compare with.
-        numeric: the label is a number.
-        folder: where image paths start; the file's own folder by default.
-        language: of the text.
+        text, number, image: Columns to read.
+        label: Column to predict; None without one.
+        numeric: Whether the label is a number.
+        language: Language of the text.
     """
 
     text: tuple[str, ...] = ()
@@ -69,7 +69,24 @@ class Columns:
 
     @property
     def read(self) -> tuple[str, ...]:
+        """All columns to read."""
         return (*self.text, *self.number, *self.image)
+
+    def read_row(
+        self, row: Mapping[str, Any], tokenizer: Any, *, folder: Path | None, image_reader: ImageReader, where: str
+    ) -> Signal:
+        """Read the columns of a row as a signal; paths of images are relative to `folder`."""
+        return read_row(
+            row,
+            text=self.text,
+            number=self.number,
+            image=self.image,
+            tokenizer=tokenizer,
+            language=self.language,
+            folder=folder,
+            image_reader=image_reader,
+            where=where,
+        )
 
 
 class Rows:
@@ -79,20 +96,20 @@ class Rows:
         self.path, self.columns, self.image_reader = path, columns, image_reader
         self.rows = load_rows(path)
         for name in (*columns.read, *((columns.label,) if columns.label else ())):
-            self.rows.column(name)  # raises, naming the columns there are
+            self.rows.column(name)  # raises an error that lists the existing columns
         if not columns.read:
             raise InvalidInput(
                 str(path),
-                given="no column to read",
-                expected=f"some of {', '.join(map(repr, self.rows.columns))}",
-                fix="name them with --text, --number or --image",
+                problem="no columns to read are given",
+                expected=f"one or more of {', '.join(map(repr, self.rows.columns))}",
+                fix="Name them with --text, --number or --image",
             )
         if columns.label in columns.read:
             raise InvalidInput(
                 f"{path}: column {columns.label!r}",
-                given="a column that is both read and predicted",
+                problem="both read and predicted",
                 expected="one or the other",
-                fix="name another --label, or leave it out of --text, --number and --image",
+                fix="Choose another --label, or leave the column out of --text, --number and --image",
             )
 
     def texts(self) -> Iterator[str]:
@@ -101,7 +118,7 @@ class Rows:
 
     def examples(self, tokenizer: Any, on_bad: OnBad) -> Iterator[Example]:
         columns = self.columns
-        first: tuple[str, int] | None = None  # what the labels are, and the row that says so
+        first: tuple[str, int] | None = None  # kind of the first label, and its row
         for i in range(len(self.rows)):
             try:
                 row, where = self.rows.row(i), self.rows.where(i)
@@ -112,16 +129,8 @@ class Rows:
                     first = first or (_kind(row[columns.label]), i)
                     if not columns.numeric:
                         _check_kind(row[columns.label], first, cell)
-                signal = read_row(
-                    row,
-                    text=columns.text,
-                    number=columns.number,
-                    image=columns.image,
-                    tokenizer=tokenizer,
-                    language=columns.language,
-                    folder=self.path.parent,
-                    image_reader=self.image_reader,
-                    where=where,
+                signal = columns.read_row(
+                    row, tokenizer, folder=self.path.parent, image_reader=self.image_reader, where=where
                 )
             except InvalidInput as error:
                 on_bad(error)
@@ -129,8 +138,8 @@ class Rows:
             yield Example(signal, target, where)
 
     def fingerprint(self) -> str:
-        pictures = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
-        files = (self.path.parent / picture for picture in pictures)
+        images = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
+        files = (self.path.parent / image for image in images)
         return digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
 
 
@@ -140,38 +149,38 @@ def _kind(label: Any) -> str:
 
 
 def _check_kind(label: Any, first: tuple[str, int], where: str) -> None:
-    """Labels of one kind: 1 and "1", or 1 and "pos", in one column are two ways to write it, or two columns mixed up."""
+    """Raise an error if a label is of another kind than the first: 1 and "1" would silently become different classes."""
     kind, row = first
     if _kind(label) != kind:
         raise InvalidInput(
             where,
-            given=f"the label {label!r}, {_kind(label)}",
+            got=f"{label!r} ({_kind(label)})",
             expected=f"{kind}, as in row {row + 1}",
-            fix="write all labels of the column in one way",
+            fix="Write all labels of the column in the same way",
         )
 
 
 def _target(value: Any, numeric: bool, where: str) -> str | float:
-    """A class name or a number. Numbers that name classes lose a trailing .0, which files add and drop."""
+    """Return a class name or a number. Class names that are numbers lose a trailing .0, which file formats add."""
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
-        raise InvalidInput(where, given="no label", expected="one")
+        raise InvalidInput(where, problem="empty", expected="a label")
     if numeric:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            raise InvalidInput(where, given=f"the label {value!r}", expected="a number") from None
+            raise InvalidInput(where, got=repr(value), expected="a number") from None
         if number - number != 0:
-            raise InvalidInput(where, given=f"the label {value!r}", expected="a finite number")
+            raise InvalidInput(where, got=repr(value), expected="a finite number")
         return number
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, (dict, list)):
-        raise InvalidInput(where, given=f"a label of type {type(value).__name__}", expected="a name or a number")
+        raise InvalidInput(where, got=f"a label of type {type(value).__name__}", expected="a name or a number")
     return str(value).strip()
 
 
 class Files:
-    """Files, each an example, and the class of each."""
+    """Files with their classes; each file is an example."""
 
     def __init__(self, files: list[tuple[str, Path]], language: str = "en", image_reader: ImageReader = read_image):
         self.files, self.language, self.image_reader = files, language, image_reader
@@ -181,7 +190,7 @@ class Files:
             try:
                 text = text_of(file)
             except InvalidInput:
-                continue  # `examples` meets the same file and says so
+                continue  # `examples` reports the same file
             if text:
                 yield text
 
@@ -199,7 +208,7 @@ class Files:
 
 
 class Folders(Files):
-    """A folder per class; every file in it, at any depth, is an example."""
+    """Folder with a subfolder per class; every file in a subfolder, at any depth, is an example."""
 
     def __init__(self, path: Path, language: str = "en", image_reader: ImageReader = read_image):
         classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
@@ -212,14 +221,14 @@ class Folders(Files):
         if not files:
             raise InvalidInput(
                 str(path),
-                given="no files in folders that name a class",
-                expected=f"{path}/CLASS/FILE, with files of the kinds {', '.join(sorted(SUFFIXES))}",
+                problem="no files in subfolders",
+                expected=f"{path}/CLASS/FILE, where FILE ends in one of {', '.join(sorted(SUFFIXES))}",
             )
         super().__init__(files, language, image_reader)
 
 
 class News:
-    """One split of N24News in its published layout: headline, abstract, caption, body and image of an article."""
+    """Split of N24News in its published layout: headline, abstract, caption, body and image of each article."""
 
     def __init__(
         self,
@@ -234,6 +243,7 @@ class News:
 
     @staticmethod
     def is_at(path: Path) -> bool:
+        """Return whether a folder has the layout of N24News."""
         return (path / "news").is_dir()
 
     def texts(self) -> Iterator[str]:
@@ -255,10 +265,10 @@ class News:
 
 
 class StandardLibrary:
-    """Classes and functions of the Python installation: which package do they come from?
+    """Classes and functions of the Python standard library, labelled with their package.
 
-    The source files lie on every machine that runs Python, so this needs no download. Packages with few definitions are
-    left out; of those with many, `most` are taken, spread evenly.
+    Every Python installation has these source files, so no download is needed. Packages with few definitions are left
+    out; from packages with many, `most` definitions are taken, evenly spaced.
     """
 
     FEWEST = 60
@@ -286,9 +296,9 @@ class StandardLibrary:
         if len(largest) < 2:
             raise InvalidInput(
                 str(self.folder),
-                given="no source files of the standard library",
+                problem="no source files of the standard library",
                 expected="a Python installation with its .py files",
-                fix="pass DATA of your own",
+                fix="Pass your own DATA",
             )
 
     def texts(self) -> Iterator[str]:
@@ -309,16 +319,18 @@ def _definitions(file: Path) -> Iterator[tuple[str, str]]:
     try:
         source = load_text(file)
         for name, _, text in definitions(source, where=str(file)):
-            if len(text) > 80:  # a stub says little about where it comes from
+            if len(text) > 80:  # stubs hardly differ between packages
                 yield name, text
     except InvalidInput:  # files of other encodings, or broken on purpose
         return
 
 
 def digest(parts: Iterable[str]) -> str:
+    """Return a hash of some strings."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def stamp(path: Path) -> str:
-    about = path.stat()
-    return f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
+    """Return path, size and modification time of a file."""
+    stat = path.stat()
+    return f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"

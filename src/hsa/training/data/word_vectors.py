@@ -1,4 +1,4 @@
-"""Pre-trained word vectors: GloVe, word2vec and fastText files → a tokenizer and the table of an embedding."""
+"""Pre-trained word vectors: readers of GloVe, word2vec and fastText files, and a matching tokenizer and embedding."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 UNKNOWN = "<unk>"
-_CHUNK = 1 << 20  # bytes of a binary file read at once
-_LONGEST_WORD = 1 << 12  # bytes: binary data without a space for so long is no list of words
+_CHUNK = 1 << 20  # bytes of a binary file read at a time
+_LONGEST_WORD = 1 << 12  # bytes; binary data without a space for longer than this are not word vectors
 
 _File = IO[bytes] | gzip.GzipFile
-# A word's number in the file, counted from 1, the word, and whatever its vector is made of.
 _Entry = tuple[int, bytes, Any]
+"""Number of the line or word in the file, from 1; the word; the raw vector."""
 
 
 @dataclass(frozen=True, eq=False)
 class WordVectors:
-    """Words and a vector for each.
+    """Words with their vectors.
 
     Attributes:
-        words: distinct, in the order of the file: that of their frequency, in the files that people publish.
-        vectors: float32, `[words, dim]`.
-        skipped: entries left out because they were malformed.
+        words: Distinct words in the order of the file, which in published files is that of their frequency.
+        vectors: Vectors, float32, `[words, dim]`.
+        skipped: Number of malformed entries that were left out.
     """
 
     words: tuple[str, ...]
@@ -54,17 +54,19 @@ def load_word_vectors(
     most: int | None = None,
     on_bad: Literal["raise", "skip"] = "raise",
 ) -> WordVectors:
-    """The vectors of a file, read as a stream: only what is kept takes memory (an .npz is read whole).
+    """Read a file of word vectors as a stream: only the words that are kept take memory (an .npz is read whole).
 
-    The format follows from the name. An .npz has the arrays `words` and `vectors`; a .bin is word2vec's binary format; all
-    else is text with a word and its numbers per line, as GloVe writes it, or with a first line "count dim" above, as
-    word2vec and fastText do. Each may be compressed as .gz, or be the only member of a .zip. Of a word that comes twice
-    the first vector counts.
+    The suffix determines the format. An .npz has the arrays `words` and `vectors`; a .bin is in word2vec's binary format;
+    other files are text with a word and its numbers per line, as GloVe writes them, optionally after a first line
+    "count dim", as word2vec and fastText write it. Each may be compressed as .gz, or be the only member of a .zip. If a
+    word occurs twice, its first vector is used.
 
     Args:
-        words: keep only these. Vectors of other words are not looked at, however malformed.
-        most: Number of words to keep, the first ones.
-        on_bad: what to do about a malformed entry, such as the words with spaces in glove.840B: raise, or leave it out.
+        path: File to read.
+        words: Words to keep; all by default. Vectors of other words are not parsed or checked.
+        most: Maximum number of words to keep, from the start of the file.
+        on_bad: Whether to raise an error for a malformed entry, such as the words with spaces in glove.840B, or to leave
+            it out ("skip").
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -74,13 +76,13 @@ def load_word_vectors(
     WordVectors(words=('cat',), vectors=array([[2.  , 0.25]], dtype=float32), skipped=0)
 
     Raises:
-        InvalidInput: naming file and line: no such file, damage, a word with spaces, another number of numbers than in the
-            first line, something that is no finite number, fewer words than the file announces; nothing to keep.
+        InvalidInput: The file is missing or damaged, an entry is malformed (the message names the line), there are fewer
+            words than announced, or no word is kept.
     """
     if most is not None and most < 1:
-        raise InvalidInput("most", given=most, expected="1 or more")
+        raise InvalidInput("most", got=most, expected="1 or more")
     if isinstance(words, str):
-        raise InvalidInput("words", given="one string", expected="a list of strings", fix="wrap it: [word]")
+        raise InvalidInput("words", got="one string", expected="a list of strings", fix="Wrap it: [word]")
     wanted = None if words is None else set(words)
     limit = min((n for n in (most, None if wanted is None else len(wanted)) if n is not None), default=None)
     kept: dict[str, None] = {}
@@ -105,22 +107,21 @@ def load_word_vectors(
             if len(kept) == limit:
                 break
     if not kept:
-        given = "no words" if wanted is None else "none of the words asked for"
-        raise InvalidInput(str(path), given=given, expected="at least one")
+        problem = "no words in the file" if wanted is None else "none of the requested words is in the file"
+        raise InvalidInput(str(path), problem=problem, expected="at least one word")
     return WordVectors(tuple(kept), np.frombuffer(numbers, np.float32).reshape(len(kept), dim), skipped)
 
 
 def word_tokenizer(words: Iterable[str]) -> Tokenizer:
-    """A tokenizer of words: id 0 is "<unk>", then come these words in their order.
+    """Return a word tokenizer: id 0 is "<unk>", followed by these words in their order.
 
-    Texts are lower-cased and split at spaces and punctuation marks, so that words with capitals or marks in them are
-    never met.
+    Texts are lower-cased and split at spaces and punctuation, so words with capitals or punctuation never occur.
 
     >>> word_tokenizer(["the", "cat"]).encode("The cat purrs").ids
     [1, 2, 0]
 
     Raises:
-        InvalidInput: the same word twice.
+        InvalidInput: A word occurs twice.
         MissingExtra: `tokenizers` is not installed.
     """
     try:
@@ -131,7 +132,7 @@ def word_tokenizer(words: Iterable[str]) -> Tokenizer:
     vocabulary = {word: i for i, word in enumerate(listed)}
     if len(vocabulary) < len(listed):
         twice = next(word for i, word in enumerate(listed) if vocabulary[word] != i)
-        raise InvalidInput("words", given=f"{twice!r} twice", expected="distinct words")
+        raise InvalidInput("words", got=f"{twice!r} twice", expected="distinct words")
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -139,14 +140,14 @@ def word_tokenizer(words: Iterable[str]) -> Tokenizer:
 
 
 def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
-    """The table of an embedding, `[ids, dim]`: every token's vector, and the mean of all for tokens without one.
+    """Return the weights of an embedding, `[ids, dim]`: the vector of each token, or the mean vector if it has none.
 
     >>> known = WordVectors(("the", "cat"), np.array([[1, 0], [0, 1]], np.float32))
     >>> vectors_for(word_tokenizer(known.words), known).tolist()
     [[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]]
 
     Raises:
-        InvalidInput: no token has a vector.
+        InvalidInput: No token has a vector.
     """
     vocabulary = tokenizer.get_vocab()
     row = {word: i for i, word in enumerate(word_vectors.words)}
@@ -154,9 +155,9 @@ def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
     if not known:
         raise InvalidInput(
             "word_vectors",
-            given="a vector for no token of the tokenizer",
-            expected="words of this tokenizer",
-            fix="make the tokenizer of the words: word_tokenizer(word_vectors.words)",
+            problem="no token of the tokenizer has a vector",
+            expected="vectors of its tokens",
+            fix="Create the tokenizer from the words: word_tokenizer(word_vectors.words)",
         )
     mean = word_vectors.vectors.mean(0, dtype=np.float64).astype(np.float32)
     table = np.tile(mean, (max(vocabulary.values()) + 1, 1))
@@ -167,9 +168,9 @@ def vectors_for(tokenizer: Tokenizer, word_vectors: WordVectors) -> Tensor:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The entries of a file, and how a vector is made of what stands in one."""
+    """Entries of a file, and the function that parses a raw vector."""
 
-    unit: str  # what numbers count
+    unit: str  # of the entry numbers: "line" or "word"
     dim: int
     entries: Iterator[_Entry]
     vector: Callable[[Any, str], NDArray[np.float32]]
@@ -177,7 +178,7 @@ class _Stream:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[_File, str]]:
-    """The file without its compression, and the suffix of what is inside; faults found while reading are raised too."""
+    """Open a file, decompressed, and yield it with the suffix of its content; convert errors while reading."""
     try:
         suffix = path.suffix.lower()
         if suffix == ".gz":
@@ -190,11 +191,11 @@ def _opened(path: Path) -> Iterator[tuple[_File, str]]:
             with path.open("rb") as file:
                 yield file, suffix
     except FileNotFoundError:
-        raise InvalidInput(str(path), given="no such file", expected="word vectors") from None
+        raise InvalidInput(str(path), problem="no such file", expected="word vectors") from None
     except IsADirectoryError:
-        raise InvalidInput(str(path), given="a directory", expected="a file of word vectors") from None
+        raise InvalidInput(str(path), got="a folder", expected="a file of word vectors") from None
     except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:  # RuntimeError: a password
-        raise InvalidInput(str(path), given=f"a file that cannot be read ({error})", expected="word vectors") from None
+        raise InvalidInput(str(path), got=f"a file that cannot be read ({error})", expected="word vectors") from None
 
 
 def _only_member(archive: zipfile.ZipFile, path: Path) -> str:
@@ -202,15 +203,15 @@ def _only_member(archive: zipfile.ZipFile, path: Path) -> str:
     if len(members) != 1:
         raise InvalidInput(
             str(path),
-            given=f"{len(members)} files: {', '.join(members[:8])}",
+            got=f"{len(members)} files: {', '.join(members[:8])}",
             expected="an archive of one file",
-            fix="unpack it and give the file you want",
+            fix="Unpack it and pass one of the files",
         )
     return members[0]
 
 
 def _header(line: bytes) -> tuple[int, int] | None:
-    """The "count dim" of a first line, if that is what it says."""
+    """Parse the first line as "count dim"; return None if it is something else."""
     fields = line.split()
     return (int(fields[0]), int(fields[1])) if len(fields) == 2 and all(f.isdigit() for f in fields) else None
 
@@ -222,7 +223,7 @@ def _text(file: _File, name: str) -> _Stream:
     if dim < 1:
         raise InvalidInput(
             f"{name}: line 1",
-            given="an empty file" if not first else f"{first[:40]!r}",
+            got="an empty file" if not first else repr(first[:40]),
             expected='a word and its numbers, or a first line "count dim"',
         )
 
@@ -241,12 +242,12 @@ def _text(file: _File, name: str) -> _Stream:
             values = np.array([float(field) for field in fields], np.float64)
         except ValueError:
             wrong = next(field for field in fields if not _is_number(field))
-            given = f"{wrong[:40].decode(errors='replace')!r} after the word"
-            fix = "words must have no spaces inside" if len(fields) > dim else None
-            raise InvalidInput(where, given=given, expected=f"{dim} numbers", fix=fix) from None
+            got = f"{wrong[:40].decode(errors='replace')!r} after the word"
+            fix = "Words must not contain spaces" if len(fields) > dim else None
+            raise InvalidInput(where, got=got, expected=f"{dim} numbers", fix=fix) from None
         if len(values) != dim:
-            raise InvalidInput(where, given=f"{len(values)} numbers", expected=f"{dim}, as line 1 says")
-        with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is found later
+            raise InvalidInput(where, got=f"{len(values)} numbers", expected=f"{dim}, as in line 1")
+        with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, which is checked later
             return values.astype(np.float32)
 
     return _Stream("line", dim, entries(), vector)
@@ -265,9 +266,9 @@ def _binary(file: _File, name: str) -> _Stream:
     if header is None or header[1] < 1:
         raise InvalidInput(
             f"{name}: line 1",
-            given="something else",
-            expected='the "count dim" of a word2vec file',
-            fix="of fastText take the .vec file: its .bin holds a whole model",
+            got="other content",
+            expected='the line "count dim" of a word2vec file',
+            fix="For fastText, use the .vec file: its .bin contains a whole model",
         )
     count, dim = header
 
@@ -292,13 +293,13 @@ def _npz(file: _File, name: str) -> _Stream:
             words, vectors = arrays["words"], arrays["vectors"]
     except (KeyError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidInput(
-            name, given=f"something else ({error})", expected="the arrays `words` and `vectors`, without Python objects"
+            name, got=f"other content ({error})", expected="the arrays `words` and `vectors`, without Python objects"
         ) from None
     if words.dtype.kind not in "US" or vectors.dtype.kind != "f" or words.ndim != 1 or vectors.ndim != 2:
-        given = f"words {words.dtype}{list(words.shape)}, vectors {vectors.dtype}{list(vectors.shape)}"
-        raise InvalidInput(name, given=given, expected="strings [words] and floats [words, dim]")
+        got = f"words {words.dtype}{list(words.shape)}, vectors {vectors.dtype}{list(vectors.shape)}"
+        raise InvalidInput(name, got=got, expected="strings [words] and floats [words, dim]")
     if len(words) != len(vectors):
-        raise InvalidInput(name, given=f"{len(words)} words and {len(vectors)} vectors", expected="as many")
+        raise InvalidInput(name, got=f"{len(words)} words and {len(vectors)} vectors", expected="one vector per word")
     coded = (word.encode() if isinstance(word, str) else word for word in words.tolist())
     entries = ((number, word, row) for number, (word, row) in enumerate(zip(coded, vectors, strict=True), 1))
     return _Stream("word", vectors.shape[1], entries, lambda row, where: row.astype(np.float32))
@@ -306,21 +307,21 @@ def _npz(file: _File, name: str) -> _Stream:
 
 def _check_count(count: int, announced: int, where: str) -> None:
     if count != announced:
-        raise InvalidInput(where, given=f"{announced} words, and {count} follow", expected="a whole file")
+        raise InvalidInput(where, got=count, expected=f"{announced} words", fix="Is the file complete?")
 
 
 def _word(raw: bytes, where: str) -> str:
     try:
         word = raw.decode()
     except UnicodeDecodeError:
-        raise InvalidInput(where, given=f"the word {raw[:40]!r}", expected="UTF-8") from None
+        raise InvalidInput(where, got=f"the word {raw[:40]!r}", expected="text in UTF-8") from None
     if not word or " " in word:
-        raise InvalidInput(where, given=f"the word {word!r}", expected="a word without spaces")
+        raise InvalidInput(where, got=f"the word {word!r}", expected="a word without spaces")
     return word
 
 
 def _finite(vector: NDArray[np.float32], where: str) -> NDArray[np.float32]:
     if not np.isfinite(vector).all():
         wrong = vector[~np.isfinite(vector)][0]
-        raise InvalidInput(where, given=f"the number {wrong}", expected="finite numbers")
+        raise InvalidInput(where, got=f"the number {wrong}", expected="finite numbers")
     return vector

@@ -1,4 +1,4 @@
-"""Texts in blocks that know nothing of each other, drawn anew in every epoch."""
+"""Independent blocks of a text, shuffled in every epoch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hsa.training.language_model.reader import Course, Reader, blocks_of, to_dev
 
 
 class Blocks:
-    """Blocks of `context` + 1 tokens. Every epoch starts at another token and takes them in another order."""
+    """Blocks of `context` + 1 tokens. Every epoch starts at another token and has another order."""
 
     def __init__(self, tokens: np.ndarray, context: int, seed: int):
         self.tokens, self.context, self.seed = tokens, context, seed
         self.per_epoch = blocks_of(tokens, context)
 
     def take(self, first: int, number: int) -> np.ndarray:
-        """`[number, context + 1]` blocks from number `first` of all epochs on."""
+        """Return consecutive blocks, counted over all epochs, `[number, context + 1]`."""
         offsets = np.arange(self.context + 1)
         starts = np.array([self._start(i) for i in range(first, first + number)])
         return self.tokens[starts[:, None] + offsets]
@@ -34,15 +34,15 @@ class Blocks:
         return shift + int(order[index]) * self.context
 
 
-@lru_cache(2)  # batches are made ahead: the next epoch begins before this one ends
+@lru_cache(2)  # batches are prefetched, so the next epoch begins before this one ends
 def _epoch(seed: int, epoch: int, most: int, blocks: int) -> tuple[int, np.ndarray]:
-    """The token that an epoch starts at, up to `most`, and the order of its blocks."""
+    """Return the first token of an epoch, at most `most`, and the order of its blocks."""
     draw = np.random.default_rng((seed, epoch))
     return int(draw.integers(most + 1)), draw.permutation(blocks)
 
 
 class BlockCourse(Course):
-    """A number of blocks in every step."""
+    """Batches with the same number of blocks in every step."""
 
     def __init__(self, model: LanguageModel, blocks: Blocks, batch: int):
         self.model, self.blocks, self.batch = model, blocks, batch
@@ -58,14 +58,14 @@ class BlockCourse(Course):
         return self.model.loss(tokens, targets, self.lengths, trees=trees)
 
     def state(self) -> None:
-        """Blocks know nothing of each other."""
+        """Return None: blocks are independent."""
 
     def restore(self, state: None) -> None:
-        """There is nothing."""
+        """Do nothing: blocks are independent."""
 
 
 class BlockReader(Reader):
-    """Block by block, each from an empty memory."""
+    """Reader of independent blocks."""
 
     def __init__(self, model: LanguageModel, context: int):
         super().__init__(context)

@@ -1,7 +1,7 @@
-"""Texts → token ids for a language model: documents, a tokenizer, three arrays on the disk.
+"""Texts for a language model: documents, a tokenizer, and three arrays of token ids on disk.
 
-Three tokens stand for structure: a blank line ends a paragraph, two a chapter, and `<|end|>` a document. Text is given
-back as it was, but for line ends and runs of more than two blank lines.
+Three tokens mark structure: one blank line ends a paragraph, two end a chapter, and `<|end|>` ends a document. Decoding
+restores the text, except for line ends and runs of more than two blank lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hsa.training.data.sources import digest, stamp
 
 END, PARAGRAPH, CHAPTER = "<|end|>", "\n\n", "\n\n\n"
 HEIGHTS = {PARAGRAPH: 3, CHAPTER: 4, END: 5}
-"""Up to which height structure closes families, where the text's own structure is used; a sentence closes 2."""
+"""Height up to which each token closes families, for trees that follow the text; the end of a sentence closes 2."""
 SPLITS = ("train", "validation", "test")
 TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".text")
 _SHARES = (0.9, 0.05, 0.05)
@@ -42,7 +42,7 @@ _SENTENCE_END = re.compile(r"""[.!?…][)\]"'”’*]*$""")
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and which split it belongs to where the data say so."""
+    """A text, and the split that the data assign it to, if any."""
 
     text: str
     split: str | None = None
@@ -50,11 +50,14 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class LmData:
-    """All that training needs.
+    """Data for training.
 
-    train, validation, test: token ids, one after another, on the disk.
-    tokenizer: made them.
-    closes: token id → the height up to which it closes families, of the text's own structure.
+    Attributes:
+        train, validation, test: Token ids `[tokens]`, mapped from disk.
+        tokenizer: Tokenizer.
+        closes: Height up to which a token closes families, by token id, for trees that follow the text.
+        name: Name of the data.
+        characters: Number of characters of all texts.
     """
 
     train: np.ndarray
@@ -74,13 +77,14 @@ def prepare_text(
     seed: int = 0,
     say: Callable[[str], None] = lambda message: None,
 ) -> LmData:
-    """Read texts, train a tokenizer on the training part, encode. What was made once is kept in the cache.
+    """Read texts, train a tokenizer on the training part, and encode the texts. The result is cached.
 
     Args:
-        data: a text file, a folder of them, a table, or None for what the Python standard library says about itself.
-        text: columns of a table that hold text.
-        vocabulary: tokens, at most.
-        say: is told what is going on.
+        data: Text file, folder of text files, file of rows, or None for the docstrings of the Python standard library.
+        text: Columns of a file of rows that hold text.
+        vocabulary: Maximum vocabulary size.
+        seed: Random seed of the split.
+        say: Callback for progress messages.
     """
     name = "Python standard library" if data is None else data.name
     key = json.dumps([version("hsa"), "lm 1", _fingerprint(data), text, vocabulary, seed], default=str)
@@ -103,16 +107,16 @@ def prepare_text(
 
 
 def held_out_texts(data: Path, columns: tuple[str, ...] = ()) -> list[str]:
-    """The texts of `data`; of a table that says which rows are for the test, these."""
+    """Return the texts of the test split if the data have one, otherwise all texts."""
     documents = [document for document in _documents(data, columns) if document.text]
-    chosen = [document.text for document in documents if document.split == "test"]
+    test = [document.text for document in documents if document.split == "test"]
     if not documents:
-        raise InvalidInput(str(data), given="no text", expected="some")
-    return chosen or [document.text for document in documents]
+        raise InvalidInput(str(data), problem="no text", expected="at least one document")
+    return test or [document.text for document in documents]
 
 
 def encode_documents(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
-    """The ids of all documents, each ended by `<|end|>`, in the narrowest type that holds them."""
+    """Return the token ids of all documents, each followed by `<|end|>`, in the smallest type that holds them."""
     kind = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     end = tokenizer.token_to_id(END)
     parts: list[np.ndarray] = []
@@ -124,24 +128,24 @@ def encode_documents(documents: Iterable[str], tokenizer: Any) -> np.ndarray:
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """Chapters: long texts go to the tokenizer in parts, and a part may start after any token of structure."""
+    """Yield the chapters: the tokenizer gets long texts in parts, which may be split before any structure token."""
     for i, chapter in enumerate(document.split(CHAPTER)):
         yield CHAPTER + chapter if i else chapter
 
 
 def closing_tokens(tokenizer: Any) -> dict[int, int]:
-    """Token id → height: 2 for a token that ends a sentence, 3 a paragraph, 4 a chapter, 5 a document."""
+    """Return the heights by token id: 2 for tokens that end a sentence, 3 a paragraph, 4 a chapter, 5 a document."""
     closes = {}
-    for token, number in tokenizer.get_vocab().items():
+    for token, index in tokenizer.get_vocab().items():
         if token in HEIGHTS:
-            closes[number] = HEIGHTS[token]
-        elif _SENTENCE_END.search(tokenizer.decode([number])):
-            closes[number] = 2
+            closes[index] = HEIGHTS[token]
+        elif _SENTENCE_END.search(tokenizer.decode([index])):
+            closes[index] = 2
     return dict(sorted(closes.items()))
 
 
 def clean(text: str) -> str:
-    """One kind of line end; one blank line between paragraphs, two between chapters."""
+    """Normalise line ends and blank lines: one between paragraphs, two between chapters."""
     text = encodable(normalize_newlines(text)).strip()
     return _BLANK.sub(lambda match: PARAGRAPH if match[0].count("\n") == 2 else CHAPTER, text)
 
@@ -152,10 +156,16 @@ def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document
     elif data.is_dir():
         files = sorted(f for f in data.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
         if not files:
-            raise InvalidInput(str(data), given="a folder without texts", expected=f"files {', '.join(TEXT_SUFFIXES)}")
+            raise InvalidInput(
+                str(data), problem="no text files in the folder", expected=f"files {', '.join(TEXT_SUFFIXES)}"
+            )
         yield from (Document(clean(load_text(file))) for file in files)
     elif not data.exists():
-        raise InvalidInput(str(data), given="no such file or folder", expected="a text, a folder of texts, or a table")
+        raise InvalidInput(
+            str(data),
+            problem="no such file or folder",
+            expected="a text file, a folder of text files, or a file of rows",
+        )
     elif data.suffix.lower() in ROW_SUFFIXES:
         yield from _rows(data, columns)
     else:
@@ -163,7 +173,7 @@ def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document
 
 
 def _docstrings(library: Path) -> Iterator[Document]:
-    """What the modules of the Python installation say about themselves, a document each: these lie on every machine."""
+    """Yield the docstrings of the Python installation, one document per module: every machine has them."""
     for file in sorted(library.rglob("*.py")):
         if {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"} & set(
             file.relative_to(library).parts
@@ -172,9 +182,9 @@ def _docstrings(library: Path) -> Iterator[Document]:
         try:
             module = load_python(file)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in strings
+                warnings.simplefilter("ignore")  # invalid escapes in strings
                 nodes = list(ast.walk(ast.parse(module)))
-        except (InvalidInput, SyntaxError, RecursionError):  # files of other encodings, or broken on purpose
+        except (InvalidInput, SyntaxError, RecursionError):  # other encodings, or files broken on purpose
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         docstrings = [clean(text) for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
@@ -183,18 +193,18 @@ def _docstrings(library: Path) -> Iterator[Document]:
 
 
 def _rows(data: Path, columns: tuple[str, ...]) -> Iterator[Document]:
-    """A document per row: of the named columns, or of headings and paragraphs, as books have them."""
+    """Yield one document per row, from the named columns, or from the headings and paragraphs of a book."""
     rows = load_rows(data)
     book = {"headings", "paragraphs"} <= set(rows.columns)
     if not columns and not book:
         raise InvalidInput(
             str(data),
-            given="no column to read",
-            expected=f"some of {', '.join(map(repr, rows.columns))}",
-            fix="name those that hold text with --text",
+            problem="no columns to read are given",
+            expected=f"one or more of {', '.join(map(repr, rows.columns))}",
+            fix="Name the columns that hold text with --text",
         )
     for name in columns:
-        rows.column(name)  # raises, naming the columns there are
+        rows.column(name)  # raises an error that lists the existing columns
     for i in range(len(rows)):
         row = rows.row(i)
         split = row.get("split")
@@ -212,10 +222,10 @@ def _book(row: dict[str, Any]) -> str:
 
 
 def _split(documents: list[Document], seed: int) -> dict[str, list[str]]:
-    """By document: as the data say, else at random; a few long texts are cut instead."""
+    """Split by document, as the data say or at random; if there are fewer than 20 documents, split each of them."""
     documents = [d for d in documents if d.text]
     if not documents:
-        raise InvalidInput("data", given="no text", expected="some")
+        raise InvalidInput("data", problem="no text", expected="at least one document")
     named = {d.split for d in documents}
     if named >= set(SPLITS):
         return {split: [d.text for d in documents if d.split == split] for split in SPLITS}
@@ -235,7 +245,7 @@ def _split(documents: list[Document], seed: int) -> dict[str, list[str]]:
 
 
 def _cut(text: str, near: int) -> int:
-    """The end of a paragraph at or after a position, else of a word."""
+    """Return the end of the first paragraph, line or word soon after a position; the position itself if there is none."""
     for mark in (PARAGRAPH, "\n", " "):
         end = text.find(mark, near)
         if 0 <= end < near + len(text) // 50:

@@ -1,4 +1,4 @@
-"""The configuration of our decoder from the options of a run."""
+"""Configuration of the decoder from the options of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsa.training.options import LanguageOptions
 
 
 def decoder_sizes(options: ModelOptions, language: LanguageOptions) -> dict[str, Any]:
-    """Return what options say of a decoder, in the names of `LanguageModelConfig`, whatever it is for."""
+    """Return the options that all decoders share, as arguments of `LanguageModelConfig`."""
     names = ("width", "heads", "dropout", "near", "fusion", "shared_dim", "fusion_penalty")
     own = ("kv_heads", "feed_forward", "branching", "sinks", "positions")
     return {name: getattr(options, name) for name in names} | {name: getattr(language, name) for name in own}
@@ -22,7 +22,10 @@ def decoder_sizes(options: ModelOptions, language: LanguageOptions) -> dict[str,
 def configure(
     data: LmData, options: ModelOptions, language: LanguageOptions, extra: Extra, changes: Mapping[str, Any]
 ) -> LanguageModelConfig:
-    """Return the config for the options of a run. Our models differ in a bias per head and layer, and in nothing else."""
+    """Return the configuration of a decoder.
+
+    The parameters of the kinds of attention differ only in one bias per head and layer.
+    """
     return LanguageModelConfig(
         data.tokenizer.get_vocab_size(),
         layers=options.layers,

@@ -1,4 +1,4 @@
-"""Language models on the same text, with as many parameters and tokens seen: which predicts better, at which cost."""
+"""Comparison of language models on the same text, with equal numbers of parameters and of tokens seen."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from hsa.training.options import LanguageOptions, TrainingOptions
 
 @dataclass(frozen=True)
 class LmResult:
-    """What came of one model. Losses in nats per token."""
+    """Test scores and costs of one model. Losses are in nats per token."""
 
     model: str
     parameters: int
     loss: float  # on the test text
     bits_per_character: float
-    by_position: tuple[tuple[float, float], ...]  # position in the block, mean loss there
-    operations: float  # of attention per token of the test text, all layers
+    by_position: tuple[tuple[float, float], ...]  # position in the block, mean loss
+    operations: float  # attention operations per token of the test text, all layers
     tokens: int  # seen in training
     training_seconds: float
     test_tokens: int
-    context: int  # tokens of a block
-    remembered_tokens: int  # before a block, in every layer
+    context: int  # tokens per block
+    remembered_tokens: int  # tokens before a block that every layer remembers
     history: tuple[LmRecord, ...]
 
     @property
@@ -62,7 +62,7 @@ class LmResult:
 
 
 def check_lm_models(names: Iterable[str]) -> None:
-    """Raise for a name that is no language model."""
+    """Raise an error for a name that is not a language model."""
     for name in names:
         LANGUAGE_MODELS.get(name)
 
@@ -76,10 +76,10 @@ def language_model_config(
 ) -> Any:
     """Return the configuration of a model by its name.
 
-    Other architectures get feed-forward networks of a width with which they have as many parameters as ours.
+    Other architectures get feed-forward networks whose width matches the number of parameters of the multiscale model.
     """
     if model.head_dim is not None and model.head_dim * model.heads != model.width:
-        raise InvalidInput("head_dim", given=model.head_dim, expected="width / heads, for language models")
+        raise InvalidInput("head_dim", got=model.head_dim, expected="width / heads for language models")
     entry = LANGUAGE_MODELS.get(name)
     architecture = LANGUAGE_ARCHITECTURES.get(entry.architecture)
     config = resolve(architecture.configure)(data, model, language, extra, entry.changes)
@@ -89,7 +89,7 @@ def language_model_config(
 
 
 def as_large_as(reference: Any, config: Any) -> Any:
-    """Return the config with feed-forward networks of a width at which it has as many parameters as the reference."""
+    """Return the config with a feed-forward width that matches the number of parameters of the reference."""
 
     def count(config: Any) -> int:
         with torch.device("meta"):
@@ -113,7 +113,7 @@ def train_one(
     device: torch.device | str | None = None,
     watcher: LmWatcher | None = None,
 ) -> LmResult:
-    """Train, test and save one model. With `resume`, an unfinished one goes on, and a finished one is tested again."""
+    """Train, test and save one model. With `resume`, continue an unfinished run and test a finished one again."""
     trained = train_language_model(
         config,
         data.train,
@@ -153,17 +153,16 @@ def train_one(
 
 
 def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
-    """Of the model of that name in a run, or of the folder of a model; learned on the same tokens."""
+    """Return the weights of a model from the folder of a run, or from its own folder; check its tokenizer."""
     folder = run / name if (run / name).is_dir() else run
     if not (folder / CONFIG).is_file():
-        raise InvalidInput(
-            "init_from", given=f"{run}, which has no model {name!r}", expected="a run with one, or its folder"
-        )
+        expected = f"a run with a model {name!r}, or the folder of a model"
+        raise InvalidInput("init_from", got=f"{run}, which has neither", expected=expected)
     model = load_language_model(folder)
     if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
         raise InvalidInput(
             "init_from",
-            given=f"{folder}, which was trained with another tokenizer",
+            got=f"{folder}, which was trained with another tokenizer",
             expected="a run on the same text, with the same vocabulary",
         )
     return model.state_dict()
@@ -183,10 +182,17 @@ def compare_language_models(
     watch: Callable[[str], LmWatcher] | None = None,
     on_failure: OnFailure | None = None,
 ) -> list[LmResult]:
-    """Every model in a folder of its own; the results in `results.json`.
+    """Train, test and save the models, each in its own folder; write `results.json`.
 
     Args:
-        on_failure: is told of models without a result, and the others go on; by default that is an error.
+        names: Names of the models.
+        model, options, language, extra: Options of the run.
+        data: Texts.
+        folder: Folder of the run.
+        resume: Whether to continue unfinished models; finished ones are tested again.
+        device: Device to train on; by default the GPU if there is one.
+        watch: Function that returns the watcher for a model.
+        on_failure: Callback for a model without a result, after which the others continue; by default the error is raised.
     """
     configs = {name: language_model_config(data, model, language, name, extra) for name in names}
     starts = {} if language.init_from is None else {name: _weights(language.init_from, name, data) for name in names}
@@ -202,7 +208,7 @@ def compare_language_models(
 
 
 def binned(by_position: np.ndarray, per_octave: int = 4) -> tuple[tuple[float, float], ...]:
-    """Return (position, mean loss) in bins that widen with the position: the first tokens differ most.
+    """Return (position, mean loss) in bins that widen with the position, because the loss changes most at the start.
 
     >>> binned(np.array([4.0, 3.0, 2.0, 2.0, 2.0]), per_octave=1)
     ((1.0, 4.0), (2.5, 2.5), (4.5, 2.0))

@@ -29,45 +29,48 @@ from hsa.training.loop import (
     CHECKPOINT,
     Interrupted,
     defer_sigint,
+    flat_options,
     learning_rate,
-    leaves_of,
     parameter_groups,
 )
 from hsa.training.options import LanguageOptions, TrainingOptions
 
-_LOOK_EVERY = 20  # steps between looks at the loss: each look waits for the device
+_CHECK_EVERY = 20  # steps between checks that the loss is finite: each check waits for the device
 _VALIDATION_TOKENS = 2**18
-"""So much of the validation text is looked at during training."""
+"""Maximum number of validation tokens that are evaluated during training."""
 
 
 class LmWatcher(Protocol):
-    """Who is told how it goes."""
+    """Callbacks of a training run, for example of a progress bar."""
 
-    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None: ...
+    def step(self, done: int, total: int, loss: float | None, learning_rate: float) -> None:
+        """Handle the end of a step; `loss` is the mean since the last check, None between checks."""
 
-    def evaluated(self, record: LmRecord) -> None: ...
+    def evaluated(self, record: LmRecord) -> None:
+        """Handle a validation."""
 
-    def done(self) -> None: ...
+    def done(self) -> None:
+        """Handle the end of the run."""
 
 
 @dataclass(frozen=True)
 class LmRecord:
-    """One point of the curves."""
+    """Losses at one validation."""
 
     step: int
     tokens: int  # seen so far
     loss: float  # mean since the last record
     validation_loss: float
     learning_rate: float
-    seconds: float  # of training so far, without validation
+    seconds: float  # training time so far, without validation
 
 
 @dataclass(frozen=True, eq=False)
 class LmEvaluation:
-    """How well a text is predicted."""
+    """Loss of a language model on a text."""
 
     loss: float  # mean of −log p, in nats
-    by_position: np.ndarray  # [context] the same by position in the block
+    by_position: np.ndarray  # mean loss by position in the block [context]
     tokens: int
     seconds: float
 
@@ -78,7 +81,7 @@ class LmEvaluation:
 
 @dataclass
 class _Progress:
-    """Where a run is; plain, for the checkpoint."""
+    """State of a run, in plain values for the checkpoint."""
 
     step: int = 0
     loss_sum: float = 0.0  # since the last record
@@ -88,7 +91,7 @@ class _Progress:
 
 @dataclass(frozen=True, eq=False)
 class TrainedLanguageModel:
-    """What came of a run."""
+    """Trained model with its history."""
 
     model: CausalLanguageModel
     history: tuple[LmRecord, ...]
@@ -113,21 +116,22 @@ def train_language_model(
     watcher: LmWatcher | None = None,
     device: torch.device | str | None = None,
 ) -> TrainedLanguageModel:
-    """Train a language model from the start, or from its checkpoint.
+    """Train a language model from scratch, or resume from its checkpoint.
 
     Args:
-        config: of the model; its class says which.
-        train, validation: token ids, one after another.
-        options: how; of these `epochs` only where the language options name no steps.
-        language: `context`, `steps`, `evaluate_every`; the rest is in the config.
-        start: weights to begin with, such as those learned on shorter blocks; new ones by default.
-        folder: for the checkpoint; None for none.
-        resume: go on from the checkpoint in the folder, if there is one.
-        device: the GPU where there is one, by default.
+        config: Configuration of the model; its class determines the architecture.
+        train, validation: Token ids `[tokens]`.
+        options: Optimisation settings; `epochs` only counts if the language options have no `steps`.
+        language: Options `context`, `steps` and `evaluate_every`; the others are part of the config.
+        start: Initial weights, such as those trained on shorter blocks; random by default.
+        folder: Folder of the checkpoint; None for no checkpoints.
+        resume: Whether to continue from the checkpoint in the folder, if there is one.
+        watcher: Callbacks of the run.
+        device: Device to train on; by default the GPU if there is one.
 
     Raises:
         Interrupted: Ctrl-C was pressed; a checkpoint is saved.
-        Diverged: the loss is not a number.
+        Diverged: The loss is not a number.
 
     >>> from hsa.models.language_model import LanguageModelConfig
     >>> text = np.tile(np.arange(7), 40)
@@ -157,7 +161,7 @@ class _Run:
         device: torch.device,
     ):
         if options.mixed_precision == "fp16":
-            raise InvalidInput("mixed_precision", given="fp16", expected="no or bf16, for language models")
+            raise InvalidInput("mixed_precision", got="fp16", expected="no or bf16 for language models")
         self.options, self.language, self.device, self.watcher = options, language, device, watcher
         self.train, self.validation = train, validation
         self.path = None if folder is None else folder / CHECKPOINT
@@ -199,8 +203,8 @@ class _Run:
                 stopping, due = stop(), time.monotonic() - saved > longest
                 ends = state.step % self.every == 0 or state.step == self.total
                 mean = None
-                if len(running) == _LOOK_EVERY or ends or stopping or due:
-                    mean = self._look(running)
+                if len(running) == _CHECK_EVERY or ends or stopping or due:
+                    mean = self._check_losses(running)
                     state.seconds += time.monotonic() - began
                     began = time.monotonic()
                 if self.watcher is not None:
@@ -211,7 +215,7 @@ class _Run:
                     self._save()
                     began = saved = time.monotonic()
                 if stopping and state.step < self.total:
-                    raise Interrupted(self._how_to_resume())
+                    raise Interrupted(self._interruption_message())
 
     def _step(self, batch: Any) -> Tensor:
         for group in self.optimizer.param_groups:
@@ -225,7 +229,7 @@ class _Run:
         self._bad |= ~norm.isfinite()
         return loss.detach()
 
-    def _look(self, running: list[Tensor]) -> float:
+    def _check_losses(self, running: list[Tensor]) -> float:
         *losses, bad = torch.stack([*running, self._bad.to(running[0].dtype)]).tolist()
         mean = sum(losses) / len(losses)
         if not math.isfinite(mean) or bad:
@@ -233,7 +237,7 @@ class _Run:
                 f"the loss is no longer a number (step {self.progress.step:,}, learning rate {self._rate():.2g}); "
                 "try a lower learning rate or a longer warm-up"
             )
-        for loss in losses:  # one by one: the sum must not depend on when it was looked at
+        for loss in losses:  # one by one, so that rounding does not depend on the times of the checks
             self.progress.loss_sum += loss
         running.clear()
         return mean
@@ -265,8 +269,8 @@ class _Run:
     def _rate(self) -> float:
         return learning_rate(self.options, self.progress.step, self.total)
 
-    def _how_to_resume(self) -> str:
-        where = "" if self.path is None else f"; the checkpoint is {self.path}, go on with --resume"
+    def _interruption_message(self) -> str:
+        where = "" if self.path is None else f"; the checkpoint is {self.path}, continue with --resume"
         return f"stopped after {self.progress.step:,} of {self.total:,} steps{where}"
 
     def _save(self) -> None:
@@ -283,10 +287,10 @@ class _Run:
         self.course.restore(progress.get("carried"))
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
+        """Return the options and a summary of the data that must not change when a run is resumed."""
         options = asdict(self.options)
         del options["checkpoint_minutes"]
-        config = dict(leaves_of(self.model.config.to_dict()))
+        config = dict(flat_options(self.model.config.to_dict()))
         ends = [int(x) for x in (*self.train[:8], *self.train[-8:])]
         return {
             **config,
@@ -298,7 +302,7 @@ class _Run:
 
 
 def reader_of(model: CausalLanguageModel, context: int) -> Reader:
-    """Return what feeds texts to a model: block by block, or as its architecture says."""
+    """Return the reader that feeds texts to a model, which depends on its architecture."""
     return resolve(LANGUAGE_ARCHITECTURES.get(model.config.architecture).reader)(model, context)
 
 
@@ -311,12 +315,12 @@ def evaluate_language_model(
     batch_tokens: int = 16_384,
     mixed_precision: str = "no",
 ) -> LmEvaluation:
-    """The loss on a text in blocks of `context` tokens, one after another; a shorter rest is left out.
+    """Return the loss on a text in consecutive blocks of `context` tokens; a shorter last block is left out.
 
-    A text shorter than a block is a block of its own. A model with a memory takes it from block to block.
+    A text shorter than `context` is one block. A model with a memory carries it from block to block.
     """
     if len(tokens) < 2:
-        raise InvalidInput("tokens", given=f"{len(tokens)} tokens", expected="2 or more: one to predict the next from")
+        raise InvalidInput("tokens", got=len(tokens), expected="2 or more, to predict one from another")
     context = min(context, len(tokens) - 1)
     number = (len(tokens) - 1) // context
     sums = torch.zeros(context, dtype=torch.float64, device=model.device)
@@ -330,17 +334,19 @@ def evaluate_language_model(
 
 
 def bits_per_character(evaluation: LmEvaluation, tokens: np.ndarray, tokenizer: Any) -> float:
-    """Of the text that these tokens begin, as far as it was predicted."""
+    """Return the bits per character of the evaluated part of a text, which begins with `tokens`."""
     characters = len(tokenizer.decode(tokens[: evaluation.tokens].tolist(), skip_special_tokens=False))
     return evaluation.loss / math.log(2) * evaluation.tokens / max(1, characters)
 
 
 def sequences_per_step(options: TrainingOptions, context: int) -> int:
+    """Return the number of blocks per step."""
     return max(1, min(options.batch_size, options.batch_tokens // context))
 
 
 @contextlib.contextmanager
 def precision(device: torch.device, mixed: str) -> Iterator[None]:
+    """Compute matrix products in bfloat16 if `mixed` is "bf16"."""
     with torch.autocast(device.type, torch.bfloat16, enabled=mixed == "bf16"):
         yield
 

@@ -1,4 +1,4 @@
-"""Pictures of language models: losses while they learned, and by how much text came before."""
+"""Plots of language models: loss during training, and loss by position in the block."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hsa.analysis.plots import COLORS, pyplot, save_figure
 
 
 def plot_losses(path: Path, histories: Mapping[str, Sequence[Any]]) -> None:
-    """Training and validation loss by tokens seen, a line per model.
+    """Plot training and validation loss against tokens seen, one line per model.
 
     Args:
-        histories: model → records with `tokens`, `loss` and `validation_loss`.
+        path: File to write.
+        histories: Records with `tokens`, `loss` and `validation_loss`, by model.
     """
     figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
     for color, (name, history) in zip(COLORS * 3, histories.items(), strict=False):
@@ -26,16 +27,17 @@ def plot_losses(path: Path, histories: Mapping[str, Sequence[Any]]) -> None:
 
 
 def plot_by_position(path: Path, losses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Test loss by position in the block, a line per model.
+    """Plot the test loss against the position in the block, one line per model.
 
     Args:
-        losses: model → (position, mean loss there).
+        path: File to write.
+        losses: Pairs (position, mean loss), by model.
     """
     figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
     for color, (name, points) in zip(COLORS * 3, losses.items(), strict=False):
         axes.plot([position for position, _ in points], [loss for _, loss in points], color=color, label=name)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before", ylabel="nats per token", title="Test loss by how much came before")
+    axes.set(xlabel="position in the block", ylabel="nats per token", title="Test loss by position")
     _finish(axes)
     save_figure(figure, path)
 

@@ -1,4 +1,4 @@
-"""How a language model takes in a text: what every way of reading can do."""
+"""Interfaces for feeding texts to a language model, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from hsa.errors import InvalidInput
 
 
 class Course(ABC):
-    """Batches of a training text, step by step."""
+    """Batches of a training text, one per step."""
 
     @abstractmethod
     def load(self, step: int) -> Any:
-        """The batch of a step, on the device. Made ahead, by threads, in any order."""
+        """Return the batch of a step, on the device. Threads call this ahead of time, in any order."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """The mean over its tokens, to be differentiated. Batches come in their order."""
+        """Return the mean loss of a batch, with gradients. Called once per batch, in order."""
 
     @abstractmethod
     def state(self) -> Any:
-        """What later batches need of earlier ones, for the checkpoint."""
+        """Return what later batches need from earlier ones, for the checkpoint."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Back to what `state` gave."""
+        """Restore the result of `state`."""
 
 
 class Reader(ABC):
-    """A model that reads texts in its own way.
+    """Adapter that feeds texts to a model.
 
     Args:
-        context: tokens of a block.
+        context: Number of tokens per block.
     """
 
     def __init__(self, context: int):
@@ -45,35 +45,35 @@ class Reader(ABC):
 
     @abstractmethod
     def course(self, tokens: np.ndarray, batch: int, seed: int) -> Course:
-        """Steps of `batch` blocks of a text, new ones in every epoch."""
+        """Return the batches of a training text, `batch` blocks each, different in every epoch."""
 
     @abstractmethod
     def losses(self, tokens: np.ndarray, blocks: int) -> Iterator[Tensor]:
-        """`[some blocks, context]` −log p of every token of a text but the first; `blocks` at a time, whole ones only."""
+        """Yield −log p of the tokens of a text after the first, `[up to blocks, context]`, complete blocks only."""
 
     @abstractmethod
     def operations(self, tokens: np.ndarray) -> float:
-        """Of attention per token of the text, all layers, where there is as much before it as the model can use."""
+        """Return the attention operations per token, all layers, with as much context as the model can use."""
 
 
 def blocks_of(tokens: np.ndarray, context: int) -> int:
-    """In an epoch, wherever in the first block it starts.
+    """Return the number of blocks per epoch, for any start of the epoch within the first block.
 
     Raises:
-        InvalidInput: there is not even one.
+        InvalidInput: The text is shorter than one block.
     """
     if len(tokens) < context + 1:
         raise InvalidInput(
             "data",
-            given=f"{len(tokens):,} tokens to train on",
+            got=f"{len(tokens):,} tokens to train on",
             expected=f"more than the context of {context:,}",
-            fix="give more text, or a smaller --context",
+            fix="Pass more text, or a smaller --context",
         )
     return max(1, (len(tokens) - context) // context)
 
 
 def to_device(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and what follows each, `[blocks · context]`."""
+    """Return the tokens of the blocks and the token that follows each, `[blocks · context]`."""
     whole = torch.from_numpy(blocks.astype(np.int64))
     if device.type == "cuda":
         whole = whole.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The report of a comparison of language models: a table, what it means, pictures."""
+"""Report of `hsa train --task lm`: a table, the differences between models, and plots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hsa.training.report import fewer_operations, options_section
 if TYPE_CHECKING:
     from rich.table import Table
 
-_CAPTION = "operations: of attention, per token of a test block, all layers; bits: per character"
+_CAPTION = "bits: per character; operations: attention operations per token of a test block, all layers"
 
 
 def lm_columns(results: list[LmResult], failed: Mapping[str, NoResult]) -> tuple[list[str], list[list[str]]]:
-    """The header and rows of the table."""
+    """Return the header and the rows of the table of results."""
     header = ["model", "parameters", "perplexity", "loss", "bits", "operations", "tokens seen", "tokens/s", "train s"]
     rows = [
         [
@@ -41,12 +41,12 @@ def lm_columns(results: list[LmResult], failed: Mapping[str, NoResult]) -> tuple
 
 
 def lm_table(results: list[LmResult], failed: Mapping[str, NoResult]) -> Table:
-    """For the terminal."""
+    """Return the table of results for the terminal."""
     return terminal_table(*lm_columns(results, failed), _CAPTION)
 
 
 def lm_lines(results: list[LmResult]) -> list[str]:
-    """What the first model gained or lost against each of the others."""
+    """Return one line per other model with the difference to the first, and a remark on models with a memory."""
     first = results[0]
     lines = []
     for other in results[1:]:
@@ -58,20 +58,23 @@ def lm_lines(results: list[LmResult]) -> list[str]:
     remembering = [result.model for result in results if result.remembered_tokens]
     if remembering:
         names = ", ".join(remembering)
-        lines.append(f"{names}: the test text is one stream with a memory; others begin every block anew")
+        lines.append(
+            f"{names} carries a memory from block to block in the test; the others start every block without one"
+        )
     return lines
 
 
 def write_lm_report(
     folder: Path, recipe: Recipe, data: LmData, results: list[LmResult], failed: Mapping[str, NoResult]
 ) -> list[Path]:
-    """`report.md` and its pictures; returns the pictures."""
+    """Write `report.md` and its plots; return the plots."""
     from hsa.training.language_model.plots import plot_by_position, plot_losses
 
     pictures = [folder / "losses.png", folder / "positions.png"]
     plot_losses(pictures[0], {r.model: r.history for r in results})
     plot_by_position(pictures[1], {r.model: r.by_position for r in results})
-    lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results, failed)), "", f"{_CAPTION}."]
+    lines = [f"# Language models of {data.name}", "", *markdown_table(*lm_columns(results, failed))]
+    lines += ["", f"{_CAPTION[0].upper()}{_CAPTION[1:]}."]
     lines += ["", *(f"- {line}" for line in [*lm_lines(results), *lines_of(failed)]), ""]
     lines += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     lines += options_section(recipe.options("model", "language", "training"))

@@ -1,4 +1,4 @@
-"""Prompts and answers: two text columns of a table, or generated documents with one sentence to repeat."""
+"""Pairs of prompts and answers: two text columns of a file, or generated documents with one sentence to repeat."""
 
 from __future__ import annotations
 
@@ -26,38 +26,40 @@ SHARES = (0.8, 0.1, 0.1)
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Prompts as one large batch, and the tokens of every answer, one after another, without start and end."""
+    """Prompts in one large batch, and the concatenated tokens of all answers, without start and end tokens."""
 
     prompts: Batch
     answers: np.ndarray
-    offsets: np.ndarray  # [examples + 1]
+    offsets: np.ndarray  # of the answers [examples + 1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def sizes(self) -> np.ndarray:
-        """Leaves and tokens of every example."""
+        """Number of leaves of the prompt plus tokens of the answer, per example."""
         return np.diff(self.prompts.hierarchy.structure.leaf_offsets) + np.diff(self.offsets)
 
     def select(self, examples: np.ndarray) -> Pairs:
+        """Return the examples with these indices."""
         lengths = np.diff(self.offsets)[examples]
         answers = self.answers[ranges(self.offsets[:-1][examples], lengths)]
         return Pairs(self.prompts.select(examples), answers, np.concatenate([[0], np.cumsum(lengths)]))
 
     def answer(self, example: int) -> list[int]:
+        """Return the tokens of an answer."""
         return self.answers[self.offsets[example] : self.offsets[example + 1]].tolist()
 
     def shifted(self, start: int, end: int) -> tuple[Tensor, Tensor, list[int]]:
-        """What the decoder reads, what it is to say, and the length of both: start + answer, answer + end."""
+        """Return the inputs of the decoder (start + answer), its targets (answer + end), and the lengths of both."""
         first, after = self.offsets[:-1], self.offsets[1:]
-        read, said = np.insert(self.answers, first, start), np.insert(self.answers, after, end)
-        return torch.from_numpy(read), torch.from_numpy(said), (np.diff(self.offsets) + 1).tolist()
+        inputs, targets = np.insert(self.answers, first, start), np.insert(self.answers, after, end)
+        return torch.from_numpy(inputs), torch.from_numpy(targets), (np.diff(self.offsets) + 1).tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedPairs:
-    """All that training needs. The decoder's vocabulary is the tokenizer's, and start and end after it."""
+    """Data for training. The decoder's vocabulary is that of the tokenizer, followed by the start and end tokens."""
 
     train: Pairs
     validation: Pairs
@@ -68,18 +70,21 @@ class PreparedPairs:
 
     @property
     def tokens(self) -> int:
+        """Vocabulary size of the tokenizer."""
         return self.input_spec.tokenizer.get_vocab_size()
 
     @property
     def modalities(self) -> dict[str, Modality]:
+        """Modalities of the prompts."""
         return {"text": Modality(tokens=self.tokens)}
 
 
 class MarkedSentences:
-    """Documents of generated words, paragraph by paragraph. One sentence begins with "Repeat": it is the answer.
+    """Documents of random words, in paragraphs. One sentence begins with "Repeat"; the answer is this sentence.
 
     Args:
-        number: of documents.
+        number: Number of documents.
+        seed: Random seed.
     """
 
     SYLLABLES = ("ba", "de", "fi", "go")
@@ -88,6 +93,7 @@ class MarkedSentences:
         self.number, self.seed = number, seed
 
     def documents(self) -> Iterator[tuple[str, str]]:
+        """Yield documents with their answers."""
         draw = np.random.default_rng(self.seed)
         words = [a + b for a in self.SYLLABLES for b in self.SYLLABLES]
         for _ in range(self.number):
@@ -96,12 +102,12 @@ class MarkedSentences:
                 [words[i] for i in draw.integers(len(words), size=draw.integers(3, 7))] for _ in range(paragraphs.sum())
             ]
             marked = int(draw.integers(len(sentences)))
-            said = [
+            written = [
                 f"Repeat {' '.join(s)}." if i == marked else f"{' '.join(s).capitalize()}."
                 for i, s in enumerate(sentences)
             ]
-            parts = np.split(np.array(said, dtype=object), np.cumsum(paragraphs)[:-1])
-            yield "\n\n".join(" ".join(part) for part in parts), said[marked]
+            parts = np.split(np.array(written, dtype=object), np.cumsum(paragraphs)[:-1])
+            yield "\n\n".join(" ".join(part) for part in parts), written[marked]
 
     def texts(self) -> Iterator[str]:
         for text, answer in self.documents():
@@ -124,13 +130,16 @@ def prepare_pairs(
     max_answer: int = 256,
     say: Callable[[str], None] = lambda message: None,
 ) -> PreparedPairs:
-    """Read prompts and answers, train a tokenizer on both, and split.
+    """Read prompts and answers, train a tokenizer on both, and split the data.
 
     Args:
-        data: a table with the columns `options.text` (the prompt) and `options.label` (the answer); None for generated
-            documents with one sentence to repeat.
-        small: Generate few documents.
-        max_answer: tokens of an answer that are read; the rest is cut off.
+        data: File of rows with the columns `options.text` (the prompt) and `options.label` (the answer); None for
+            generated documents with one sentence to repeat.
+        options: Options of the data.
+        seed: Random seed of the split and of generated documents.
+        small: Whether to generate fewer documents.
+        max_answer: Maximum number of tokens per answer; the rest is cut off.
+        say: Callback for progress messages.
     """
     sources = {"train": _source(data, options, seed, small)}
     for name, path in (("validation", options.validation), ("test", options.test)):
@@ -156,7 +165,7 @@ def prepare_pairs(
     held = max(1, round(SHARES[1] * len(order)))
     cuts = np.split(order, [len(order) - held * k for k in range(len(missing), 0, -1)])
     if min(map(len, cuts)) < 1:
-        raise InvalidInput("data", given=f"{len(order)} examples", expected="enough to train, to validate and to test")
+        raise InvalidInput("data", got=len(order), expected="enough examples for training, validation and test")
     whole = sets["train"]
     sets |= {name: whole.select(cut) for name, cut in zip(["train", *missing], cuts, strict=True)}
     name = "marked sentences" if data is None else data.name
@@ -167,11 +176,13 @@ def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> 
     if data is None:
         return MarkedSentences(1_000 if small else 10_000, seed)
     if len(options.text) != 1 or options.label is None or options.number or options.image:
+        label = () if options.label is None else (options.label,)
+        named = {"text": options.text, "label": label, "number": options.number, "image": options.image}
         raise InvalidInput(
             str(data),
-            given=f"--text {' '.join(options.text) or 'nothing'}, --label {options.label or 'nothing'}",
+            got=", ".join(f"--{name} {','.join(columns)}" for name, columns in named.items() if columns) or "neither",
             expected="a column of prompts and a column of answers",
-            fix="name them: --task seq2seq --text PROMPT --label ANSWER",
+            fix="Name them with --text PROMPT --label ANSWER",
         )
     return Rows(data, columns_of(options))
 
@@ -179,7 +190,7 @@ def _source(data: Path | None, options: DataOptions, seed: int, small: bool) -> 
 def _pairs(examples: Iterator[Example], tokenizer: Any, max_answer: int) -> Pairs:
     pairs = list(examples)
     if not pairs:
-        raise InvalidInput("data", given="no examples", expected="at least one")
+        raise InvalidInput("data", problem="empty", expected="at least one example")
     encoded = tokenizer.encode_batch([str(example.target) for example in pairs], add_special_tokens=False)
     answers = [e.ids[:max_answer] for e in encoded]
     offsets = np.concatenate([[0], np.cumsum([len(a) for a in answers])])

@@ -36,25 +36,25 @@ from hsa.training.loop import (
     Silent,
     Watcher,
     defer_sigint,
+    flat_options,
     learning_rate,
-    leaves_of,
     parameter_groups,
 )
 from hsa.training.options import LanguageOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.seq2seq.data import Pairs, PreparedPairs
 
 ENCODERS = ("hierarchical", "multiscale", "clustered", "flat")
-"""Kinds of attention that the encoder can have."""
+"""Kinds of attention of the encoder."""
 
 
 @dataclass(frozen=True)
 class Seq2SeqScores:
-    """How good the answers are.
+    """Scores of the answers.
 
     Attributes:
-        loss: mean of −log p over the tokens of the true answers.
-        tokens: share of these tokens that are the most likely ones after the true tokens before.
-        exact: share of prompts whose generated answer is the true one, to the last token.
+        loss: Mean of −log p over the tokens of the true answers.
+        tokens: Share of these tokens that are predicted correctly, given the true tokens before.
+        exact: Share of prompts whose generated answer equals the true one.
     """
 
     loss: float
@@ -64,17 +64,17 @@ class Seq2SeqScores:
 
 @dataclass(frozen=True)
 class Seq2SeqResult:
-    """What came of one model."""
+    """Test scores and costs of one model."""
 
     model: str
     decoder: str
     parameters: int
     scores: Seq2SeqScores
     training_seconds: float
-    answers_per_second: float  # generated from caches, in batches
+    answers_per_second: float  # generated with caches, in batches
     epochs: int
     history: tuple[EpochRecord, ...]
-    examples: tuple[tuple[str, str, str], ...]  # prompt, true answer, given answer
+    examples: tuple[tuple[str, str, str], ...]  # prompt, true answer, generated answer
 
 
 @dataclass
@@ -86,18 +86,16 @@ class _Progress:
 
 
 def check_seq2seq_models(names: Iterable[str]) -> None:
-    """Raise for a name that is no kind of encoder."""
+    """Raise an error for a name that is not a kind of encoder."""
     for name in names:
         if name not in ENCODERS:
-            raise InvalidInput(
-                "models", given=repr(name), expected=f"some of {', '.join(ENCODERS)}, for the task seq2seq"
-            )
+            raise InvalidInput("models", got=repr(name), expected=f"one of {', '.join(ENCODERS)} for the task seq2seq")
 
 
 def seq2seq_config(
     prepared: PreparedPairs, name: str, model: ModelOptions, language: LanguageOptions, options: Seq2SeqOptions
 ) -> Seq2SeqConfig:
-    """The configuration of one of `MODELS`. Positions are added to the leaves of the prompt: the decoder needs them."""
+    """Return the configuration of a model. The leaves of the prompt get positions, which the decoder needs."""
     check_seq2seq_models([name])
     sizes = {**asdict(model), "kind": name, "position_input": True}
     if not KINDS.get(name).takes_entmax:
@@ -122,15 +120,20 @@ def train_seq2seq(
     watcher: Watcher | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Seq2Seq, tuple[EpochRecord, ...]]:
-    """The model with the best token accuracy on the validation data, and the history.
+    """Train an encoder–decoder; return it with the weights of the best epoch by validation accuracy, and the history.
 
     Args:
-        folder: for a checkpoint after every epoch; None for none.
-        resume: go on from the checkpoint in the folder, if there is one.
+        config: Configuration of the model.
+        prepared: Data.
+        options: Optimisation settings.
+        folder: Folder for a checkpoint after every epoch; None for no checkpoints.
+        resume: Whether to continue from the checkpoint in the folder, if there is one.
+        watcher: Callbacks of the run.
+        device: Device to train on.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; the last whole epoch is in the checkpoint.
-        Diverged: the loss is not a number.
+        Interrupted: Ctrl-C was pressed; the last complete epoch is in the checkpoint.
+        Diverged: The loss is not a number.
     """
     run = _Run(config, prepared, options, folder, watcher or Silent(), torch.device(device))
     return run.run(resume)
@@ -147,7 +150,7 @@ class _Run:
         device: torch.device,
     ):
         if options.mixed_precision == "fp16":
-            raise InvalidInput("mixed_precision", given="fp16", expected="no or bf16, for the task seq2seq")
+            raise InvalidInput("mixed_precision", got="fp16", expected="no or bf16 for the task seq2seq")
         self.config, self.data, self.options, self.watcher, self.device = config, prepared, options, watcher, device
         self.path = None if folder is None else folder / CHECKPOINT
         torch.manual_seed(options.seed)
@@ -185,9 +188,9 @@ class _Run:
         losses = []
         batches = self._batches(state.epoch)
         with closing(prefetched(self._load, batches)) as loaded:
-            for prompts, read, said, lengths in loaded:
+            for prompts, inputs, targets, lengths in loaded:
                 rate = learning_rate(self.options, done, total)
-                losses.append(self._step(prompts, read, said, lengths, rate))
+                losses.append(self._step(prompts, inputs, targets, lengths, rate))
                 done += 1
                 if not math.isfinite(losses[-1]):
                     raise Diverged(
@@ -195,7 +198,7 @@ class _Run:
                     )
                 self.watcher.step(done, total, losses[-1], rate)
                 if stop():
-                    kept = "" if self.path is None else "; the last whole epoch is kept, go on with --resume"
+                    kept = "" if self.path is None else "; the last complete epoch is saved, continue with --resume"
                     raise Interrupted(f"stopped after {done:,} of {total:,} steps{kept}")
         seconds = time.monotonic() - began
         loss, right = self._validate()
@@ -209,11 +212,11 @@ class _Run:
         state.epoch += 1
         self.watcher.epoch(record)
 
-    def _step(self, prompts: Batch, read: Tensor, said: Tensor, lengths: list[int], rate: float) -> float:
+    def _step(self, prompts: Batch, inputs: Tensor, targets: Tensor, lengths: list[int], rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with precision(self.device, self.options.mixed_precision), collecting_penalties() as penalties:
-            loss = self.model.loss(prompts, read, said, lengths)
+            loss = self.model.loss(prompts, inputs, targets, lengths)
         (loss + sum(penalties)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
@@ -230,8 +233,8 @@ class _Run:
         order = np.random.default_rng((options.seed, epoch)).permutation(len(train))
         return batches_by_tokens(train.sizes, options.batch_tokens, options.batch_size, order)
 
-    def _load(self, chosen: np.ndarray) -> tuple[Batch, Tensor, Tensor, list[int]]:
-        loaded = _on(self.data.train.select(chosen), self.config, self.device)
+    def _load(self, indices: np.ndarray) -> tuple[Batch, Tensor, Tensor, list[int]]:
+        loaded = _on(self.data.train.select(indices), self.config, self.device)
         self.model.encoder.prepare(loaded[0])
         return loaded
 
@@ -255,15 +258,15 @@ class _Run:
         del options["checkpoint_minutes"]
         train = self.data.train
         return {
-            **dict(leaves_of(self.config.to_dict())),
+            **dict(flat_options(self.config.to_dict())),
             **options,
             "data": [len(train), train.prompts.hierarchy.digest, int(train.answers.sum())],
         }
 
 
 def _on(pairs: Pairs, config: Seq2SeqConfig, device: torch.device) -> tuple[Batch, Tensor, Tensor, list[int]]:
-    read, said, lengths = pairs.shifted(config.start, config.end)
-    return pairs.prompts.to(device), read.to(device), said.to(device), lengths
+    inputs, targets, lengths = pairs.shifted(config.start, config.end)
+    return pairs.prompts.to(device), inputs.to(device), targets.to(device), lengths
 
 
 def _in_batches(pairs: Pairs, options: TrainingOptions) -> list[np.ndarray]:
@@ -273,27 +276,27 @@ def _in_batches(pairs: Pairs, options: TrainingOptions) -> list[np.ndarray]:
 
 @torch.no_grad()
 def forced_scores(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) -> tuple[float, float]:
-    """Loss and token accuracy, each token predicted from the true ones before it."""
+    """Return loss and token accuracy with teacher forcing: each token is predicted from the true tokens before it."""
     model.eval()
     loss, right, number = 0.0, 0, 0
-    for chosen in _in_batches(pairs, options):
-        prompts, read, said, lengths = _on(pairs.select(chosen), model.config, model.device)
-        logits = model(prompts, read, lengths).float()
-        loss += float(torch.nn.functional.cross_entropy(logits, said, reduction="sum"))
-        right += int((logits.argmax(-1) == said).sum())
-        number += len(said)
+    for indices in _in_batches(pairs, options):
+        prompts, inputs, targets, lengths = _on(pairs.select(indices), model.config, model.device)
+        logits = model(prompts, inputs, lengths).float()
+        loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        right += int((logits.argmax(-1) == targets).sum())
+        number += len(targets)
     return loss / number, right / number
 
 
 @torch.no_grad()
 def generated_answers(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) -> list[list[int]]:
-    """The model's own answers, token by token from its caches."""
+    """Return the answers that the model generates."""
     model.eval()
     answers: list[list[int]] = [[] for _ in range(len(pairs))]
-    for chosen in _in_batches(pairs, options):
-        part = pairs.select(chosen)
+    for indices in _in_batches(pairs, options):
+        part = pairs.select(indices)
         generated = model.generate(part.prompts.to(model.device), max_new_tokens=int(np.diff(part.offsets).max()) + 1)
-        for i, answer in zip(chosen.tolist(), generated, strict=True):
+        for i, answer in zip(indices.tolist(), generated, strict=True):
             answers[i] = answer
     return answers
 
@@ -301,7 +304,7 @@ def generated_answers(model: Seq2Seq, pairs: Pairs, options: TrainingOptions) ->
 def evaluate_seq2seq(
     model: Seq2Seq, pairs: Pairs, options: TrainingOptions
 ) -> tuple[Seq2SeqScores, list[list[int]], float]:
-    """Scores, the generated answers, and the seconds these took."""
+    """Return the scores, the generated answers, and the seconds their generation took."""
     loss, right = forced_scores(model, pairs, options)
     began = time.monotonic()
     answers = generated_answers(model, pairs, options)
@@ -318,7 +321,7 @@ def seq2seq_result(
     options: TrainingOptions,
     shown: int = 3,
 ) -> Seq2SeqResult:
-    """The model on the test data, with some of its answers in words."""
+    """Evaluate a model on the test data and return its result, with `shown` example answers as text."""
     test, tokenizer = prepared.test, prepared.input_spec.tokenizer
     scores, answers, seconds = evaluate_seq2seq(model, test, options)
     offsets, values = test.prompts.hierarchy.structure.leaf_offsets, test.prompts.values["text"]

@@ -1,4 +1,4 @@
-"""Encoder–decoders on the same prompts: each in a folder of its own, and a report of their answers."""
+"""Training and comparison of encoder–decoders on the same prompts, and a report of their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from hsa.training.seq2seq.loop import Seq2SeqResult, seq2seq_config, seq2seq_res
 if TYPE_CHECKING:
     from rich.table import Table
 
-_CAPTION = "tokens: right after the true ones before; exact: whole answers, written token by token"
+_CAPTION = (
+    "tokens: share of answer tokens predicted correctly, given the true tokens before; "
+    "exact: share of generated answers that are correct in full"
+)
 
 
 def compare_seq2seq(
@@ -37,10 +40,16 @@ def compare_seq2seq(
     watch: Callable[[str], Watcher] | None = None,
     on_failure: OnFailure | None = None,
 ) -> list[Seq2SeqResult]:
-    """Train, test and save every model of the recipe. With `resume`, unfinished ones go on, finished are tested again.
+    """Train, test and save every model of the recipe, each in its own folder; write `results.json`.
 
     Args:
-        on_failure: is told of models without a result, and the others go on; by default that is an error.
+        recipe: Models and options.
+        prepared: Data.
+        folder: Folder of the run.
+        resume: Whether to continue unfinished models; finished ones are tested again.
+        device: Device to train on.
+        watch: Function that returns the watcher for a model.
+        on_failure: Callback for a model without a result, after which the others continue; by default the error is raised.
     """
     options = recipe.training
     configs = {n: seq2seq_config(prepared, n, recipe.model, recipe.language, recipe.seq2seq) for n in recipe.models}
@@ -69,7 +78,7 @@ def compare_seq2seq(
 def seq2seq_columns(
     results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]
 ) -> tuple[list[str], list[list[str]]]:
-    """The header and rows of the table."""
+    """Return the header and the rows of the table of results."""
     header = ["encoder", "decoder", "parameters", "loss", "tokens", "exact", "answers/s", "train s"]
     rows = [
         [
@@ -88,16 +97,16 @@ def seq2seq_columns(
 
 
 def seq2seq_table(results: Sequence[Seq2SeqResult], failed: Mapping[str, NoResult]) -> Table:
-    """For the terminal."""
+    """Return the table of results for the terminal."""
     return terminal_table(*seq2seq_columns(results, failed), _CAPTION)
 
 
 def example_lines(result: Seq2SeqResult, width: int = 160) -> list[str]:
-    """Some prompts, cut short, with the true and the given answer."""
+    """Return the example prompts, shortened, with the true and the generated answers."""
     lines = []
-    for prompt, true, given in result.examples:
+    for prompt, true, generated in result.examples:
         shown = prompt if len(prompt) <= width else f"{prompt[: width - 1]}…"
-        lines += [f"prompt  {shown}", f"true    {true}", f"answer  {given}", ""]
+        lines += [f"prompt  {shown}", f"true    {true}", f"answer  {generated}", ""]
     return lines[:-1]
 
 
@@ -108,13 +117,13 @@ def write_seq2seq_report(
     results: Sequence[Seq2SeqResult],
     failed: Mapping[str, NoResult],
 ) -> None:
-    """`report.md`."""
+    """Write `report.md`."""
     lines = [
         f"# Encoder–decoders on {prepared.name}",
         "",
         *markdown_table(*seq2seq_columns(results, failed)),
         "",
-        f"{_CAPTION}.",
+        f"{_CAPTION[0].upper()}{_CAPTION[1:]}.",
         *(f"\n- {line}" for line in lines_of(failed)),
     ]
     for result in results:

@@ -1,4 +1,4 @@
-"""Kernels of hierarchical attention with entmax: the same numbers and gradients as the torch backend in float64."""
+"""Kernels of hierarchical attention with entmax: outputs and gradients equal those of the torch backend in float64."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def draw(seed, *shape):
 
 
 def run(tree, tensors, d_out, dtype, backend, positions=None, **options):
-    """Output and all gradients; that of α last, where it is a tensor."""
+    """Return the output and all gradients, that of α last if it is a tensor."""
     leaves = [x.detach().to(DEVICE, dtype).requires_grad_() for x in tensors]
     if positions is not None:
         leaves.append(positions.detach().to(DEVICE, dtype).requires_grad_())
@@ -49,23 +49,23 @@ def run(tree, tensors, d_out, dtype, backend, positions=None, **options):
 
 
 def check(tree, normalizer, dtype=torch.float32, positions=None, spread=1.0, seed=0, heads=2, dim=5, **options):
-    """Weights move by up to leaf_count (α = 2) for every unit of a logit, and so do errors of rounding."""
+    """Compare with the torch backend. Errors of logits are multiplied by up to leaf_count (α = 2) in the weights."""
     tree, n = tree.to(DEVICE), tree.num_leaves
     widths = dim, dim, dim + 2, dim + 2
     q, k, v, d_out = (draw(seed + i, n, heads, width).to(dtype).double() for i, width in enumerate(widths))
-    places = None if positions is None else draw(seed + 4, tree.num_nodes, *positions).to(dtype).double()
-    given = (tree, (q * spread, k, v), d_out)
+    embedding = None if positions is None else draw(seed + 4, tree.num_nodes, *positions).to(dtype).double()
+    arguments = (tree, (q * spread, k, v), d_out)
     options["normalizer"] = normalizer
-    found = run(*given, dtype, "triton", places, **options)
-    expected = run(*given, torch.float64, "torch", places, **options)
-    # Gradients of α = 2 jump where an entry leaves the support, which rounding may decide: those only where draws are fixed.
+    results = run(*arguments, dtype, "triton", embedding, **options)
+    expected = run(*arguments, torch.float64, "torch", embedding, **options)
+    # For α = 2 gradients jump where an entry leaves the support, which rounding may decide: compare them for seed 0 only.
     highest = float(torch.as_tensor(normalizer.alpha).max())
     of_alpha = ["α"] if isinstance(normalizer.alpha, torch.Tensor) else []
-    names = ["out", "q", "k", "v", *([] if places is None else ["positions"]), *of_alpha]
-    for name, x, y in zip(names if seed == 0 or highest < 2 else ["out"], found, expected, strict=False):
+    names = ["out", "q", "k", "v", *([] if embedding is None else ["positions"]), *of_alpha]
+    for name, x, y in zip(names if seed == 0 or highest < 2 else ["out"], results, expected, strict=False):
         scale = max(float(y.abs().max()), 1e-3)
         tolerance = TOLERANCE[dtype] * max(1.0, int(tree.structure.leaf_count.max()) ** (highest - 1) / 2)
-        tolerance *= 4 if name == "α" else 1  # it multiplies what is left of large numbers by 1 / (α − 1)²
+        tolerance *= 4 if name == "α" else 1  # differences of large numbers are multiplied by 1 / (α − 1)²
         torch.testing.assert_close(
             x.double() / scale, y / scale, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -82,8 +82,8 @@ def test_random_forests(forest, seed, options, normalizer):
 REGULAR = [
     ((64, 33), (16, 2), {"include_self": False}),  # full runs, then a short one
     ((40,), (17, 2), {"include_self": True}),  # runs of 32
-    ((80,), (40, 2), {"include_self": False}),  # of 64
-    ((130,), (100,), {"causal": "paper-mask"}),  # of 128
+    ((80,), (40, 2), {"include_self": False}),  # runs of 64
+    ((130,), (100,), {"causal": "paper-mask"}),  # runs of 128
     ((40,), (2, 2, 2), {"include_self": False}),  # many small families in a run
     ((150, 5), (2, 3), {"include_self": True}),  # a level between the leaves and the top
 ]
@@ -96,7 +96,7 @@ def test_sizes_of_families(lengths, branching, options, normalizer):
 
 
 @pytest.mark.parametrize("normalizer", EVERY, ids=str)
-def test_sizes_mixed_in_one_level(normalizer):
+def test_families_of_different_sizes_in_one_level(normalizer):
     tree = Hierarchy.from_nested([[3, 30, 17, 1], [2, [1, 5]], 1])
     check(tree, normalizer, heads=1, positions=(1, 3), include_self=True)
 
@@ -119,8 +119,8 @@ def test_alpha_close_to_1(alpha):
 
 
 @pytest.mark.parametrize("power", [1, 0])
-def test_what_gets_no_weight_is_not_read(power):
-    """By entmax; softmax gives everything a weight, and reads everything."""
+def test_entmax_does_not_read_rows_without_weight(power):
+    """Softmax (power 0), which has no weights of 0, reads all rows."""
     y = torch.tensor([torch.nan, torch.nan, 1.0, 3.0], device=DEVICE)[:, None, None].expand(4, 1, 5).contiguous()
     out, above = torch.empty_like(y), torch.full((2, 1, 5), 7.0, device=DEVICE)
     parent = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=DEVICE)
@@ -139,7 +139,7 @@ def test_half_precision(dtype, normalizer):
 
 
 def rows_of(keys, values, tree, normalizer):
-    """Rows of queries 1: the same logits for all."""
+    """Return the output of queries that are all 1, so that every row has the same logits."""
     keys, options = keys.float().to(DEVICE)[:, None, None], {"include_self": True, "scale": 1.0, "backend": "triton"}
     parts = [
         hierarchical_attention(
@@ -161,42 +161,42 @@ HARD = {
     "large": 1e4 + torch.arange(11) / 16,
     "halves": 2.0 ** -torch.arange(40),
     "a line": -torch.arange(128) / 64,
-    "at the threshold": torch.tensor([0.0, -1.0, -1.0, -2.0]),  # of α = 2: the others are left with exactly nothing
+    "at the threshold": torch.tensor([0.0, -1.0, -1.0, -2.0]),  # for α = 2 the others get exactly 0
 }
 
 
 @pytest.mark.parametrize("normalizer", [*BOTH, Entmax(1.2), Entmax(1.9)], ids=str)
 @pytest.mark.parametrize("values", HARD.values(), ids=HARD)
 def test_hard_thresholds(values, normalizer):
-    found = rows_of(values, torch.eye(len(values)), Hierarchy.flat([len(values)]), normalizer)
+    weights = rows_of(values, torch.eye(len(values)), Hierarchy.flat([len(values)]), normalizer)
     expected = flat_entmax(values, torch.ones(len(values)), normalizer)
-    torch.testing.assert_close(found, expected.expand_as(found), atol=2e-6, rtol=0)
+    torch.testing.assert_close(weights, expected.expand_as(weights), atol=2e-6, rtol=0)
     order = normalizer.alpha - 1
     threshold = order * values.max().double() - expected.max() ** order
-    assert (found[:, order * values < threshold - 1e-5] == 0).all()  # exactly
-    torch.testing.assert_close(found.sum(-1), torch.ones(len(values), dtype=torch.float64), atol=1e-6, rtol=0)
+    assert (weights[:, order * values < threshold - 1e-5] == 0).all()  # exactly
+    torch.testing.assert_close(weights.sum(-1), torch.ones(len(values), dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("normalizer", "spread"), [(Entmax(1.5), 0.05), (Entmax(2.0), 0.002)], ids=str)
-def test_equal_keys_in_blocks_are_flat_entmax(normalizer, spread):
-    """Of large blocks, whose weights are as many times as sensitive as their logits as they have leaves."""
+def test_equal_keys_in_large_blocks_give_flat_entmax(normalizer, spread):
+    """Errors of logits are multiplied by the number of leaves of a block."""
     count = torch.tensor([100, 100, 1, 50, 120, 90, 110, 3, 100])
     logits = 1 + spread * draw(0, len(count))
     keys, which = (torch.repeat_interleave(x, count, dim=0) for x in (logits, torch.eye(len(count))))
-    found = rows_of(keys, which, Hierarchy.from_nested([count.tolist()]), normalizer)
+    weights = rows_of(keys, which, Hierarchy.from_nested([count.tolist()]), normalizer)
     expected = flat_entmax(logits, count, normalizer)
     assert 3 <= int((expected > 0).sum()) < len(count)
-    torch.testing.assert_close(found, expected.expand_as(found), atol=2e-4, rtol=0)
+    torch.testing.assert_close(weights, expected.expand_as(weights), atol=2e-4, rtol=0)
 
 
-def test_not_a_number_ends():
+def test_nan_does_not_loop_forever():
     q = torch.full((5, 1, 4), torch.nan, device=DEVICE)
     out = hierarchical_attention(q, q, q, Hierarchy.flat([5]).to(DEVICE), normalizer=Entmax(1.5), backend="triton")
     assert torch.isnan(out).all()
 
 
 @pytest.mark.parametrize("normalizer", [Entmax(1.5), LEARNED[0]], ids=str)
-def test_the_same_twice(normalizer):
+def test_outputs_and_gradients_are_deterministic(normalizer):
     tree = Hierarchy.from_nested([[20, 7, 3], [5]]).to(DEVICE)
     tensors, d_out = [draw(i, tree.num_leaves, 1, 4) for i in range(3)], draw(3, tree.num_leaves, 1, 4)
     runs = [run(tree, tensors, d_out, torch.float32, "triton", normalizer=normalizer) for _ in range(2)]
@@ -221,28 +221,28 @@ def test_custom_operators(power):
 @pytest.mark.parametrize("alpha", [2.0, BY_LEVEL], ids=["number", "tensor"])
 def test_compiles_without_graph_breaks(alpha):
     tree = Hierarchy.from_nested([[2, 3]]).to(DEVICE)
-    given = [draw(i, 5, 1, 4).float().to(DEVICE).requires_grad_() for i in range(3)]
+    inputs = [draw(i, 5, 1, 4).float().to(DEVICE).requires_grad_() for i in range(3)]
     if isinstance(alpha, torch.Tensor):
-        given.append(alpha.to(DEVICE).clone().requires_grad_())
+        inputs.append(alpha.to(DEVICE).clone().requires_grad_())
 
     def attend(q, k, v, alpha=alpha):
         entmax = Entmax(alpha, least=1.1)
         return hierarchical_attention(q * 2, k, v, tree, normalizer=entmax, backend="triton").sin()
 
-    expected = attend(*given)
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given)
+    expected = attend(*inputs)
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
     torch.testing.assert_close(out, expected)
-    gradients = (torch.autograd.grad(x.sum(), given) for x in (out, expected))
+    gradients = (torch.autograd.grad(x.sum(), inputs) for x in (out, expected))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
     ("normalizer", "reason"),
-    [(Entmax(1.01), "given 1.01"), (Entmax(torch.tensor([1.5], device=DEVICE)), r"given a tensor, least=1\.0")],
+    [(Entmax(1.01), "got 1.01"), (Entmax(torch.tensor([1.5], device=DEVICE)), r"got a tensor with least=1\.0")],
     ids=["1.01", "tensor"],
 )
-def test_refusals(normalizer, reason):
+def test_unsupported_alpha(normalizer, reason):
     q, tree = draw(0, 5, 1, 4).float().to(DEVICE), Hierarchy.flat([5]).to(DEVICE)
     with pytest.raises(Unsupported, match=reason):
         hierarchical_attention(q, q, q, tree, normalizer=normalizer, backend="triton")

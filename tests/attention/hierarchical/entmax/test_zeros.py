@@ -1,4 +1,4 @@
-"""Counts of zeros and of visited families, against the weights of every family computed alone."""
+"""Numbers of zeros and of visited families, against the weights of every family computed separately."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def inputs(hierarchy, seed):
 
 
 def subtree(s, top):
-    """The tree below a node."""
+    """Return the tree below a node."""
     nodes = [top]
     depth = [top]
     while depth:
@@ -33,7 +33,7 @@ def subtree(s, top):
 
 
 def counted(q, k, hierarchy, include_self, normalizer):
-    """Zeros and entries per height. The rows of a family are those of the first family of its subtree."""
+    """Return zeros and entries per height. The rows of a family are those of the first family of its subtree."""
     s = rooted(hierarchy)[0].structure
     heights = int(s.height.max())
     counts = np.zeros((2, heights), int)
@@ -55,7 +55,7 @@ def counted(q, k, hierarchy, include_self, normalizer):
 
 @settings(max_examples=25)
 @given(forests(), st.integers(0, 99), st.booleans(), st.sampled_from(ALPHAS))
-def test_zeros_are_those_of_the_families(hierarchy, seed, include_self, alpha):
+def test_zeros_equal_those_of_separate_families(hierarchy, seed, include_self, alpha):
     q, k = inputs(hierarchy, seed)
     result = zeros(q, k, hierarchy, include_self=include_self, normalizer=Entmax(alpha))
     assert (result.zeros, result.entries) == counted(q, k, hierarchy, include_self, Entmax(alpha))
@@ -80,29 +80,29 @@ def test_a_large_family():
     st.sampled_from(["weighted", "logits"]),
     st.booleans(),
 )
-def test_weights_are_handed_down(forest, seed, sight, alpha, counts, with_positions):
-    """Shares fall on the way down, and the share of a node is the sum of the weights that its leaves give inside it."""
+def test_shares_that_are_passed_down(forest, seed, sight, alpha, counts, with_positions):
+    """Shares decrease towards the leaves; the share of a node is the total weight of a leaf's row inside it."""
     q, k = inputs(forest, seed)
     positions = random_positions(forest, seed, HEADS) if with_positions else None
     options = {"positions": positions, "normalizer": Entmax(alpha, counts), **sight}
     result = zeros(q, k, forest, **options)
-    handed, s = result.handed_down, forest.structure
+    passed, s = result.passed_down, forest.structure
     below = torch.as_tensor(s.parent >= 0)
     above = torch.as_tensor(s.parent).clamp(min=0)
-    assert (handed[below] <= handed[above][below] + 1e-12).all()
+    assert (passed[below] <= passed[above][below] + 1e-12).all()
     inner = torch.as_tensor(~s.is_leaf)
-    assert (handed[inner & ~below] == 1).all()
-    assert (handed[~inner] == 0).all()
+    assert (passed[inner & ~below] == 1).all()
+    assert (passed[~inner] == 0).all()
     assert sum(result.families) == int(inner.sum()) * HEADS
-    assert sum(result.visited) == int((handed[inner] > 0).sum())
+    assert sum(result.visited) == int((passed[inner] > 0).sum())
     weights = dense_weights(hierarchical_attention, q, k, forest, backend="reference", **options)
     for node in np.flatnonzero(~s.is_leaf & (s.parent >= 0)):
         leaves = slice(s.first_leaf[node], s.end_leaf[node])
         inside = weights[:, leaves, leaves].sum(-1)
-        torch.testing.assert_close(inside, handed[node][:, None].expand_as(inside), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(inside, passed[node][:, None].expand_as(inside), rtol=1e-8, atol=1e-8)
 
 
-def test_pairs_that_look_at_each_other_are_not_visited():
+def test_pairs_that_attend_only_to_each_other_are_not_visited():
     q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2, dtype=torch.float64)[:, None]
     forest = Hierarchy.from_nested([[2, 2]])
     result = zeros(q, q.flip(0), forest, normalizer=Entmax(1.5), include_self=False)
@@ -112,18 +112,18 @@ def test_pairs_that_look_at_each_other_are_not_visited():
     assert (weights == torch.tensor([[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2) / 2).all()
 
 
-def test_many_equal_keys_are_worth_more_than_their_logits():
-    """With counts in the logits: nine keys with logits of 0 reach 0.86 together; 2.1 beside them leave something for it."""
-    forest = Hierarchy.from_parents([-1, 0, 0, *[1] * 9])  # nine leaves, and one beside them
+def test_many_equal_keys_get_a_weight_where_one_would_not():
+    """Nine keys with logits of 0 have a value of 0.86 with counts in the logits, enough for a weight beside 2.1."""
+    forest = Hierarchy.from_parents([-1, 0, 0, *[1] * 9])  # a family of nine leaves, and a leaf beside it
     q, k = torch.zeros(2, 10, 1, 2, dtype=torch.float64).unbind(0)
     alone = int(forest.structure.first_leaf[2])
     q[:, 0, 0], k[alone, 0, 0] = 2.1, 1.0
     result = zeros(q, k, forest, normalizer=Entmax(1.5, "logits"), include_self=False, scale=1.0)
-    assert 0.05 < result.handed_down[1] < 0.2
+    assert 0.05 < result.passed_down[1] < 0.2
 
 
-def test_softmax_has_none():
+def test_softmax_is_an_error():
     tree = Hierarchy.flat([5])
     q, k = inputs(tree, 1)
-    with pytest.raises(InvalidInput, match=r"normalizer: given softmax.*leaves nothing out"):
+    with pytest.raises(InvalidInput, match=r"normalizer: expected an hsa.Entmax, .* no weights of 0, got softmax"):
         zeros(q, k, tree, normalizer=Entmax(1.0))

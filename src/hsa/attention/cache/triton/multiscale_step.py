@@ -1,8 +1,8 @@
-"""The step of `MultiscaleCache` in two kernels: one advances the structure of all sequences, one attends over all levels.
+"""Two kernels for a step of `MultiscaleCache`: one advances the structure of all sequences, one attends over all levels.
 
-All slots of a head are one tile, so that a token is stored, attended from and pooled upwards without leaving the registers;
-keys first, then values. Query heads that share a key/value head are programs of their own; the first of them writes. The
-others may read a slot while it is written: it holds the newest token, which they have loaded, or a node that no query sees.
+All slots of a head form one tile in registers, in which a token is stored, attends and is pooled upwards; keys first, then
+values. Each query head is a program; of those that share a key/value head, the first writes. The others may read a slot
+while it is written: it holds the newest token, which they have loaded themselves, or a node that no query sees.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def append_kernel(
     NEAR: tl.constexpr,
     POOLED_FROM: tl.constexpr,
 ):
-    """Add a leaf to one sequence: what it sees, and the nodes it closes."""
+    """Add a leaf to one sequence, set the bias of all slots for it, and close the nodes that it completes."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     here = row * SLOTS + at
@@ -66,8 +66,8 @@ def append_kernel(
     last = 0
     if LEVELS > 1:
         older = tl.load(Made + row * LEVELS + 1) - 1 - NEAR  # the newest family that is not near
-        where = tl.load(Layout + 3) + tl.maximum(older, 0) % tl.load(Layout + 4)
-        last = tl.where(older >= 0, tl.sum(tl.where(at == where, end, 0)), 0)
+        older_slot = tl.load(Layout + 3) + tl.maximum(older, 0) % tl.load(Layout + 4)
+        last = tl.where(older >= 0, tl.sum(tl.where(at == older_slot, end, 0)), 0)
     seen = (leaves > 0) & ((at < POOLED_FROM) | (end <= last)) & (parent_end > last)
     bias = tl.where(seen, tl.log(tl.maximum(leaves, 1).to(tl.float32)), -float("inf"))
     tl.store(Bias + here, bias, at < SLOTS)
@@ -103,7 +103,7 @@ def _tile(
     Stored, first, row, New, new_at, Written, Share, Layout, writes, dim, at, lane,
     SLOTS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return all slots of one head, the newest token included; store that token and pool the nodes it closes."""
+    """Return all slots of one head including the newest token; store this token and pool the nodes that it closes."""
     inside = (at < SLOTS)[:, None] & (lane < dim)[None, :]
     tile = tl.load(Stored + (first + at)[:, None] * dim + lane[None, :], inside, 0.0).to(tl.float32)
     new = tl.load(New + new_at + lane, lane < dim, 0.0)
@@ -158,7 +158,7 @@ def attend_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """One query head of one sequence."""
+    """Store the newest token of one sequence and attend, in one query head."""
     program = tl.program_id(0)
     row, head = program // HEADS, program % HEADS
     kv_head = head // GROUPS
@@ -190,13 +190,14 @@ _append, _attend = Launcher(append_kernel), Launcher(attend_kernel)
 
 
 class Decode:
-    """The step of one cache, in kernels."""
+    """Decoding steps of a cache with kernels."""
 
     def __init__(self, cache: MultiscaleCache):
         self.cache = cache
         self.block = padded(cache.slots)
 
     def append(self) -> None:
+        """Add a leaf to every sequence and close the nodes that it completes."""
         c = self.cache
         arguments = (c.leaves, c.end, c.parent_end, c.made, c.length, c.written, c.bias, c.share, c.closes, c.layout)
         constants = {
@@ -212,10 +213,11 @@ class Decode:
             _append(compiled_for(*arguments), c.batch, arguments, constants)
 
     def pooled(self, leaves: Tensor, forest: Hierarchy, nodes: Tensor) -> Tensor:
-        """Return `[nodes, kv_heads, dim]`, means over the leaves below nodes of a rooted forest."""
+        """Return the means `[nodes, kv_heads, dim]` over the leaves below nodes of a rooted forest."""
         return pooled_rows(leaves, forest, nodes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """Store the newest token in one layer, attend, and pool the nodes that it closes."""
         c = self.cache
         q, k, v = (last_stride_1(x) for x in (q, k, v))
         out = q.new_empty(c.batch, q.shape[1], c.value_dim)

@@ -1,4 +1,4 @@
-"""The entries of the rows of families with entmax: who is seen, and how many keys each entry stands for."""
+"""Entries of the rows of families with entmax: which are visible, and how many keys each stands for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of a bucket's rows. Leading dimension 1 where all families are alike."""
+    """Entries of a bucket's rows. The first dimension is 1 if all families are equal."""
 
-    weight: Tensor | None  # [families or 1, 1, size, size]: keys that an entry stands for; None: one each
-    bias: Tensor | None  # likewise: to add to the logits of siblings; None: nothing
-    hidden: Tensor | None  # [families or 1, 1, size, size]; None: nothing
-    inside: Tensor | None  # [families or 1, 1, size] members with an inside; None: no member has one
-    keys: Tensor  # [families or 1, size] total number of keys that a row sees; 1 where there are none
+    weight: Tensor | None  # [families or 1, 1, size, size] number of keys that an entry stands for; None: one each
+    bias: Tensor | None  # [families or 1, 1, size, size] added to the logits of siblings; None: nothing
+    hidden: Tensor | None  # [families or 1, 1, size, size]; None: no entry is hidden
+    inside: Tensor | None  # [families or 1, 1, size] whether a member has an inside; None: no member has one
+    keys: Tensor  # [families or 1, size] number of keys that a row sees; 1 if there are none
 
     def part(self, part: slice) -> Entries:
         bias, hidden, inside = (part_of(x, part) for x in (self.bias, self.hidden, self.inside))
@@ -32,7 +32,7 @@ class Entries:
 def entries_of(
     hierarchy: Hierarchy, plan: Rounds, include_self: bool, causal: bool, weighted: bool, dtype: torch.dtype
 ) -> list[list[Entries]]:
-    """Per round and bucket of a rooted forest; built once."""
+    """Return the entries of every bucket of every round of a rooted forest, built once."""
 
     def build() -> list[list[Entries]]:
         inside = torch.as_tensor(keys_inside(hierarchy, include_self, causal), device=hierarchy.device)
@@ -49,7 +49,12 @@ def entries_of(
 
 
 def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool, dtype: torch.dtype) -> Entries:
-    """`inside`: `[families, size]` keys that a leaf of each member sees inside it; `mask`: of the siblings."""
+    """Return the entries of a bucket.
+
+    Args:
+        inside: Number of keys that a leaf of each member sees inside it, `[families, size]`.
+        mask: Visible siblings, `[families or 1, 1, size, size]`.
+    """
     if bucket.is_leaf is None:  # every entry is one key
         keys = mask[:, 0].sum(-1).clamp(min=1).to(dtype)
         return Entries(None, None, None if bool(mask.all()) else ~mask, None, keys)
@@ -65,5 +70,5 @@ def _bucket_entries(bucket: Bucket, inside: Tensor, mask: Tensor, weighted: bool
 
 
 def _once(rows: Tensor) -> Tensor:
-    """One row where all families are alike."""
+    """Return a single row if the rows of all families are equal, else all of them."""
     return rows[:1] if bool((rows == rows[:1]).all()) else rows

@@ -1,7 +1,7 @@
-"""Entmax attention inside families: weights of the siblings, the share that is handed down, and the value of every row.
+"""Entmax attention within families: weights of the siblings, the share that is passed down, and the value of every row.
 
-The inside of a member is one more entry of its row. A member is not its own sibling, so the diagonal of the family's
-`[size, size]` logits is free for it; a leaf that sees itself has itself there.
+The inside of a member is one more entry of its row. It is on the diagonal of the family's `[size, size]` logits, which is
+free because a member is not its own sibling. A leaf that sees itself has itself on the diagonal.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hsa.attention.hierarchical.entmax.entries import Entries
 from hsa.attention.softmax import part_of
 
 CHUNK = 2**17
-"""Logits in flight on the CPU, with what is made of them: beyond the caches, fresh memory costs more than the arithmetic."""
+"""Logits per chunk on the CPU: beyond the caches, allocating memory costs more than the arithmetic."""
 
 
 class Rows(NamedTuple):
-    """The weights of some families' rows and what they came from, `[families, heads, size, size]`."""
+    """Weights of the rows of some families and their origin, `[families, heads, size, size]` unless noted otherwise."""
 
     p: Tensor
-    logits: Tensor  # less the row's largest; 0 where hidden
-    top: Tensor  # [families, heads, size, 1] that largest
-    c: Tensor  # likewise: the normaliser, less the largest; 0 in rows that see nothing
+    logits: Tensor  # minus the largest of the row
+    top: Tensor  # [families, heads, size, 1] largest logit of the row
+    c: Tensor  # [families, heads, size, 1] normaliser, minus the largest logit; 0 in rows that see nothing
 
     @property
     def down(self) -> Tensor:
@@ -38,12 +38,12 @@ class Rows(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ p v over the siblings, the value of each row, and its share for the inside; differentiable.
+    """Return Σ p v over the siblings, the value of each row, and the share of the inside; all are differentiable.
 
     Args:
-        q, k, v: `[families, heads, size, dim]`.
-        inside: `[families, heads, size]` logits of the insides; looked at where `entries` says there are any.
-        alpha: `[]` or `[heads or 1]`.
+        q, k, v: Rows of the members, `[families, heads, size, dim]`.
+        inside: Logits of the insides, `[families, heads, size]`; read only for members with an inside (`entries`).
+        alpha: α, `[]` or `[heads or 1]`.
     """
     return _Attend.apply(q, k, v, inside, alpha_of_rows(alpha), entries, scale)
 
@@ -51,26 +51,26 @@ def attend(
 def solve_families(
     q: Tensor, k: Tensor, inside: Tensor | None, alpha: Tensor, entries: Entries, scale: float
 ) -> Iterator[tuple[slice, Entries, Rows]]:
-    """Yield the rows of some families after others, in chunks that stay in the cache; `alpha` by `alpha_of_rows`."""
+    """Yield the rows of the families, in chunks that fit the cache. `alpha` is the result of `alpha_of_rows`."""
     for part in _chunks(q):
         some = entries.part(part)
         yield part, some, _solve_rows(_logits(q[part], k[part], part_of(inside, part), some, scale), alpha, some)
 
 
 def alpha_of_rows(alpha: Tensor) -> Tensor:
-    """`[]` or `[heads or 1]` → broadcasts to `[families, heads, size, size]`."""
+    """Reshape α, `[]` or `[heads or 1]`, so that it broadcasts to `[families, heads, size, size]`."""
     return alpha if alpha.ndim == 0 else alpha[:, None, None]
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Families `[families, heads, size, …]` whose logits stay in the cache."""
+    """Return slices of families whose logits fit the CPU's cache; one slice on a GPU."""
     families, heads, size, _ = rows.shape
     step = max(1, CHUNK // max(heads * size**2, 1)) if rows.device.type == "cpu" else max(families, 1)
     return (slice(begin, begin + step) for begin in range(0, families, step))
 
 
 def _logits(q: Tensor, k: Tensor, inside: Tensor | None, entries: Entries, scale: float) -> Tensor:
-    """`[families, heads, size, size]`, −∞ where hidden."""
+    """Return the logits, `[families, heads, size, size]`, −∞ where hidden."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)).mul_(scale)
     if entries.bias is not None:
@@ -89,27 +89,27 @@ def _shifted(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _solve_rows(logits: Tensor, alpha: Tensor, entries: Entries) -> Rows:
-    """Weights of all rows; overwrites the logits."""
+    """Return the weights of all rows. Overwrites the logits."""
     logits, top = _shifted(logits)
     p = solve(logits, alpha.new_ones(()) if entries.weight is None else entries.weight, alpha)
-    # p/n = (1 + (α − 1)(z − c))^{1/(α − 1)} is largest where z is, and that is 0.
+    # p/n = (1 + (α − 1)(z − c))^{1/(α − 1)} is largest where z is largest; there z = 0.
     density = (p if entries.weight is None else p / entries.weight).amax(-1, keepdim=True)
     order = alpha - 1
     c = torch.expm1(density.log_().mul_(order)).div_(-order)
     if entries.hidden is not None or entries.inside is not None:
         c.masked_fill_(density == -math.inf, 0)
-        logits.clamp_(min=torch.finfo(p.dtype).min / 4)  # times a weight of 0 it is 0
+        logits.clamp_(min=torch.finfo(p.dtype).min / 4)  # finite, so that a weight of 0 times it is 0
     return Rows(p, logits, top, c)
 
 
 def _value_of(rows: Rows, alpha: Tensor) -> Tensor:
-    """Σ p (z + ln_α(n/p)/α) = c/α + (1 − 1/α) Σ p z, because ln_α(n/p) = c − z wherever p > 0."""
+    """Return Σ p (z + ln_α(n/p)/α) = c/α + (1 − 1/α) Σ p z, which holds because ln_α(n/p) = c − z wherever p > 0."""
     mean = (rows.p * rows.logits).sum(-1, keepdim=True)
     return (rows.top + rows.c / alpha + (1 - 1 / alpha) * mean).squeeze(-1)
 
 
 def _split_rows(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
-    """The weights of the siblings (and of a leaf that sees itself), and the share of the inside, 0 where there is none."""
+    """Return the weights of the siblings (and of a leaf for itself), and the share of the inside, 0 if there is none."""
     if entries.inside is None:
         return rows.p, torch.zeros((), dtype=rows.p.dtype, device=rows.p.device).expand(rows.p.shape[:-1])
     down = torch.where(entries.inside, rows.down, torch.zeros_like(rows.down))
@@ -118,7 +118,7 @@ def _split_rows(rows: Rows, entries: Entries) -> tuple[Tensor, Tensor]:
 
 
 def _densities(less: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """u = [1 + less]₊ and u^{1/(α − 1) − 1}: s of entries that stand for one key; both 0 where nothing is left."""
+    """Return u = [1 + less]₊ and u^{1/(α − 1) − 1}, which is s of an entry that stands for one key; both 0 where u is 0."""
     eps, tiny = torch.finfo(less.dtype).eps, torch.finfo(less.dtype).tiny
     u = (1 + less).clamp_(min=0)
     single = float(alpha) if alpha.ndim == 0 else None
@@ -126,13 +126,13 @@ def _densities(less: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         return u, u.clone()
     if single == 2:
         return u, u.sign()
-    # Logarithms and exponentials of numbers near 0 and −∞ take ten to a hundred times as long as others.
+    # Logarithms of numbers near 0 and exponentials of numbers near −∞ take ten to a hundred times as long as others.
     power = less.clamp(min=eps - 1).log1p_().mul_((2 - alpha) / (alpha - 1)).clamp_(min=math.log(tiny)).exp_()
     return u, power.mul_(u.sign())
 
 
 class _Attend(torch.autograd.Function):
-    """Keeps the inputs and c; logits and weights are computed again for the gradient, chunk by chunk in the cache."""
+    """Autograd function that saves the inputs and c; the backward pass computes logits and weights again, in chunks."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor, d_values: Tensor, d_down: Tensor) -> tuple[Tensor | None, ...]:
-        """With u = 1 + (α − 1)(z − c) and s = p/u: dz = s (dp − Σ s dp / Σ s) + p dV. See `hsa.attention.entmax`."""
+        """Compute dz = s (dp − Σ s dp / Σ s) + p dV with u = 1 + (α − 1)(z − c), s = p/u; see `hsa.attention.entmax`."""
         q, k, v, inside, alpha, c = ctx.saved_tensors
         d_q, d_k, d_v = (torch.empty_like(x) for x in (q, k, v))
         d_inside = None if inside is None else torch.zeros_like(inside)

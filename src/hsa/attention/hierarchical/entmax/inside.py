@@ -1,4 +1,4 @@
-"""Number of keys that the inside of a node stands for, as one entry of entmax in the node's family."""
+"""Number of keys that the inside of a node stands for, as an entry of the node's row in its family."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 def keys_inside(hierarchy: Hierarchy, include_self: bool, causal: bool) -> np.ndarray:
-    """m(A) `[nodes]`: leaves of A that a leaf of A sees inside A, a geometric mean over the leaves of A.
+    """Return m(A) of every node, `[nodes]`: the number of leaves of A that a leaf of A sees inside A.
+
+    It is a geometric mean over the leaves of A:
 
         log m(P) = Σ over children C:  leaf_count(C)/leaf_count(P) · log(m(C) + leaves of C's visible siblings)
 
-    from m(leaf) = 1 with `include_self`, else 0. That is leaf_count or leaf_count − 1, unless it is causal; by this
-    recursion, which is the softmax operator's `inner` of logits 0, entmax tends to that operator as α → 1.
+    with m(leaf) = 1 if `include_self`, else 0. Without the causal mask this is leaf_count or leaf_count − 1. The recursion
+    is that of the softmax operator's `inner` for logits of 0, so that entmax tends to softmax as α → 1.
 
     >>> keys_inside(Hierarchy.from_nested([[3, 2]]), include_self=False, causal=False).tolist()
     [4.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -39,7 +41,10 @@ def keys_inside(hierarchy: Hierarchy, include_self: bool, causal: bool) -> np.nd
 
 
 def inside_weights(forest: Hierarchy, weighted: bool, include_self: bool, causal: bool) -> Tensor:
-    """`[rows above the leaves]` of the kernels' plan: the keys inside each, 1 if not `weighted`, 0 where there are none."""
+    """Return the weight of the inside of each row above the leaves of the kernels' plan: 0 if there is nothing inside.
+
+    It is the number of keys if `weighted`, else 1.
+    """
 
     def build() -> Tensor:
         plan = levels(forest)

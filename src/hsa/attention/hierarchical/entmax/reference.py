@@ -1,4 +1,4 @@
-"""Backend "reference" with entmax: the recursion as written, one node at a time. For reading and for tests."""
+"""Backend "reference" with entmax: the recursion of the definition, one node at a time. For reading and for tests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def energy(call: HierarchicalCall) -> Tensor:
 
 
 class _Recursion(Nodes):
-    """Every number is one per head: `[heads]`, `[heads, dim]`. None: there is nothing inside a node."""
+    """Recursion with entmax. All tensors are `[heads]` or `[heads, dim]`; None stands for a node with nothing inside."""
 
     def __init__(self, call: HierarchicalCall):
         super().__init__(call)
         assert call.entmax is not None
         self.entmax, self.weighted = call.entmax, call.entmax.counts == "weighted"
-        self.p: dict[int, Tensor] = {}  # of the siblings, and of the inside if there is one, [entries, heads]
+        self.p: dict[int, Tensor] = {}  # weights of the siblings, and of the inside if there is one, [entries, heads]
         self.has_inside: dict[int, bool] = {}
 
     def logit(self, a: int, b: int) -> Tensor:
@@ -40,7 +40,10 @@ class _Recursion(Nodes):
         return similarity if self.weighted else similarity + math.log(self.count(b))
 
     def up(self, node: int) -> tuple[Tensor, Tensor, float] | None:
-        """Return inner, inner of logits 0, and the keys that a leaf of the node sees inside it; None where it sees none."""
+        """Return inner, inner for logits 0, and the number of keys that a leaf of the node sees inside it.
+
+        None if some leaf sees nothing inside the node.
+        """
         children = self.children(node)
         if not children:
             own = self.logit(node, node)
@@ -75,7 +78,7 @@ class _Recursion(Nodes):
     def down(self, node: int, weight: Tensor, out: Tensor) -> None:
         for share, sibling in zip(self.p.get(node, ()), self.siblings.get(node, ()), strict=False):
             out = out + (weight * share)[:, None] * self.mean(self.v, sibling)
-        if node in self.p:  # a root hands everything down
+        if node in self.p:  # a root passes everything down
             weight = weight * self.p[node][-1] if self.has_inside[node] else torch.zeros_like(weight)
         children = self.children(node)
         if not children:

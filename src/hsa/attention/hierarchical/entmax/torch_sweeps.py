@@ -1,7 +1,7 @@
-"""Backend "torch" with entmax: the sweeps of softmax, with the inside of every member as one more entry of its row.
+"""Backend "torch" with entmax: the same sweeps, with the inside of every member as one more entry of its row.
 
-Masses are kept as gains over logits of 0, V − V₀: pooled over the members that is the logit of their parent's inside, whose
-weight is `keys_inside`.
+Instead of masses, the sweeps keep gains over logits of 0, V − V₀. Pooled over the members of a family, the gain is the logit
+of their parent's inside, whose weight is `keys_inside`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hsa.attention.rounds import Rounds, rooted, rounds
 from hsa.tree.hierarchy import Hierarchy
 
 
-@torch.compiler.disable  # the search for c asks values when to stop: compiled, it would fall into a hundred pieces
+@torch.compiler.disable  # the loop for c depends on values: compiled, it would have about a hundred graph breaks
 def attend(call: HierarchicalCall) -> Tensor:
     """Run `hsa.hierarchical_attention`."""
     families = EntmaxFamilies(call)
@@ -34,12 +34,12 @@ def energy(call: HierarchicalCall) -> Tensor:
 
 
 def prepare(forest: Hierarchy, include_self: bool) -> None:
-    """Build what depends on a rooted forest alone, ahead of the first call in float32 or less with `counts="weighted"`."""
+    """Build the plan and the entries of a rooted forest, for calls in float32 or less with `counts="weighted"`."""
     entries_of(forest, rounds(forest), include_self, causal=False, weighted=True, dtype=torch.float32)
 
 
 class EntmaxFamilies:
-    """Attention inside the families of a call."""
+    """Attention within the families of a call."""
 
     def __init__(self, call: HierarchicalCall):
         assert call.entmax is not None
@@ -53,7 +53,7 @@ class EntmaxFamilies:
         )
 
     def up_sweep(self) -> UpSweep:
-        """Leaves → roots; the averages are weighted by their share of the row."""
+        """Sweep from the leaves to the roots; the averages include their share of the row."""
         up = UpSweep()
         up_sweep(up, self.call, self.plan, self.positions, self.attend)
         return up
@@ -61,17 +61,17 @@ class EntmaxFamilies:
     def attend(
         self, r: int, i: int, q: Tensor, k: Tensor, v: Tensor, inner: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, None, Tensor]:
-        """See `FamilyRows`."""
+        """Compute `FamilyRows` with entmax."""
         inside = None if inner is None else inner.transpose(1, 2)
         y, value, down = attend_rows(q, k, v, inside, self.alpha(r), self.entries[r][i], scale)
         return y, value.transpose(1, 2) - self.value_of_zeros(r, i), None, down.transpose(1, 2)
 
     def alpha(self, r: int) -> Tensor:
-        """α of a round, `[]` or `[heads or 1]`."""
+        """Return α of a round, `[]` or `[heads or 1]`."""
         return self.entmax.at_height(r + 1, self.dtype)
 
     def value_of_zeros(self, r: int, i: int) -> Tensor:
-        """V₀, the value that logits of 0 reach, `[families, size, heads or 1]`; 0 where counts are in the logits."""
+        """Return V₀, the value for logits of 0, `[families, size, heads or 1]`; 0 for `counts="logits"`."""
         keys = self.entries[r][i].keys[..., None].expand(self.plan.rounds[r].buckets[i].families, -1, -1)
         if not self.weighted:
             return torch.zeros_like(keys)
@@ -79,7 +79,7 @@ class EntmaxFamilies:
         return deformed_log(keys, alpha) / alpha
 
     def inner_of_zeros(self) -> list[Tensor]:
-        """`inner` of logits 0: per round `[parents, heads or 1]`."""
+        """Return `inner` for logits of 0, `[parents, heads or 1]` per round."""
         return [
             families.pool([self.value_of_zeros(r, i) for i in range(len(families.buckets))])
             for r, families in enumerate(self.plan.rounds)

@@ -1,4 +1,4 @@
-"""How much entmax leaves out: weights that are exactly 0, and families that get no weight, level by level."""
+"""Statistics of the sparsity of entmax: weights that are exactly 0, and families without weight, level by level."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hsa.tree.hierarchy import Hierarchy
 
 @dataclass(frozen=True)
 class Zeros:
-    """Counts of one call, all heads together. Tuples have a number per height of the families, from 1."""
+    """Numbers of zeros of one call, summed over heads. Tuples have one entry per height of the families, from 1."""
 
     zeros: tuple[int, ...]
-    """Weights that are exactly 0."""
+    """Number of weights that are exactly 0."""
     entries: tuple[int, ...]
-    """All weights: for every member its visible siblings, its inside, and a leaf itself where it sees itself."""
+    """Number of weights: for every member its visible siblings and its inside, and itself for a leaf that sees itself."""
     visited: tuple[int, ...] = ()
-    """Families that get a weight from above, times heads; none are counted for rows that have no way down."""
+    """Number of families with a positive weight from above, summed over heads."""
     families: tuple[int, ...] = ()
-    """All families, times heads."""
-    handed_down: Tensor | None = field(default=None, repr=False, compare=False)
-    """`[nodes, heads]`: the part of a leaf's row that is left for what is inside each of its ancestors: 1 at roots, 0 where
-    attention has left out everything inside a node, and 0 at leaves."""
+    """Number of families, times heads."""
+    passed_down: Tensor | None = field(default=None, repr=False, compare=False)
+    """Share of a leaf's row that is left for the inside of each of its ancestors, `[nodes, heads]`: 1 at roots, 0 at leaves
+    and where attention gives no weight to the inside of a node."""
 
     @property
     def visited_fraction(self) -> float:
-        """Share of all families that get a weight; 1.0 in an empty forest."""
+        """Share of families with a positive weight; 1.0 in an empty forest."""
         return sum(self.visited) / sum(self.families) if sum(self.families) else 1.0
 
 
@@ -52,9 +52,9 @@ def zeros(
     causal: Literal["paper-mask"] | None = None,
     scale: float | None = None,
 ) -> Zeros:
-    """Count the zeros among the weights that `hsa.hierarchical_attention` makes of the same arguments.
+    """Count the zeros among the weights that `hsa.hierarchical_attention` computes for the same arguments.
 
-    >>> q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2)[:, None]  # two pairs of leaves, each looks at the other only
+    >>> q = torch.tensor([[9.0, 0.0]] * 2 + [[0.0, 9.0]] * 2)[:, None]  # two pairs of leaves; each attends to the other only
     >>> zeros(q, q.flip(0), Hierarchy.from_nested([[2, 2]]), normalizer=Entmax(2.0), include_self=False)
     Zeros(zeros=(0, 2), entries=(4, 4), visited=(0, 1), families=(2, 1))
     """
@@ -73,21 +73,21 @@ def zeros(
         backend="torch",
     )
     counting = _Counting(call)
-    handed = _handed_down(counting, counting.up_sweep())
+    passed = _passed_down(counting, counting.up_sweep())
     s, heads = hierarchy.structure, q.shape[1]
-    height = torch.as_tensor(s.height, device=handed.device)
+    height = torch.as_tensor(s.height, device=passed.device)
     heights = range(1, int(s.height.max(initial=0)) + 1)
     return Zeros(
         zeros=tuple(counting.zeros),
         entries=tuple(counting.seen),
-        visited=tuple(int((handed[height == h] > 0).sum()) for h in heights),
+        visited=tuple(int((passed[height == h] > 0).sum()) for h in heights),
         families=tuple(int((s.height == h).sum()) * heads for h in heights),
-        handed_down=handed,
+        passed_down=passed,
     )
 
 
 class _Counting(EntmaxFamilies):
-    """The plain sweep up, which also counts weights."""
+    """Up sweep that also counts weights."""
 
     def __init__(self, call: HierarchicalCall):
         super().__init__(call)
@@ -109,22 +109,22 @@ class _Counting(EntmaxFamilies):
         return super().attend(r, i, q, k, v, inner, scale)
 
 
-def _handed_down(families: EntmaxFamilies, up: UpSweep) -> Tensor:
-    """`[nodes, heads]` of the forest as it was given."""
+def _passed_down(families: EntmaxFamilies, up: UpSweep) -> Tensor:
+    """Return `Zeros.passed_down` for the nodes of the user's forest, which has no roots above single leaves."""
     call, plan, forest = families.call, families.plan, families.forest
     heads = call.q.shape[1]
-    handed = torch.zeros(forest.num_nodes, heads, dtype=families.dtype, device=call.q.device)
+    passed = torch.zeros(forest.num_nodes, heads, dtype=families.dtype, device=call.q.device)
     below: dict[int, Tensor] = {}
     for r in reversed(range(len(plan.rounds))):
         buckets = plan.rounds[r].buckets
-        (weight,) = from_above(plan, r, [(below, handed.new_ones(1, heads))])
-        handed[plan.node_of_slot[plan.slot_bounds[r] : plan.slot_bounds[r + 1]]] = weight
+        (weight,) = from_above(plan, r, [(below, passed.new_ones(1, heads))])
+        passed[plan.node_of_slot[plan.slot_bounds[r] : plan.slot_bounds[r + 1]]] = weight
         shares = zip(buckets, up.down[r], strict=True)
         parts = [bucket.of_parents(weight)[:, None] * down for bucket, down in shares if down is not None]
         below[r] = plan.rounds[r].join(parts)
     if forest is call.hierarchy:
-        return handed
-    result = handed.new_zeros(call.hierarchy.num_nodes, heads)
-    kept = forest.node_ids < call.hierarchy.num_nodes  # the others are roots above trees of a single leaf
-    result[forest.node_ids[kept]] = handed[kept]
+        return passed
+    result = passed.new_zeros(call.hierarchy.num_nodes, heads)
+    kept = forest.node_ids < call.hierarchy.num_nodes  # leaves out the roots added above trees of a single leaf
+    result[forest.node_ids[kept]] = passed[kept]
     return result

@@ -1,7 +1,7 @@
-"""Tiles of families in kernels: their rows, reading and writing them, and sums over families.
+"""Tiles of families in kernels: indices, loads and stores of their rows, and sums over families.
 
-A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones; if all runs are full
-and in order (`FULL`), their rows need no lookup. Products are those of small matrices, one per run.
+A tile is `GROUPS` runs of up to `SIZE` rows. A run is one family (`SINGLE`) or several small families; if all runs are full
+and in order (`FULL`), their rows need no lookup. Products are products of small matrices, one per run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
-"""Most families in a run."""
+"""Largest number of families in a run."""
 
 
 @triton.jit
-def wait_for_the_launch_before(OVERLAP: tl.constexpr):
-    """Let the next launch begin, and wait until the one before has ended (`launch_pdl`) before any read or write."""
+def wait_for_previous_launch(OVERLAP: tl.constexpr):
+    """Let the next launch start, and wait until the previous one has finished (`launch_pdl`) before any load or store."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -23,7 +23,7 @@ def wait_for_the_launch_before(OVERLAP: tl.constexpr):
 
 @triton.jit
 def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return [GROUPS, m, k] @ [GROUPS, k, n]; one group as a plain matrix product, for which warps share the rows."""
+    """Return [GROUPS, m, k] @ [GROUPS, k, n]; a single group as a matrix product, whose rows the warps share."""
     if GROUPS == 1:
         left, right = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
         return tl.reshape(tl.dot(left, right, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
@@ -32,7 +32,7 @@ def product(a, b, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a @ x + b @ y + c @ z, added in the accumulator of the products."""
+    """Return a @ x + b @ y + c @ z, summed in the accumulator of the products."""
     if GROUPS == 1:
         total = tl.dot(tl.reshape(a, a.shape[1:]), tl.reshape(x, x.shape[1:]), input_precision=PRECISION)
         total = tl.dot(tl.reshape(b, b.shape[1:]), tl.reshape(y, y.shape[1:]), acc=total, input_precision=PRECISION)
@@ -44,7 +44,7 @@ def three_products(a, b, c, x, y, z, GROUPS: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
-def turned(x):
+def transposed(x):
     return tl.permute(x, (0, 2, 1))
 
 
@@ -53,7 +53,10 @@ def find_rows(
     group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr
 ):  # fmt: skip
-    """Return the rows [GROUPS, SIZE] of the runs from `group` on, which exist, their parents, each run's first parent."""
+    """Return for the runs from `group` on: rows, whether they exist, their parents; first parents, whether runs exist.
+
+    The first three are [GROUPS, SIZE], the others [GROUPS].
+    """
     group = group + tl.arange(0, GROUPS)
     exists = group < last_group
     member = tl.arange(0, SIZE)[None, :]
@@ -75,7 +78,7 @@ def find_rows(
 
 
 @triton.jit
-def read_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Return rows [GROUPS, SIZE, BLOCK] of a [rows, heads, WIDTH] tensor; zeros for missing rows and columns."""
     column = tl.arange(0, BLOCK)[None, None, :]
     mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
@@ -84,7 +87,7 @@ def read_rows(pointer, rows, valid, head, row_stride, head_stride, WIDTH: tl.con
 
 
 @triton.jit
-def put_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(pointer, x, rows, valid, head, row_stride, head_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, None, :]
     mask = valid[:, :, None] & (column < WIDTH) if WIDTH != BLOCK else valid[:, :, None]
     offset = rows.to(tl.int64)[:, :, None] * row_stride + head.to(tl.int64) * head_stride
@@ -97,13 +100,13 @@ def family_logits(
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     COUNTED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Return logits [GROUPS, SIZE, SIZE] of every member with its siblings (a leaf with itself too), times `unit`.
+    """Return `unit` times the logits [GROUPS, SIZE, SIZE] of every member with its siblings, and of a leaf with itself.
 
-    −∞ where a member does not see another. `COUNTED`: adds `log_count`, which is in that unit already.
+    They are −∞ for members that do not see each other. `COUNTED` adds `log_count`, which has the factor `unit` already.
     """
-    logits = product(q, turned(k), GROUPS, PRECISION) * (scale * unit)
+    logits = product(q, transposed(k), GROUPS, PRECISION) * (scale * unit)
     if P > 0:
-        logits += product(positions, turned(positions), GROUPS, PRECISION) * unit
+        logits += product(positions, transposed(positions), GROUPS, PRECISION) * unit
     if COUNTED:
         logits += log_count[:, None, :]
     member = tl.arange(0, SIZE)
@@ -121,7 +124,7 @@ def family_logits(
 
 @triton.jit
 def find_families(parent, first, exists, valid, SINGLE: tl.constexpr):
-    """Return the parents [GROUPS, SLOTS] of a tile's families, which exist, and the slot of every row (−1: none)."""
+    """Return the parents [GROUPS, SLOTS] of a tile's families, whether they exist, and the slot of every row (−1: none)."""
     slots = tl.arange(0, SLOTS)[None, :]
     above = first[:, None] + slots
     if SINGLE:
@@ -131,13 +134,13 @@ def find_families(parent, first, exists, valid, SINGLE: tl.constexpr):
 
 @triton.jit
 def membership(slot):
-    """Return which rows are in which family, [GROUPS, SLOTS, SIZE]."""
+    """Return whether each row is in each family, [GROUPS, SLOTS, SIZE]."""
     return slot[:, None, :] == tl.arange(0, SLOTS)[None, :, None]
 
 
 @triton.jit
-def put_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
-    """Store for every family the sum of a number per row, times `share`; rows outside families are ignored."""
+def store_sums(pointer, x, share, above, is_family, slot, head, heads, SINGLE: tl.constexpr):
+    """Store `share` times the sum of x [GROUPS, SIZE] over each family; rows outside families are ignored."""
     if SINGLE:
         total = tl.sum(tl.where(slot >= 0, x, 0.0), 1)[:, None]
     else:
@@ -150,9 +153,9 @@ def pool(
     pointer, weights, x, above, is_family, head, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Store weighted sums of the members' rows for every family; weights [GROUPS, SLOTS, SIZE]."""
+    """Store the sums of the members' rows of each family, with weights [GROUPS, SLOTS, SIZE]."""
     total = product(weights.to(x.dtype), x, GROUPS, PRECISION)
-    put_rows(pointer, total, above, is_family, head, heads * WIDTH, WIDTH, WIDTH, BLOCK)
+    store_rows(pointer, total, above, is_family, head, heads * WIDTH, WIDTH, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -160,7 +163,7 @@ def pool_all(
     pointer, plane, q, k, v, weights, share, first, exists, slot, head, heads, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Pool q, k and v of runs of one family each as three rows of one product, stored `plane` numbers apart."""
+    """Pool q, k and v of runs of one family each, as three rows of one product, stored `plane` numbers apart."""
     row = tl.arange(0, SLOTS)[None, :, None]
     weights = tl.where(slot >= 0, weights, 0.0)[:, None, :]
     total = three_products(

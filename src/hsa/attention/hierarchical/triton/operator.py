@@ -1,7 +1,7 @@
-"""Backend "triton" of hierarchical attention: the sweeps as two custom operators, forward and gradient.
+"""Backend "triton" of hierarchical attention: the sweeps as two custom operators, forward and backward.
 
-Memory traffic is about 6·N·d forward (q, k, v read, y written and read, the output written) and 9·N·d backward, N·d being
-one of q, k, v or the output. Gradients are deterministic: every sum is taken by one program in a fixed order.
+If N·d is the size of q, memory traffic is about 6·N·d forward (q, k and v are read, y is written and read, the output is
+written) and 9·N·d backward. Gradients are deterministic: every sum is computed by one program in a fixed order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy
 
 GROUPS = {16: 2, 32: 4, 64: 1, 128: 1}
-"""Runs per program, by their size: small ones go to a warp each, large ones are shared by all warps."""
+"""Number of runs per program, by their size: a warp processes a small run, all warps share a large one."""
 WARPS = {16: 2, 32: 4, 64: 4, 128: 8}
 ROWS = 32
 """Rows per program of the down sweep."""
 HOPPER = (9, 0)
-"""Compute capability from which on launches can overlap."""
+"""Smallest compute capability at which launches can overlap."""
 POWERS = {1.5: 2, 2.0: 1}
-"""1 / (α − 1) of the α that the kernels are compiled for; they are slower for others."""
+"""1 / (α − 1) for the α that have specialised kernels; other α are slower."""
 
 _up, _down, _top = Launcher(sweeps.up), Launcher(sweeps.down), Launcher(sweeps.top)
 _d_up, _d_down, _d_top = Launcher(sweeps.d_up), Launcher(sweeps.d_down), Launcher(sweeps.d_top)
@@ -56,7 +56,7 @@ def attend(call: HierarchicalCall) -> Tensor:
 
 
 def _powers(entmax: Entmax, forest: Hierarchy, q: Tensor) -> tuple[int, Tensor | None]:
-    """1 / (α − 1): as a number that kernels are compiled for; or `ANY`, and `[levels, heads]` for families by level."""
+    """Return 1 / (α − 1) as a compile-time constant and None, or `ANY` and the values `[levels, heads]`."""
     plan, heads, alpha = levels(forest), q.shape[1], entmax.alpha
     assert plan is not None
     if isinstance(alpha, Tensor):
@@ -93,7 +93,7 @@ class _Launch:
         self.position_strides = (
             (0, 0) if positions is None else (positions.stride(0), positions.stride(1) * (positions.shape[1] > 1))
         )
-        # Half precision is summed exactly enough by the fast products; float32 asks for its own.
+        # The fast products are exact enough for half precision; float32 needs products in full precision.
         precision = "ieee" if q.dtype == torch.float32 else "tf32"
         self.inside = table if inside is None else inside  # not read without entmax
         self.any_powers = powers
@@ -110,26 +110,26 @@ class _Launch:
         return {"GROUPS": self.groups(size), "SIZE": size, "num_warps": WARPS[size], **self.overlap}
 
     def groups(self, size: int) -> int:
-        """Runs per program; fewer where rows are wide: a tile of each of q, k and v must fit the shared memory."""
+        """Return the runs per program; fewer for wide rows: tiles of q, k and v must fit the shared memory."""
         return max(1, GROUPS[size] * 128 // max(128, self.row_bytes))
 
     def grid(self, job: Job) -> int:
         return triton.cdiv(job.count, self.groups(job.size)) * self.heads
 
     def job(self, job: Job) -> tuple[Tensor, Tensor]:
-        """Where its runs begin and end."""
+        """Return the first rows and the ends of the job's runs."""
         return self.begin[job.first :], self.end[job.first :]
 
     def powers(self, level: int) -> Tensor:
-        """Of the families of a level and those above it."""
-        return self.count if self.any_powers is None else self.any_powers[level:]  # not read if all have the same
+        """Return 1 / (α − 1) of the levels from this one up."""
+        return self.count if self.any_powers is None else self.any_powers[level:]  # not read if α is a constant
 
     def kind(self, job: Job) -> dict[str, int]:
         return {"SINGLE": job.single, "FULL": job.full, **self.runs(job.size)}
 
 
 def _split(pooled: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [rows, heads, dim] of the rows above the leaves, from one buffer."""
+    """Split one buffer into queries, keys and values [rows, heads, dim] of the rows above the leaves."""
     heads, dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     rows = pooled.numel() // (heads * (2 * dim + value_dim))
     both, values = pooled.split([2 * rows * heads * dim, rows * heads * value_dim])
@@ -153,16 +153,17 @@ def _forward(
     power: int = 0,
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output; and what the gradient needs if it is to be kept.
+    """Return the output and the tensors that the gradient needs.
 
-    y of the leaves, and of the rows between leaves and roots; pooled q, k, v and inner masses of all rows above the leaves;
-    outer masses and weights of those below the roots.
+    These are y of the leaves (empty unless `keep`), y of the rows between leaves and roots, pooled q, k and v and the inner
+    masses of all rows above the leaves, and the outer masses and weights of the rows between leaves and roots.
 
     Args:
-        powers: `[levels, heads]` 1 / (α − 1) of entmax, where `power` is `ANY`.
-        inside: of entmax, `[rows above the leaves]` the weight of what is inside each; 0 where there is nothing.
-        power: 1 / (α − 1) for all families as a number; 0 for softmax.
-        weighted: leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
+        powers: 1 / (α − 1) of entmax, `[levels, heads]`, if `power` is `ANY`.
+        keep: Whether a gradient is needed.
+        inside: Weight of the inside of each row above the leaves, for entmax; 0 if there is none.
+        power: 1 / (α − 1) as a compile-time constant; 0 for softmax.
+        weighted: Whether leaf counts are weights of entmax; otherwise their logarithms are added to the logits.
     """
     results = _empty_results(q, k, v, positions, powers, table, layout, include_self, causal, scale, keep)
     out, y, up_y, pooled, inner, shares = results
@@ -172,7 +173,7 @@ def _forward(
     o = _Launch(q, v, positions, powers, table, layout, inside, power, weighted)
     outer, weight = shares.unbind(0)
     up_out = torch.empty_like(up_y, dtype=torch.float32)
-    leaf_y = y if keep else out  # finished in place unless the gradient needs it
+    leaf_y = y if keep else out  # overwritten by the output unless the gradient needs it
     flags = {"INCLUDE_SELF": include_self, "CAUSAL": causal, **o.widths}
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     up_strides = (*up_q.stride()[:2], *up_k.stride()[:2], *up_v.stride()[:2])
@@ -266,14 +267,14 @@ def _backward(
     power: int = 0,
     weighted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, of the positions of every row and head (empty without positions), and of `powers` (likewise)."""
+    """Return the gradients of q, k, v, of the positions of every row and head, and of `powers` (empty if there are none)."""
     d_q, d_k, d_v, d_positions, d_powers = _empty_gradients(d_out, q, k, v, positions, powers)
     if len(q) == 0:
         return d_q, d_k, d_v, d_positions, d_powers.zero_()
-    parts: list[list[Tensor]] = [[] for _ in d_powers]  # of the gradient of every level's powers
+    parts: list[list[Tensor]] = [[] for _ in d_powers]  # terms of the gradient of every level's powers
 
     def part(level: int, programs: int) -> Tensor:
-        """`[programs, heads]`, for every program its own."""
+        """Return a buffer for the programs' terms, `[programs, heads]`."""
         if powers is None:
             return d_powers  # not written
         parts[level].append(powers.new_empty(programs // o.heads, o.heads))

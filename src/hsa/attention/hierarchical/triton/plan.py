@@ -1,8 +1,8 @@
-"""The plan of the sweeps: runs of families that one program works on, level by level.
+"""The plan of the kernels' sweeps: runs of families, level by level.
 
-A run is one family, or a few small ones that fit 16 rows together. Runs are padded to one of a few sizes; those of one size
-and level are a *job*, one launch. The levels near the roots, where a tree has few rows left, are bundled: one program takes
-whole trees through all of them.
+A run is one family, or several small ones that fit in 16 rows. Runs are padded to one of a few sizes; the runs of one size
+and level are a *job*, which is one launch. The levels near the roots, where a tree has few rows, are bundled: one program
+processes all of these levels of a bundle of whole trees.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ from hsa.tree.hierarchy import Hierarchy
 SIZES = (16, 32, 64, 128)
 FAMILIES_PER_RUN = 16
 SMALL = 4
-"""Mean size up to which families share runs. Runs of one family are cheaper to pool."""
-WORTH_A_JOB = 1 / 16
-"""Share of a level's rows below which runs are padded to the next size rather than launched on their own."""
+"""Mean size up to which families share runs; runs of one family are cheaper to pool."""
+SMALLEST_JOB = 1 / 16
+"""Share of a level's rows below which runs are padded to the next size instead of getting their own launch."""
 TOP_ROWS = 64
-"""Rows of a tree that one program works through, level after level, sooner than more launches would."""
+"""Rows of a tree up to which one program processes all further levels faster than a launch per level would."""
 BUNDLE = 128
-"""Rows of several small trees that one program takes together."""
+"""Rows per bundle of trees."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one size: numbers `first` to `first + count − 1`."""
+    """Launch for the runs of one size: runs `first` to `first + count − 1`."""
 
     size: int
-    single: bool  # every run is one family
-    full: bool  # every run has `size` rows, run i begins at row i · size
+    single: bool  # whether every run is one family
+    full: bool  # whether every run has `size` rows and run i begins at row i · size
     first: int
     count: int
 
 
 @dataclass(frozen=True)
 class Level:
-    begin: int  # rows; those above the leaves are numbered from 0
+    """Rows and jobs of one level."""
+
+    begin: int  # first row; rows above the leaves are numbered from 0
     end: int
     jobs: tuple[Job, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of a plan that the host reads."""
+    """Part of the plan that the host reads."""
 
     leaves: int
     above: int  # rows above the leaves
-    root: int  # the first row of the last level
+    root: int  # first row of the last level
     runs: int
     top_size: int
     top_single: bool
@@ -62,7 +64,7 @@ class Layout:
     levels: tuple[Level, ...]  # below the top, leaves first
 
     def integers(self) -> list[int]:
-        """All of it as a list, which a custom operator takes; `Layout.read` reads it."""
+        """Return the layout as a list of integers, which can be an argument of a custom operator; `Layout.read` reads it."""
         flat = [self.leaves, self.above, self.root, self.runs]
         flat += [self.top_size, self.top_single, self.top_levels, self.bundles]
         for level in self.levels:
@@ -89,15 +91,17 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
+    """Plan of a forest."""
+
     table: Tensor
-    """int32, one after another: the parent of every row, the leaves below it; where runs begin and end; `[levels of the top,
-    bundles + 1]` first run."""
-    node: Tensor  # [rows] the node that each row stands for
+    """Concatenated int32 arrays: parent of every row; number of leaves below it; first row of every run; row after its last;
+    first run of every bundle, `[top levels, bundles + 1]`."""
+    node: Tensor  # [rows] node that each row stands for
     layout: list[int]
 
 
 def tiles(hierarchy: Hierarchy) -> Tiles:
-    """The plan of a rooted forest against which there is no reason (`why_not_tiles`), built once."""
+    """Return the plan of a rooted forest, built once. `why_not_tiles` must be empty for the forest."""
     return hierarchy.cached("tiles", lambda: _build(hierarchy))
 
 
@@ -138,7 +142,7 @@ def _build(hierarchy: Hierarchy) -> Tiles:
 
 
 def _first_level_of_top(plan: Levels, num_trees: int) -> int:
-    """The first level above the leaves at which every tree has few rows."""
+    """Return the first level above the leaves at which every tree has at most `TOP_ROWS` rows."""
     for level in range(1, plan.num_levels):
         if _rows_per_tree(plan, level, num_trees).max() <= TOP_ROWS:
             return level
@@ -146,7 +150,7 @@ def _first_level_of_top(plan: Levels, num_trees: int) -> int:
 
 
 def _rows_per_tree(plan: Levels, level: int, num_trees: int) -> np.ndarray:
-    """[trees] rows of a level: their first leaves fall between those of the trees."""
+    """Return the number of rows of a level in every tree, `[trees]`."""
     roots = plan.first_leaf[plan.bounds[-2] :]
     first = plan.first_leaf[plan.bounds[level] : plan.bounds[level + 1]]
     return np.diff(np.searchsorted(first, np.append(roots, plan.num_leaves)))
@@ -155,12 +159,12 @@ def _rows_per_tree(plan: Levels, level: int, num_trees: int) -> np.ndarray:
 def _top(
     plan: Levels, top_level: int, number: int, begins: list[np.ndarray], ends: list[np.ndarray]
 ) -> tuple[int, bool, np.ndarray]:
-    """Size of the runs, whether all are single families, `[levels, bundles + 1]` first runs. Bundles are whole trees.
+    """Return the size of the runs of the top levels, whether all are single families, and the first run of each bundle.
 
-    Adds the runs to `begins` and `ends`.
+    Bundles are whole trees; their first runs are `[levels, bundles + 1]`. The runs are appended to `begins` and `ends`.
     """
     roots = plan.first_leaf[plan.bounds[-2] :]
-    if top_level == plan.num_levels:  # nothing is left: one row per tree
+    if top_level == plan.num_levels:  # no level left: one row per tree
         return SIZES[0], True, np.empty((0, 1), np.int64)
     per_tree = _rows_per_tree(plan, top_level, len(roots))
     trees = _pack(np.concatenate([[0], np.cumsum(per_tree)]), BUNDLE, len(roots))
@@ -182,18 +186,18 @@ def _top(
 
 
 def _families_per_run(bounds: np.ndarray) -> int:
-    """One, unless families are so small that their runs would be mostly padding."""
+    """Return 1, or more if families are so small that their runs would be mostly padding."""
     return 1 if bounds[-1] > SMALL * (len(bounds) - 1) else FAMILIES_PER_RUN
 
 
 def _jobs(bounds: np.ndarray) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
-    """Size, whether all runs are single families, begins and ends of the runs of each size."""
+    """Return for each size of runs: the size, whether all runs are single families, their first rows and their ends."""
     packed = _pack(bounds, SIZES[0], _families_per_run(bounds))
     begin, end, number = bounds[packed[:-1]], bounds[packed[1:]], np.diff(packed)
     sizes = np.array(SIZES)[np.searchsorted(SIZES, end - begin)]
     rows = end - begin
     for small, large in pairwise(np.unique(sizes)):
-        if rows[sizes == small].sum() < WORTH_A_JOB * rows.sum():
+        if rows[sizes == small].sum() < SMALLEST_JOB * rows.sum():
             sizes[sizes == small] = large
     return [
         (int(size), bool((number[sizes == size] == 1).all()), begin[sizes == size], end[sizes == size])
@@ -202,9 +206,9 @@ def _jobs(bounds: np.ndarray) -> list[tuple[int, bool, np.ndarray, np.ndarray]]:
 
 
 def _pack(bounds: np.ndarray, size: int, most: int, ends: np.ndarray | None = None) -> np.ndarray:
-    """Consecutive families into few runs of up to `size` rows and `most` families; a larger family is a run of its own.
+    """Pack consecutive families into few runs of up to `size` rows and `most` families; return the first family of each run.
 
-    No run goes beyond one of the `ends`.
+    A larger family is a run by itself. No run crosses one of the `ends`. The last entry is the number of families.
 
     >>> _pack(np.array([0, 5, 9, 20, 30]), 16, 16).tolist()  # families 0 and 1, then 2, then 3
     [0, 2, 3, 4]
@@ -215,7 +219,7 @@ def _pack(bounds: np.ndarray, size: int, most: int, ends: np.ndarray | None = No
     if ends is not None:
         reach = np.minimum(reach, ends[np.searchsorted(ends, np.arange(number), side="right")])
     step = int(reach[0]) if number else 1
-    if ends is None and (reach == np.minimum(np.arange(number) + step, number)).all():  # all alike
+    if ends is None and (reach == np.minimum(np.arange(number) + step, number)).all():  # equal numbers of families
         return np.append(np.arange(0, number, step), number)
     jump, runs, family = reach.tolist(), [], 0
     while family < number:

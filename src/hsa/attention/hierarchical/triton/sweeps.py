@@ -1,25 +1,27 @@
-"""Kernels of hierarchical attention, forward and backward; a program works on one tile of families and one head.
+"""Kernels of hierarchical attention, forward and backward. A program processes one tile of families for one head.
 
-    up      attention inside families: the siblings' average y, the masses, and the pooled rows of the parents
+    up      attention within families: the siblings' average y, the masses, and the pooled rows of the parents
     down    out(C) = out(P) + weight(P)·side(C)·y(C),  weight(C) = weight(P)·down(C)
     d_down  the gradient of `down`, from the leaves up
     d_up    the gradient of `up`, from the roots down; weights are computed again
 
-A tile is `GROUPS` runs of up to `SIZE` rows, each of them one family (`SINGLE`) or a few whole ones. Attention inside a run
-is one small product [SIZE, SIZE] whose entries between families are masked; families of 16 in runs of 16 waste nothing, and
-if all runs are full and in order (`FULL`), their rows need no lookup. Rows of the leaf level (`LEAVES`) come from the user's
-tensors; rows above, numbered from 0 after the leaves, from buffers that `up` fills.
+A tile is `GROUPS` runs of up to `SIZE` rows. A run is one family (`SINGLE`) or several small families. Attention within a
+run is one small product [SIZE, SIZE]; entries between different families are masked. Families of 16 in runs of 16 waste
+nothing, and if all runs are full and in order (`FULL`), their rows need no lookup. Rows of the leaf level (`LEAVES`) are in
+the user's tensors; rows above, numbered from 0 after the leaves, are in buffers that `up` fills.
 
-The levels near the roots, where a tree has few rows, are processed by one program per tree (`top`): launches would take
-longer. `down` and `d_up` pass over the leaves from last to first, to hit what the sweep before left in the cache.
+The levels near the roots, where a tree has few rows, are processed by one program per bundle of trees (`top`): a launch per
+level would take longer. `down` and `d_up` process the leaves from last to first, to reuse what the previous sweep left in
+the cache.
 
-Masses (`inner`, `outer`) are kept as logarithms to base 2, gradients are those of natural ones. A member without siblings
-has outer −∞, a leaf that does not see itself inner −∞; shares are computed so that no infinity is subtracted from another.
+Masses (`inner`, `outer`) are stored as logarithms to base 2; their gradients are those of natural logarithms. A member
+without siblings has outer −∞, a leaf that does not see itself has inner −∞; shares are computed without subtracting
+infinities.
 
-`POWER` other than 0 selects entmax instead of softmax (`entmax/`): rows of a family then have one more entry for the
-inside of a member, y is the siblings' unscaled part of the row, `outer` the share of that entry, and `inner` the value of
-the family, less that of logits 0. Everything else is the same. With `ANY`, α differs between levels and heads, and has a
-gradient.
+`POWER` other than 0 selects entmax instead of softmax (`entmax/`): the row of a member then has one more entry for its
+inside, y is the siblings' part of the row, not divided by their share, `outer` is the share of the inside, and `inner` is
+the value of the family minus the value for logits 0. Everything else is the same. With `ANY`, α differs between levels and
+heads, and has a gradient.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ from hsa.attention.hierarchical.triton.family_tiles import (
     family_logits,
     find_families,
     find_rows,
+    load_rows,
     membership,
     pool,
     pool_all,
     product,
-    put_rows,
-    put_sums,
-    read_rows,
-    turned,
-    wait_for_the_launch_before,
+    store_rows,
+    store_sums,
+    transposed,
+    wait_for_previous_launch,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Numbers and tables that differ from batch to batch: kernels must not be compiled again for each value.
+# Arguments whose values and alignment differ from batch to batch: kernels must not be recompiled for them.
 VARYING = ["num_groups", "num_bundles", "levels", "begin", "end", "root"]
 UNALIGNED = [
     *("parent_ptr", "count_ptr", "up_count_ptr", "inside_ptr", "begin_ptr", "end_ptr", "bundle_ptr"),
@@ -98,7 +100,7 @@ def _shares(inner, outer):
 
 @triton.jit
 def _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER: tl.constexpr):
-    """Return the shares from the values that `up` stored; with entmax these are the children's, and y has the siblings'."""
+    """Return the shares of siblings and of own children. With entmax, `up` stores the latter, and y includes the former."""
     outer = tl.load(outer_ptr + entry, mask=valid, other=0.0)
     if POWER != 0:
         return tl.full(outer.shape, 1.0, tl.float32), outer
@@ -116,7 +118,7 @@ def _mass(inner, outer):
 
 @triton.jit
 def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
-    """Return logit and weight of the inside of every row, one more entry of its entmax; a leaf has none."""
+    """Return logit and weight of the inside of every row, an entry of its entmax; zeros for leaves, which have none."""
     inside = tl.zeros(rows.shape, tl.float32)
     if LEAVES:
         return inside, inside
@@ -124,22 +126,22 @@ def _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES: tl.constexpr):
 
 
 @triton.jit
-def _read_tile(
+def _load_tile(
     group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr, position_row,
     position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr,
     FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Return the rows of a tile as `find_rows` does, then q, k, v, positions (if P > 0), leaf counts and entries by head."""
+    """Return the results of `find_rows`, then q, k, v, positions (if P > 0), leaf counts, and indices row · heads + head."""
     rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
-    q = read_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
-    k = read_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
-    v = read_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
+    q = load_rows(q_ptr, rows, valid, head, q_row, q_head, D, BLOCK_D)
+    k = load_rows(k_ptr, rows, valid, head, k_row, k_head, D, BLOCK_D)
+    v = load_rows(v_ptr, rows, valid, head, v_row, v_head, DV, BLOCK_DV)
     positions = q
     if P > 0:
-        positions = read_rows(position_ptr, rows, valid, head, position_row, position_head, P, BLOCK_P)
+        positions = load_rows(position_ptr, rows, valid, head, position_row, position_head, P, BLOCK_P)
     count = tl.full((GROUPS, SIZE), 1.0, tl.float32)
     if not LEAVES:
         count = tl.load(count_ptr + rows, mask=valid, other=1).to(tl.float32)
@@ -156,7 +158,7 @@ def _up_tile(
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _read_tile(
+    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _load_tile(
         group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
         position_row, position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P,
         LEAVES, SINGLE, FULL, GROUPS, SIZE
@@ -178,7 +180,7 @@ def _up_tile(
         if not LEAVES:
             outer, weights = split_diagonal(weights, SIZE)  # the children's share is stored as outer
     y = product(weights.to(v.dtype), v, GROUPS, PRECISION)
-    put_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    store_rows(y_ptr, y, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if POWER == 0:
         mass = outer
         if not LEAVES:
@@ -189,11 +191,11 @@ def _up_tile(
     # Rows of the parents: means over the leaves below them.
     above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
     share = 1.0 / tl.load(up_count_ptr + above, mask=is_family, other=1).to(tl.float32)
-    put_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
+    store_sums(inner_ptr, count * mass, share, above, is_family, slot, head, heads, SINGLE)
     if SINGLE and D == DV:
         share = 1.0 / tl.load(up_count_ptr + first, mask=exists, other=1).to(tl.float32)
         weights = count
-        if not LEAVES:  # counts may not fit half precision; of leaves, the sum is exact
+        if not LEAVES:  # counts may overflow half precision; for leaves they are 1
             weights, share = count * share[:, None], tl.full((GROUPS,), 1.0, tl.float32)
         pool_all(
             up_q_ptr, plane, q, k, v, weights, share, first, exists, slot, head, heads, D, BLOCK_D, GROUPS, PRECISION
@@ -244,11 +246,11 @@ def _d_down_tile(
     rows, valid, parent, first, exists = find_rows(
         group, last_group, begin_ptr, end_ptr, parent_ptr, SINGLE, FULL, GROUPS, SIZE
     )
-    d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
-    y = read_rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    d_out = load_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV)
+    y = load_rows(y_ptr, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if LEAVES:  # as the diagonal of a product: cheaper than a sum across threads
         member = tl.arange(0, SIZE)
-        pairs = product(d_out, turned(y), GROUPS, PRECISION)
+        pairs = product(d_out, transposed(y), GROUPS, PRECISION)
         d_weight = tl.sum(tl.where((member[:, None] == member[None, :])[None], pairs, 0.0), 2)
     else:
         d_weight = tl.sum(d_out * y.to(tl.float32), 2)
@@ -256,7 +258,7 @@ def _d_down_tile(
         side, down = _stored_shares(outer_ptr, inner_ptr, entry, valid, POWER)
         d_weight = d_weight * side + down * tl.load(d_weight_ptr + entry, mask=valid, other=0.0)
     above, is_family, slot = find_families(parent, first, exists, valid, SINGLE)
-    put_sums(d_weight_ptr, d_weight, 1.0, above, is_family, slot, head, heads, SINGLE)
+    store_sums(d_weight_ptr, d_weight, 1.0, above, is_family, slot, head, heads, SINGLE)
     parts = tl.where(membership(slot), 1.0, 0.0)
     pool(up_d_out_ptr, parts, d_out, above, is_family, head, heads, DV, BLOCK_DV, GROUPS, PRECISION)
 
@@ -271,12 +273,12 @@ def _d_up_tile(
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _read_tile(
+    rows, valid, parent, first, exists, q, k, v, positions, count, entry = _load_tile(
         group, last_group, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
         position_row, position_head, parent_ptr, count_ptr, begin_ptr, end_ptr, heads, D, DV, P, BLOCK_D, BLOCK_DV, BLOCK_P,
         LEAVES, SINGLE, FULL, GROUPS, SIZE
     )  # fmt: skip
-    d_out = read_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
+    d_out = load_rows(d_out_ptr, rows, valid, head, d_out_row, d_out_head, DV, BLOCK_DV).to(v.dtype)
     if POWER == 0:
         weights, outer = _weights(
             q, k, positions, parent, valid, count, scale, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES, SINGLE, GROUPS,
@@ -287,26 +289,26 @@ def _d_up_tile(
         if POWER == ANY:
             r = tl.load(power_ptr + head)
         inner, inside = _inside(inner_ptr, inside_ptr, rows, entry, valid, LEAVES)
-        weights, slope, _, x, alike = sparse_weights(
+        weights, slope, _, x, uniform = sparse_weights(
             q, k, positions, parent, valid, count, inner, inside, scale, r, P, PRECISION, INCLUDE_SELF, CAUSAL, LEAVES,
             SINGLE, GROUPS, SIZE, POWER, WEIGHTED
         )  # fmt: skip
     if SINGLE:  # one parent per run
-        of, known = first[:, None], exists[:, None]
+        owner, has_owner = first[:, None], exists[:, None]
     else:
-        of, known = parent, valid
-    from_above = known & (of < root)  # a root has weight 1 and gradients 0
-    above = of.to(tl.int64) * heads + head
+        owner, has_owner = parent, valid
+    from_above = has_owner & (owner < root)  # a root has weight 1 and gradients 0
+    above = owner.to(tl.int64) * heads + head
     weight = tl.load(weight_ptr + above, mask=from_above, other=1.0)
     d_mass = tl.load(d_inner_ptr + above, mask=from_above, other=0.0)
-    of_parent = 1.0 / tl.load(up_count_ptr + of, mask=known, other=1).to(tl.float32)  # leaves share alike
+    share = 1.0 / tl.load(up_count_ptr + owner, mask=has_owner, other=1).to(tl.float32)
     if not LEAVES:
-        of_parent = count * of_parent
-    d_mass = d_mass * of_parent
+        share = count * share
+    d_mass = d_mass * share
 
-    # y enters through w·side·y, the masses through the shares and through the parent's mass.
+    # y has an effect through w·side·y; the masses have one through the shares and through the parent's mass.
     d_power = 0.0
-    d_weights = product(d_out, turned(v), GROUPS, PRECISION)
+    d_weights = product(d_out, transposed(v), GROUPS, PRECISION)
     if POWER == 0:
         of_y = tl.sum(weights * d_weights, 2)
         factor, d_outer = weight, d_mass
@@ -325,7 +327,7 @@ def _d_up_tile(
         d_weights = d_weights * weight[:, :, None]
         d_logits = gradient_of_logits(d_weights, d_mass, weights, slope)
         if POWER == ANY:
-            d_r = gradient_of_power(d_weights, d_mass, weights, slope, x, alike, r)
+            d_r = gradient_of_power(d_weights, d_mass, weights, slope, x, uniform, r)
             d_power = tl.sum(tl.where(valid, d_r, 0.0))
         if not LEAVES:
             down, weights = split_diagonal(weights, SIZE)
@@ -333,26 +335,26 @@ def _d_up_tile(
             tl.store(d_inner_ptr + entry, d_inner, mask=valid)
         weights = weights * weight[:, :, None]
 
-    d_v = product(turned(weights.to(v.dtype)), d_out, GROUPS, PRECISION)
-    d_v += of_parent[:, :, None] * read_rows(up_d_v_ptr, of, from_above, head, heads * DV, DV, DV, BLOCK_DV)
-    put_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
+    d_v = product(transposed(weights.to(v.dtype)), d_out, GROUPS, PRECISION)
+    d_v += share[:, :, None] * load_rows(up_d_v_ptr, owner, from_above, head, heads * DV, DV, DV, BLOCK_DV)
+    store_rows(d_v_ptr, d_v, rows, valid, head, heads * DV, DV, DV, BLOCK_DV)
     if P > 0:
-        both = (d_logits + turned(d_logits)).to(q.dtype)
+        both = (d_logits + transposed(d_logits)).to(q.dtype)
         d_positions = product(both, positions, GROUPS, PRECISION)
-        put_rows(d_position_ptr, d_positions, rows, valid, head, heads * P, P, P, BLOCK_P)
+        store_rows(d_position_ptr, d_positions, rows, valid, head, heads * P, P, P, BLOCK_P)
     d_logits = (d_logits * scale).to(q.dtype)
     d_q = product(d_logits, k, GROUPS, PRECISION)
-    d_q += of_parent[:, :, None] * read_rows(up_d_q_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
-    put_rows(d_q_ptr, d_q, rows, valid, head, heads * D, D, D, BLOCK_D)
-    d_k = product(turned(d_logits), q, GROUPS, PRECISION)
-    d_k += of_parent[:, :, None] * read_rows(up_d_k_ptr, of, from_above, head, heads * D, D, D, BLOCK_D)
-    put_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
+    d_q += share[:, :, None] * load_rows(up_d_q_ptr, owner, from_above, head, heads * D, D, D, BLOCK_D)
+    store_rows(d_q_ptr, d_q, rows, valid, head, heads * D, D, D, BLOCK_D)
+    d_k = product(transposed(d_logits), q, GROUPS, PRECISION)
+    d_k += share[:, :, None] * load_rows(up_d_k_ptr, owner, from_above, head, heads * D, D, D, BLOCK_D)
+    store_rows(d_k_ptr, d_k, rows, valid, head, heads * D, D, D, BLOCK_D)
     return d_power
 
 
 @triton.jit
 def _bundle_groups(bundle_ptr, level, num_bundles, bundle):
-    """Return the first group of a bundle of trees at a level, and the one after its last."""
+    """Return the first run of a bundle of trees at a level, and the run after its last."""
     first = bundle_ptr + level * (num_bundles + 1) + bundle
     return tl.load(first), tl.load(first + 1)
 
@@ -366,7 +368,7 @@ def up(
     CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _up_tile(
         tile * GROUPS, num_groups, head, q_ptr, k_ptr, v_ptr, q_row, q_head, k_row, k_head, v_row, v_head, position_ptr,
@@ -381,7 +383,7 @@ def down(
     y_ptr, outer_ptr, inner_ptr, weight_ptr, out_ptr, up_out_ptr, parent_ptr, begin, end, root, heads, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, LEAVES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     _down_tile(
@@ -399,8 +401,8 @@ def top(
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Run both sweeps over the last levels of whole trees."""
-    wait_for_the_launch_before(OVERLAP)
+    """Run both sweeps over the top levels of a bundle of trees."""
+    wait_for_previous_launch(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:
@@ -435,7 +437,7 @@ def d_down(
     SINGLE: tl.constexpr, FULL: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr,
     OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _d_down_tile(
         tile * GROUPS, num_groups, head, d_out_ptr, d_out_row, d_out_head, y_ptr, outer_ptr, inner_ptr, d_weight_ptr,
@@ -454,7 +456,7 @@ def d_up(
     INCLUDE_SELF: tl.constexpr, CAUSAL: tl.constexpr, LEAVES: tl.constexpr, SINGLE: tl.constexpr, FULL: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, head = last_first // heads, last_first % heads
     d_power = _d_up_tile(
@@ -478,7 +480,7 @@ def d_top(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Run the gradient of `top`."""
-    wait_for_the_launch_before(OVERLAP)
+    wait_for_previous_launch(OVERLAP)
     bundle, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     level = 0
     while level < levels:

@@ -1,8 +1,8 @@
-"""Custom operators and launches, without what would cost more than the kernels.
+"""Custom operators and kernel launches with little overhead.
 
-PyTorch takes some hundred microseconds to dispatch a custom operator, and Triton some tens to launch a kernel; the kernels
-here take about as long. So an operator is called directly wherever nothing is traced, and a compiled kernel is looked up by
-the few properties of its arguments that Triton compiles for.
+PyTorch takes about a hundred microseconds to dispatch a custom operator, and Triton some tens to launch a kernel; the
+kernels take about as long themselves. So operators are called directly unless they are traced, and compiled kernels are
+looked up by the few properties of their arguments that Triton specialises on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 class Operator:
-    """A function of tensors and numbers, registered as `hsa::name`.
+    """A function of tensors and numbers, registered as the custom operator `hsa::name`.
 
     Args:
-        name: of the custom operator.
-        forward: the function; returns a tensor or a tuple of tensors, the first of which is differentiable.
-        fake: the same signature, results with the right shapes.
-        save, gradients: as for `torch.library.register_autograd`; None: no gradient.
+        name: Name of the custom operator.
+        forward: Function that returns a tensor, or a tuple of tensors with only the first one differentiable.
+        fake: Function with the same signature that returns empty tensors of the right shapes.
+        save: Setup of the autograd context, as for `torch.library.register_autograd`; None for no gradient.
+        gradients: Backward function, as for `torch.library.register_autograd`; None for no gradient.
     """
 
     def __init__(
@@ -64,22 +65,23 @@ def _first_only(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def last_stride_1(x: Tensor) -> Tensor:
-    """Kernels take rows and heads at any distance, but the numbers of a row side by side."""
+    """Return `x`, copied if its last dimension is not contiguous: kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Launcher:
-    """A kernel that remembers what it was compiled for: `launcher(key, programs, arguments, constants)`.
+    """A kernel with a cache of its compiled versions: `launcher(key, programs, arguments, constants)`.
 
-    Args:
-        key: of the arguments, what Triton compiles for and the constants do not say; see `compiled_for`.
-        arguments: all that are no compile-time constants, in order.
-        constants: the others by name, and options such as num_warps.
+    Args of a call:
+        key: Properties of the arguments that Triton specialises on; see `compiled_for`.
+        programs: Number of programs.
+        arguments: All arguments that are not compile-time constants, in order.
+        constants: Compile-time constants by name, and options such as num_warps.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        self.known: dict[Any, Any] = {}
+        self.compiled: dict[Any, Any] = {}
         self.num_constants = 0 if INTERPRETED else sum(p.is_constexpr for p in kernel.params)
 
     def __call__(self, key: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -89,15 +91,15 @@ class Launcher:
             self.kernel[(programs,)](*arguments, **kept)
             return
         key = key, *constants.values(), torch.cuda.current_device()
-        compiled = self.known.get(key)
+        compiled = self.compiled.get(key)
         if compiled is None:
-            self.known[key] = self.kernel[(programs,)](*arguments, **constants)
+            self.compiled[key] = self.kernel[(programs,)](*arguments, **constants)
         else:
             compiled[(programs, 1, 1)](*arguments, *[None] * self.num_constants)
 
 
 def compiled_for(*arguments: Any) -> tuple[Any, ...]:
-    """What Triton specialises kernels on."""
+    """Return the properties of arguments that Triton specialises kernels on."""
     return tuple(
         (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else (x == 1, x % 16 == 0, x >= 2**31)
         for x in arguments

@@ -1,7 +1,7 @@
-"""Multiscale attention over lists of rows: a flash-style pass per block of queries, 32 entries at a time, and its gradient.
+"""Kernels of multiscale attention over lists of rows: a flash-style pass per block of queries, and its gradient.
 
-The gradient builds the lists again. Gradients of keys and values are summed by atomic additions in float32, in no fixed
-order, so that two runs may differ in the last bits. Everything else is reproducible.
+The backward pass builds the lists again. It sums the gradients of keys and values with atomic additions in float32, in no
+fixed order, so two runs may differ in the last bits. Everything else is reproducible.
 """
 
 from __future__ import annotations
@@ -47,20 +47,22 @@ def attend_lists(
     scale: float,
     most_queries: int,
 ) -> Tensor:
-    """Return `[queries, heads, value_dim]`, see `hsa.multiscale_attention`. Queries that see nothing get 0.
+    """Return `hsa.multiscale_attention`, `[queries, heads, value_dim]`. Queries that see no key get 0.
 
     Args:
-        q: `[queries, heads, dim]`.
-        keys, values: Pyramids `[kv_heads, rows, dim]`.
-        selected_rows: `[groups, heads or 1, width]` int32 rows of the selected families, −1: none.
-        group_offsets: `[groups + 1]` int64, the rows of q of every group; together all rows.
-        group_tree: `[groups]` int64, the tree whose keys the group reads.
-        limit: `[queries]` int64; a query sees entries whose leaves all come before this one; None: all.
-        leaves: `[queries]` int64, the leaf of each query; needed without `include_self`.
-        order: `[kv_heads, leaves]` int64, the leaf whose key is at each leaf slot; needed with `limit` if keys were moved.
-        include_self: False hides each leaf from itself.
-        pooled_bias: `[1 or heads]`, added to the logits of rows that do not stand for a leaf.
-        most_queries: Queries of the largest group.
+        q: `[queries, heads, dim]` queries.
+        keys, values: `[kv_heads, rows, dim]` pyramids of keys and values.
+        selected_rows: `[groups, heads or 1, width]` int32 rows of the selected families, padded with −1.
+        group_offsets: `[groups + 1]` int64 first row of q of every group, and the number of rows.
+        group_tree: `[groups]` int64 tree whose keys the group attends to.
+        plan: Rows of the forest.
+        limit: `[queries]` int64 leaf number at or before which the leaves of an entry must end; None for no limit.
+        leaves: `[queries]` int64 leaf of each query; needed without `include_self`.
+        order: `[kv_heads, leaves]` int64 leaf whose key lies at each leaf slot; needed with `limit` for clustered keys.
+        include_self: Whether leaves attend to themselves.
+        pooled_bias: `[1 or heads]` number to add to the logits of pooled nodes.
+        scale: Factor of the dot products.
+        most_queries: Number of queries of the largest group.
     """
     rows = rows_of(plan)
     out, _ = operator(
@@ -90,7 +92,7 @@ def _attend(
     most_entries: int,
     widest: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and log2 of the summed exponentials `[heads, queries]`: +∞ where nothing is seen."""
+    """Return the output, and log2 of the sum of exponentials `[heads, queries]`: +∞ for a query that sees no key."""
     q = last_stride_1(q)
     keys, values = keys.contiguous(), values.contiguous()
     order = None if order is None else order.contiguous()
@@ -109,7 +111,7 @@ def _attend(
 
 
 def _empty(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return an empty output `[queries, heads, value_dim]`, and a number per head and query."""
+    """Return uninitialised tensors: an output `[queries, heads, value_dim]`, and a number per head and query."""
     out = q.new_empty(len(q), q.shape[1], values.shape[2])
     return out, q.new_empty(q.shape[1], len(q), dtype=torch.float32)
 
@@ -193,7 +195,7 @@ def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
     else:
         most = max(16, 2**14 // (larger * q.element_size()))
         queries = min(64, most, padded(most_queries))
-        per_warp = 2**8 if q.dtype == torch.float32 else 2**10  # without tensor cores, products take registers
+        per_warp = 2**8 if q.dtype == torch.float32 else 2**10  # without tensor cores, products need more registers
         warps = min(8, max(1, queries * larger // per_warp))
     return {
         "DIM": q.shape[2],
@@ -209,7 +211,7 @@ def _tiles(q: Tensor, values: Tensor, most_queries: int) -> dict[str, int]:
 def _numbers(
     q: Tensor, keys: Tensor, pooled_bias: Tensor | None, order: Tensor | None, lists: Lists
 ) -> tuple[int, ...]:
-    """Return sizes and strides in the order of the kernels' arguments."""
+    """Return sizes and strides, in the order of the kernel arguments."""
     return (
         q.stride(0),
         q.stride(1),
@@ -228,7 +230,7 @@ def _numbers(
 
 @triton.jit
 def _product(a, b):
-    """Return [m, d] · [n, d] → [m, n] in float32; a single row without tensor cores."""
+    """Return [m, d] · [n, d]ᵀ → [m, n] in float32, without tensor cores if m is 1."""
     if a.shape[0] == 1:
         product = tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
     else:
@@ -271,7 +273,7 @@ def _add(x, row, exists, value, DIM: tl.constexpr):
 
 @triton.jit
 def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
-    """Return logits [queries, entries] to base 2, −∞ where an entry is not seen; and which entries are pooled."""
+    """Return logits [queries, entries] to base 2, −∞ where an entry is hidden; and whether entries are pooled."""
     stands_for_leaf = column(table, row, STANDS_FOR_LEAF, exists, 1) != 0
     extra = column(table, row, LOG_COUNT, exists, 0).to(tl.float32, bitcast=True) + tl.where(stands_for_leaf, 0.0, bias)
     seen = inside[:, None] & exists[None, :]
@@ -279,9 +281,8 @@ def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
         end = column(table, row, END_LEAF, exists, 0)
         leaf = tl.where(stands_for_leaf, end - 1, -1)
         if order is not None:
-            held = tl.load(order + leaf, mask=exists & stands_for_leaf, other=-1).to(tl.int32)
-            end = tl.where(stands_for_leaf, held + 1, end)
-            leaf = held
+            leaf = tl.load(order + leaf, mask=exists & stands_for_leaf, other=-1).to(tl.int32)
+            end = tl.where(stands_for_leaf, leaf + 1, end)
         if limit is not None:
             seen = seen & (end[None, :] <= limit[:, None])
         if own is not None:
@@ -292,7 +293,7 @@ def _logits(q, k, row, exists, table, order, bias, inside, limit, own, scale):
 
 @triton.jit
 def _locate(group_offsets, first_group, heads_per_key, BLOCK_Q: tl.constexpr):
-    """Return group, head, key/value head and queries of a program, and which of the queries exist."""
+    """Return group, head, key/value head and queries of a program, and whether these queries exist."""
     group, head = first_group + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     query = tl.load(group_offsets + group) + tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     return group, head, head // heads_per_key, query, query < tl.load(group_offsets + group + 1)
@@ -320,12 +321,12 @@ def _forward_kernel(
     list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries of one group, one head."""
+    """Compute the output of a block of queries of one group, in one head."""
     group, head, kv_head, query, inside = _locate(group_offsets, first_group, heads_per_key, BLOCK_Q)
     if tl.max(inside.to(tl.int32), 0) == 0:
         return
     limit = None
-    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query holds only what it sees
+    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query has no hidden entries
         limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
     order = None if order is None else order + kv_head * num_leaves
@@ -370,12 +371,12 @@ def _backward_kernel(
     list_head_stride, first_group, bias_stride, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of queries of one group, one head, over the same entries as in the forward pass."""
+    """Compute the gradients of a block of queries of one group, in one head, over the entries of the forward pass."""
     group, head, kv_head, query, inside = _locate(group_offsets, first_group, heads_per_key, BLOCK_Q)
     if tl.max(inside.to(tl.int32), 0) == 0:
         return
     limit = None
-    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query holds only what it sees
+    if limit_ptr is not None and BLOCK_Q > 1:  # the list of a single query has no hidden entries
         limit = tl.load(limit_ptr + query, mask=inside, other=0).to(tl.int32)
     own = None if leaves_ptr is None else tl.load(leaves_ptr + query, mask=inside, other=-2).to(tl.int32)
     order = None if order is None else order + kv_head * num_leaves
@@ -390,9 +391,8 @@ def _backward_kernel(
     out_row = query * heads + head
     d_out = _read(d_out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
     out = _read(out_ptr, out_row, inside, VALUE_DIM, BLOCK_V)
-    shared = tl.sum(
-        d_out.to(tl.float32) * out.to(tl.float32), 1
-    )  # subtracted from the gradient of every weight of a query
+    # The softmax subtracts this from the gradient of every weight of a query.
+    shared = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
     mass = tl.load(mass_ptr + head * num_queries + query, mask=inside, other=float("inf"))
     d_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     d_bias = tl.zeros([BLOCK_Q], tl.float32)

@@ -1,6 +1,6 @@
-"""The beam search for the best leaf families: that of `hsa.attention.multiscale.select`, as a kernel.
+"""Kernel of the beam search for the best leaf families, as defined in `hsa.attention.multiscale.select`.
 
-One program per group of queries and head descends from the first candidates to leaf families; rows, scores and ranks stay
+One program per group of queries and head descends from the first candidates to leaf families. Rows, scores and ranks stay
 in registers.
 """
 
@@ -39,15 +39,15 @@ from hsa.attention.multiscale.triton.ranking import (
 )
 
 CANDIDATES = 512
-"""Most candidates that a beam scores at once, unless the next two allow fewer; more take several turns."""
+"""Most candidates that a beam scores at once, unless the next two limits allow fewer; more take several turns."""
 KEY_BYTES = 2**16
-"""Most bytes of the keys of candidates that a beam scores at once, for several queries."""
+"""Most bytes of candidate keys that a beam reads at once, for groups of several queries."""
 LOGITS = 2**13
-"""Most pairs of query and candidate that a beam scores at once."""
+"""Most pairs of a query and a candidate that a beam scores at once."""
 
 
 def num_parents(tables: SearchTables, width: int, near: bool) -> int:
-    """Return how many nodes are descended from at once: those kept, or the root and both paths to the near range."""
+    """Return the number of nodes to descend from at once: those kept, or the root and both paths to the near range."""
     at_start = 1 + 2 * tables.paths.shape[1] if near else 1
     return triton.next_power_of_2(max(width, at_start, 2))
 
@@ -81,7 +81,7 @@ def _search_beam(
     key_bytes = block_d * q.element_size()
     most = CANDIDATES if single else min(CANDIDATES, KEY_BYTES // key_bytes, LOGITS // block_m)
     members = min(triton.next_power_of_2(most_slots), max(1, most // parents))
-    members = max(members, 16 // parents)  # tensor cores want 16 candidates
+    members = max(members, 16 // parents)  # tensor cores need 16 candidates
     candidates = parents * members
     warps = candidates // 64 if single else max(candidates * key_bytes // 2**13, candidates * block_m // 2**11)
     one_turn = most_slots <= members and most_queries <= block_m
@@ -107,8 +107,8 @@ operator = Operator("search_beam", _search_beam, _fake)
 
 @triton.jit
 def _logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the logits [candidates] of one query, for which tensor cores would be idle."""
-    STEP: tl.constexpr = min(BLOCK_D, 64)  # the part of the keys that registers hold
+    """Return the logits [candidates] of one query, without tensor cores."""
+    STEP: tl.constexpr = min(BLOCK_D, 64)  # dimensions of the keys in registers at once
     product = tl.zeros(row.shape, tl.float32)
     for begin in tl.static_range(0, BLOCK_D, STEP):
         d = begin + tl.arange(0, STEP)
@@ -120,18 +120,18 @@ def _logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM: tl.constexpr, BL
 
 
 @triton.jit
-def _allowed(rows, row, exists, limit, query, asked):
-    """Return which candidates queries may see, [queries, candidates]."""
-    allowed = asked[:, None] & exists[None, :]
+def _allowed(rows, row, exists, limit, query, valid):
+    """Return whether queries may see candidates, [queries, candidates]."""
+    allowed = valid[:, None] & exists[None, :]
     if limit is not None:
-        seen = tl.load(limit + query, mask=asked, other=0)
+        seen = tl.load(limit + query, mask=valid, other=0)
         allowed = allowed & (_field(rows, row, END_LEAF, exists, 0)[None, :] <= seen[:, None])
     return allowed
 
 
 @triton.jit
 def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS: tl.constexpr, MEMBERS: tl.constexpr):
-    """Return the rows in the next slots of every parent, which are candidates, and which of them are not descended from."""
+    """Return the rows in the next slots of every parent, whether they are candidates, and whether the descent ends there."""
     slot = past + tl.arange(0, MEMBERS)[None, :]
     itself = slot == own[:, None]
     exists = tl.reshape(slot < slots[:, None], [PARENTS * MEMBERS])
@@ -139,8 +139,8 @@ def _members(rows, parent, first, slots, own, past, low, high, at_start, PARENTS
     below = _field(rows, row, SLOTS, exists, 0)
     own_below = _field(rows, row, OWN_SLOT, exists, -1)
     settled = tl.reshape(itself, [PARENTS * MEMBERS]) | ((below == 1) & (own_below == 0))
-    look = exists & at_start  # only members of the first parents can be near
-    return row, exists & (below > 0) & ~(look & _is_near(rows, row, low, high, look)), settled
+    may_be_near = exists & at_start  # only members of the first parents can be near
+    return row, exists & (below > 0) & ~(may_be_near & _is_near(rows, row, low, high, may_be_near)), settled
 
 
 @triton.jit(do_not_specialize=["path_length", "num_queries", "first_root"])  # they differ from batch to batch
@@ -149,16 +149,16 @@ def _beam_kernel(
     q_head_stride, keys_head_stride, path_length, num_queries, first_root, heads_per_key, scale, width, top_k,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PARENTS: tl.constexpr, MEMBERS: tl.constexpr,
     SINGLE: tl.constexpr,  # one query per group
-    ONE_TURN: tl.constexpr,  # all candidates of a round at once, and all queries of a group
+    ONE_TURN: tl.constexpr,  # all candidates of a round fit at once, and all queries of a group
 ):  # fmt: skip
-    """One program: the search of one group and head. A round that keeps all its candidates needs no scores."""
+    """Search for one group in one head. A round that keeps all its candidates needs no scores."""
     group, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(group_offsets + group), tl.load(group_offsets + group + 1)
     q += head.to(tl.int64) * q_head_stride
     keys += (head // heads_per_key).to(tl.int64) * keys_head_stride
     mass += head.to(tl.int64) * num_queries
 
-    # Start with the root and the nodes on the paths to both ends of the near range, shared parts once.
+    # Start with the root and the nodes on the paths to both ends of the near range, without duplicates.
     slot = tl.arange(0, PARENTS)
     parent = tl.where(slot == 0, first_root + tl.load(group_tree + group).to(tl.int32), -1)
     low, high = 0, 0
@@ -168,23 +168,23 @@ def _beam_kernel(
         step = slot - 1 - tl.where(to_the_right, path_length, 0)
         on_path = (slot > 0) & (step < path_length) & (low < high)
         family = tl.where(to_the_right, high - 1, low).to(tl.int64)
-        way = tl.load(paths + family * path_length + step, mask=on_path, other=-1)
-        shared = _field(rows, way, FIRST_FAMILY, (way >= 0) & to_the_right, 0) <= low
-        parent = tl.where(on_path & ~(to_the_right & shared), way, parent)
+        node = tl.load(paths + family * path_length + step, mask=on_path, other=-1)
+        shared = _field(rows, node, FIRST_FAMILY, (node >= 0) & to_the_right, 0) <= low
+        parent = tl.where(on_path & ~(to_the_right & shared), node, parent)
     kept = parent >= 0
     first = _field(rows, parent, FIRST_CHILD, kept, 0)
     slots = _field(rows, parent, SLOTS, kept, 0)
     own = tl.full([PARENTS], -1, tl.int32)  # none of them is a candidate itself
 
     query = begin + tl.arange(0, BLOCK_M)
-    asked = query < end
+    valid = query < end
     if SINGLE:
         q += begin * q_row_stride
         seen = 0
         if limit is not None:
             seen = tl.load(limit + begin, mask=begin < end, other=0)
     elif ONE_TURN:
-        queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+        queries = _load_queries(q, query, valid, q_row_stride, HEAD_DIM, BLOCK_D)
 
     best = tl.full([PARENTS], NONE, tl.int64)
     pairs = 0
@@ -195,8 +195,8 @@ def _beam_kernel(
         if not (SINGLE or ONE_TURN):  # the mass of every query over the candidates of all turns
             query = begin + tl.arange(0, BLOCK_M)
             while tl.min(query) < end:
-                asked = query < end
-                queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+                valid = query < end
+                queries = _load_queries(q, query, valid, q_row_stride, HEAD_DIM, BLOCK_D)
                 top = tl.full([BLOCK_M], -float("inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
                 past = 0
@@ -204,11 +204,11 @@ def _beam_kernel(
                     row, exists, settled = _members(
                         rows, parent, first, slots, own, past, low, high, at_start, PARENTS, MEMBERS
                     )
-                    allowed = _allowed(rows, row, exists, limit, query, asked)
+                    allowed = _allowed(rows, row, exists, limit, query, valid)
                     logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
                     top, total = _add_mass(top, total, logits)
                     past += MEMBERS
-                tl.store(mass + query, _log_mass(top, total), mask=asked)
+                tl.store(mass + query, _log_mass(top, total), mask=valid)
                 query += BLOCK_M
             tl.debug_barrier()
 
@@ -230,7 +230,7 @@ def _beam_kernel(
                 if counts:
                     bits = _ordered_bits(_logits_of_one(q, keys, rows, row, exists, scale, HEAD_DIM, BLOCK_D))
             elif ONE_TURN:
-                allowed = _allowed(rows, row, exists, limit, query, asked)
+                allowed = _allowed(rows, row, exists, limit, query, valid)
                 times = tl.sum(allowed.to(tl.int32), 0)
                 bits = tl.zeros([PARENTS * MEMBERS], tl.int32)
                 counts = (tl.sum((times > 0).to(tl.int32)) > width) | (going == 0)
@@ -247,18 +247,18 @@ def _beam_kernel(
                 times = tl.zeros([PARENTS * MEMBERS], tl.int32)
                 query = begin + tl.arange(0, BLOCK_M)
                 while tl.min(query) < end:
-                    asked = query < end
-                    queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
-                    allowed = _allowed(rows, row, exists, limit, query, asked)
+                    valid = query < end
+                    queries = _load_queries(q, query, valid, q_row_stride, HEAD_DIM, BLOCK_D)
+                    allowed = _allowed(rows, row, exists, limit, query, valid)
                     logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
-                    score += tl.sum(tl.exp2(logits - tl.load(mass + query, mask=asked, other=0.0)[:, None]), 0)
+                    score += tl.sum(tl.exp2(logits - tl.load(mass + query, mask=valid, other=0.0)[:, None]), 0)
                     times += tl.sum(allowed.to(tl.int32), 0)
                     query += BLOCK_M
                 bits = score.to(tl.int32, bitcast=True)
             pairs += tl.where(counts, tl.sum(times), 0)
             number = row * 2 + settled.to(tl.int32)
             rank = tl.where(times > 0, _rank(bits, number), NONE)
-            # Any order will do: this gives a layout without the copies that sums over queries leave in every thread.
+            # The order does not matter: allow a layout without the copies that sums over queries leave in each thread.
             rank = tl.reshape(rank, [PARENTS * MEMBERS], can_reorder=True)
             more = tl.topk(rank, PARENTS)
             best = more if ONE_TURN else _merged(best, more)
@@ -266,7 +266,7 @@ def _beam_kernel(
         if not (SINGLE or ONE_TURN):
             tl.debug_barrier()  # masses are read before the next round writes them
 
-        # Descend: the best are replaced by their members.
+        # Descend: replace the best by their members.
         kept = (best > NONE) & (slot < width)
         parent = tl.where(kept, _number(best) >> 1, 0)
         settled_parent = (_number(best) & 1) == 1

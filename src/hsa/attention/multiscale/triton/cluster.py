@@ -1,22 +1,22 @@
-"""`hsa.cluster_keys` on a GPU, in one or two launches per level of the tree.
+"""Backend "triton" of `hsa.cluster_keys`, with one or two launches per level of the tree.
 
 Every head has a list of leaves, one per slot of the tree. From the root down, the keys below a node are projected onto
 their first principal direction, and the list is partitioned at the bounds of the node's children. A partition keeps the
-leaves of each part in order: equal coordinates go by leaf, and leaf families end up sorted.
+leaves of each part in order, so equal coordinates are ordered by leaf, and leaf families end up sorted.
 
-Nodes of three sizes are handled in three ways:
+There are kernels for three sizes of nodes:
 
-- small nodes (`_sort_nodes`): the products of all pairs of keys stay in registers. The direction is iterated on them, a
-  key's slot is the number of keys before it, and any number of children is served at once;
+- small nodes (`_sort_nodes`): the products of all pairs of keys stay in registers. The direction is iterated on them, the
+  slot of a key is the number of keys before it, and any number of children is filled at once;
 - up to 4,096 keys (`_measure_nodes`): one program per node sums the covariance, iterates, and projects;
 - more (`_sum_blocks`, `_find_directions`, `_measure_blocks`): the same three steps, with many programs per node.
 
-Projected keys are then partitioned in two (`_split`, `_split_long`) by a search for the coordinate at the bound, bit by
-bit, which is much cheaper than a sort. Nodes with more than two children are halved again, by the same coordinates, until
-each child is alone.
+Projected keys are then partitioned in two (`_split`, `_split_long`): a search, bit by bit, finds the coordinate at the
+bound, which is much cheaper than sorting. Nodes with more than two children are halved again, by the same coordinates,
+until every part is one child.
 
-A rough direction splits as well as an exact one, so products may be rounded (half precision, or tf32), but always relative
-to one of the node's own keys: differences are small where keys are close to each other.
+An approximate direction is enough, so products may be rounded (half precision or tf32). They are taken relative to one of
+the node's own keys, so that differences between similar keys stay precise.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from hsa.attention.multiscale.cluster import ITERATIONS, nodes_to_sort, sort_ins
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 SMALL = 64
-"""Most keys of a small node: a warp can hold their pairs."""
+"""Most keys of a small node; one warp can hold the products of their pairs."""
 NODE = 4096
-"""Most keys of a node that one program measures."""
+"""Most keys of a node that one program projects."""
 BLOCK = 1024
-"""Keys of a larger node that one program measures."""
+"""Number of keys of a larger node that one program projects."""
 ROWS = 128
-"""Keys of a node or block that a program holds at a time."""
+"""Number of keys of a node or block that a program holds at a time."""
 PAIRS = 1024
-"""Pairs of keys that a program holds, for the smallest nodes."""
+"""Number of pairs of keys that a program holds, for the smallest nodes."""
 SPLIT, LONGEST_SPLIT = 256, 1024
-"""Keys of small pieces that one warp partitions together; most keys of a piece that is partitioned in registers."""
+"""Number of keys of small pieces that one warp partitions together; most keys of a piece to partition in registers."""
 LONG_SPLIT = 4096
-"""Keys of longer pieces that a program reads at a time."""
+"""Number of keys of longer pieces that a program reads at a time."""
 
 SORT_NODES, MEASURE_NODES, MEASURE_BLOCKS, SPLIT_NODES, SPLIT_AGAIN = range(5)
 
 
 @torch.no_grad()
 def cluster_keys(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
-    """Return `[kv_heads, leaves]`, the leaf whose key is at each slot, for keys `[leaves, kv_heads, dim]`."""
+    """Return `[kv_heads, leaves]` the leaf whose key lies at each leaf slot, for keys `[leaves, kv_heads, dim]`."""
     plan = hierarchy.cached(("key steps", chunk), lambda: _build(hierarchy, chunk))
     order = operator(k, plan.start, plan.slots, plan.table, plan.steps, ITERATIONS)
     if plan.mixed_families:
@@ -68,27 +68,29 @@ def cluster_keys(k: Tensor, hierarchy: Hierarchy, chunk: int | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Launches, in order. Each step is five integers: its kind, where its part of the table begins, and three numbers."""
+    """Launches, in order. Each step is five integers: its kind, the begin of its part of the table, and three numbers."""
 
-    slots: Tensor  # [moving] leaf slots whose keys may move; all other numbers count these
+    slots: Tensor  # [moving] leaf slots whose keys may move; tables and kernels count only these
     start: Tensor  # [WIDEST_CLUSTERED] start vector of iterations
-    mixed_families: bool  # some leaves have siblings that are not leaves
-    table: Tensor  # int32
+    mixed_families: bool  # whether some leaves have siblings that are not leaves
+    table: Tensor  # int32, the parts of all steps
     steps: list[int]
 
 
 @dataclass
 class _Steps:
+    """Steps of a plan under construction."""
+
     parts: list[np.ndarray] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     length: int = 0
 
-    def add(self, what: int, numbers: tuple[int, int, int], *parts: np.ndarray) -> None:
-        self.steps += [what, self.length, *numbers]
+    def add(self, kind: int, numbers: tuple[int, int, int], *parts: np.ndarray) -> None:
+        """Append a step and its part of the table."""
+        self.steps += [kind, self.length, *numbers]
         flat = np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32)
-        flat = np.pad(
-            flat, (0, -len(flat) % 4)
-        )  # parts are aligned to 16 bytes: other addresses would need another compilation
+        # Align parts to 16 bytes: kernels would be compiled again for other addresses.
+        flat = np.pad(flat, (0, -len(flat) % 4))
         self.parts.append(flat)
         self.length += len(flat)
 
@@ -97,7 +99,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
     s = hierarchy.structure
     slots, begin, end, useful = nodes_to_sort(hierarchy, chunk)
     size = end - begin
-    # Children without a key that moves (sinks) are ignored: `children` are the others.
+    # `children` leaves out children without a key that may move (sinks).
     children = np.flatnonzero(size > 0)
     before = np.concatenate([[0], np.cumsum(size > 0)])
     first_child, last_child = before[s.first_child], before[s.first_child + s.num_children] - 1
@@ -109,15 +111,15 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
         _add_small(steps, hierarchy, nodes[small], begin, size)
         nodes = nodes[~small]
         _add_measures(steps, begin[nodes], size[nodes])
-        # Pieces of a node are ranges of its children, halved until each child is alone.
-        first, last, what = first_child[nodes], last_child[nodes], SPLIT_NODES
+        # Pieces of a node are ranges of its children, halved until every piece is one child.
+        first, last, kind = first_child[nodes], last_child[nodes], SPLIT_NODES
         while len(first):
             middle = (first + last + 1) // 2
-            _add_splits(steps, what, begin[children[first]], begin[children[middle]], end[children[last]])
-            first, last, what = np.append(first, middle), np.append(middle - 1, last), SPLIT_AGAIN
+            _add_splits(steps, kind, begin[children[first]], begin[children[middle]], end[children[last]])
+            first, last, kind = np.append(first, middle), np.append(middle - 1, last), SPLIT_AGAIN
             first, last = first[last > first], last[last > first]
     table = np.concatenate(steps.parts) if steps.parts else np.zeros(0, np.int32)
-    # Without a pattern, so that no covariance is orthogonal to it; as in the version without kernels.
+    # Irregular, as a regular vector could be orthogonal to the principal direction; the same as in backend "torch".
     start = torch.arange(1, WIDEST_CLUSTERED + 1, dtype=torch.float64).mul(2.4).cos().float()
     return _Plan(
         slots=torch.from_numpy(slots).to(hierarchy.device),
@@ -129,7 +131,7 @@ def _build(hierarchy: Hierarchy, chunk: int | None) -> _Plan:
 
 
 def _add_small(steps: _Steps, hierarchy: Hierarchy, nodes: np.ndarray, begin: np.ndarray, size: np.ndarray) -> None:
-    """Add launches for small nodes of similar size. Their table holds, per slot of a node, where the slot's child begins."""
+    """Add launches for small nodes of similar size. Their table holds, for every slot of a node, the begin of its child."""
     s = hierarchy.structure
     width = np.maximum(_power_of_2(size[nodes]), 16)
     for w in np.unique(width):
@@ -144,6 +146,7 @@ def _add_small(steps: _Steps, hierarchy: Hierarchy, nodes: np.ndarray, begin: np
 
 
 def _add_measures(steps: _Steps, begin: np.ndarray, size: np.ndarray) -> None:
+    """Add launches that project the keys of larger nodes, as a whole or in blocks."""
     whole = size <= NODE
     if whole.any():
         steps.add(MEASURE_NODES, (int(whole.sum()), 0, 0), begin[whole], size[whole])
@@ -158,27 +161,27 @@ def _add_measures(steps: _Steps, begin: np.ndarray, size: np.ndarray) -> None:
         steps.add(MEASURE_BLOCKS, (len(size), len(node), 0), *of_nodes, *of_blocks)
 
 
-def _add_splits(steps: _Steps, what: int, begin: np.ndarray, middle: np.ndarray, end: np.ndarray) -> None:
-    """Add launches for pieces of similar size."""
+def _add_splits(steps: _Steps, kind: int, begin: np.ndarray, middle: np.ndarray, end: np.ndarray) -> None:
+    """Add launches that partition pieces of similar size at `middle`."""
     size = end - begin
     width = np.maximum(_power_of_2(size), 32)
     width[width > LONGEST_SPLIT] = LONG_SPLIT
     for w in np.unique(width):
         some = width == w
         numbers = (int(some.sum()), int(size[some].max()), int(w))
-        steps.add(what, numbers, begin[some], size[some], (middle - begin)[some])
+        steps.add(kind, numbers, begin[some], size[some], (middle - begin)[some])
 
 
 def _power_of_2(size: np.ndarray) -> np.ndarray:
     return 2 ** np.ceil(np.log2(size)).astype(np.int64)
 
 
-# The kernels. A program's number is that of its work · heads + the head: heads of the same keys run side by side.
+# The kernels. Program number = number of the node, block or piece · heads + head, so heads of the same keys run together.
 
 
 @triton.jit
 def _key(keys, leaf, key_stride, first_dim, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the keys […, WIDTH] of leaves, from `first_dim` on; 0 beyond DIM."""
+    """Return the keys […, WIDTH] of leaves, from dimension `first_dim` on; 0 beyond DIM."""
     dims = first_dim + tl.arange(0, WIDTH)
     return tl.load(keys + tl.expand_dims(leaf.to(tl.int64) * key_stride, -1) + dims, mask=dims < DIM, other=0.0)
 
@@ -189,12 +192,12 @@ def _sums(
 ):  # fmt: skip
     """Return products [WIDTH, WIDTH] between dimensions and sums [WIDTH] of the keys at `begin : end`.
 
-    Both are relative to the node's first key: it is close to the others, so that subtracting the mean loses little
-    precision. The same key pads the end, which adds nothing.
+    Both are relative to the node's first key, which is close to the others, so that subtracting the mean loses little
+    precision. The same key serves as padding, which adds nothing.
     """
     anchor = _key(keys, first_leaf, key_stride, 0, DIM, WIDTH)
     products = tl.zeros([WIDTH, WIDTH], tl.float32)
-    totals = tl.zeros([WIDTH, WIDTH], tl.float32)  # the sums, in every row: a product with ones is cheaper than a sum
+    totals = tl.zeros([WIDTH, WIDTH], tl.float32)  # the sums in every row: multiplying by ones is cheaper than summing
     first = begin
     while first < end:
         at = first + tl.arange(0, ROWS)
@@ -211,7 +214,7 @@ def _direction(products, total, size, start, ITERATIONS: tl.constexpr, DIM: tl.c
     """Return the first principal direction [WIDTH], of any length, by power iteration from `start`."""
     dims = tl.arange(0, WIDTH)
     spread = products - total[:, None] * (total / size)[None, :]
-    # Divided by the trace, which is between once and WIDTH times the largest eigenvalue, no step over- or underflows.
+    # Divide by the trace, which is 1 to WIDTH times the largest eigenvalue, so that no iteration over- or underflows.
     trace = tl.sum(tl.sum(tl.where(dims[:, None] == dims[None, :], spread, 0.0), 1), 0)
     spread *= 1 / tl.where(trace > 0, trace, 1.0)
     direction = tl.load(start + dims, mask=dims < DIM, other=0.0)
@@ -241,7 +244,7 @@ def _measure_nodes(
     keys, start, order, coordinates, table, key_stride, head_stride, nodes, heads, slots,
     ITERATIONS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the coordinates of one node's keys. table: begin and size of every node."""
+    """Store the coordinates of one node's keys. `table` has begin and size of every node."""
     node, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     begin, size = tl.load(table + node), tl.load(table + nodes + node)
     keys += head * head_stride
@@ -261,7 +264,7 @@ def _sum_blocks(
 ):  # fmt: skip
     """Store the sums over one block.
 
-    table: begin, size, first block and blocks of every node; node, begin and end of every block.
+    `table` has begin, size, first block and number of blocks of every node; then node, begin and end of every block.
     """
     block, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     of_block = table + 4 * nodes + block
@@ -318,7 +321,7 @@ def _measure_blocks(
 
 @triton.jit
 def _sortable(x):
-    """Return integers in the order of the numbers, −0 as 0."""
+    """Return integers that are ordered as the numbers are; −0 counts as 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -330,8 +333,8 @@ def _split(
 ):  # fmt: skip
     """Partition pieces in two: the `left` keys of smallest coordinate first, each part in its old order.
 
-    table: begin, size and left of every piece. FRESH: pieces are nodes whose coordinates were just measured; otherwise the
-    split above has left their sortable form.
+    `table` has begin, size and left of every piece. FRESH: the pieces are nodes whose coordinates were just computed;
+    otherwise the split of a larger piece has left them in their sortable form.
     """
     piece, head = tl.program_id(0) // heads * PIECES + tl.arange(0, PIECES), (tl.program_id(0) % heads).to(tl.int64)
     begin = tl.load(table + piece, mask=piece < pieces, other=0)
@@ -343,31 +346,32 @@ def _split(
     leaf = tl.load(order + begin + at, mask=real)
     if FRESH:
         x = tl.load(coordinates + begin + at, mask=real, other=0.0)
-        # A direction and its opposite split alike: turn the farthest member to the end.
-        turn = -tl.min(x, 1) > tl.max(x, 1)
-        value = _sortable(tl.where(turn[:, None], -x, x))
+        # The sign of a direction is arbitrary: make the coordinate of the outermost member positive.
+        flip = -tl.min(x, 1) > tl.max(x, 1)
+        value = _sortable(tl.where(flip[:, None], -x, x))
     else:
         value = tl.load(sortable + begin + at, mask=real, other=0)
     value = tl.where(real, value, 2147483647)
-    # The value with exactly `left` before it in sorted order is the largest with at most `left` below it.
+    # The bound, the value with index `left` in sorted order, is the largest number with at most `left` values below it.
     bound = tl.full([PIECES, 1], -2147483648, tl.int32)
     for bit in range(32):
         higher = bound ^ (tl.full([PIECES, 1], 1, tl.int32) << (31 - bit))
         below = tl.sum((value < higher).to(tl.int32), 1)[:, None]
         bound = tl.where(below <= left, higher, bound)
-    # Among keys equal to the bound, as many go left as there is room.
+    # Of the keys equal to the bound, the first go left, until the left part is full.
     room = left - tl.sum((value < bound).to(tl.int32), 1)[:, None]
     equal = (real & (value == bound)).to(tl.int32)
     goes_left = (value < bound) | ((equal > 0) & (tl.cumsum(equal, 1) <= room))
     left_before = tl.cumsum(goes_left.to(tl.int32), 1) - goes_left.to(tl.int32)
     target = begin + tl.where(goes_left, left_before, left + at - left_before)
-    tl.debug_barrier()  # after all reads
+    tl.debug_barrier()  # wait for all reads before writing to the same memory
     tl.store(order + target, leaf, mask=real)
     tl.store(sortable + target, value, mask=real)
 
 
 @triton.jit
 def _count_below(sortable, bound, size, WIDTH: tl.constexpr):
+    """Return the number of values below the bound."""
     below = tl.zeros([WIDTH], tl.int32)
     first = 0
     while first < size:
@@ -382,7 +386,7 @@ def _split_long(
     order, coordinates, sortable, moved_order, moved_sortable, table, pieces, heads, slots,
     FRESH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Do what `_split` does for one piece of any size, WIDTH keys at a time."""
+    """Partition one piece of any size as `_split` does, WIDTH keys at a time."""
     piece, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     begin, size = head * slots + tl.load(table + piece), tl.load(table + pieces + piece)
     left = tl.load(table + 2 * pieces + piece)
@@ -401,12 +405,12 @@ def _split_long(
             highest = tl.maximum(highest, x)
             lowest = tl.minimum(lowest, x)
             first += WIDTH
-        turn = -tl.min(lowest, 0) > tl.max(highest, 0)
+        flip = -tl.min(lowest, 0) > tl.max(highest, 0)
         first = 0
         while first < size:
             at = first + tl.arange(0, WIDTH)
             x = tl.load(coordinates + at, mask=at < size, other=0.0)
-            tl.store(sortable + at, _sortable(tl.where(turn, -x, x)), mask=at < size)
+            tl.store(sortable + at, _sortable(tl.where(flip, -x, x)), mask=at < size)
             first += WIDTH
         tl.debug_barrier()
     bound = tl.full([1], -2147483648, tl.int32)
@@ -443,9 +447,9 @@ def _sort_nodes(
     keys, start, order, table, key_stride, head_stride, nodes, heads, slots,
     ITERATIONS: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, NODES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Partition small nodes among their children.
+    """Distribute the keys of small nodes to their children.
 
-    table: begin and size of every node; per slot, where its child begins.
+    `table` has begin and size of every node, then the begin of the child of every slot.
     """
     node, head = tl.program_id(0) // heads * NODES + tl.arange(0, NODES), (tl.program_id(0) % heads).to(tl.int64)
     begin = tl.load(table + node, mask=node < nodes, other=0)
@@ -457,15 +461,15 @@ def _sort_nodes(
     real = (member < size) & (node < nodes)[:, None]
     first_leaf = tl.load(order)
     leaf = tl.load(order[:, None] + member, mask=real, other=-1)
-    # Products relative to the first key of the node, which pads the end: see `_sums`.
+    # Products are relative to the first key of the node, which also serves as padding: see `_sums`.
     leaf_or_first = tl.where(real, leaf, first_leaf[:, None])
     products = tl.zeros([NODES, SIZE, SIZE], tl.float32)
     for first_dim in range(0, DIM, PART):
         x = _key(keys, leaf_or_first, key_stride, first_dim, DIM, PART)
         x -= _key(keys, first_leaf, key_stride, first_dim, DIM, PART)[:, None, :]
         products = tl.dot(x, tl.permute(x, (0, 2, 1)), products, input_precision="tf32")
-    # Relative to the mean, products are those of deviations, and their leading vector is the coordinate. Rows and columns
-    # after the last member need no mask: the scale makes their coordinates 0.
+    # Make the products relative to the mean; their leading vector is then the coordinate. Rows and columns after the last
+    # member need no mask, because the scale makes their coordinates 0.
     mean = tl.sum(products, 2) / size
     mean -= (tl.sum(mean, 1)[:, None] / size) / 2
     spread = products - mean[:, :, None] - mean[:, None, :]
@@ -474,9 +478,9 @@ def _sort_nodes(
     coordinate = tl.where(real, tl.load(start + member), 0.0)
     for _ in range(ITERATIONS + 1):
         coordinate = tl.sum(spread * coordinate[:, None, :], 2) * scale
-    turn = -tl.min(coordinate, 1) > tl.max(coordinate, 1)
-    # The lowest bits of a coordinate hold the member's number: no two are equal, and equal keys go by leaf.
-    value = _sortable(tl.where(turn[:, None], -coordinate, coordinate))
+    flip = -tl.min(coordinate, 1) > tl.max(coordinate, 1)
+    # The lowest bits of a coordinate hold the member's number, so no two are equal and equal keys are ordered by leaf.
+    value = _sortable(tl.where(flip[:, None], -coordinate, coordinate))
     value = tl.where(real, value, 2147483647) & -SIZE | member
     rank = tl.sum((value[:, None, :] < value[:, :, None]).to(tl.int32), 2)
     child = tl.load(child_begins + rank, mask=real, other=SIZE) * SIZE + member
@@ -488,7 +492,7 @@ def _sort_nodes(
 
 
 def _cluster_keys(k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps: list[int], iterations: int) -> Tensor:
-    """Return `[heads, leaves]` for keys `[leaves, heads, dim]`."""
+    """Run the launches, and return the order `[heads, leaves]` of keys `[leaves, heads, dim]`."""
     leaves, heads, dim = k.shape
     k = last_stride_1(k)
     moving = len(slots)
@@ -500,21 +504,21 @@ def _cluster_keys(k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps:
     sizes = {"DIM": dim, "WIDTH": width}
     warps = 4 if width <= 64 else 8
     for i in range(0, len(steps), 5):
-        what, offset, count, number, wide = steps[i : i + 5]
+        kind, offset, count, number, wide = steps[i : i + 5]
         part = table[offset:]
         counts = (count, heads, moving)
-        if what == SORT_NODES:
+        if kind == SORT_NODES:
             together = max(1, PAIRS // wide**2)
             _sort_nodes[(triton.cdiv(count, together) * heads,)](
                 k, start, order, part, *strides, *counts,
                 ITERATIONS=iterations, DIM=dim, PART=min(width, 32), NODES=together, SIZE=wide, num_warps=1,
             )  # fmt: skip
-        elif what == MEASURE_NODES:
+        elif kind == MEASURE_NODES:
             _measure_nodes[(count * heads,)](
                 k, start, order, coordinates, part, *strides, *counts,
                 ITERATIONS=iterations, **sizes, ROWS=ROWS, num_warps=warps,
             )  # fmt: skip
-        elif what == MEASURE_BLOCKS:
+        elif kind == MEASURE_BLOCKS:
             of_blocks = (count, number, heads, moving)
             products = torch.empty(heads, number, width, width, device=k.device)
             totals = torch.empty(heads, number, width, device=k.device)
@@ -534,12 +538,12 @@ def _cluster_keys(k: Tensor, start: Tensor, slots: Tensor, table: Tensor, steps:
             together = max(1, SPLIT // wide)
             _split[(triton.cdiv(count, together) * heads,)](
                 order, coordinates, sortable, part, *counts,
-                FRESH=what == SPLIT_NODES, PIECES=together, WIDTH=wide, num_warps=max(1, wide // SPLIT),
+                FRESH=kind == SPLIT_NODES, PIECES=together, WIDTH=wide, num_warps=max(1, wide // SPLIT),
             )  # fmt: skip
         else:
             _split_long[(count * heads,)](
                 order, coordinates, sortable, moved_order, moved_sortable, part, *counts,
-                FRESH=what == SPLIT_NODES, WIDTH=wide, num_warps=16,
+                FRESH=kind == SPLIT_NODES, WIDTH=wide, num_warps=16,
             )  # fmt: skip
     if moving == leaves:
         return order.to(torch.int64)

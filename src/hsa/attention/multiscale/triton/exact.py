@@ -1,7 +1,7 @@
-"""The exact search for the best leaf families: that of `hsa.attention.multiscale.select`, as kernels.
+"""Kernels of the exact search for the best leaf families, as defined in `hsa.attention.multiscale.select`.
 
-Programs stream over all candidates, once for each query's softmax and once more for the scores of the groups, and keep the
-best in registers, so that no groups × families matrix is ever in memory.
+Programs read all candidates twice: once for the softmax of each query, and once for the scores of the groups. They keep the
+best candidates in registers, so no groups × families matrix is ever in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hsa.attention.multiscale.triton.ranking import (
 )
 
 FAMILIES, RANKED_FAMILIES = 64, 32
-"""Candidates per step: without ranking, and with it, which takes registers."""
+"""Number of candidates per step without ranking, and with it (ranking takes registers)."""
 
 
 def _search_exact(
@@ -61,22 +61,22 @@ def _search_exact(
     q, keys = last_stride_1(q), keys.contiguous()
     single, whole_groups = most_queries <= 1, most_queries <= QUERIES
     block_m = 1 if single else queries_at_once(most_queries)
-    asks = _lines(
+    requests = _build_requests(
         group_offsets, tree_families[group_tree], tree_families[group_tree + 1], family_start, near_low, near_high, limit,
         block_m if whole_groups else 0, num_queries,
     )  # fmt: skip
-    mass = torch.empty(heads, 0 if single else len(asks), dtype=torch.float32, device=q.device)
-    tables = (q, keys, rows, family_rows, asks, mass)
-    numbers = (q.stride(0), q.stride(1), keys.stride(0), len(asks), heads // len(keys), scale)
+    mass = torch.empty(heads, 0 if single else len(requests), dtype=torch.float32, device=q.device)
+    tables = (q, keys, rows, family_rows, requests, mass)
+    numbers = (q.stride(0), q.stride(1), keys.stride(0), len(requests), heads // len(keys), scale)
     options = {
         "HEAD_DIM": dim,
         "BLOCK_D": padded(dim),
         "IS_LIMITED": limit is not None,
         "HAS_NEAR": near_low is not None,
     }
-    warps = 4 if q.element_size() == 2 else 8  # without tensor cores more threads must hold the tiles
+    warps = 4 if q.element_size() == 2 else 8  # without tensor cores, the tiles need the registers of more threads
     if not single:
-        _mass_kernel[(triton.cdiv(len(asks), QUERIES), heads)](
+        _mass_kernel[(triton.cdiv(len(requests), QUERIES), heads)](
             *tables, *numbers, **options, BLOCK_M=QUERIES, BLOCK_N=FAMILIES, num_warps=warps
         )
     best = triton.next_power_of_2(max(top_k, 2))
@@ -99,7 +99,7 @@ def _fake(
 operator = Operator("search_exact", _search_exact, _fake)
 
 
-def _lines(
+def _build_requests(
     group_offsets: Tensor,
     begin: Tensor,
     end: Tensor,
@@ -110,10 +110,10 @@ def _lines(
     per_group: int,
     num_queries: int,
 ) -> Tensor:
-    """Return a table [lines, 6] int32 of requests. Every group has `per_group` lines; 0: every query has one.
+    """Return a table of requests `[lines, 6]`, int32: `per_group` lines per group, or one line per query if that is 0.
 
-    Columns: the families to score (begin, end), none where a line has no query; the near ones among them (low, high), which
-    are left out; the limit; the query. Families that start at the limit or later are not scored.
+    The columns are the range of families to score (begin, end), which is empty for a line without a query; the near families
+    to leave out (low, high); the limit; and the query. Families that start at the limit or later are not scored.
     """
     device = group_offsets.device
     groups = len(begin)
@@ -123,8 +123,8 @@ def _lines(
     else:
         query = torch.arange(num_queries, device=device)
         group = torch.searchsorted(group_offsets, query, right=True) - 1
-    asked = query < group_offsets[group + 1]
-    query = query.where(asked, 0)
+    valid = query < group_offsets[group + 1]
+    query = query.where(valid, 0)
     begin, end = begin[group], end[group]
     low = high = seen = torch.zeros_like(query)
     if near_low is not None and near_high is not None:
@@ -132,24 +132,31 @@ def _lines(
     if limit is not None:
         seen = limit[query]
         end = torch.minimum(end, torch.searchsorted(family_start, seen))
-    begin, end = begin.where(asked, LAST.value), end.where(asked, 0)
+    begin, end = begin.where(valid, LAST.value), end.where(valid, 0)
     return torch.stack([begin, end, low, high, seen, query], -1).to(torch.int32)
 
 
 @triton.jit
-def _asks(asks, line, exists):
-    """Return the columns of lines: families to score (begin, end), near ones (low, high), limit, query."""
-    asks += line.to(tl.int64) * 6
-    begin, end = tl.load(asks, mask=exists, other=LAST), tl.load(asks + 1, mask=exists, other=0)
-    low, high = tl.load(asks + 2, mask=exists, other=0), tl.load(asks + 3, mask=exists, other=0)
-    return begin, end, low, high, tl.load(asks + 4, mask=exists, other=0), tl.load(asks + 5, mask=exists, other=0)
+def _load_requests(requests, line, exists):
+    """Return the columns of request lines: families to score (begin, end), near ones (low, high), limit, query."""
+    requests += line.to(tl.int64) * 6
+    begin, end = tl.load(requests, mask=exists, other=LAST), tl.load(requests + 1, mask=exists, other=0)
+    low, high = tl.load(requests + 2, mask=exists, other=0), tl.load(requests + 3, mask=exists, other=0)
+    return (
+        begin,
+        end,
+        low,
+        high,
+        tl.load(requests + 4, mask=exists, other=0),
+        tl.load(requests + 5, mask=exists, other=0),
+    )
 
 
 @triton.jit
 def _is_candidate(
     rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr
 ):
-    """Return which families are candidates of queries, [queries, families]."""
+    """Return whether families are candidates of queries, [queries, families]."""
     allowed = (number[None, :] >= begin[:, None]) & (number[None, :] < end[:, None])
     if HAS_NEAR:
         first_family = _field(rows, row, FIRST_FAMILY, exists, 0)
@@ -162,18 +169,18 @@ def _is_candidate(
 
 @triton.jit
 def _mass_kernel(
-    q, keys, rows, family_rows, asks, mass, q_row_stride, q_head_stride, keys_head_stride, num_lines, heads_per_key, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr,
+    q, keys, rows, family_rows, requests, mass, q_row_stride, q_head_stride, keys_head_stride, num_lines, heads_per_key,
+    scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the log-mass of some queries of a head over their candidates."""
+    """Store the log-mass of some queries over their candidates, in one head."""
     head = tl.program_id(1)
     q += head.to(tl.int64) * q_head_stride
     keys += (head // heads_per_key).to(tl.int64) * keys_head_stride
     line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    asked = line < num_lines
-    begin, end, low, high, seen, query = _asks(asks, line, asked)
-    queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
+    valid = line < num_lines
+    begin, end, low, high, seen, query = _load_requests(requests, line, valid)
+    queries = _load_queries(q, query, valid, q_row_stride, HEAD_DIM, BLOCK_D)
     family, past_last = tl.min(begin), tl.max(end)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -185,19 +192,19 @@ def _mass_kernel(
         logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
         top, total = _add_mass(top, total, logits)
         family += BLOCK_N
-    tl.store(mass + head.to(tl.int64) * num_lines + line, _log_mass(top, total), mask=asked)
+    tl.store(mass + head.to(tl.int64) * num_lines + line, _log_mass(top, total), mask=valid)
 
 
 @triton.jit
 def _select_kernel(
-    q, keys, rows, family_rows, asks, mass, group_offsets, selected, scored, q_row_stride, q_head_stride,
+    q, keys, rows, family_rows, requests, mass, group_offsets, selected, scored, q_row_stride, q_head_stride,
     keys_head_stride, num_lines, heads_per_key, scale, groups, top_k, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_LIMITED: tl.constexpr, HAS_NEAR: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BEST: tl.constexpr,
     SINGLE: tl.constexpr,  # one query per group
-    WHOLE_GROUPS: tl.constexpr,  # every group has BLOCK_M lines; otherwise a program goes through those of one group
+    WHOLE_GROUPS: tl.constexpr,  # every group has BLOCK_M lines; otherwise a program loops over the lines of one group
 ):  # fmt: skip
-    """One program: the best candidates of BLOCK_G groups and a head."""
+    """Store the best candidates of BLOCK_G groups in one head."""
     head = tl.program_id(1)
     q += head.to(tl.int64) * q_head_stride
     keys += (head // heads_per_key).to(tl.int64) * keys_head_stride
@@ -208,7 +215,7 @@ def _select_kernel(
         first_line = tl.load(group_offsets + tl.program_id(0)).to(tl.int32)
         past_line = tl.load(group_offsets + tl.program_id(0) + 1).to(tl.int32)
     line = first_line + tl.arange(0, BLOCK_G * BLOCK_M)
-    begin, end, low, high, seen, query = _asks(asks, line, line < past_line)
+    begin, end, low, high, seen, query = _load_requests(requests, line, line < past_line)
     family, past_last = tl.min(begin), tl.max(end)
     if WHOLE_GROUPS:
         queries = _load_queries(q, query, line < past_line, q_row_stride, HEAD_DIM, BLOCK_D)
@@ -216,7 +223,7 @@ def _select_kernel(
             log_mass = tl.load(mass + line, mask=line < past_line, other=0.0)
     else:
         while tl.min(line) < past_line:  # later queries may see more
-            begin, end, low, high, seen, query = _asks(asks, line, line < past_line)
+            begin, end, low, high, seen, query = _load_requests(requests, line, line < past_line)
             past_last = tl.maximum(past_last, tl.max(end))
             line += BLOCK_M
 
@@ -239,10 +246,10 @@ def _select_kernel(
             times = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
             line = first_line + tl.arange(0, BLOCK_M)
             while tl.min(line) < past_line:
-                asked = line < past_line
-                begin, end, low, high, seen, query = _asks(asks, line, asked)
-                queries = _load_queries(q, query, asked, q_row_stride, HEAD_DIM, BLOCK_D)
-                log_mass = tl.load(mass + line, mask=asked, other=0.0)
+                valid = line < past_line
+                begin, end, low, high, seen, query = _load_requests(requests, line, valid)
+                queries = _load_queries(q, query, valid, q_row_stride, HEAD_DIM, BLOCK_D)
+                log_mass = tl.load(mass + line, mask=valid, other=0.0)
                 allowed = _is_candidate(rows, row, number, exists, begin, end, low, high, seen, IS_LIMITED, HAS_NEAR)
                 logits = _logits(queries, keys, rows, row, exists, allowed, scale, HEAD_DIM, BLOCK_D)
                 more_score, more_times = _score(logits, log_mass, allowed, BLOCK_G, BLOCK_M, BLOCK_N)

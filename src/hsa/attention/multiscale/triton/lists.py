@@ -1,14 +1,14 @@
-"""The lists of multiscale attention, from selected families: one program writes those of a few groups and heads.
+"""Kernel that builds the lists of multiscale attention from the selected families; a program does a few groups and heads.
 
-A group of queries and a head have selected rows: parents of the leaf families they read leaf by leaf. Selected rows, their
-ancestors, and the root of the tree are *expanded*; the list of the group consists of the children of expanded rows that are
-not expanded themselves. A kernel climbs from the selected rows to the root and writes the lists. They are short-lived: the
-groups are processed in stretches whose lists fill at most `SCRATCH` numbers.
+A group of queries and a head have selected rows: parents of the leaf families that they attend to leaf by leaf. Selected
+rows, their ancestors and the root of the tree are *expanded*; the list consists of the children of expanded rows that are
+not expanded themselves. The kernel climbs from the selected rows to the root and writes the lists. Lists are temporary:
+groups are processed in batches whose lists have at most `SCRATCH` entries.
 
-Selected rows are sorted first, by their leaves, parents before their descendants. (A selected row can lie below another
-where a family has leaves and other members.) From then on the paths stay in order, paths that have met are neighbours, and
-the entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the
-last path of a family also the one after it.
+Selected rows are sorted first, by their leaves, ancestors before descendants. (A selected row can lie below another one if
+a family has both leaves and other members.) The paths to the root then stay in order, and paths that have met are adjacent.
+The entries of a family are the gaps between the children that its paths come from: one gap before each path, and for the
+last path of a family also the gap after it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 from hsa.attention.kernels.levels import Levels
 
 SCRATCH = 2**26
-"""Most entries of lists in memory at once."""
-# Columns of the table of rows: together one 32-byte sector of memory.
+"""Most list entries in memory at once."""
+# Columns of the table of rows; together they fill one 32-byte sector of memory.
 COLUMNS = tl.constexpr(8)
 PARENT = tl.constexpr(0)
 FIRST_CHILD = tl.constexpr(1)
 NUM_CHILDREN = tl.constexpr(2)
-LOG_COUNT = tl.constexpr(3)  # to base 2, the bits of a float32
+LOG_COUNT = tl.constexpr(3)  # logarithm to base 2 of the leaf count, as the bits of a float32
 FIRST_LEAF = tl.constexpr(4)
 END_LEAF = tl.constexpr(5)
 STANDS_FOR_LEAF = tl.constexpr(6)
@@ -41,22 +41,25 @@ NO_ROW = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
+    """Tables of a plan for the kernels."""
+
     table: Tensor  # [rows, COLUMNS] int32
     roots: Tensor  # [trees, 2] int32, the lowest row of every root, and its level
-    level_ends: Tensor  # [levels + 1] int32
-    widest: list[int]  # the largest family of leaves, and of other rows
-    families: list[np.ndarray]  # per level above the leaves, sizes of families, the largest first
+    level_ends: Tensor  # [levels + 1] int32, end of the rows of every level
+    widest: list[int]  # size of the largest family of leaves, and of the largest family of other rows
+    families: list[np.ndarray]  # sizes of families in descending order, for every level above the leaves
     _most: dict[int, int] = field(default_factory=dict)
 
     def most_entries(self, width: int) -> int:
-        """Return the most entries of a list with `width` selected rows: at every level, those of its largest families."""
+        """Return an upper bound of the entries of a list with `width` selected rows: the largest families of each level."""
         if width not in self._most:
             most = sum(int(sizes[: max(width, 1)].sum()) for sizes in self.families)
-            self._most[width] = triton.cdiv(most, 16) * 16  # aligned lists allow wide reads
+            self._most[width] = triton.cdiv(most, 16) * 16  # aligned, for wide reads
         return self._most[width]
 
 
 def rows_of(plan: Levels) -> Rows:
+    """Return the tables of a plan, built once."""
     return plan.cached("rows", lambda: _build(plan))
 
 
@@ -82,13 +85,13 @@ def _build(plan: Levels) -> Rows:
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Lists of a stretch of groups; one head where all heads share them."""
+    """Lists of a batch of consecutive groups."""
 
     first_group: int
-    groups: int
-    entries: Tensor  # [groups · heads, most] int32, rows
-    counts: Tensor  # [groups · heads] int32
-    heads: int
+    groups: int  # number of groups
+    entries: Tensor  # [groups · heads, most_entries] int32, rows
+    counts: Tensor  # [groups · heads] int32, length of every list
+    heads: int  # 1 if all heads share their lists
 
 
 def make_lists(
@@ -105,13 +108,12 @@ def make_lists(
     most_entries: int,
     widest: list[int],
 ) -> Iterator[Lists]:
-    """Yield the lists of all groups, in stretches that share memory, without entries that no query of the group sees."""
+    """Yield the lists of all groups, in batches that share memory, without entries that no query of the group sees."""
     if len(q) == 0:
         return
     order = order if limit is not None else None
-    heads = (
-        selected_rows.shape[1] if order is None else q.shape[1]
-    )  # with reordered keys, what is seen depends on the head
+    # With clustered keys, the entries that a query may see depend on the head.
+    heads = selected_rows.shape[1] if order is None else q.shape[1]
     selected_rows = selected_rows.contiguous()
     groups = min(len(group_tree), max(1, SCRATCH // (heads * most_entries)))
     entries = selected_rows.new_empty(groups * heads, most_entries)
@@ -142,11 +144,13 @@ def _gaps(row, below, end, table):
     """Return the gaps of the level whose rows end at `end`, and climb to the next level.
 
     Args:
-        row: [items, paths] at this level or waiting above it.
-        below: The row that the path came through; −1: none, it starts here or above.
+        row: [items, paths] row of each path, at this level or above it.
+        below: [items, paths] row of the level below that the path came through; −1 if the path starts here or above.
+        end: End of the rows of this level.
+        table: Table of rows.
 
     Returns:
-        First row and number of entries of each gap, and the one row inside to leave out (NO_ROW: none); then the next
+        First row and number of entries of each gap, and the one row inside to leave out (NO_ROW for none); then the next
         `row` and `below`.
     """
     w = tl.arange(0, row.shape[1])[None, :]
@@ -162,7 +166,7 @@ def _gaps(row, below, end, table):
     start = tl.where(follows, tl.gather(through, before, 1) + 1, first)
     inside = through >= start
     entries = tl.where(is_last, first + number - start - inside.to(tl.int32), through - start)
-    entries = tl.where(here, entries, 0)  # below 0 where the path before has come through the same row
+    entries = tl.where(here, entries, 0)  # negative if the path before came through the same row
     hole = tl.where(inside, through, NO_ROW)
     return start, entries, hole, tl.where(here, above, row), tl.where(here, row, below)
 
@@ -171,7 +175,7 @@ def _gaps(row, below, end, table):
 def _write_gaps(
     entries, count, start, number, hole, table, limit, order, CHILDREN: tl.constexpr, LEAVES: tl.constexpr
 ):  # fmt: skip
-    """Append the entries of the gaps [items, paths] to every list [items], and return their new lengths."""
+    """Append the entries of the gaps [items, paths] to every list [items], and return the new lengths."""
     SIZE: tl.constexpr = start.shape[1] * CHILDREN
     for past in range(0, tl.max(tl.max(number, 1), 0), CHILDREN):
         member = past + tl.arange(0, CHILDREN)[None, None, :]
@@ -197,7 +201,7 @@ def _write_gaps(
     return count
 
 
-# Numbers that differ from batch to batch: kernels must not be compiled again for each value.
+# These arguments differ from batch to batch; the kernels must not be compiled again for each value.
 kernel = triton.jit(
     do_not_specialize=[
         *("first_group", "num_items", "num_selected", "selected_group_stride", "selected_head_stride"),
@@ -213,14 +217,14 @@ def _list_kernel(
     num_items, heads, heads_per_key, num_leaves, num_selected, selected_group_stride, selected_head_stride, most_entries,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, LEAF_CHILDREN: tl.constexpr, CHILDREN: tl.constexpr,
 ):  # fmt: skip
-    """One program: the lists of a few items, an item being a group and a head."""
+    """Write the lists of a few items; an item is a group and a head."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = item < num_items
     group, head = (first_group + item // heads).to(tl.int64), item % heads
     tree = tl.load(group_tree + group, mask=exists, other=0)
     root = tl.load(roots + 2 * tree, mask=exists, other=NO_ROW)
     limit = None
-    if limit_ptr is not None:  # the largest of the group
+    if limit_ptr is not None:  # the largest limit of the group
         query = tl.load(group_offsets + group, mask=exists, other=0)
         size = tl.load(group_offsets + group + 1, mask=exists, other=0) - query
         limit = tl.zeros([BLOCK], tl.int32)
@@ -231,12 +235,13 @@ def _list_kernel(
     order = None if order is None else order + ((head // heads_per_key).to(tl.int64) * num_leaves)[:, None]
     entries += item.to(tl.int64)[:, None] * most_entries
 
-    # Paths start at the selected rows, ordered by first leaf, the higher of two with the same one first; else at the root.
+    # Paths start at the selected rows, ordered by first leaf (of two with the same one, the higher row first); without
+    # selected rows, one path starts at the root.
     w = tl.arange(0, WIDTH)[None, :]
     begin = group * selected_group_stride + head * selected_head_stride
     row = tl.load(selected_rows + begin[:, None] + w, mask=exists[:, None] & (w < num_selected), other=-1)
     first = column(table, row, FIRST_LEAF, row >= 0, NO_ROW)
-    flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # the higher a row, the larger its number
+    flipped = tl.where(row >= 0, row, NO_ROW) ^ NO_ROW  # higher rows have larger numbers
     row = tl.sort((first.to(tl.int64) << 32) | flipped.to(tl.int64)).to(tl.int32) ^ NO_ROW
     row = tl.where((w == 0) & (row == NO_ROW), root[:, None], row)
     below = row * 0 - 1

@@ -1,4 +1,4 @@
-"""Backend "triton" of multiscale attention and of the selection: from nodes of the forest to rows of the plan and back."""
+"""Backend "triton" of multiscale attention and of `select`. Converts nodes of the forest to rows of the plan and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hsa.tree.hierarchy import Hierarchy
 
 
 def attend(call: MultiscaleCall) -> Tensor:
-    """Run `hsa.multiscale_attention`."""
+    """Compute `hsa.multiscale_attention` from checked arguments."""
     plan, order = _plan(call.hierarchy), _order(call.clusters)
     queries, families = call.selection.queries, call.selection.families
     rows, _ = _rows_and_nodes(call.hierarchy)
@@ -37,12 +37,12 @@ def attend(call: MultiscaleCall) -> Tensor:
         include_self=call.include_self,
         pooled_bias=call.pooled_bias,
         scale=call.scale,
-        most_queries=queries.most,
+        most_queries=queries.largest_group,
     )
 
 
 def search(call: SelectCall) -> tuple[Tensor, Tensor]:
-    """`[groups, heads, top_k]` nodes of the best leaf families, −1 where there are fewer; and products taken, to sum."""
+    """Return the nodes of the best leaf families `[groups, heads, top_k]`, padded with −1, and counts of products to sum."""
     tables = search_tables(call.hierarchy)
     assert tables is not None
     keys = _pooled(call.k, _plan(call.hierarchy), _order(call.clusters))
@@ -60,7 +60,7 @@ def search(call: SelectCall) -> tuple[Tensor, Tensor]:
         scale=call.scale,
         top_k=call.top_k,
         width=call.width,
-        most_queries=queries.most,
+        most_queries=queries.largest_group,
     )
     _, nodes = _rows_and_nodes(call.hierarchy)
     return torch.where(rows < 0, -1, nodes[rows]), counted
@@ -73,20 +73,21 @@ def pooled_rows(x: Tensor, hierarchy: Hierarchy, nodes: Tensor) -> Tensor:
 
 
 _RECENT: Any = WeakIdKeyDictionary()
+"""Latest pyramid of each tensor, with the tensor's version, plan and order."""
 
 
 def _pooled(x: Tensor, plan: Levels, order: Tensor | None) -> Tensor:
-    """Return the pyramid of `x`, kept for as long as `x` lives and is not written to.
+    """Return the pyramid of `x`, which is kept for as long as `x` lives and is not written to.
 
-    The selection, the attention and the cache of one layer all pool the same keys. Writes in inference mode leave no trace,
-    so nothing is kept there.
+    The selection, the attention and the cache of one layer all pool the same keys. Writes to inference tensors cannot be
+    detected, so their pyramids are not kept.
     """
     if torch.compiler.is_compiling() or x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):
         return pyramid(x, plan, order)
-    known = _RECENT.get(x)
-    if known is None or known[0] != x._version or known[1] is not plan or known[2] is not order:
-        known = _RECENT[x] = x._version, plan, order, pyramid(x, plan, order)
-    return known[3]
+    recent = _RECENT.get(x)
+    if recent is None or recent[0] != x._version or recent[1] is not plan or recent[2] is not order:
+        recent = _RECENT[x] = x._version, plan, order, pyramid(x, plan, order)
+    return recent[3]
 
 
 def _order(clusters: KeyClusters | None) -> Tensor | None:
@@ -100,7 +101,7 @@ def _plan(hierarchy: Hierarchy) -> Levels:
 
 
 def _rows_and_nodes(hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
-    """The lowest row of every node, and the node of every row."""
+    """Return the lowest row of every node, and the node of every row."""
 
     def build() -> tuple[Tensor, Tensor]:
         plan = _plan(hierarchy)

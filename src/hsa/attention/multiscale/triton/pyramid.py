@@ -1,13 +1,13 @@
-"""Means over the leaves below every row of a plan: the pooled keys and values, one pyramid per head.
+"""The pyramid of a head: means over the leaves below every row of a plan, for pooled keys and values.
 
-A mean is the mean of the children's means, weighted by their leaf counts. A first launch reads the leaves, a few families
-per program, and writes them and their means. Above them a program takes a run of neighbouring subtrees and climbs them level
-by level, reading back from the caches what it has just written, so that a deep binary tree takes two or three more launches
-instead of one per level. The gradient of a leaf sums the gradients of all rows above it, divided by their leaf counts;
-there, each program walks up from a run of leaves.
+A mean is the mean of the children's means, weighted by their leaf counts. A first launch copies the leaves and writes the
+means of leaf families, a few families per program. Above these, a program climbs a run of adjacent subtrees level by level
+and reads back from the hardware caches what it has just written, so that a deep binary tree takes two or three more
+launches instead of one per level. The gradient of a leaf is the sum of the gradients of all rows above it, each divided by
+its leaf count; each program of the backward pass walks up from a run of leaves.
 
-Rows are rounded to the inputs' precision level by level, sums are in float32. Roundings of different children average out
-as their values do, so the error stays at about one rounding.
+Every level is rounded to the precision of the inputs; sums are in float32. Rounding errors of different children average
+out, so the total error stays at about one rounding.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hsa.attention.kernels.levels import Levels, families
 from hsa.attention.kernels.triton.launch import Operator, last_stride_1
 
 SUBTREE = 64
-"""Rows at the foot of the subtrees that one program climbs; the last few are climbed together, to save a launch."""
+"""Number of rows at the foot of the subtrees that one program climbs. Near the roots it may be greater, to save a launch."""
 TILE = 4096
-"""Numbers that a program holds at once."""
+"""Number of values that a program holds at once."""
 
 
 def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
-    """Return `[heads, rows, dim]`, the means of `x [leaves, heads, dim]` over the leaves below every row, in x's dtype.
+    """Return the means of `x` over the leaves below every row, `[heads, rows, dim]` in the dtype of `x`.
 
     Args:
-        x: float32, bfloat16 or float16.
-        plan: The rows.
-        order: `[heads, leaves]`, the leaf at each leaf slot of the tree; None: leaf i at slot i.
+        x: `[leaves, heads, dim]` in float32, bfloat16 or float16.
+        plan: Rows of the forest.
+        order: `[heads, leaves]` leaf at each leaf slot of the tree; None for leaf i at slot i.
     """
     climb = _climb(plan)
     return operator(x, order, *_tables(plan), climb.starts, climb.stages, climb.families, plan.num_rows)
@@ -45,15 +45,15 @@ def pyramid(x: Tensor, plan: Levels, order: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Climb:
-    """The rows that each program writes, launch by launch.
+    """Rows that each program writes, launch by launch.
 
-    A launch (stage) has a table [levels + 1, programs + 1]: at each level, from the stage's foot up, where the rows of each
-    program start. `starts` holds all tables, `stages` per stage (begin in `starts`, programs, levels, largest family).
+    A launch (stage) has a table [levels + 1, programs + 1]: the first row of each program at each level, from the foot of
+    the stage up. `starts` holds all tables; `stages` has (begin in `starts`, programs, levels, largest family) per stage.
     """
 
     starts: Tensor
     stages: list[int]
-    families: list[int]  # first row of leaf families, the row after the last, members of the largest
+    families: list[int]  # first row of leaf families, end of their rows, members of the largest
 
 
 def _climb(plan: Levels) -> _Climb:
@@ -61,20 +61,20 @@ def _climb(plan: Levels) -> _Climb:
 
 
 def _build(plan: Levels) -> _Climb:
-    # bounds_of[l]: the rows of level l as families of the level above, counted from the first row of all
+    # bounds_of[l] divides the rows of level l into the families of the level above.
     bounds_of = [plan.bounds[level] + families(plan, level) for level in range(plan.num_levels)]
     tables: list[np.ndarray] = []
     stages: list[int] = []
     begin, foot = 0, 1  # the leaves have a launch of their own
     while foot < plan.num_levels:
         few = plan.bounds[foot + 1] - plan.bounds[foot] <= 4 * SUBTREE
-        top, subtrees = foot, np.arange(plan.bounds[foot], plan.bounds[foot + 1] + 1)  # where they start, at the foot
+        top, subtrees = foot, np.arange(plan.bounds[foot], plan.bounds[foot + 1] + 1)  # first row of each, at the foot
         while top < plan.num_levels:
             wider = subtrees[bounds_of[top] - plan.bounds[top]]
             if top > foot and not few and np.diff(wider).max(initial=0) > SUBTREE:
                 break
             top, subtrees = top + 1, wider
-        # Neighbouring subtrees that start in the same stretch of the foot go to one program.
+        # Adjacent subtrees that start in the same SUBTREE rows of the foot go to one program.
         first = np.flatnonzero(np.diff((subtrees[:-1] - plan.bounds[foot]) // SUBTREE, prepend=-1))
         starts = [plan.bounds[top] + np.append(first, len(subtrees) - 1)]
         for level in range(top - 1, foot - 1, -1):
@@ -123,7 +123,7 @@ def _pyramid(
         PARENTS=block_rows // children, CHILDREN=children, BLOCK_D=block_d,
     )  # fmt: skip
     for begin, programs, levels, widest in zip(*(stages[i::4] for i in range(4)), strict=True):
-        # One stage of pipelining: no load may move ahead of the barrier between levels.
+        # num_stages=1, because no load may move ahead of the barrier between levels.
         _climb_kernel[(programs, heads)](
             out, starts[begin:], first_child, num_children, leaf_count, num_rows, programs, levels, dim,
             BLOCK_ROWS=block_rows, BLOCK_CHILDREN=min(16, block_rows, triton.next_power_of_2(widest)), BLOCK_D=block_d,
@@ -174,7 +174,7 @@ operator = Operator("pyramid", _pyramid, _empty, _keep, _backward)
 gradient = Operator("pyramid_backward", _pyramid_backward, _empty_gradient)
 
 
-# Numbers that differ from batch to batch: kernels must not be compiled again for each value.
+# These arguments differ from batch to batch; the kernels must not be compiled again for each value.
 kernel = triton.jit(
     do_not_specialize=["leaves", "num_rows", "first_family", "end_family", "programs", "levels", "num_levels"],
     do_not_specialize_on_alignment=["starts"],
@@ -186,7 +186,7 @@ def _leaf_kernel(
     x, order, out, first_child, num_children, x_leaf_stride, x_head_stride, leaves, num_rows, first_family, end_family,
     heads, dim, PARENTS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: a few leaf families of one head. Leaves have no weights: all count alike."""
+    """Copy the leaves of a few leaf families of one head, and store their means."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     row = first_family + tl.program_id(0) // heads * PARENTS + tl.arange(0, PARENTS)
     inside = row < end_family
@@ -217,7 +217,7 @@ def _climb_kernel(
     out, starts, first_child, num_children, leaf_count, num_rows, programs, levels, dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_CHILDREN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: a run of subtrees of one head, from the stage's foot up."""
+    """Store the means of a run of subtrees of one head, from the foot of the stage up."""
     head = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -226,7 +226,7 @@ def _climb_kernel(
     member = tl.arange(0, BLOCK_CHILDREN)
     level = 0
     while level < levels:
-        tl.debug_barrier()  # the level below is written, by all threads of this program
+        tl.debug_barrier()  # wait until all threads of this program have written the level below
         starts += programs + 1
         begin, end = tl.load(starts + program), tl.load(starts + program + 1)
         while begin < end:
@@ -256,7 +256,7 @@ def _walk_up_kernel(
     d_rows, order, d_x, leaf_count, parent, leaves, num_rows, heads, num_levels, dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: a run of leaf slots of one head, each walking up to its root."""
+    """Store the gradients of a run of leaf slots of one head, by walking up from each leaf to its root."""
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     slot = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -265,7 +265,7 @@ def _walk_up_kernel(
     d_rows += head * num_rows * dim
     total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     row, level = slot, 0
-    while level <= num_levels:  # every leaf is equally deep
+    while level <= num_levels:  # all leaves of the plan have the same depth
         count = tl.load(leaf_count + row, mask=inside, other=1).to(tl.float32)
         value = tl.load(d_rows + row.to(tl.int64)[:, None] * dim + d, mask=mask, other=0.0).to(tl.float32)
         total += value / count[:, None]

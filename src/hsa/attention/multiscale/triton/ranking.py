@@ -1,10 +1,11 @@
-"""Shared parts of both searches for leaf families: the table of rows they read, and how candidates are scored and ranked.
+"""Tables, scores and ranks that both searches for leaf families share.
 
-Ranks are integers: the bits of the score above, the inverted number of the candidate below, so that ties go to the lower
-number. A single query ranks by its logit, which needs no softmax.
+A rank is an integer: the bits of the score in its upper half, the inverted number of the candidate in its lower half, so
+that of equal scores the lower number wins. A single query ranks by its logit, which needs no softmax.
 
-Leaf families are numbered by first leaf, so that those below one node are consecutive. Hence "contains a family of the near
-range" is a comparison, and the first candidates hang on the paths from the root to the two ends of the range.
+Leaf families are numbered by first leaf, so those below one node are consecutive. A comparison of numbers therefore tells
+whether a node contains a near family, and the first candidates are the children along the paths from the root to the two
+ends of the near range.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.tree.hierarchy import Hierarchy
 
 QUERIES = 64
-"""Most queries that are scored at once."""
+"""Most queries to score at once."""
 NONE: tl.constexpr = tl.constexpr(-(2**63))
-"""The rank of a missing candidate."""
+"""Rank of a missing candidate."""
 LAST: tl.constexpr = tl.constexpr(2**31 - 1)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FIELDS: tl.constexpr = tl.constexpr(8)
@@ -42,29 +43,29 @@ FOOT: tl.constexpr = tl.constexpr(7)
 class SearchTables:
     """Tables of a forest for the searches.
 
-    rows: A line of fields per row of the plan. Every row in a node's chain describes the node:
-        first_child: First member; rows of members are consecutive.
-        slots, own_slot: The number of rows that replace a node that is descended from: its members, with the node itself in
-            the slot of its first leaf member, if it has any (−1: none). A family of leaves only stays: one slot, its own.
-            A leaf has no slot: it is no candidate.
-        log_count: Logarithm to base 2 of the number of leaves below it; the bits of a float32.
-        end_leaf: Where these leaves end.
+    `rows` has a line of eight fields per row of the plan. All rows of one node describe that node:
+        first_child: Row of the first member; rows of members are consecutive.
+        slots: Number of rows that replace the node in a descent: its members. A node with leaf members only has one slot,
+            for itself; a leaf has none, because it is not a candidate.
+        own_slot: Slot that the node itself takes, in place of its first leaf member; −1 if it has no leaf members.
+        log_count: Logarithm to base 2 of the number of leaves below it, as the bits of a float32.
+        end_leaf: End of these leaves.
         first_family, end_family: Range of the leaf families at and below it.
         foot: Lowest row of its node.
-    paths: [families, depth] rows from each family (included) to its root (left out), −1 after them.
+    `paths` has the rows from each family up to the child of its root, padded with −1.
     """
 
     rows: Tensor  # [rows, 8] int32
-    family_rows: Tensor  # [families] int32
-    family_start: Tensor  # [families] int64: first leaf of each, ascending
-    tree_families: Tensor  # [trees + 1] int64: the families of every tree
+    family_rows: Tensor  # [families] int32, row of each
+    family_start: Tensor  # [families] int64, first leaf of each, ascending
+    tree_families: Tensor  # [trees + 1] int64, first family of every tree, and the number of families
     paths: Tensor  # [families, depth] int32
-    first_root: int  # roots are the last rows, tree by tree
-    most_slots: int
+    first_root: int  # row of the first root; roots are the last rows, tree by tree
+    most_slots: int  # largest value of `slots`
 
 
 def search_tables(hierarchy: Hierarchy) -> SearchTables | None:
-    """Return the tables of a rooted forest, built once; None where there are no `levels`."""
+    """Return the tables of a rooted forest, built once; None if the forest has no `levels`."""
     plan = levels(hierarchy)
     return None if plan is None else hierarchy.cached("search tables", lambda: _build(hierarchy, plan))
 
@@ -108,6 +109,7 @@ def _build(hierarchy: Hierarchy, plan: Levels) -> SearchTables:
 
 
 def _paths(parent: np.ndarray, row_of_node: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """Return the rows from each node up to the child of its root, padded with −1."""
     columns = []
     while (below_root := parent[nodes] >= 0).any():
         columns.append(np.where(below_root, row_of_node[nodes], -1))
@@ -116,12 +118,13 @@ def _paths(parent: np.ndarray, row_of_node: np.ndarray, nodes: np.ndarray) -> np
 
 
 def empty_results(q: Tensor, group_tree: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the selected rows and the number of scored candidates."""
+    """Return uninitialised tensors for the selected rows and the number of scored candidates."""
     shape = (len(group_tree), q.shape[1])
     return q.new_empty(*shape, top_k, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
 
 
 def queries_at_once(most_queries: int) -> int:
+    """Return the number of queries of a group to score at once."""
     return min(QUERIES, max(16, triton.next_power_of_2(most_queries)))
 
 
@@ -137,13 +140,13 @@ def _log_count(rows, row, exists):
 
 @triton.jit
 def _is_near(rows, row, low, high, mask):
-    """Return whether the families at and below a node meet the near range."""
+    """Return whether any family at or below a node is in the near range."""
     return (_field(rows, row, FIRST_FAMILY, mask, 0) < high) & (_field(rows, row, END_FAMILY, mask, 0) > low)
 
 
 @triton.jit
 def _rank(bits, number):
-    """Return ranks ordered like `bits` (int32), then towards lower numbers."""
+    """Return ranks in the order of `bits` (int32); of equal bits, the lower number ranks higher."""
     return (bits.to(tl.int64) << 32) | (number ^ LAST).to(tl.int64)
 
 
@@ -154,22 +157,22 @@ def _number(rank):
 
 @triton.jit
 def _ordered_bits(x):
-    """Return integers that are ordered like the given float32."""
+    """Return integers that are ordered as the float32 numbers are."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & LAST)
 
 
 @triton.jit
 def _merged(best, more):
-    """Return the best half of two lists that are sorted in descending order along the last dimension."""
+    """Return the better half of two lists together, both sorted in descending order along the last dimension."""
     both = tl.maximum(best, tl.flip(more, len(more.shape) - 1))
     return tl.sort(both, descending=True)
 
 
 @triton.jit
-def _load_queries(q, query, asked, q_row_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_queries(q, query, valid, q_row_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
-    mask = asked[:, None] & (d < HEAD_DIM)
+    mask = valid[:, None] & (d < HEAD_DIM)
     return tl.load(q + query.to(tl.int64)[:, None] * q_row_stride + d, mask=mask, other=0.0)
 
 

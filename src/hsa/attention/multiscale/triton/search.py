@@ -1,4 +1,4 @@
-"""The search for the best leaf families of every group of queries, by kernels."""
+"""Search for the best leaf families of every group of queries, with kernels."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def search_families(
     width: int | None,
     most_queries: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of the best leaf families, best first and then −1, and the number of products per search.
+    """Return the rows of the best leaf families `[groups, heads, top_k]`, and the number of products `[groups, heads]`.
+
+    Rows are in descending order of score, padded with −1. Both results are int32.
 
     Args:
-        q: [queries, heads, dim].
-        keys: [kv_heads, rows, dim], the pyramid of the keys.
-        group_offsets, group_tree: [groups + 1], [groups], as in `Queries`.
-        near_low, near_high: [groups] range of families that are selected anyway, (0, 0) for none; None: no group has any.
-        limit: [queries] candidates end before this leaf number; None: anywhere.
+        q: `[queries, heads, dim]` queries.
+        keys: `[kv_heads, rows, dim]` pyramid of the keys.
+        tables: Tables of the forest.
+        group_offsets, group_tree: `[groups + 1]`, `[groups]`, as in `Queries`.
+        near_low, near_high: `[groups]` range of families that are selected anyway, (0, 0) if empty; None if all are.
+        limit: `[queries]` leaf number at or before which the leaves of a candidate must end; None for no limit.
+        scale: Factor of the dot products.
         top_k: Number of families to select.
-        width: Candidates to keep on the way, at least `top_k`; None: the exact search, which scores all families.
-        most_queries: Queries of the largest group.
-
-    Returns:
-        [groups, heads, top_k] int32; [groups, heads] int32.
+        width: Number of candidates to keep in each round of the beam search, at least `top_k`; None to score all families.
+        most_queries: Number of queries of the largest group.
     """
     groups = (group_offsets, group_tree, near_low, near_high, limit, scale, top_k)
     if width is None:

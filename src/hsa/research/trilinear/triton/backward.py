@@ -1,8 +1,8 @@
-"""Gradients of three-way attention: one kernel for the queries, and one for each of the two other sets.
+"""Backward kernels of three-way attention: one for the queries, and one for each of the two other sets.
 
-Each keeps a tile of its own rows and a tile of another set, runs over single rows of the third set, and computes the weights
-once more from the summed exponentials. Weights of many pairs underflow in float16, so that they are raised by a power
-of two, see `raised`. Nothing is added by atomic operations: gradients are the same bits every time.
+Each keeps a tile of its own rows and a tile of another set, loops over single rows of the third set, and recomputes the
+weights from the summed exponentials. Weights of many pairs underflow in float16, so they are multiplied by a factor (see
+`raised`). There are no atomic additions, so gradients are deterministic.
 
     d_logit(i; j, k) = weight(i; j, k) · (Σ_c d_out(i) ∘ v1(j) ∘ v2(k) − Σ_c d_out(i) ∘ out(i))
     d_q(i)  = scale · Σ_j k1(j) ∘ Σ_k d_logit(i; j, k) k2(k)
@@ -64,14 +64,14 @@ def backward(
 
 
 def gradient_of_queries(call: KernelCall, d_out: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return it, and Σ_c d_out ∘ out, `[heads, queries]`."""
+    """Return the gradient of q, and Σ_c d_out ∘ out, `[heads, queries]`."""
     d_q, shared = call.rows.q.new_empty(call.rows.q.shape), torch.empty_like(mass)
     call.launch("queries", _queries_kernel, out, mass, d_out, shared, d_q)
     return d_q, shared
 
 
 def gradients_of_first(call: KernelCall, d_out: Tensor, shared: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return those of the keys and values of the first set."""
+    """Return the gradients of keys and values of the first set."""
     d_k, d_v = (x.new_empty(x.shape) for x in (call.rows.k1, call.rows.v1))
     call.launch("keys", _keys_kernel, mass, d_out, shared, d_k, d_v)
     return d_k, d_v
@@ -83,7 +83,7 @@ def _queries_meet_rows(
     MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+    """Add rows begin … end of the first set, with a tile of the second; `seen` [queries, tile] is used if MASKED."""
     next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
     next_value = read_row(v1, begin, end, v1_row, VALUE_DIM, BLOCK_V)
     for j in range(begin, end):
@@ -109,7 +109,7 @@ def _queries_kernel(
     LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries of one tree, one head, as in the forward pass. Writes Σ_c d_out ∘ out to `shared`."""
+    """Process a tile of queries of one tree and head, as in the forward pass; write Σ_c d_out ∘ out to `shared`."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head, tree, begin, first, length = find_tile(offsets, trees, heads, program, ROWS)
     if begin >= length:
@@ -154,7 +154,7 @@ def _keys_meet_queries(
     MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add queries begin … end with a tile of each of the two other sets, j and k; `seen` [own, other] matters if MASKED."""
+    """Add queries begin … end, with tiles j and k of the two other sets; `seen` [own, other] is used if MASKED."""
     for i in range(begin, end):
         query = read_row(q, i, end, q_row, DIM, BLOCK_D)
         d_outs = read_row(d_out, i, end, out_row, VALUE_DIM, BLOCK_V)
@@ -181,7 +181,7 @@ def _keys_kernel(
     LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of keys and values of one of the two sets, one head. Earlier keys are seen more if causal."""
+    """Process a tile of keys and values of one tree and head. Earlier tiles start first: if causal, they have more work."""
     head, tree, begin, own_first, own_length = find_tile(own_offsets, trees, heads, tl.program_id(0), ROWS)
     if begin >= own_length:
         return
@@ -199,7 +199,7 @@ def _keys_kernel(
     own_values = as_product(read_rows(own_v, j, inside, own_v_row, VALUE_DIM, BLOCK_V))
     low2, high2 = 0, length2
     last = tl.minimum(begin + ROWS, own_length) - 1
-    if LIMITED:  # one query sees both
+    if LIMITED:  # j and k must be visible to the same query
         low2 = tl.maximum(begin - left - right, 0)
         high2 = tl.minimum(last + left + right + 1, length2)
     d_k = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -211,7 +211,7 @@ def _keys_kernel(
         keys = read_rows(k2, k, k < high2, k2_row, DIM, BLOCK_D)
         values = read_rows(v2, k, k < high2, v2_row, VALUE_DIM, BLOCK_V)
         low, high, all_low, all_high = 0, length, 0, length
-        if LIMITED:  # queries that see some of both tiles, and those that see all
+        if LIMITED:  # queries that see parts of both tiles, and those that see both completely
             last2 = tl.minimum(start + COLUMNS, high2) - 1
             low = tl.maximum(tl.maximum(begin, start) - right, 0)
             high = tl.minimum(tl.minimum(last, last2) + left + 1, length)

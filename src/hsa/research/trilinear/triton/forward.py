@@ -1,8 +1,9 @@
-"""Three-way attention forward: flash attention with one more loop.
+"""Forward kernel of three-way attention: flash attention with one more loop.
 
-A program keeps a tile of queries. For a tile of the second set, held in shared memory, it runs over the rows j of the first
-set: queries ∘ k1_j against the tile's keys on tensor cores, the online softmax, weights times the tile's values, ∘ v1_j.
-Queries are scaled by a row in registers, so that nothing goes back to shared memory inside the loop.
+A program keeps a tile of queries. For each tile of the second set, held in shared memory, it loops over the rows j of the
+first set: it multiplies queries ∘ k1_j by the keys of the tile on tensor cores, updates the online softmax, and adds the
+weights times the values of the tile, ∘ v1_j. Queries are multiplied by k1_j in registers, so the inner loop does not write
+to shared memory.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def forward(
     right: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and log2 of the summed exponentials `[heads, queries]`: +∞ where nothing is seen."""
+    """Return the output, and log2 of the summed exponentials `[heads, queries]`, +∞ for rows that see nothing."""
     rows = Rows(q, k1, k2, v1, v2)
     out, mass = new_results(rows)
     with available.device_of(q):
@@ -63,7 +64,7 @@ def _meet_rows(
     MASKED: tl.constexpr, LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows begin … end of the first set with one tile of the second; `seen` [queries, tile] matters if MASKED."""
+    """Add rows begin … end of the first set, with a tile of the second; `seen` [queries, tile] is used if MASKED."""
     next_key = read_row(k1, begin, end, k1_row, DIM, BLOCK_D)
     for j in range(begin, end):
         key = next_key
@@ -95,7 +96,7 @@ def _forward_kernel(
     LIMITED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries of one tree, one head. Later queries see more if causal, and begin first."""
+    """Process a tile of queries of one tree and head. Later tiles start first: if causal, they have more work."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head, tree, begin, first, length = find_tile(offsets, trees, heads, program, ROWS)
     if begin >= length:

@@ -1,4 +1,4 @@
-"""Backend "triton" of three-way attention in its core form, in which logits are sums of q ∘ k1 ∘ k2."""
+"""Backend "triton" of three-way attention in core form."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hsa.research.trilinear.triton.forward import forward, new_results
 def trilinear_core(
     rows: Rows, offsets: tuple[Tensor, ...], *, left: int | None, right: int | None, scale: float
 ) -> Tensor:
-    """Return softmax over all pairs (j, k) of a tree, applied to v1_j ∘ v2_k: `[queries, heads, value_dim]`.
+    """Return softmax over all pairs (j, k) of a tree, applied to v1_j ∘ v2_k, `[queries, heads, value_dim]`.
 
         logit(i; j, k) = scale · Σ_r q_ir k1_jr k2_kr
 
-    Memory is linear in the rows; nothing of the size of a pair is kept. Rows that see nothing are 0.
+    Memory is linear in the number of rows. Rows that see nothing are 0.
 
     Args:
-        rows: the inputs, of one dtype.
-        offsets: first row of every tree, and the number of rows, of each of the three sets: `[trees + 1]` integers on the
-            same device.
-        left, right: how far before and after i, counted inside its tree, j and k may lie; None: any distance.
+        rows: Inputs of one dtype.
+        offsets: Leaf offsets of the trees of the three sets, `[trees + 1]` integers each, on the same device.
+        left, right: Largest distance of j and k before and after i in the tree; None for no limit.
+        scale: Factor of the logits.
     """
     q, *others = rows
-    if scale < 0:  # the kernels take the largest product for the largest logit
+    if scale < 0:  # kernels take the maximum before scaling
         q, scale = -q, -scale
     out, _ = operator(q, *others, *offsets, left, right, scale)
     return out

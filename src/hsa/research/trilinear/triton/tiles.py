@@ -1,7 +1,7 @@
 """Shared parts of the kernels of three-way attention: tiles of ragged trees, limits, reading rows, launching.
 
-Packed trees are cut into tiles without a plan, so that nothing is copied to the host: tiles of tree t begin at tile
-⌊offset(t) / rows⌋ + t. That leaves every tree at least as many as it needs, and at most one that stays empty.
+Tiles are computed from the offsets on the device, so nothing is copied to the host: tiles of tree t begin at tile
+⌊offset(t) / rows⌋ + t. Every tree gets as many tiles as it needs, and at most one that stays empty.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Tile(NamedTuple):
-    """Rows that a program keeps, rows of another set that it meets at once, and how it is compiled.
+    """Tile sizes and compiler options of a kernel.
 
-    Fewer registers than the compiler would take let more programs run side by side: one multiplies while another takes
-    exponentials.
+    A limit on registers lets more programs run in parallel, so that one multiplies while another computes exponentials.
     """
 
-    rows: int
-    columns: int
+    rows: int  # rows that a program keeps
+    columns: int  # rows of the second set per tile
     num_warps: int
     num_stages: int = 1
     registers: int | None = None
@@ -59,7 +58,7 @@ SINGLE: Tiles = {
     ("keys", 64): Tile(32, 32, 8),
     ("keys", 128): Tile(16, 32, 8),
 }
-"""Tiles for float32, whose products take registers, not tensor cores."""
+"""Tiles for float32, whose products use registers instead of tensor cores."""
 
 
 def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
@@ -68,34 +67,34 @@ def tile_of(kernel: str, q: Tensor, v: Tensor) -> Tile:
 
 
 class KernelCall(NamedTuple):
-    """Inputs that all kernels take."""
+    """Inputs of all kernels."""
 
     rows: Rows
-    offsets: tuple[Tensor, Tensor, Tensor]  # [trees + 1] first rows of every tree of the three sets
+    offsets: tuple[Tensor, Tensor, Tensor]  # [trees + 1] leaf offsets of the trees of the three sets
     left: int | None
     right: int | None
     scale: float
 
     def packed(self) -> KernelCall:
-        """Return the call with the numbers of each row side by side."""
+        """Return the call with rows that are contiguous in memory."""
         return self._replace(rows=Rows(*map(last_stride_1, self.rows)))
 
     def swapped(self) -> KernelCall:
-        """Return the call with the first and the second set exchanged, which play the same role."""
+        """Return the call with the first and second set exchanged; it computes the same."""
         (q, k1, k2, v1, v2), (queries, first, second) = self.rows, self.offsets
         return self._replace(rows=Rows(q, k2, k1, v2, v1), offsets=(queries, second, first))
 
     def launch(self, name: str, kernel: Any, *others: Tensor) -> None:
-        """Launch a kernel, one program per head and tile: of the first set for "keys", else of the queries.
+        """Launch a kernel with a program per head and tile, of the first set for "keys" and of the queries otherwise.
 
-        Its parameters are: the five rows, `others`, the three offsets, strides of rows and heads, sizes, limits, the scale.
+        Kernel parameters are the five rows, `others`, three offsets, strides of rows and heads, sizes, limits and scale.
         """
         q, k1, _, _, v = self.rows
         own, offsets = (k1, self.offsets[1]) if name == "keys" else (q, self.offsets[0])
         if own.shape[:2].numel() == 0:
             return
         tile, trees = tile_of(name, q, v), len(offsets) - 1
-        # Every tree has as many tiles as it needs, and at most one that stays empty; see the top of this file.
+        # An upper bound of the number of tiles; see the top of this file.
         programs = (triton.cdiv(len(own), tile.rows) + trees) * own.shape[1]
         kernel[(programs,)](
             *self.rows,
@@ -122,7 +121,7 @@ class KernelCall(NamedTuple):
 
 @triton.jit
 def find_tile(offsets, trees, heads, program, ROWS: tl.constexpr):
-    """Return the head and tree of a program, where in the tree its tile begins, the tree's first row and its length."""
+    """Return head and tree of a program, the first row of its tile in the tree, the tree's first row and its length."""
     tile = program // heads
     low = tile * 0
     high = low + trees
@@ -166,12 +165,12 @@ def read_row(x, row, end, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def as_product(x):
-    """Return `x` in the layout that tensor cores leave a product in, by multiplying it with the identity.
+    """Return `x` in the register layout of a tensor-core product, by multiplying it with the identity.
 
-    In that layout, tensor cores take rows times a vector from registers; in the layout of a load, they would go through
-    shared memory in every round of the inner loop.
+    In this layout, the inner loop can multiply rows by a vector in registers and pass them to tensor cores; in the layout of
+    a load, they would pass through shared memory every time.
     """
-    if x.dtype == tl.float32:  # these products take no tensor cores
+    if x.dtype == tl.float32:  # these products do not use tensor cores
         product = x
     else:
         d = tl.arange(0, x.shape[1])
@@ -188,7 +187,7 @@ def write_rows(x, row, exists, row_stride, values, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def raised(length1, length2, left, right, LIMITED: tl.constexpr):
-    """Return log2 of the factor of weights in gradients, the root of the number of pairs: it centres them on 1."""
+    """Return log2 of the factor of weights in gradients: the root of the number of pairs, which brings weights near 1."""
     if LIMITED:
         length1 = tl.minimum(length1, left + right + 1)
         length2 = tl.minimum(length2, left + right + 1)
@@ -203,7 +202,7 @@ def sees(query, key, left, right):
 
 @triton.jit
 def reach(begin, length, other_length, left, right, ROWS: tl.constexpr, LIMITED: tl.constexpr):
-    """Return the rows of another set that some query of a tile sees, low … high, and those that all of them see."""
+    """Return the ranges of rows of another set that some query of a tile sees, and that all of them see."""
     low, high, all_low, all_high = 0, other_length, 0, other_length
     if LIMITED:
         last = tl.minimum(begin + ROWS, length) - 1
@@ -214,7 +213,7 @@ def reach(begin, length, other_length, left, right, ROWS: tl.constexpr, LIMITED:
 
 @triton.jit
 def columns(start, high, all_low, all_high, i, left, right, COLUMNS: tl.constexpr, LIMITED: tl.constexpr):
-    """Return the rows of a tile of the second set, which of them queries i see, and whether all see all."""
+    """Return the rows of a tile of the second set, which of them queries i see, and whether all are visible."""
     k = start + tl.arange(0, COLUMNS)
     seen = (k < high)[None, :]
     if LIMITED:
@@ -224,7 +223,7 @@ def columns(start, high, all_low, all_high, i, left, right, COLUMNS: tl.constexp
 
 @triton.jit
 def part_of(PART: tl.constexpr, low, high, whole, all_low, all_high):
-    """Return the rows of one of three parts of low … high: only part 1 needs no mask, and is empty unless `whole`."""
+    """Return the range of one of three parts of low … high. Only part 1 needs no mask; it is empty unless `whole`."""
     plain = tl.where(whole & (all_low < all_high), all_low, high)
     plain_end = tl.where(whole & (all_low < all_high), all_high, high)
     if PART == 0:
@@ -238,7 +237,7 @@ def part_of(PART: tl.constexpr, low, high, whole, all_low, all_high):
 
 @triton.jit
 def hide(logit, seen, i, j, left, right, LIMITED: tl.constexpr):
-    """Set logits [queries, tile] to −∞ that are not `seen` or, with limits, whose query i does not see row j."""
+    """Set logits [queries, tile] to −∞ unless they are `seen` and, with limits, query i sees row j."""
     if LIMITED:
         seen = seen & sees(i, j, left, right)[:, None]
     return tl.where(seen, logit, -float("inf"))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.generation.generate import END, generate
+from hsa.generation.generate_text import END, generate
 from hsa.generation.sampling import Sampling
 from hsa.models.language_model import LanguageModel, LanguageModelConfig
 from hsa.signals.readers.tokens import train_tokenizer
@@ -41,7 +41,7 @@ def test_the_likeliest_text_is_that_of_the_full_pass():
     assert stream.seconds > 0
 
 
-def test_a_seed_writes_the_same_again():
+def test_the_same_seed_gives_the_same_text():
     made = model()
     first, second, other = (
         "".join(generate(made, TOKENIZER, "the", max_new_tokens=20, sampling=Sampling(seed=seed))) for seed in (3, 3, 4)
@@ -49,19 +49,19 @@ def test_a_seed_writes_the_same_again():
     assert first == second != other
 
 
-def test_the_end_of_the_document_ends_it():
+def test_the_end_of_the_document_ends_the_text():
     stream = generate(saying("on a mat", end=True), TOKENIZER, "the cat sat ", sampling=GREEDY)
     assert "".join(stream) == "on a mat"
     assert stream.reason == "end"
 
 
-def test_stop_strings_end_it():
+def test_stop_strings_end_the_text():
     stream = generate(saying("on a mat. And"), TOKENIZER, "the cat", sampling=GREEDY, stop=["xyz", "t. "])
     assert "".join(stream) == "on a ma"
     assert stream.reason == "stop"
 
 
-def test_what_was_held_back_comes_at_the_end():
+def test_text_that_was_held_back_comes_at_the_end():
     made = saying("on😀 E")
     stream = generate(
         made, TOKENIZER, "a", max_new_tokens=len(TOKENIZER.encode("on😀 E").ids), sampling=GREEDY, stop=["END"]
@@ -69,7 +69,7 @@ def test_what_was_held_back_comes_at_the_end():
     assert list(stream)[-1] == "E"
 
 
-def test_a_model_of_bounded_length_stops_there():
+def test_the_max_length_of_the_model_ends_the_text():
     stream = generate(model(max_length=9), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
     list(stream)
     assert stream.reason == "max_length"
@@ -77,7 +77,7 @@ def test_a_model_of_bounded_length_stops_there():
     assert len(stream.prompt) + len(stream.ids) == 10  # the token after the last position is known too
 
 
-def test_interrupted_it_can_still_be_asked():
+def test_attributes_can_be_read_after_an_interruption():
     stream = generate(model(), TOKENIZER, "the", max_new_tokens=50, sampling=GREEDY)
     next(stream)
     assert stream.reason == "running"
@@ -85,7 +85,7 @@ def test_interrupted_it_can_still_be_asked():
     assert stream.cache.memory().flat_bytes > 0
 
 
-def test_nothing_is_kept_for_gradients():
+def test_generation_keeps_no_gradients():
     stream = generate(model(), TOKENIZER, "the", max_new_tokens=3)
     list(stream)
     assert not any(part.keys.requires_grad for part in stream.cache.parts.values())
@@ -94,30 +94,33 @@ def test_nothing_is_kept_for_gradients():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt": ""}, "prompt: given an empty text"),
-        ({"prompt": "the cat sat on the mat"}, "prompt: given .* expected at most 3, the max_length of the model"),
-        ({"max_new_tokens": 0}, "max_new_tokens: given 0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens: given 2.5"),
-        ({"stop": [""]}, "stop: given"),
+        ({"prompt": ""}, "prompt: expected .*, got an empty text"),
+        (
+            {"prompt": "the cat sat on the mat"},
+            "prompt: expected at most 3, the max_length of the model, got 6 tokens",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected .*, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected .*, got 2.5"),
+        ({"stop": [""]}, "stop: expected"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(InvalidInput, match=message):
         generate(model(max_length=3), TOKENIZER, **{"prompt": "a", **arguments})
 
 
 def test_a_tokenizer_of_another_model():
-    with pytest.raises(InvalidInput, match="tokenizer: given 258 tokens, expected"):
+    with pytest.raises(InvalidInput, match=r"tokenizer: expected .*, got 258 tokens"):
         generate(model(), train_tokenizer(["a"], 258, special_tokens=["<x>", "<y>"]), "a")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_name_the_step(bad):
+def test_logits_that_are_not_finite_raise_with_the_step(bad):
     made = model()
     steps = iter([0.0, 0.0, bad])
     plain = made._logits
     made._logits = lambda hidden: plain(hidden) + next(steps)
     stream = generate(made, TOKENIZER, "the", sampling=GREEDY)
-    with pytest.raises(InvalidInput, match=r"logits: given .* at step 2 \(token 3 of the text\)"):
+    with pytest.raises(InvalidInput, match=r"logits: expected .*, got .* at step 2 \(token 3 of the text\)"):
         list(stream)
     assert len(stream.ids) == 2

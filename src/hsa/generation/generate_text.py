@@ -26,24 +26,27 @@ def generate(
     ends: Collection[int] | None = None,
     special_tokens: bool = False,
 ) -> TextStream:
-    """Continue a text. Iterate over the result to get the new text in pieces of whole characters.
+    """Continue a text with a language model.
 
     Args:
-        model: A language model in `eval` mode.
-        tokenizer: Its tokenizer, a byte-level `tokenizers.Tokenizer`.
-        prompt: The text to continue; it is not repeated.
-        max_new_tokens: Most tokens to generate. The end of a document ends the text too.
-        sampling: How tokens are drawn; by default from the model's own distribution.
+        model: Language model in `eval` mode.
+        tokenizer: Tokenizer of the model, a byte-level `tokenizers.Tokenizer`.
+        prompt: Text to continue; it is not repeated.
+        max_new_tokens: Largest number of tokens to generate. The end of a document ends the text too.
+        sampling: Options for drawing tokens; by default they are drawn from the model's own distribution.
         stop: Strings that end the text; they are left out.
         ends: Ids of tokens that end a document; `<|end|>` by default.
         special_tokens: Whether the tokenizer adds its special tokens to the prompt.
 
-    Raises:
-        InvalidInput: For an empty or overlong prompt or another model's tokenizer; while iterating, for logits that are
-            not finite.
+    Returns:
+        An iterator over the new text, in pieces of whole characters.
 
-    >>> from hsa.models.language_model import LanguageModel, LanguageModelConfig
-    >>> from hsa.signals.readers.tokens import train_tokenizer
+    Raises:
+        InvalidInput: For an empty or overlong prompt, or the tokenizer of another model; while iterating, for logits that
+            are not finite.
+
+    >>> from hsa.models import LanguageModel, LanguageModelConfig
+    >>> from hsa.signals import train_tokenizer
     >>> tokenizer = train_tokenizer(["a cat"], 260)
     >>> config = LanguageModelConfig(tokenizer.get_vocab_size(), width=8, heads=2, layers=1)
     >>> stream = generate(LanguageModel(config).eval(), tokenizer, "a c", max_new_tokens=5)
@@ -52,22 +55,24 @@ def generate(
     (5, 'tokens')
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InvalidInput("max_new_tokens", given=max_new_tokens, expected="1 or more")
-    if not isinstance(prompt, str) or not prompt:
-        raise InvalidInput("prompt", given="an empty text", expected="at least one character to continue from")
+        raise InvalidInput("max_new_tokens", got=max_new_tokens, expected="1 or more")
+    if not isinstance(prompt, str):
+        raise InvalidInput("prompt", got=f"a value of type {type(prompt).__name__}", expected="a text to continue")
+    if not prompt:
+        raise InvalidInput("prompt", got="an empty text", expected="at least one character to continue from")
     size = tokenizer.get_vocab_size()
     if size != model.config.vocabulary:
         raise InvalidInput(
-            "tokenizer", given=f"{size:,} tokens", expected=f"{model.config.vocabulary:,}, the vocabulary of the model"
+            "tokenizer", got=f"{size:,} tokens", expected=f"{model.config.vocabulary:,}, the vocabulary of the model"
         )
     ids: list[int] = tokenizer.encode(encodable(normalize_newlines(prompt)), add_special_tokens=special_tokens).ids
     most = model.config.max_length
     if most is not None and len(ids) > most:
         raise InvalidInput(
             "prompt",
-            given=f"{len(ids):,} tokens",
+            got=f"{len(ids):,} tokens",
             expected=f"at most {most:,}, the max_length of the model",
-            fix="shorten the prompt",
+            fix="Shorten the prompt",
         )
     ends = {tokenizer.token_to_id(END)} if ends is None else set(ends)
     return TextStream(model, ids, TokenDecoder(tokenizer, stop), sampling or Sampling(), max_new_tokens, ends)

@@ -1,0 +1,164 @@
+"""Forms in which modules take tokens: a padded batch, a nested tensor, or packed rows with a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hsa.attention.dense import dense_weights
+from hsa.attention.masks import read_mask, shows
+from hsa.attention.sdpa import padding_of
+from hsa.errors import InvalidInput
+from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.jagged import Jagged
+from hsa.tree.padding import Padding
+
+Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, Hierarchy], Tensor]
+TreeOf: TypeAlias = Callable[[Sequence[int], torch.device], Hierarchy]
+"""Builder of a tree for sequences of these lengths."""
+
+
+class Tokens(NamedTuple):
+    """Query, key and value as they were passed. `key is query` means self-attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def is_cross(self) -> bool:
+        return self.key is not self.query
+
+
+class Masks(NamedTuple):
+    """Masks as `torch.nn.MultiheadAttention` takes them: True, or −∞, hides."""
+
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+
+    def refuse(self, why: str) -> None:
+        for name, mask in self._asdict().items():
+            if mask is not None:
+                raise InvalidInput(name, expected=f"None: {why}", got="a mask")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Packed rows of the tokens of one call, and the way back to the form of the query."""
+
+    rows: Tokens  # [rows, dim] each
+    tree: Hierarchy  # of the keys
+    query_lengths: list[int] | None  # queries of each tree; None: the queries are the leaves
+    restore: Callable[[Tensor], Tensor]  # [rows, dim] → the form of the query
+    weights: Callable[[Operator, Tensor, Tensor], Tensor]  # operator, q, k → [batch, heads, queries, keys]
+    causal: bool = False
+
+
+def packed_layout(tokens: Tokens, masks: Masks, tree: Hierarchy, query_hierarchy: Hierarchy | None) -> Layout:
+    """Lay out `[leaves, dim]`; in cross-attention, tree i of the queries reads tree i of the keys."""
+    masks.refuse("packed rows have no padding; pass is_causal=True for causal attention")
+    if tokens.is_cross and query_hierarchy is None:
+        expected = "the forest of the queries, which are not the keys"
+        raise InvalidInput("query_hierarchy", problem="not given", expected=expected)
+    query_tree = query_hierarchy if tokens.is_cross and query_hierarchy is not None else tree
+    if query_tree.num_trees != tree.num_trees:
+        got = f"{query_tree.num_trees}"
+        raise InvalidInput("query_hierarchy", expected=f"{tree.num_trees} trees, as hierarchy", got=got)
+    for name, x, forest in zip(tokens._fields, tokens, (query_tree, tree, tree), strict=True):
+        if x.ndim != 2 or len(x) != forest.num_leaves:
+            expected = f"shape [leaves, dim] for {forest}"
+            raise InvalidInput(name, expected=expected, got=f"{tuple(x.shape)}")
+    lengths = query_tree.lengths if tokens.is_cross else None
+    return Layout(tokens, tree, lengths, lambda rows: rows, lambda operator, q, k: dense_weights(operator, q, k, tree))
+
+
+def jagged_layout(tokens: Tokens, masks: Masks, tree_of: TreeOf) -> Layout:
+    """Lay out nested tensors `[batch, tokens, dim]`."""
+    masks.refuse("nested tensors have no padding; pass is_causal=True for causal attention")
+    query = Jagged("query", tokens.query)
+    key = Jagged("key", tokens.key) if tokens.is_cross else query
+    value = key if tokens.value is tokens.key else Jagged("value", tokens.value)
+    if len(key.lengths) != len(query.lengths):
+        raise InvalidInput("key", expected=f"{len(query.lengths)} sequences, as query", got=f"{len(key.lengths)}")
+
+    def no_weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
+        raise InvalidInput("need_weights", expected="False for nested tensors", got="True", fix="Pass a padded batch")
+
+    rows = Tokens(query.rows, key.rows, value.rows)
+    lengths = query.lengths if tokens.is_cross else None
+    return Layout(rows, tree_of(key.lengths, query.rows.device), lengths, query.wrap, no_weights)
+
+
+def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf) -> Layout:
+    """Lay out `[batch, length, dim]`, or `[length, dim]` for one sequence."""
+    one = tokens.query.ndim == 2
+    for name, x in zip(tokens._fields, tokens, strict=True):
+        if x.ndim != tokens.query.ndim or x.ndim not in (2, 3) or (not one and len(x) != len(tokens.query)):
+            expected = f"shape [{'' if one else f'{len(tokens.query)} sequences, '}length, dim]"
+            fix = "For packed [leaves, dim] pass the tree as well: hierarchy=…" if one else None
+            raise InvalidInput(name, expected=expected, got=f"{tuple(x.shape)}", fix=fix)
+    if len(tokens.key if one else tokens.key[0]) != len(tokens.value if one else tokens.value[0]):
+        raise InvalidInput("value", expected="as many rows as key", got=f"shape {tuple(tokens.value.shape)}")
+    query, key, value = (x[None] if one else x for x in tokens)
+    batch, queries, keys = len(query), query.shape[1], key.shape[1]
+    present, causal = read_masks(masks, (batch, num_heads, queries, keys))
+    key_padding = padding_of(present, batch, keys)
+    query_padding = padding_of(None, batch, queries) if tokens.is_cross else key_padding
+    query_rows = query_padding.pack_tokens(query)
+    key_rows = key_padding.pack_tokens(key) if tokens.is_cross else query_rows
+    value_rows = key_rows if tokens.value is tokens.key else key_padding.pack_tokens(value)
+    tree = tree_of(key_padding.lengths, query.device)
+
+    def restore(rows: Tensor) -> Tensor:
+        padded = query_padding.unpack_tokens(rows)
+        return padded[0] if one else padded
+
+    def weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
+        dense = _padded_weights(operator, q, k, tree, query_padding, key_padding)
+        return dense[0] if one else dense
+
+    lengths = query_padding.lengths if tokens.is_cross else None
+    return Layout(Tokens(query_rows, key_rows, value_rows), tree, lengths, restore, weights, causal)
+
+
+def read_masks(masks: Masks, shape: tuple[int, int, int, int]) -> tuple[Tensor | None, bool]:
+    """Return which keys are tokens, `[batch, keys]` (None: all), and whether later keys are hidden.
+
+    Args:
+        shape: Numbers of sequences, heads, queries and keys.
+    """
+    batch, _, _, keys = shape
+    present = None
+    if masks.key_padding_mask is not None:
+        present = _shown(masks.key_padding_mask, "key_padding_mask")
+        present = present[None] if present.ndim == 1 else present
+        if present.shape != (batch, keys):
+            expected = f"shape [{batch} sequences, {keys} keys]"
+            raise InvalidInput("key_padding_mask", expected=expected, got=f"{tuple(masks.key_padding_mask.shape)}")
+    if masks.attn_mask is None:
+        return present, False
+    shown = _shown(masks.attn_mask, "attn_mask")
+    if shown.ndim == 3 and len(shown) == shape[0] * shape[1]:
+        shown = shown.unflatten(0, shape[:2])
+    visible = read_mask(shown, shape)
+    if visible.keys is not None:
+        present = visible.keys if present is None else present & visible.keys
+    return present, visible.causal
+
+
+def _shown(mask: Tensor, where: str) -> Tensor:
+    """Return a mask of PyTorch's modules as bool, True where a query may attend."""
+    return ~mask if isinstance(mask, Tensor) and mask.dtype == torch.bool else shows(mask, where)
+
+
+def _padded_weights(
+    operator: Operator, q: Tensor, k: Tensor, tree: Hierarchy, queries: Padding, keys: Padding
+) -> Tensor:
+    """Return `[batch, heads, queries, keys]`: attention is linear in its values, so one-hot values give its weights."""
+    batch, width = keys.shape
+    one_hot = torch.eye(width, dtype=k.dtype, device=k.device).expand(batch, -1, -1)
+    return queries.unpack(operator(q, k, keys.pack_tokens(one_hot)[:, None].expand(-1, k.shape[1], -1), tree))

@@ -1,0 +1,188 @@
+"""`scaled_dot_product_attention` stands where PyTorch's stands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hsa
+from hsa import Hierarchy
+from hsa.errors import InvalidInput
+
+EVERYTHING = {"clustered": {"top_k": 99}, "multiscale": {"top_k": 99}, "hierarchical": {"branching": (99,)}}
+"""Options with which each kind selects all keys: softmax attention."""
+
+
+def inputs(batch=2, heads=6, queries=53, keys=None, dim=5, kv_heads=None, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    kv = (batch, kv_heads or heads, queries if keys is None else keys, dim)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((batch, heads, queries, dim), kv, kv)]
+
+
+def lengths_mask(lengths, width, left=False):
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    return mask.flip(1) if left else mask
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+@pytest.mark.parametrize("left", [False, True])
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.integers(1, 53), min_size=2, max_size=2), st.sampled_from([None, 0.3]))
+def test_softmax_attention_where_everything_is_selected(kind, left, lengths, scale):
+    q, k, v = inputs()
+    mask = lengths_mask(lengths, 53, left)
+    out = hsa.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=scale, kind=kind, **EVERYTHING[kind])
+    expected = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=scale)
+    torch.testing.assert_close(out.transpose(1, 2)[mask], expected.transpose(1, 2)[mask])
+    if kind == "clustered":  # hidden queries attend as well, as in PyTorch
+        torch.testing.assert_close(out, expected)
+    else:
+        assert not out.transpose(1, 2)[~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["clustered", "multiscale"])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_causal_gradients_and_grouped_heads(kind, kv_heads):
+    q, k, v = inputs(kv_heads=kv_heads)
+    options = {"is_causal": True, "enable_gqa": kv_heads < 6}
+    weights = torch.randn(2, 6, 53, 5, dtype=torch.float64)
+    outs = [
+        hsa.scaled_dot_product_attention(q, k, v, **options, kind=kind, **EVERYTHING[kind]),
+        F.scaled_dot_product_attention(q, k, v, **options),
+    ]
+    torch.testing.assert_close(*outs)
+    gradients = [torch.autograd.grad(out, (q, k, v), weights) for out in outs]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["clustered", "multiscale"])
+def test_a_causal_mask_is_is_causal_and_nothing_leaks(kind):
+    q, k, v = inputs(queries=301)
+    options = {"kind": kind, "top_k": 2}
+    out = hsa.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    by_mask = hsa.scaled_dot_product_attention(q, k, v, torch.ones(301, 301, dtype=torch.bool).tril(), **options)
+    assert torch.equal(out, by_mask)
+    for gradient in torch.autograd.grad(out[:, :, :200].sum(), (q, k, v)):
+        assert not gradient[:, :, 200:].any()
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert (out - exact).abs().max() > 1e-3  # something is pooled
+
+
+@pytest.mark.parametrize("kind", ["clustered", "multiscale"])
+@pytest.mark.parametrize("queries", [1, 7, 40])
+def test_cross_attention(kind, queries):
+    q, k, v = inputs(queries=queries, keys=53)
+    mask = lengths_mask([53, 20], 53)[:, None, None]
+    out = hsa.scaled_dot_product_attention(q, k, v, mask, kind=kind, **EVERYTHING[kind])
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+def test_the_same_as_on_packed_rows(kind):
+    """A sequence gets the same whoever shares its batch, padded, packed or nested."""
+    q, k, v = inputs()
+    mask = lengths_mask([53, 20], 53)
+    out = hsa.scaled_dot_product_attention(q, k, v, mask[:, None, None], kind=kind)
+    alone = hsa.scaled_dot_product_attention(*(x[1:, :, :20] for x in (q, k, v)), kind=kind)
+    torch.testing.assert_close(out[1:, :, :20], alone)
+    nested = [
+        torch.nested.nested_tensor_from_jagged(x.transpose(1, 2)[mask], torch.tensor([0, 53, 73])).transpose(1, 2)
+        for x in (q, k, v)
+    ]
+    jagged = hsa.scaled_dot_product_attention(*nested, kind=kind)
+    assert jagged.shape == nested[0].shape
+    torch.testing.assert_close(jagged.transpose(1, 2).values(), out.transpose(1, 2)[mask])
+    if kind == "hierarchical":
+        tree = Hierarchy.regular([53, 20], (16,), repeat_last=True)
+        packed = hsa.hierarchical_attention(*(x.transpose(1, 2)[mask] for x in (q, k, v)), tree)
+        torch.testing.assert_close(packed, out.transpose(1, 2)[mask])
+
+
+def test_nested_sequences_of_other_lengths_are_cross_attention():
+    q, k, v = inputs(batch=1, queries=7, keys=20)
+    nested = [
+        torch.nested.nested_tensor([x[0].transpose(0, 1).detach()], layout=torch.jagged).transpose(1, 2)
+        for x in (q, k, v)
+    ]
+    out = hsa.scaled_dot_product_attention(*nested, top_k=99)
+    torch.testing.assert_close(out.transpose(1, 2).values(), F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), {}, r"query: expected shape \[batch, heads, length, dim\], got \(6, 53, 5\)"),
+        (lambda q, k, v: (q, None, v), {}, r"key: expected a tensor .*, got NoneType"),
+        (
+            lambda q, k, v: (q, k[:, :2], v[:, :2]),
+            {},
+            r"key: expected 6 heads, as query, got 2. Pass enable_gqa=True if 3",
+        ),
+        (lambda q, k, v: (q, k[:1], v), {}, r"expected equal numbers of sequences, got 2, 1 and 2"),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), {}, r"value: expected 53 rows, one per key, got 52"),
+        (
+            lambda q, k, v: (q[:, :, 1:], k, v),
+            {"is_causal": True},
+            r"expected as many queries as keys, 53, got 52",
+        ),
+        (lambda q, k, v: (q[:, :, 1:], k, v), {"kind": "hierarchical"}, r"key: expected the tokens of query"),
+        (
+            lambda q, k, v: (q, k, v),
+            {"kind": "hierarchical", "is_causal": True},
+            r"is_causal: expected False",
+        ),
+        (
+            lambda q, k, v: (q, k, v),
+            {"kind": "hierarchical", "dropout_p": 0.1},
+            r"dropout_p: expected 0 with kind='hier",
+        ),
+        (
+            lambda q, k, v: (q, k, v),
+            {"kind": "hierarchical", "top_k": 2},
+            r"top_k: expected no value, .* 'clustered' and",
+        ),
+        (lambda q, k, v: (q, k, v), {"kind": "flat"}, r"kind: expected one of 'clustered', .* got 'flat'"),
+        (lambda q, k, v: (q, k, v), {"near": 1}, r"near: expected no value, as near is an option of kind 'multiscale'"),
+        (lambda q, k, v: (q, k, v), {"top_k": 0}, r"top_k: expected an integer of at least 1, got 0"),
+        (lambda q, k, v: (q, k, v), {"tile": 2.5}, r"tile: expected an integer of at least 1, got 2.5"),
+        (lambda q, k, v: (q, k, v), {"branching": 8}, r"branching: expected family sizes from the leaves up"),
+        (lambda q, k, v: (q, k, v), {"branching": (8, 1)}, r"branching\[1\]: expected an integer of at least 2, got 1"),
+        (
+            lambda q, k, v: (q, k, v),
+            {"chunk": 100},
+            r"chunk: expected the number of leaves of a whole node.*Pass chunk=128",
+        ),
+        (lambda q, k, v: (q, k, v), {"dropout_p": 1.0}, r"dropout_p: expected a number from 0 to below 1, got 1.0"),
+        (lambda q, k, v: (q, k, v), {"attn_mask": torch.zeros(2, 1, 1, 53).bool()}, r"mask\[0\]"),
+    ],
+)
+def test_bad_input(change, options, message):
+    with pytest.raises(InvalidInput, match=message):
+        hsa.scaled_dot_product_attention(*change(*inputs()), **options)
+
+
+def test_bad_nested_tensors():
+    rows = [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    other = torch.nested.nested_tensor([rows[1], rows[0]], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(InvalidInput, match="attn_mask: expected None with nested tensors"):
+        hsa.scaled_dot_product_attention(jagged, jagged, jagged, torch.ones(5, 5).bool())
+    with pytest.raises(InvalidInput, match="value: expected sequences of 3, 5 tokens, as key, got 5, 3"):
+        hsa.scaled_dot_product_attention(jagged, jagged, other)
+    with pytest.raises(InvalidInput, match="key: expected sequences of 3, 5 tokens, as query, got 5, 3"):
+        hsa.scaled_dot_product_attention(jagged, other, other, is_causal=True)
+    with pytest.raises(InvalidInput, match="key: expected a nested tensor with the jagged layout, got a padded tensor"):
+        hsa.scaled_dot_product_attention(jagged, torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4))
+    empty = torch.nested.nested_tensor([rows[0], rows[0][:0]], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(InvalidInput, match=r"query\[1\]: an empty sequence; expected at least one token"):
+        hsa.scaled_dot_product_attention(empty, empty, empty)
+
+
+def test_dropout_keeps_the_mean():
+    q, k, v = inputs(queries=40)
+    torch.manual_seed(0)
+    outs = [hsa.scaled_dot_product_attention(q, k, v, dropout_p=0.5, top_k=99) for _ in range(200)]
+    exact = F.scaled_dot_product_attention(q, k, v)
+    assert (torch.stack(outs).mean(0) - exact).abs().mean() < 0.1 * exact.abs().mean()
