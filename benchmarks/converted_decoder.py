@@ -1,9 +1,9 @@
-"""`python -m benchmarks.converted_decoder MODEL TEXTS`: what converting every layer of a decoder costs in perplexity.
+"""Perplexity of a decoder whose layers are all converted: `python -m benchmarks.converted_decoder MODEL TEXTS`.
 
-MODEL is a folder of a causal language model, TEXTS one with `validation/*.txt` and `test/*.txt`, 8,192 tokens or more each.
-First one setting for all layers. Then a setting per layer: how far each layer alone, converted in each way, moves the
-predictions (KL divergence on validation texts), and the combination that moves them least for a number of operations.
-Everything is measured on the test texts, on tokens 512 and later. Texts to read to the end only; nothing is trained.
+MODEL is a folder with a causal language model, TEXTS a folder with `validation/*.txt` and `test/*.txt` of 8,192 tokens or
+more each. The benchmark first tries one setting for all layers. Then it measures how far each layer alone, converted with
+each setting, moves the predictions (KL divergence on validation texts), and combines settings that move them least for a
+given number of operations. Perplexities are those of the test texts, from token 512 on. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hsa.huggingface import convert, counting, revert
 
 LENGTHS = (4096, 8192)
 FIRST = 512
-"""Tokens before this one are read, not judged."""
+"""First token whose prediction is measured; earlier ones are context."""
 JUDGED_TEXTS = 3
-"""Validation texts for the sensitivity of layers."""
+"""Number of validation texts for the sensitivity of layers."""
 SINKS = 4
-WAYS = [
+CANDIDATES = [
     {"chunk": chunk, "top_k": top_k, "beam": beam}
     for chunk, top_k, beam in (
         (64, 4, 8),
@@ -47,12 +47,12 @@ WAYS = [
 TIMES_FEWER: Mapping[int, Sequence[float]] = {4096: (5.0, 6.1, 7.0, 8.0, 10.0), 8192: (8.0, 10.2, 12.0, 14.0, 17.0)}
 
 
-def settings(way: Mapping[str, int]) -> dict[str, Any]:
-    return {"branching": (8, 2), "sinks": SINKS, **way}
+def settings(candidate: Mapping[str, int]) -> dict[str, Any]:
+    return {"branching": (8, 2), "sinks": SINKS, **candidate}
 
 
 class Decoder:
-    """A model on its texts."""
+    """A model with its tokenized texts."""
 
     def __init__(self, folder: Path, texts: Path, device: str):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -80,7 +80,7 @@ class Decoder:
 
     @torch.inference_mode()
     def losses(self, split: str) -> dict[int, float]:
-        """Mean loss by length: what comes later changes nothing before it, so one pass serves all lengths."""
+        """Return the mean loss by length. Attention is causal, so one pass serves all lengths."""
         sums = dict.fromkeys(LENGTHS, 0.0)
         for row in self.ids[split]:
             hidden = self.hidden(row)
@@ -95,12 +95,12 @@ class Decoder:
 
     @torch.inference_mode()
     def exact_logs(self, every: int) -> list[Tensor]:
-        """Predictions of the exact model at some tokens of the validation texts."""
+        """Return the predictions of the exact model at every `every`-th token of the validation texts."""
         return [self.logs(self.hidden(row)[FIRST::every]).half() for row in self.ids["validation"][:JUDGED_TEXTS]]
 
     @torch.inference_mode()
     def moved(self, exact: list[Tensor], every: int) -> dict[int, float]:
-        """KL divergence from the exact predictions, by length."""
+        """Return the KL divergence from the exact predictions, by length."""
         sums = dict.fromkeys(LENGTHS, 0.0)
         for row, wanted in zip(self.ids["validation"], exact, strict=False):
             logs = self.logs(self.hidden(row)[FIRST::every])
@@ -111,7 +111,7 @@ class Decoder:
 
     @torch.inference_mode()
     def cost(self, length: int, layers: Sequence[int] | None = None) -> float:
-        """Return the operations of attention over those of exact attention, clustering and selection included."""
+        """Return attention operations, with clustering and selection, relative to exact attention."""
         with counting() as counted:
             self.model.get_decoder()(input_ids=self.ids["validation"][:1, :length])
         layers = range(self.layers) if layers is None else layers
@@ -121,9 +121,9 @@ class Decoder:
 def cheapest(
     moved: Sequence[Sequence[float]], cost: Sequence[float], layers: int, limit: float
 ) -> tuple[list[int], float]:
-    """A way for every layer, the sum of what they move smallest among those of a mean cost of at most `limit`.
+    """Choose a setting for every layer that moves predictions least at a mean cost of at most `limit`.
 
-    By a price on cost: every layer takes the way with the least moved + price · cost; the price is found by bisection.
+    Every layer takes the setting with the smallest moved + price · cost; bisection finds the price.
     """
 
     def at(price: float) -> list[int]:
@@ -142,18 +142,20 @@ def main(folder: Path, texts: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = Decoder(folder, texts, device)
     every, began = 4, time.monotonic()
-    some = [0, decoder.layers // 2]  # layers hardly differ in the length of their lists: two are counted
+    some = [0, decoder.layers // 2]  # layers hardly differ in cost, so operations are counted in two of them
     base = decoder.losses("test")
     rows, costs = [], {length: [] for length in LENGTHS}  # type: ignore[var-annotated]
-    for way in WAYS:
-        convert(decoder.model, **settings(way))
+    for candidate in CANDIDATES:
+        convert(decoder.model, **settings(candidate))
         losses = decoder.losses("test")
         revert(decoder.model)
-        convert(decoder.model, layers=some, **settings(way))
+        convert(decoder.model, layers=some, **settings(candidate))
         for length in LENGTHS:
             costs[length].append(decoder.cost(length, some))
             up = 100 * (math.exp(losses[length] - base[length]) - 1)
-            rows.append([f"{length:,}", _named(way), 1 / costs[length][-1], math.exp(losses[length]), f"{up:+.2f}%"])
+            rows.append(
+                [f"{length:,}", _named(candidate), 1 / costs[length][-1], math.exp(losses[length]), f"{up:+.2f}%"]
+            )
         revert(decoder.model)
         print(rows[-2:], f"{time.monotonic() - began:.0f} s", flush=True)
     rows.sort(key=lambda row: (row[0], row[2]))
@@ -162,8 +164,8 @@ def main(folder: Path, texts: Path) -> None:
     for layer in range(decoder.layers):
         for length in LENGTHS:
             moved[length].append([])
-        for way in WAYS:
-            convert(decoder.model, layers=[layer], **settings(way))
+        for candidate in CANDIDATES:
+            convert(decoder.model, layers=[layer], **settings(candidate))
             for length, kl in decoder.moved(exact, every).items():
                 moved[length][layer].append(kl)
             revert(decoder.model)
@@ -172,20 +174,26 @@ def main(folder: Path, texts: Path) -> None:
     chosen_rows, kept = [], []
     for length in LENGTHS:
         for times in TIMES_FEWER[length]:
-            ways, _ = cheapest(moved[length], costs[length], decoder.layers, 1 / times)
-            for number, way in enumerate(WAYS):
-                layers = [layer for layer, w in enumerate(ways) if w == number]
+            picked, _ = cheapest(moved[length], costs[length], decoder.layers, 1 / times)
+            for number, candidate in enumerate(CANDIDATES):
+                layers = [layer for layer, w in enumerate(picked) if w == number]
                 if layers:
-                    convert(decoder.model, layers=layers, **settings(way))
+                    convert(decoder.model, layers=layers, **settings(candidate))
             loss = decoder.losses("test")[length]
             up = 100 * (math.exp(loss - base[length]) - 1)
             row = [f"{length:,}", 1 / decoder.cost(length), math.exp(loss), f"{up:+.2f}%"]
             chosen_rows.append(row)
-            kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "ways": ways})
+            kept.append({"tokens": length, "times_fewer": row[1], "increase_percent": up, "ways": picked})
             revert(decoder.model)
-            print(row, ways, flush=True)
+            print(row, picked, flush=True)
     RESULTS.mkdir(exist_ok=True)
-    data = {"ways": [settings(way) for way in WAYS], "costs": costs, "moved": moved, "chosen": kept, "rows": rows}
+    data = {
+        "ways": [settings(candidate) for candidate in CANDIDATES],
+        "costs": costs,
+        "moved": moved,
+        "chosen": kept,
+        "rows": rows,
+    }
     (RESULTS / "converted_decoder.json").write_text(json.dumps(data))
     exact_rows = [[f"{length:,}", math.exp(base[length])] for length in LENGTHS]
     write_table(
@@ -200,15 +208,15 @@ def main(folder: Path, texts: Path) -> None:
                 rows,
             ),
         ],
-        f"{folder.name}, all {decoder.layers} layers converted zero-shot, causal; {len(decoder.ids['test'])} test texts, "
-        f"tokens {FIRST} and later; operations of attention with pooling, selection and clustering. Groups of 8, {SINKS} "
-        f"sinks. Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
+        f"{folder.name}, all {decoder.layers} layers converted without training, causal. {len(decoder.ids['test'])} "
+        f"test texts, tokens {FIRST} and later. Attention operations include pooling, selection and clustering. "
+        f"Groups of 8, {SINKS} sinks. Settings per layer were chosen on {JUDGED_TEXTS} validation texts.",
         command=f"python -m benchmarks.converted_decoder {folder.name} TEXTS",
     )
 
 
-def _named(way: Mapping[str, int]) -> str:
-    return f"chunk {way['chunk']}, top_k {way['top_k']}, beam {way['beam']}"
+def _named(candidate: Mapping[str, int]) -> str:
+    return f"chunk {candidate['chunk']}, top_k {candidate['top_k']}, beam {candidate['beam']}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A whole encoder before and after conversion, at 8,192 to 32,768 tokens.
+"""Time and memory of a whole encoder before and after conversion, at 8,192 to 32,768 tokens.
 
-It has EuroBERT's architecture, with rotary positions and twelve layers, and random weights.
+The encoder has EuroBERT's architecture (twelve layers, rotary positions) and random weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER = [
     "× fewer operations of attention",
     "MiB",
 ]
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "hierarchical (16, 8, 8, 16)": {"kind": "hierarchical", "branching": (16, 8, 8, 16)},
     "multiscale, windows of 16, near 1, top_k 2": {
         "kind": "multiscale",
@@ -67,7 +67,7 @@ def encoder(
 
 
 def check_correctness(model: Any, device: str) -> None:
-    """Check that the converted encoder with every group exact is the exact one."""
+    """Check that the converted encoder equals the exact one if (nearly) every group is exact."""
     ids = torch.randint(3, 1024, (2, 640), device=device)
     mask = torch.ones_like(ids)
     mask[1, 500:] = 0
@@ -90,7 +90,7 @@ def run() -> None:
     for length in LENGTHS:
         ids = torch.randint(4, 1024, (1, length), device=device)
         exact = 0.0
-        for name, settings in {"exact (SDPA)": None, **WAYS}.items():
+        for name, settings in {"exact (SDPA)": None, **VARIANTS}.items():
             if settings is not None:
                 convert(model, **settings)
             step = partial(_step, model, ids)
@@ -120,8 +120,9 @@ def run() -> None:
         [("", HEADER, rows)],
         f"EuroBERT's architecture: {LAYERS} layers, {HEADS} heads × {WIDTH // HEADS}, bfloat16, random weights, one "
         "sequence, forward. Feed-forward networks, norms and embeddings are the same in all rows. Graph: a CUDA graph of "
-        "the whole model, replayed; eager: called from Python. × faster: than the faster form of exact attention, which is "
-        "eager, as transformers does not leave out a mask that hides nothing in a graph. MiB: beyond the weights, eager.",
+        "the whole model, replayed; eager: called from Python. × faster compares with the faster form of exact attention. "
+        "That is eager, because in a graph transformers does not drop a mask that hides nothing. MiB: memory beyond the "
+        "weights, eager.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Both operators on the CPU against SDPA: time as a ratio in one run, and memory."""
+"""Time and memory of both operators on the CPU, compared with SDPA in the same run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from hsa.analysis.memory import extra_memory
 HEADS, DIM = 8, 64
 BRANCHING = (16, 8, 8, 16)
 hierarchical = partial(hsa.hierarchical_attention, include_self=False)
-"""As in the paper's experiments."""
+"""Hierarchical attention without self, as in the paper's experiments."""
 
 
 def text_like(leaves: int, seed: int = 0) -> hsa.Hierarchy:
-    """Sentences of 5–40 tokens, paragraphs of 3–8 sentences, 8 paragraphs to a section, 16 sections to a chapter."""
+    """Build a tree with the sizes of real text.
+
+    Sentences have 5–40 tokens, paragraphs 3–8 sentences, sections 8 paragraphs, chapters 16 sections.
+    """
     random = np.random.default_rng(seed)
     sentences: list[int] = []
     while sum(sentences) < leaves:
@@ -112,11 +115,11 @@ def run() -> None:
         "cpu_attention",
         f"Attention on the CPU: {HEADS} heads × {DIM}, float32, batch 1",
         [("", ["pass", "tokens", "operator", "ms", "× SDPA", "peak extra MiB"], rows)],
-        f"`regular` is branching {BRANCHING}; `text-like` is sentences of 5–40 tokens, paragraphs of 3–8 sentences: its\n"
-        "families are larger than 16 on average, so that it has 1.7 times the attention entries per token. Multiscale\n"
-        "times include the selection (exact), those of clustered keys also the clustering; hierarchical attention is\n"
-        "without self, as in the paper. Checked against the float64 reference before timing; medians, all operators in\n"
-        "turns.",
+        f"Trees: `regular` has branching {BRANCHING}; `text-like` has sentences of 5–40 tokens and paragraphs of 3–8 "
+        "sentences. Its families are larger than 16 on average, so it has 1.7 times the attention entries per token. "
+        "Multiscale times include the selection (exact search), clustered times also the clustering. Hierarchical "
+        "attention runs without self, as in the paper. All operators were checked against the float64 reference "
+        "before timing. Times are medians, measured in turns.",
     )
 
 

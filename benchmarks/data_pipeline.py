@@ -1,4 +1,4 @@
-"""Is the model ever waiting for data? Making a batch against a training step on it."""
+"""Time to make a batch compared with a training step on it: does the model wait for data?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VOCABULARY = 8192
 
 
 def documents(count: int, sentences: int, seed: int = 0) -> DataSet:
-    """Random documents of paragraphs of sentences of tokens, with the sizes of real text."""
+    """Build random documents (paragraphs, sentences, tokens) with the sizes of real text."""
     generator = np.random.default_rng(seed)
 
     def sentence() -> Signal:
@@ -72,6 +72,7 @@ def run() -> None:
         "data_pipeline",
         "Making a batch and training on it",
         [("", ("documents", "leaves per batch", "model", "ms to make", "ms to train", "share"), rows)],
-        "Made: trees selected from the data set, positions looked up, the plan of the sweeps built, all in threads,\n"
-        "ahead of the step. Trained: forward and backward of one layer of width 128, without the optimizer.",
+        "Making a batch means selecting trees from the data set, looking up positions and building the plan of the "
+        "sweeps; threads do this ahead of the step. Training means forward and backward of one layer of width 128, "
+        "without the optimizer.",
     )

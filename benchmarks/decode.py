@@ -1,4 +1,4 @@
-"""One decoding step: tree caches against exact attention over all keys; and the cost of filling a cache from a prompt.
+"""Time of one decoding step with tree caches and with exact attention, and the cost of filling a cache from a prompt.
 
 Each step stores the new key and value, and attends. On a GPU both sides are replayed CUDA graphs.
 """
@@ -25,11 +25,11 @@ HEADS, DIM = 16, 64
 BRANCHING, NEAR = (16, 16), 1
 LENGTHS = (4096, 32768, 131072)
 STEPS = 64
-"""Steps in one measurement: four leaf families close in it."""
+"""Steps in one measurement, in which four leaf families are completed."""
 
 
 def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str = "multiscale") -> Cache:
-    """Return a cache of sequences of this length; those of a batch are copies, which costs the same."""
+    """Return a filled cache; the sequences of a batch are copies, which cost the same as different ones."""
     sizes: Any = {"layers": 1, "batch": 1, "kv_heads": HEADS, "head_dim": DIM, "dtype": dtype, "device": device}
     cache: Cache = (
         MultiscaleCache(branching=BRANCHING, near=NEAR, **sizes)
@@ -44,7 +44,7 @@ def cache_of(length: int, batch: int, device: str, dtype: torch.dtype, kind: str
 
 
 def check_correctness(device: str, dtype: torch.dtype) -> None:
-    """Check that prompt and steps agree with the full pass."""
+    """Check that a prompt followed by steps agrees with the full pass."""
     prompt, steps = 2000, 100
     q, k, v = torch.randn(3, prompt + steps, HEADS, DIM, device=device, dtype=dtype).unbind(0)
     tree = causal_tree([prompt + steps], BRANCHING).to(device)
@@ -61,7 +61,7 @@ def check_correctness(device: str, dtype: torch.dtype) -> None:
 
 
 def flat_steps(length: int, batch: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Return exact attention over a flat cache, by every kernel that can run it."""
+    """Return a step of exact attention over a flat cache for every kernel."""
     keys, values = (torch.randn(batch, HEADS, length, DIM, device=device, dtype=dtype) for _ in range(2))
     q, k, v = torch.randn(3, batch, HEADS, 1, DIM, device=device, dtype=dtype).unbind(0)
     last = torch.tensor([length - 1], device=device)
@@ -97,7 +97,7 @@ def cache_step(cache: Cache, batch: int, device: str, dtype: torch.dtype) -> Cal
 
 
 def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that replays one step STEPS times."""
+    """Return a function that replays a CUDA graph of one step STEPS times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -170,13 +170,13 @@ def _run(device: str, dtype: torch.dtype) -> None:
         "decode_gpu" if on_gpu else "decode_cpu",
         "Decoding with a cache",
         sections,
-        f"{HEADS} heads × {DIM}, {str(dtype).removeprefix('torch.')}, one layer; new key and value stored in each step. "
+        f"{HEADS} heads × {DIM}, {str(dtype).removeprefix('torch.')}, one layer. Each step stores a new key and value. "
         + (
-            f"Medians of {STEPS} replays of a CUDA graph of one step on both sides; clustered caches are called from "
-            "Python, as the host decides when a chunk is complete. Exact: the fastest of SDPA's flash and cuDNN kernels "
-            "and plain matrix products."
+            f"Times are medians of {STEPS} replays of a CUDA graph of one step, on both sides. Clustered caches are called "
+            "from Python, because the host decides when a chunk is complete. Exact: the fastest of SDPA's flash and cuDNN "
+            "kernels and plain matrix products."
             if on_gpu
-            else "Medians of single steps, in turns."
+            else "Times are medians of single steps, measured in turns."
         ),
     )
 

@@ -1,14 +1,14 @@
-"""Ours and the published document models on IMDB, 20 Newsgroups and PeerRead: equal parameters and epochs, three seeds.
+"""Comparison of our models with published document models on IMDB, 20 Newsgroups and PeerRead.
 
-    python -m benchmarks.document_tables DATA TABLES            tables of texts and labels
+    python -m benchmarks.document_tables DATA TABLES            build tables of texts and labels
     python -m benchmarks.document_models pack TABLES PACKED     read, cut and split them
     python -m benchmarks.document_models run PACKED OUT [--jobs 6] [--data papers]
     python -m benchmarks.document_models time PACKED OUT [--data papers]
     python -m benchmarks.document_models write PACKED OUT
 
-`run` is `hsa compare`, several models at a time, and goes on where it stopped. Times of runs that share a machine mean
-nothing: `time` trains and tests each model alone, on a part of the data. `write` makes the tables and pictures of
-benchmarks/results/.
+All models have equal parameters and train for equal epochs with three seeds. `run` is `hsa compare` with several models at a
+time; it resumes where it stopped. Times of runs that share a machine mean nothing, so `time` trains and tests each model
+alone, on part of the data. `write` makes the tables and pictures of benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Task:
-    """A data set, and how long it is trained on."""
+    """A data set and its training settings."""
 
     question: str
     max_tokens: int
     epochs: int
     batch_size: int
-    timed: int  # documents that `time` trains on
+    timed: int  # number of documents that `time` trains on
 
 
 TASKS = {
@@ -112,11 +112,13 @@ def load(name: str, packed: Path) -> PreparedData:
 
 
 def run_part(plan: Plan, name: str, model: str, packed: Path, out: Path) -> str:
-    """Train one model with some rates and seeds."""
+    """Train one model with the rates and seeds of the plan; return a line for the log."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
-    given = recipe(TASKS[name])
-    accelerator = make_accelerator(given.training)
-    (compared,) = compare_models(plan, given, load(name, packed), out / name, accelerator, resume=True, only=(model,))
+    settings = recipe(TASKS[name])
+    accelerator = make_accelerator(settings.training)
+    (compared,) = compare_models(
+        plan, settings, load(name, packed), out / name, accelerator, resume=True, only=(model,)
+    )
     return f"{name} {model}: {' '.join(f'{score:.4f}' for score in compared.scores)} (rate {compared.rate})"
 
 
@@ -125,7 +127,7 @@ def run_all(names: list[str], packed: Path, out: Path, jobs: int) -> None:
 
 
 def run_in_rounds(run: Callable[..., str], plan: Plan, parts: Sequence[tuple[Any, ...]], jobs: int) -> None:
-    """Call `run(plan, *part)` in processes: every rate with the first seed, then the other seeds with the best rate."""
+    """Run `run(plan, *part)` in processes: every rate with the first seed, then the other seeds with the best rate."""
     first = [replace(plan, rates=(rate,), seeds=plan.seeds[:1]) for rate in plan.rates]
     others = [replace(plan, seeds=(plan.seeds[0], seed)) for seed in plan.seeds[1:]]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -136,15 +138,15 @@ def run_in_rounds(run: Callable[..., str], plan: Plan, parts: Sequence[tuple[Any
 
 def time_model(name: str, model: str, data: PreparedData) -> dict[str, float]:
     """Measure seconds to train on 1,000 documents and milliseconds to read one, with nothing else running."""
-    given = recipe(TASKS[name])
+    settings = recipe(TASKS[name])
     some = np.random.default_rng(0).permutation(len(data.train))[: TASKS[name].timed]
     part = data.train.select(some)
     test = data.test.select(np.arange(min(len(data.test), TASKS[name].timed)))
-    config = model_config(data, given.model, model, MODELS[0])
-    options = replace(given.training, epochs=6)
+    config = model_config(data, settings.model, model, MODELS[0])
+    options = replace(settings.training, epochs=6)
     accelerator = make_accelerator(options)
     trainer = Trainer(Classifier(config), part, test.select([0, 1]), options, accelerator=accelerator)
-    seconds = [record.seconds for record in trainer.fit()]  # the first epochs compile
+    seconds = [record.seconds for record in trainer.fit()]  # the first epochs include compilation
     trainer.evaluate(test)
     tested = trainer.evaluate(test)
     return {"train": 1e3 * min(seconds[1:]) / len(part), "test": 1e3 * tested.seconds / len(test)}
@@ -189,12 +191,13 @@ def write(names: list[str], packed: Path, out: Path) -> None:
         sections.append((heading, *_table(compared, times)))
         _plot(name, compared, times)
     notes = (
-        "Accuracy: mean ± standard deviation over seeds, at the learning rate that was best on validation with the "
-        "first; F1: mean over classes. Operations: of attention per document, all layers. Times: each model alone on the "
-        "machine, seconds to train on 1,000 documents (one epoch), milliseconds to read one. Frontier: no other model is "
-        "both as accurate and quicker to train. All have two layers, a width of 128, four heads, frozen GloVe vectors "
-        "(Pennington et al., 2014), a document vector that is the maximum over its leaves, and as many trained "
-        "parameters; `hierarchical` is without self, as in the paper."
+        "Accuracy: mean ± standard deviation over seeds, at the learning rate that was best on validation data with "
+        "the first seed. F1: mean over classes. Operations: attention operations per document, all layers. Times: "
+        "seconds to train on 1,000 documents (one epoch) and milliseconds to read one, with each model alone on the "
+        "machine. Frontier: no other model is as accurate and faster to train. All models have two layers, a width "
+        "of 128, four heads, frozen GloVe vectors (Pennington et al., 2014), a document vector that is the maximum "
+        "over its leaves, and the same number of trained parameters; `hierarchical` runs without self, as in the "
+        "paper."
     )
     command = "python -m benchmarks.document_models run, time, write"
     write_table("document_models", "Document models", sections, notes, command=command)
@@ -246,19 +249,19 @@ def main() -> None:
     parser.add_argument("what", choices=("pack", "run", "time", "write"))
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--data", default=",".join(TASKS), help="some of imdb, news, papers")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    given = parser.parse_args()
-    names = given.data.split(",")
-    if given.what == "pack":
+    parser.add_argument("--data", default=",".join(TASKS), help="data sets, separated by commas: imdb, news, papers")
+    parser.add_argument("--jobs", type=int, default=1, help="number of models to train at a time")
+    arguments = parser.parse_args()
+    names = arguments.data.split(",")
+    if arguments.what == "pack":
         for name in names:
-            pack(name, given.source, given.out)
-    elif given.what == "run":
-        run_all(names, given.source, given.out, given.jobs)
-    elif given.what == "time":
-        time_all(names, given.source, given.out)
+            pack(name, arguments.source, arguments.out)
+    elif arguments.what == "run":
+        run_all(names, arguments.source, arguments.out, arguments.jobs)
+    elif arguments.what == "time":
+        time_all(names, arguments.source, arguments.out)
     else:
-        write(names, given.source, given.out)
+        write(names, arguments.source, arguments.out)
 
 
 if __name__ == "__main__":

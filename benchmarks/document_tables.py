@@ -1,11 +1,11 @@
-"""Tables of documents and labels for `hsa compare`, from the files that data sets are published as.
+"""Build tables of documents and labels for `hsa compare` from published data sets.
 
     python -m benchmarks.document_tables DATA TABLES [--examples 6000]
 
-DATA holds imdb_train.parquet and imdb_test.parquet (columns text, label), 20newsgroups_bydate.parquet (text, label_name,
+DATA must hold imdb_train.parquet and imdb_test.parquet (columns text, label), 20newsgroups_bydate.parquet (text, label_name,
 split), peerread_papers_subset.parquet (venue, split, headings, sections) and glove6b_50d_top100k_fp16.npz (words, vectors).
-TABLES gets NAME_train.parquet and NAME_test.parquet for imdb, news and papers, with columns text and label, and glove.txt.
-`--examples`: of each table, so many at most, drawn at random.
+The command writes NAME_train.parquet and NAME_test.parquet for imdb, news and papers, with columns text and label, and
+glove.txt to TABLES. `--examples` limits each table to that number of random rows.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ _ARXIV = {"arxiv.cs.ai_2007-2017": "cs.AI", "arxiv.cs.cl_2007-2017": "cs.CL", "a
 
 
 def imdb(data: Path) -> Iterable[tuple[str, Row]]:
-    """Positive or negative? A blank line where the review has a line break."""
+    """Yield IMDB reviews, labelled positive or negative; line breaks of the HTML become line ends."""
     for split in ("train", "test"):
         for row in _rows(data / f"imdb_{split}.parquet"):
             yield split, {"text": row["text"].replace("<br />", "\n"), "label": str(row["label"])}
 
 
 def news(data: Path) -> Iterable[tuple[str, Row]]:
-    """Which of 20 newsgroups? Posts as they were sent but for the header lines, of which some name the group."""
+    """Yield posts of 20 Newsgroups without their header lines, as some of them name the group."""
     for row in _rows(data / "20newsgroups_bydate.parquet"):
         _, _, body = row["text"].partition("\n\n")
         yield row["split"], {"text": body.strip() or row["text"], "label": row["label_name"]}
 
 
 def papers(data: Path) -> Iterable[tuple[str, Row]]:
-    """Of which arXiv class is the paper? Development papers are for training: `hsa compare` takes its own tenth."""
+    """Yield PeerRead papers with their arXiv class.
+
+    Development papers join the training set, because `hsa compare` splits off its own validation data.
+    """
     for row in _rows(data / "peerread_papers_subset.parquet"):
         if row["venue"] in _ARXIV:
             parts = [part for pair in zip(row["headings"], row["sections"], strict=True) for part in pair if part]
@@ -79,12 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("tables", type=Path)
-    parser.add_argument("--examples", type=int, default=0, help="of each table, at most; 0 for all")
-    given = parser.parse_args()
-    given.tables.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--examples", type=int, default=0, help="most rows of each table; 0 for all")
+    arguments = parser.parse_args()
+    arguments.tables.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        write(name, given.data, given.tables, given.examples)
-    write_vectors(given.data, given.tables / "glove.txt")
+        write(name, arguments.data, arguments.tables, arguments.examples)
+    write_vectors(arguments.data, arguments.tables / "glove.txt")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Entmax kernels of hierarchical attention on a GPU: `python -m benchmarks.entmax_gpu`. Checked first, then timed.
+"""Errors and times of the entmax kernels of hierarchical attention on a GPU: `python -m benchmarks.entmax_gpu [check]`.
 
-In one run: softmax, α = 1.5, α = 2 and an α by level with its gradient, forward and with gradients, on families of 16 to 128
-members, on trees like those of texts, and for logits from nearly equal to far apart, which decide how many steps the
-threshold takes.
+One run measures softmax, α = 1.5, α = 2 and an α per level with its gradient, forward and with gradients, on families of 16
+to 128 members and on text-like trees. The spread of the logits decides how many steps the search for the threshold takes.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ TREES = {
     "128": partial(hsa.Hierarchy.regular, [900], (128,)),
     "text-like": partial(text_like, 2000),
 }
-"""That results are checked on."""
+"""Trees for the correctness check."""
 MOST = 2.0
-"""Times of softmax that entmax with α as a number may take."""
+"""Aim: entmax with a fixed α takes at most this many times as long as softmax."""
 
 
 def forests() -> dict[str, hsa.Hierarchy]:
@@ -57,15 +56,15 @@ def forests() -> dict[str, hsa.Hierarchy]:
 def inputs(
     tree: hsa.Hierarchy, spread: float, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = DTYPE
 ) -> list[Tensor]:
-    """q, k, v and the gradient of the output; logits have the standard deviation `spread`."""
+    """Return random q, k, v and the gradient of the output; logits have the standard deviation `spread`."""
     q, k, v, d_out = (torch.randn(tree.num_leaves, heads, dim, device="cuda") for _ in range(4))
     return [x.to(dtype) for x in (q * spread, k, v, d_out)]
 
 
 def check_correctness() -> list[list[Any]]:
-    """Forward and gradients against the torch backend in float64: every size of families, both dtypes, all spreads.
+    """Compare forward and gradients with the torch backend in float64: all family sizes, dtypes and spreads.
 
-    In several processes, because most of the time goes into compiling the kernels, which the timing then finds compiled.
+    Most of the time goes into compiling kernels, so several processes share the work; timing then finds them compiled.
     """
     with ProcessPoolExecutor(16, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(check_one, name, kind) for name in TREES for kind in KINDS]
@@ -73,8 +72,10 @@ def check_correctness() -> list[list[Any]]:
 
 
 def check_one(name: str, kind: str) -> list[list[Any]]:
-    """Rounding of logits is multiplied by up to the leaves below a row, and gradients of α = 2 jump where an entry leaves
-    the support: errors are those of norms, and may be as large as three times those of the torch backend in the same dtype.
+    """Check one tree with one normaliser; return a row per dtype and spread.
+
+    The number of leaves below a row multiplies the rounding of its logits, and gradients of α = 2 jump where an entry leaves
+    the support. Errors are therefore those of norms, and may reach three times those of the torch backend in the same dtype.
     """
     torch.manual_seed(0)
     tree, rows = TREES[name]().to("cuda"), []
@@ -106,7 +107,7 @@ def _run(
 
 
 def on_gpu(normalizer: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, list[Tensor]]:
-    """With an α that needs a gradient, if it is a tensor; and that tensor."""
+    """Return the normaliser with its tensor of α, if it has one, on the GPU and with gradients; and that tensor."""
     if not isinstance(normalizer, hsa.Entmax) or not isinstance(normalizer.alpha, Tensor):
         return normalizer, []
     alpha = normalizer.alpha.to("cuda", dtype).requires_grad_()
@@ -160,9 +161,10 @@ def main(arguments: list[str]) -> None:
         "entmax_gpu",
         f"Entmax kernels of hierarchical attention on a GPU: {HEADS} heads of {DIM}, bfloat16",
         [("Times", of_times, rows), ("Errors", of_errors, as_text)],
-        "Times are medians of CUDA graph replays, those of a row one after another. Spread: the standard deviation of the\n"
-        "leaves' logits, which are random. Without self, as in the paper. Errors: norm of the difference over the norm,\n"
-        "against the torch backend in float64; beside them those of the torch backend in the same dtype.",
+        "Times are medians of CUDA graph replays; those of a row were measured one after another. Spread: standard "
+        "deviation of the leaves' logits, which are random. Attention runs without self, as in the paper. Errors: "
+        "norm of the difference over the norm, against the torch backend in float64, beside those of the torch "
+        "backend in the same dtype.",
         command="python -m benchmarks.entmax_gpu",
     )
 

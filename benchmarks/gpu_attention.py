@@ -1,7 +1,7 @@
-"""Both operators on a GPU against SDPA (flash, cuDNN), FlexAttention and the paper's own scheme; time, memory, a plot.
+"""Time and memory of both operators on a GPU, compared with SDPA (flash, cuDNN), FlexAttention and the paper's scheme.
 
-Everything that is timed is first compared with float64. Times are medians of CUDA-graph replays ("graph") or of calls from
-Python ("calls"); SDPA and FlexAttention are timed by calls, whose overhead their length hides.
+Everything is checked against float64 before it is timed. Times are medians of CUDA graph replays ("graph") or of calls from
+Python ("calls"). SDPA and FlexAttention are timed by calls; they run long enough to hide the overhead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Step = Callable[[], Any]
 
 
 def milliseconds(step: Step, graph: bool = False, seconds: float = 0.5) -> float:
-    """Return the median of 3 to 50 runs."""
+    """Return the median milliseconds of 3 to 50 runs."""
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -72,14 +72,14 @@ def with_backward(run: Callable[..., Tensor], d_out: Tensor, *inputs: Tensor) ->
 
 
 def bandwidth() -> float:
-    """Bytes per millisecond of a large copy, read and written."""
+    """Return the bytes per millisecond that a large copy reads and writes."""
     x = torch.randn(2**27, device="cuda", dtype=DTYPE)
     y = torch.empty_like(x)
     return 2 * x.numel() * x.element_size() / milliseconds(partial(torch.mul, x, 2, out=y))
 
 
 def fastest_sdpa(batch: int, length: int, causal: bool = False, backward: bool = False) -> dict[str, float]:
-    """Milliseconds of each backend of SDPA."""
+    """Return the milliseconds of each backend of SDPA."""
     q, k, v, d_out = (torch.randn(batch, HEADS, length, DIM, device="cuda", dtype=DTYPE) for _ in range(4))
     attend = partial(F.scaled_dot_product_attention, is_causal=causal)
     step = with_backward(attend, d_out, q, k, v) if backward else partial(attend, q, k, v)
@@ -194,7 +194,7 @@ def hierarchical_rows(bytes_per_ms: float) -> list[list[Any]]:
 
 
 def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection: hsa.Selection, block: int) -> Step:
-    """FlexAttention over concat(k, pooled k): leaves of selected windows, all other windows pooled, one level."""
+    """Return a step of FlexAttention over concat(k, pooled k): selected windows exactly, the others pooled, one level."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     length, size = tree.num_leaves, 16
@@ -220,7 +220,7 @@ def flex_windows(q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy, selection
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + torch.where(j < length, 0.0, math.log(size))
 
-    # Blocks of keys that a block of queries needs: those with a selected window, and all pooled ones.
+    # A block of queries needs the blocks of keys that have a selected window, and all pooled keys.
     rows, columns = length // block, (length + number) // block
     needed = torch.zeros(HEADS, rows, columns, dtype=torch.bool, device="cuda")
     needed[:, :, length // block :] = True
@@ -258,7 +258,7 @@ def multiscale_rows() -> list[list[Any]]:
 
 
 def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hsa.Hierarchy) -> list[float | None]:
-    """Measure clustering, selection and attention apart, in milliseconds."""
+    """Return the milliseconds of clustering, selection and attention."""
     causal = run is clustered_causal
     clusters = None if run is windows else hsa.cluster_keys(k, tree, chunk=256 if causal else 512)
     if run is windows:
@@ -284,7 +284,7 @@ def _parts(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, tree: hs
 
 
 def flex_rows() -> list[list[Any]]:
-    """One level of pooled windows, which both can do: attention alone, over the same selection."""
+    """Time attention alone over one pooled level of windows, which FlexAttention can express, with the same selection."""
     tree = hsa.Hierarchy.regular([32768], (16,)).to("cuda")
     q, k, v, _ = random(tree)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def scheme_row() -> list[Any]:
 
 
 def memory_row() -> list[Any]:
-    """Peak beyond q, k, v and the gradient of the output, relative to q + k + v + o."""
+    """Return the peak memory beyond q, k, v and the gradient of the output, in GiB and relative to q + k + v + o."""
     length = 2**20
     tree = hsa.Hierarchy.regular([length], BRANCHING).to("cuda")
     q, k, v, d_out = random(tree)
@@ -323,7 +323,7 @@ def memory_row() -> list[Any]:
 
 
 def plan_row() -> list[Any]:
-    """Of 64 ragged trees of 512 leaves, built anew and moved to the GPU."""
+    """Measure the time to build the plan of 64 new ragged trees of 512 leaves on the GPU."""
     times = []
     for seed in range(0, 640, 64):
         tree = hsa.Hierarchy.collate([text_like(512, s) for s in range(seed, seed + 64)]).to("cuda")
@@ -404,9 +404,9 @@ def run() -> None:
         "gpu_attention",
         f"Attention on a GPU: {HEADS} heads × {DIM}, bfloat16",
         sections,
-        "The floor is q, k, v read and the output written once (with gradients: 11 such tensors) at the bandwidth of a\n"
-        f"large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: CUDA graph replays; `calls`: from Python.\n"
-        "Text-like trees are sentences of 5–40 tokens, paragraphs of 3–8 sentences. Hierarchical attention is without\n"
-        "self, as in the paper. Multiscale times include selection and clustering; inputs are random.\n\n"
-        "![times against length](gpu_attention.png)",
+        "The floor is the time to read q, k, v and write the output once (with gradients: 11 such tensors) at the "
+        f"bandwidth of a large copy in the same run, {bytes_per_ms / 1e9:.2f} TB/s. `graph`: CUDA graph replays; "
+        "`calls`: calls from Python. Text-like trees have sentences of 5–40 tokens and paragraphs of 3–8 sentences. "
+        "Hierarchical attention runs without self, as in the paper. Multiscale times include selection and "
+        "clustering. Inputs are random.\n\n![times against length](gpu_attention.png)",
     )

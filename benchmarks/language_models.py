@@ -1,7 +1,9 @@
-"""`python -m benchmarks.language_models TEXT FOLDER`: language models with flat and multiscale attention; Transformer-XL.
+"""Language models with flat and multiscale attention, and Transformer-XL.
 
-TEXT is what `hsa train --task lm` takes, such as a table of books. Models of equal size see as many tokens of it; results
-are kept in FOLDER as JSON, and finished ones are not trained again. The table and the curves go to benchmarks/results/.
+    python -m benchmarks.language_models TEXT FOLDER
+
+TEXT is data for `hsa train --task lm`, such as a table of books. Models of equal size see the same number of tokens. Results
+are kept in FOLDER as JSON, and finished models are not trained again. The table and the curves go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SIZES: Any = {"vocabulary": VOCABULARY, "width": 384, "heads": 6, "layers": 6}
 
 @dataclass(frozen=True)
 class Phase:
-    """Million tokens in blocks of `context`, with a learning rate that falls (cosine) or not."""
+    """A part of training: `tokens` million tokens in blocks of `context`, with a schedule of the learning rate."""
 
     tokens: float
     context: int
@@ -44,7 +46,7 @@ NEAR_7 = LanguageModelConfig(**SIZES, attention="multiscale", branching=(32, 4),
 NEAR_15 = replace(NEAR_7, near=15)
 XL = as_large_as(FLAT, TransformerXLLanguageConfig(**SIZES, segment=512, memory=512))
 XL_MEMORIES = (512, 1536, 3584, 15872)
-"""Tokens that Transformer-XL remembers in the tests."""
+"""Sizes of the memory of Transformer-XL in the tests, in tokens."""
 WHOLE = (Phase(60, 2048),)
 RUNS: Mapping[str, tuple[Any, tuple[Phase, ...]]] = {
     "flat": (FLAT, WHOLE),
@@ -69,7 +71,7 @@ PLOTTED = (
 
 
 def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any]:
-    """Train one model through its phases, each from the weights of the one before, and test it."""
+    """Train one model through its phases, each starting from the previous weights, and test it."""
     weights, history, seen, seconds = None, [], 0, 0.0
     for number, phase in enumerate(phases):
         options = TrainingOptions(
@@ -102,7 +104,7 @@ def train(config: Any, phases: tuple[Phase, ...], data: LmData) -> dict[str, Any
 
 
 def _readings(model: CausalLanguageModel, phases: tuple[Phase, ...]) -> dict[str, tuple[CausalLanguageModel, int]]:
-    """Return the tests of a trained model: a name, the model, and the tokens of a block."""
+    """Return the tests of a trained model: name → model and tokens of a block."""
     config = model.config
     if isinstance(config, LanguageModelConfig):
         contexts = sorted({2048, *(phase.context for phase in phases)})
@@ -138,7 +140,7 @@ def report(results: Mapping[str, dict[str, Any]]) -> None:
     plot_losses(RESULTS / "language_models.png", histories)
     curves = {}
     for name, result in results.items():
-        if isinstance(RUNS[name][0], TransformerXLLanguageConfig):  # which goes on from block to block
+        if isinstance(RUNS[name][0], TransformerXLLanguageConfig):  # its memory continues from block to block
             continue
         test = list(result["tests"].values())[-1]
         width = test["context"] / len(test["by_position"])
@@ -150,12 +152,12 @@ def _notes(results: Mapping[str, dict[str, Any]]) -> str:
     parameters = next(iter(results.values()))["parameters"]
     sizes = f"{SIZES['layers']} layers, width {SIZES['width']}, {SIZES['heads']} heads, vocabulary {VOCABULARY:,}"
     return (
-        f"{sizes}, rotary positions (Transformer-XL: its own), {parameters / 1e6:.1f} M parameters (multiscale ones have "
-        "a bias per head more); "
-        f"AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, bfloat16, one seed. Multiscale: families of "
-        "32, then of 4; the own and the 7 or 15 before it are exact. Perplexity per token, over the test text cut into "
-        "blocks of as many tokens as the model reads; Transformer-XL reads it as one stream.\n\n"
-        "![Losses](language_models.png)\n![Loss by position](language_models_by_position.png)"
+        f"{sizes}, rotary positions (Transformer-XL: its own), {parameters / 1e6:.1f} M parameters (multiscale "
+        f"models have one more bias per head). AdamW, highest learning rate 1e-3, {BATCH:,} tokens per step, "
+        "bfloat16, one seed. Multiscale: families of 32, then of 4; a token's own family and the 7 or 15 before it "
+        "are exact. Perplexity is per token of the test text, cut into blocks of the given length; Transformer-XL "
+        "reads it as one stream.\n\n![Losses](language_models.png) ![Loss by "
+        "position](language_models_by_position.png)"
     )
 
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.match3 FOLDER [--device cuda] [--processes 4]`: three-way attention on the task that needs it.
+"""Accuracy of three-way attention on Match3: `python -m benchmarks.match3 FOLDER [--device cuda] [--processes 4]`.
 
-Match3 with the options of recipes/match3.yaml, one layer of three-way attention against baselines with as many parameters.
-For every model, learning rate and lengths of the training sequences are chosen by validation accuracy on seed 0; then three
-seeds, of weights and data. Finished runs are taken from FOLDER; the table and the picture of the cost go to
+One layer of three-way attention is compared with baselines of equal size, with the options of recipes/match3.yaml. For every
+model, validation accuracy with seed 0 chooses the learning rate and the lengths of the training sequences; then three seeds
+of weights and data are trained. Finished runs are read from FOLDER. The table and the picture of the cost go to
 benchmarks/results/.
 """
 
@@ -35,22 +35,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "no attention": {"kind": "none"},
 }
 LONGER = {"pairs, 1 layer": 3}
-"""Models that are trained once more, with this many times the epochs."""
+"""Models that are also trained for longer, and the factor on the epochs."""
 RATES = (1e-3, 2e-3)
 SEEDS = (0, 1, 2)
 NOTES = (
-    "Accuracy: per number, mean ± standard deviation over three seeds of weights and data. Short: training sequences have 3 "
-    "to 8 numbers, full: 8; those to validate and test always have 8. Models of one layer have as many parameters, by the "
-    "width of their feed-forward networks; that of two layers has more. Learning rate, and short or full: the best on "
-    "validation, seed 0, for each model; the longer runs take those of the shorter. Cost: of the attention of one layer, 4 "
-    "heads of 32 channels, on one sequence; operations, and the median of three forward passes on one CPU thread where they "
-    "are not too many."
+    "Accuracy: per number, mean ± standard deviation over three seeds of weights and data. Short: training sequences "
+    "have 3 to 8 numbers; full: 8. Validation and test sequences always have 8. Models of one layer have equal "
+    "parameters, by the width of their feed-forward networks; the model of two layers has more. Learning rate and "
+    "sequences (short or full) are the best on validation data with seed 0, for each model; longer runs use those of "
+    "the shorter. Cost: attention of one layer, 4 heads of 32 channels, on one sequence; operations, and the median "
+    "of three forward passes on one CPU thread where they do not take too long."
 )
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """One training run."""
 
     model: str
     rate: float
@@ -74,7 +74,7 @@ def trained(run: Run, folder: Path, device: str) -> Result:
     data = prepare_match3(None, match3, seed=run.seed)
     config = model_config(data, recipe.model, "trilinear", "trilinear")
     if changes := MODELS[run.model]:
-        # Two layers of attention would leave no parameters for feed-forward networks: they may have more.
+        # Two layers of attention would leave no parameters for feed-forward networks, so this model may have more.
         wider = replace(config, encoder=replace(config.encoder, **changes))
         config = wider if "layers" in changes else equal_parameters(config, replace(config.encoder, **changes))
     accelerator = make_accelerator(options, cpu=device == "cpu")
@@ -94,7 +94,7 @@ def accuracy_rows(folder: Path, recipe: Recipe, device: str, pool: ProcessPoolEx
     tried = dict(zip(grid, pool.map(partial(trained, folder=folder, device=device), grid), strict=True))
     best = {name: max((r for r in grid if r.model == name), key=lambda r: best_validation(tried[r])) for name in MODELS}
     longer = [replace(best[name], epochs=times * epochs) for name, times in LONGER.items()]
-    wanted = [replace(run, seed=seed) for run in (*longer, *best.values()) for seed in SEEDS]  # the longest first
+    wanted = [replace(run, seed=seed) for run in (*longer, *best.values()) for seed in SEEDS]  # longest first
     finished = dict(zip(wanted, pool.map(partial(trained, folder=folder, device=device), wanted), strict=True))
     rows = []
     for run in sorted((*best.values(), *longer), key=lambda r: list(MODELS).index(r.model)):
@@ -111,12 +111,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, default=1)
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     recipe = load_recipe(RECIPE)
     context = torch.multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
-        rows = accuracy_rows(given.folder, recipe, given.device, pool)
+    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        rows = accuracy_rows(arguments.folder, recipe, arguments.device, pool)
     torch.set_num_threads(1)
     header = [
         "model",
@@ -134,13 +134,13 @@ def main() -> None:
     sections: list[Section] = [
         ("Accuracy", header, rows),
         (
-            "Rules without three numbers",
+            "Rules that do not look at three numbers",
             ["rule", "test accuracy, %"],
             [[k, f"{100 * v:.2f}"] for k, v in known.items()],
         ),
         ("Cost by length", *cost_table(measured)),
     ]
-    command = f"python -m benchmarks.match3 FOLDER --device {given.device} --processes {given.processes}"
+    command = f"python -m benchmarks.match3 FOLDER --device {arguments.device} --processes {arguments.processes}"
     title = f"Match3: {match3.length} numbers modulo {match3.modulus}"
     write_table("match3", title, sections, f"{NOTES}\n\n![cost](match3.png)", command=command)
 

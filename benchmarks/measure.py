@@ -1,4 +1,4 @@
-"""Timing and memory, and tables of them."""
+"""Timing, checks and Markdown tables that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def medians(candidates: dict[str, Callable[[], Any]], repeats: int = 7, seconds: float = 20.0) -> dict[str, float]:
-    """Median milliseconds of each, measured in turns so that a slow spell of the machine meets all of them."""
+    """Return the median milliseconds of each candidate, measured in turns so that a slow phase affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
-        run()  # plans, allocations
+        run()  # builds plans and allocates memory
     began = time.perf_counter()
     for turn in range(repeats):
         for name, run in candidates.items():
@@ -32,7 +32,7 @@ def medians(candidates: dict[str, Callable[[], Any]], repeats: int = 7, seconds:
 
 
 def check(name: str, out: Tensor, reference: Tensor, tolerance: float) -> None:
-    """Refuse to time something that is wrong."""
+    """Exit if `out` is further from `reference` than `tolerance`, relative to the largest value."""
     error = float((out.double() - reference.double()).abs().max() / reference.double().abs().max())
     if not error < tolerance:
         raise SystemExit(f"{name}: error {error:.2e} relative to the largest value, expected below {tolerance:.0e}")
@@ -42,14 +42,21 @@ Section = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 
 
 def write_table(name: str, title: str, sections: Sequence[Section], notes: str, *, command: str | None = None) -> None:
-    """Print Markdown tables (heading, header, rows; no heading for a single one) and save them under results/."""
+    """Print Markdown tables and save them as results/`name`.md.
+
+    Args:
+        sections: (heading, header, rows) of each table; an empty heading for a single table.
+        notes: Text below the tables.
+        command: Command that was run; `python -m benchmarks.run NAME` by default.
+    """
     lines = [f"# {title}", ""]
     for heading, header, rows in sections:
         lines += [f"## {heading}", ""] if heading else []
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         lines += ["| " + " | ".join(_cell(x) for x in row) + " |" for row in rows]
         lines.append("")
-    machine = f"{torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    machine = f"{threads} thread{'s' * (threads != 1)}, {platform.machine()}, torch {torch.__version__}"
     if torch.cuda.is_available():
         machine = f"one {torch.cuda.get_device_name()}, torch {torch.__version__}"
     lines += [notes, "", f"Measured with `{command or f'python -m benchmarks.run {name}'}` on {machine}.", ""]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run NAME [NAME …]`: run benchmarks and write their tables to benchmarks/results/."""
+"""Run benchmarks by name and write their tables to benchmarks/results/: `python -m benchmarks.run NAME [NAME …]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks import (
     cpu_attention,
     data_pipeline,
     decode,
+    drop_in,
     entmax,
     gpu_attention,
     structures,
@@ -20,6 +21,8 @@ BENCHMARKS = {
     "data_pipeline": data_pipeline.run,
     "decode_cpu": decode.run_cpu,
     "decode_gpu": decode.run_gpu,
+    "drop_in_cpu": drop_in.run_cpu,
+    "drop_in_gpu": drop_in.run_gpu,
     "entmax": entmax.run,
     "gpu_attention": gpu_attention.run,
     "structures": structures.run,

@@ -1,12 +1,12 @@
-"""Sparse attention in trained models: softmax, α = 1.5, α = 2 and learned α on IMDB and on the Python standard library.
+"""Accuracy and sparsity of models with softmax, α = 1.5, α = 2 and learned α, on IMDB and the Python standard library.
 
     python -m benchmarks.sparse_models run PACKED OUT [--jobs 8] [--data imdb]
     python -m benchmarks.sparse_models time PACKED OUT
     python -m benchmarks.sparse_models write PACKED OUT
 
-PACKED is what `benchmarks.document_models pack` writes for imdb. `run` trains every variant with two learning rates, and the
-better one with two more seeds; it goes on where it stopped. `time` reads test documents, each model alone on the machine.
-`write` makes the table and the pictures of benchmarks/results/. `--examples` makes all of it smaller, for a try.
+PACKED is the output of `benchmarks.document_models pack` for imdb. `run` trains every variant with two learning rates, and
+two more seeds with the better one; it resumes where it stopped. `time` measures each model alone on the machine. `write`
+makes the table and the pictures of benchmarks/results/. `--examples` limits the data, for a quick try.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks import document_models
 from benchmarks.measure import RESULTS, Section, medians, write_table
 from hsa.analysis.sparse_tree import attention_tree, plot_sparse_tree
 from hsa.analysis.sparsity import LevelSparsity, plot_sparsity, visited_fraction
-from hsa.cli.runs import completed
+from hsa.cli.runs import complete_recipe
 from hsa.files import read_json, write_json
 from hsa.models.saved import load_model
 from hsa.training.accelerator import make_accelerator
@@ -38,9 +38,9 @@ from hsa.training.report import leaf_labels
 VARIANTS: dict[str, Any] = {"softmax": None, "1.5": 1.5, "2": 2.0, "learned": "learned"}
 PLAN = Plan(("hierarchical",), rates=(1e-3, 3e-3), seeds=(0, 1, 2))
 TIMED = 64
-"""Documents that are read at once to take the time."""
+"""Number of documents in the batch that is timed."""
 SHOWN = 0.01
-"""Levels with a smaller share of the families are left out: there is little to average over."""
+"""Smallest share of the families that a level needs to be shown; below it there is little to average over."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Task:
 
 def tasks() -> dict[str, Task]:
     reviews = document_models.TASKS["imdb"]
-    programs = completed(Recipe(), quick=False)  # what `hsa train` does without data
+    programs = complete_recipe(Recipe(), quick=False)  # the defaults of `hsa train` without data
     same = document_models.recipe(reviews).training
     every = {name: getattr(same, name) for name in ("patience", "mixed_precision", "checkpoint_minutes")}
     programs = replace(programs, training=replace(programs.training, **every))
@@ -77,46 +77,46 @@ def load(name: str, packed: Path, examples: int) -> PreparedData:
 def run_variant(
     plan: Plan, name: str, variant: str, packed: Path, out: Path, examples: int, data: PreparedData | None = None
 ) -> Compared:
-    """All rates and seeds of the plan; those that are finished are read."""
+    """Train all rates and seeds of the plan; finished runs are read from disk."""
     torch.set_num_threads(1 if torch.cuda.is_available() else torch.get_num_threads())
     recipe = tasks()[name].with_alpha(variant)
     accelerator = make_accelerator(recipe.training)
     data = data or load(name, packed, examples)
-    (found,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
-    return found
+    (compared,) = compare_models(plan, recipe, data, out / name / variant, accelerator, resume=True)
+    return compared
 
 
 def run_part(plan: Plan, name: str, variant: str, *where: Any) -> str:
-    found = run_variant(plan, name, variant, *where)
-    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in found.scores)} (rate {found.rate})"
+    compared = run_variant(plan, name, variant, *where)
+    return f"{name}, {variant}: {' '.join(f'{score:.4f}' for score in compared.scores)} (rate {compared.rate})"
 
 
 def run_all(names: Sequence[str], packed: Path, out: Path, jobs: int, examples: int) -> None:
     for name in names:
-        load(name, packed, examples)  # fills the cache that processes share
-    # Slow ones first, so that the last ones to run are short.
+        load(name, packed, examples)  # fill the cache that the processes share
+    # Slow variants first, so that the last runs are short.
     parts = [(name, variant, packed, out, examples) for variant in reversed(VARIANTS) for name in names]
     document_models.run_in_rounds(run_part, PLAN, parts, jobs)
 
 
 def time_all(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
-    """Milliseconds to read a document; on the CPU, and on a GPU if there is one."""
+    """Measure the milliseconds to read a document, on the CPU and, if there is one, on a GPU."""
     for name in names:
         data = load(name, packed, examples)
         some = data.test.select(np.arange(min(TIMED, len(data.test))))
-        found: dict[str, dict[str, float]] = {}
+        times: dict[str, dict[str, float]] = {}
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            found[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
-        write_json(out / name / "times.json", found)
-        print(name, found, flush=True)
+            times[device] = _times(name, packed, out, examples, some.batch.to(device), len(some))
+        write_json(out / name / "times.json", times)
+        print(name, times, flush=True)
 
 
 def _times(name: str, packed: Path, out: Path, examples: int, batch: Any, documents: int) -> dict[str, float]:
     device = batch.hierarchy.device
     candidates: dict[str, Callable[[], Any]] = {}
     for variant in VARIANTS:
-        found = run_variant(PLAN, name, variant, packed, out, examples)  # finished: reads the results
-        model, _ = load_model(found.runs[0].folder(out / name / variant), device)
+        compared = run_variant(PLAN, name, variant, packed, out, examples)  # finished runs: only reads their results
+        model, _ = load_model(compared.runs[0].folder(out / name / variant), device)
         model.encoder.prepare(batch)
         candidates[variant] = partial(_read, model, batch, device)
     return {label: ms / documents for label, ms in medians(candidates, repeats=9).items()}
@@ -145,13 +145,14 @@ def write(names: Sequence[str], packed: Path, out: Path, examples: int) -> None:
         sections.append((heading, *_scores(compared, levels)))
         sections.append((f"{name}: level by level", *_levels(levels)))
         sections.append((f"{name}: milliseconds to read a document", *_time_table(times)))
-        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(v): found for v, found in levels.items()})
+        plot_sparsity(RESULTS / f"sparse_models_{name}.png", {_named(variant): own for variant, own in levels.items()})
         _draw(name, data, compared["learned"], out)
     notes = (
-        "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation with the "
-        "first. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are exactly 0, in 256 "
-        "test documents; visited: share of families, times heads, that get a weight from above. Levels with less than "
-        f"{100 * SHOWN:.0f} % of the families are not shown. Times: {TIMED} documents at once, without gradients, medians."
+        "Accuracy: mean ± standard deviation over three seeds, at the learning rate that was best on validation data "
+        "with the first seed. α: mean (range) over heads and seeds. Zeros: share of weights inside families that are "
+        "exactly 0, in 256 test documents. Visited: share of (family, head) pairs that get a weight from above. "
+        f"Levels with less than {100 * SHOWN:.0f} % of the families are not shown. Times: medians for {TIMED} "
+        "documents at once, without gradients."
     )
     command = "python -m benchmarks.sparse_models run, time, write"
     write_table("sparse_models", "Sparse attention in trained models", sections, notes, command=command)
@@ -162,11 +163,11 @@ def _named(variant: str) -> str:
 
 
 def _over_seeds(compared: Compared) -> list[LevelSparsity]:
-    """Levels of all seeds as one: all their heads, means of their shares."""
-    found: dict[tuple[int, int], list[LevelSparsity]] = {}
+    """Merge the levels of all seeds: all their heads, and the means of their shares."""
+    by_level: dict[tuple[int, int], list[LevelSparsity]] = {}
     for result in compared.results:
         for level in result.sparsity:
-            found.setdefault((level.layer, level.level), []).append(level)
+            by_level.setdefault((level.layer, level.level), []).append(level)
     total = sum(level.families for level in compared.results[0].sparsity if level.layer == 1)
     return [
         LevelSparsity(
@@ -177,7 +178,7 @@ def _over_seeds(compared: Compared) -> list[LevelSparsity]:
             statistics.fmean(level.visited or 0.0 for level in levels),
             levels[0].families,
         )
-        for (layer, height), levels in found.items()
+        for (layer, height), levels in by_level.items()
         if levels[0].families >= SHOWN * total
     ]
 
@@ -230,7 +231,7 @@ def _time_table(times: dict[str, dict[str, float]]) -> tuple[list[str], list[lis
 
 
 def _draw(name: str, data: PreparedData, compared: Compared, out: Path) -> None:
-    """The tree of a test document, of the first seed with learned α: what the leaf that gets most looks at."""
+    """Draw a test document with the attention of the first seed with learned α: the mean, and the leaf with most weight."""
     model, _ = load_model(compared.runs[0].folder(out / name / "learned"))
     fitting = np.flatnonzero(data.test.lengths <= 120)
     if not len(fitting):
@@ -249,17 +250,17 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "time", "write"))
     parser.add_argument("packed", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--data", default="imdb,python", help="some of imdb, python")
-    parser.add_argument("--jobs", type=int, default=1, help="variants at a time")
-    parser.add_argument("--examples", type=int, default=0, help="of each part of the data, at most; 0 for all")
-    given = parser.parse_args()
-    names = given.data.split(",")
-    if given.what == "run":
-        run_all(names, given.packed, given.out, given.jobs, given.examples)
-    elif given.what == "time":
-        time_all(names, given.packed, given.out, given.examples)
+    parser.add_argument("--data", default="imdb,python", help="data sets, separated by commas: imdb, python")
+    parser.add_argument("--jobs", type=int, default=1, help="number of variants to train at a time")
+    parser.add_argument("--examples", type=int, default=0, help="most examples of each part of the data; 0 for all")
+    arguments = parser.parse_args()
+    names = arguments.data.split(",")
+    if arguments.what == "run":
+        run_all(names, arguments.packed, arguments.out, arguments.jobs, arguments.examples)
+    elif arguments.what == "time":
+        time_all(names, arguments.packed, arguments.out, arguments.examples)
     else:
-        write(names, given.packed, given.out, given.examples)
+        write(names, arguments.packed, arguments.out, arguments.examples)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The paper's own way to compute its operator (appendix E.4), as a baseline: products with sparse matrices, level by level.
+"""The paper's scheme for its operator (appendix E.4), as a baseline: products with sparse matrices, level by level.
 
-Pairs of siblings are the entries of a sparse matrix per level. Their logits are gathered products; softmax, averages and
-pooling are sums over entries (`index_add`, in float32), handing down is a gather.
+Pairs of siblings are the entries of one sparse matrix per level. Their logits are gathered products; softmax, averages and
+pooling are sums over entries (`index_add`, in float32); the downward pass is a gather.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Level:
     column: Tensor  # [pairs] sibling
     parent: Tensor  # [members]
     log_count: Tensor  # [members]
-    share: Tensor  # [members] of the parent's leaves
+    share: Tensor  # [members] fraction of the parent's leaves
     parents: int
 
 

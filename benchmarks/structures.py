@@ -1,4 +1,4 @@
-"""Building hierarchies: seconds and memory for a million leaves."""
+"""Time and memory to build hierarchies of a million leaves."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def run() -> None:
         "structures",
         "Building hierarchies of a million leaves",
         [("", ["constructor", "seconds", "peak extra MiB"], [[name, f"{s:.2f}", memory] for name, s, memory in rows])],
-        "Medians of five.",
+        "Medians of five runs.",
     )

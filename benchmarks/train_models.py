@@ -1,12 +1,12 @@
-"""Train the encoder and its baselines on one data set: a learning-rate sweep per model, then seeds, equal parameters.
+"""Train the encoder and baselines of equal size on one data set: a learning-rate sweep per model, then several seeds.
 
     python -m benchmarks.train_models imdb FOLDER [--jobs 8] [--models 'hierarchical;flat'] [--epochs 8]
-    python -m benchmarks.train_models heads FOLDER --seeds          how heads are fused, on the data of imdb
+    python -m benchmarks.train_models heads FOLDER --seeds          head fusions, on the data of imdb
 
-FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` (and `NAME_dev.safetensors`, else a tenth of train is for
-validation) as `DataSet.save` writes them, and `NAME_glove.npy` for frozen word vectors. Runs share a GPU, so their times are
-those of a busy machine; `--times` measures each model alone instead. `--examples` and `--leaves` make an experiment smaller:
-the number of examples to train on (twice as many to test) and of leaves of each.
+FOLDER holds `NAME_train.safetensors`, `NAME_test.safetensors` and optionally `NAME_dev.safetensors` (otherwise a tenth of
+the training data is for validation) as written by `DataSet.save`, and `NAME_glove.npy` for frozen word vectors. Runs share a
+GPU, so their times are those of a busy machine; `--times` measures each model alone instead. `--examples` and `--leaves`
+make an experiment smaller: the number of training examples (twice as many are tested) and of leaves per example.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 
 SEEDS = (0, 1, 2)
 MEASURED: dict[str, Any] = {"width": 128, "heads": 4, "include_self": False, "near": 0}
-"""Settings of all experiments, unless a model says otherwise; without self, as in the paper."""
+"""Settings of all experiments unless a model overrides them; without self, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task: the reference model, and how the others differ from it."""
+    """A task: the reference encoder, and the differences of the other models from it."""
 
     encoder: dict[str, Any]
     models: dict[str, dict[str, Any]]
@@ -37,8 +37,8 @@ class Experiment:
     epochs: int
     batch_size: int
     batch_tokens: int
-    cut: dict[str, int]  # models that read only this many leaves
-    data: str  # the NAME of its files
+    cut: dict[str, int]  # model → number of leaves that it reads; others read all
+    data: str  # NAME of its files
 
 
 IMDB = Experiment(
@@ -104,7 +104,7 @@ EXPERIMENTS = {"imdb": IMDB, "heads": HEADS, "peer": PEER, "listops": LISTOPS}
 
 
 def train_one(job: dict[str, Any]) -> dict[str, Any]:
-    """Train one model with one learning rate and seed; return the scores of the epoch that was best on validation."""
+    """Train one model with one learning rate and seed; return the scores of the epoch that was best on validation data."""
     import torch
 
     from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
@@ -178,7 +178,7 @@ def _data(name: str, folder: str, cut: int | None) -> tuple[Any, Any, Any, Any]:
 
 
 def first_leaves(data: Any, most: int) -> Any:
-    """Every text cut after its first leaves; all families are sequences."""
+    """Return the data with every text cut after `most` leaves; all families are sequences."""
     from hsa.signals import Sequence
     from hsa.signals.batch import Batch
     from hsa.tree.hierarchy import Hierarchy, Structure
@@ -200,7 +200,7 @@ def first_leaves(data: Any, most: int) -> Any:
 
 
 def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every rate with the first seed, then the best rate with the other seeds; results as they come."""
+    """Train every rate with the first seed, then the best rate with the other seeds; yield results as they finish."""
     experiment = EXPERIMENTS[arguments.task]
     names = list(experiment.models) if arguments.models is None else arguments.models.split(";")
     shared = {
@@ -212,7 +212,7 @@ def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "leaves": arguments.leaves,
     }
     rates = experiment.rates if arguments.rates is None else tuple(float(r) for r in arguments.rates.split(","))
-    # Slow models first, so that the last ones to run are short.
+    # Slow models first, so that the last runs are short.
     first = [{**shared, "model": name, "rate": rate, "seed": SEEDS[0]} for name in names for rate in rates]
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.jobs, maxtasksperchild=1) as pool:
@@ -231,7 +231,7 @@ def sweep(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Mean ± standard deviation over seeds, at the rate that validation chose."""
+    """Return a table of mean ± standard deviation over seeds, at the rate that was best on validation data."""
     rows = [
         "| model | parameters | learning rate | accuracy | macro F1 | attention operations | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -249,7 +249,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def times(arguments: argparse.Namespace) -> None:
-    """Seconds of one epoch, every model alone on the machine; the second epoch, when everything is warm."""
+    """Print the seconds of two epochs, with every model alone on the machine."""
     experiment = EXPERIMENTS[arguments.task]
     for name in list(experiment.models) if arguments.models is None else arguments.models.split(";"):
         job = {"task": arguments.task, "folder": arguments.folder, "model": name, "rate": 1e-3, "seed": 0, "epochs": 2}
@@ -265,15 +265,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(EXPERIMENTS))
     parser.add_argument("folder")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--models", help="some of them, separated by semicolons")
-    parser.add_argument("--rates")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
+    parser.add_argument("--models", help="models to train, separated by semicolons; all by default")
+    parser.add_argument("--rates", help="learning rates, separated by commas")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--precision", default="no")
-    parser.add_argument("--examples", type=int, help="to train on, and twice as many to test; all by default")
-    parser.add_argument("--leaves", type=int, help="of an example; all by default")
-    parser.add_argument("--seeds", action="store_true", help="also the other seeds")
-    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--examples", type=int, help="most training examples; twice as many are tested")
+    parser.add_argument("--leaves", type=int, help="most leaves per example; all by default")
+    parser.add_argument("--seeds", action="store_true", help="also train the other seeds")
+    parser.add_argument("--times", action="store_true", help="time each model alone instead")
     parser.add_argument("--out", default="results.jsonl")
     arguments = parser.parse_args()
     if arguments.times:

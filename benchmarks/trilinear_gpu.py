@@ -1,7 +1,7 @@
-"""Three-way attention on a GPU: kernels against the streaming backend, and the kernels' tiles tuned.
+"""Time of three-way attention on a GPU: `python -m benchmarks.trilinear_gpu [tune] [time] [--write]`.
 
-`python -m benchmarks.trilinear_gpu [tune] [time] [--write]`. Output and gradients are always compared with float64 first;
-`tune` times every kernel with every candidate, for the tables in `hsa.research.trilinear.triton.tiles`.
+Output and gradients are always compared with float64 first. `time` compares the kernels with the streaming backend; `tune`
+times every kernel with every candidate tile, for the tables in `hsa.research.trilinear.triton.tiles`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hsa.research.trilinear.triton.tiles import KernelCall, Tile
 
 HEADS, DTYPE = 16, torch.bfloat16
 PEAK = 989e12
-"""bfloat16 operations per second of an H100 or H200 SXM, dense, by NVIDIA's data sheet."""
+"""Dense bfloat16 operations per second of an H100 or H200 SXM, from NVIDIA's data sheet."""
 BACKWARD = 5.5
-"""Products of the gradients over those of the forward pass: 3 for the queries and 4 for each other set, against 2."""
+"""Products of the gradients relative to those of the forward pass: 3 for the queries and 4 for each other set, over 2."""
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of the forward products: 4 · dim for every head, query and pair that it sees."""
+        """Operations of the forward pass: 4 · dim for every head, query and visible pair."""
         left, right = self.limits
         i = np.arange(self.length, dtype=np.float64)
         before = i if left is None else np.minimum(i, left)
@@ -117,7 +117,7 @@ CANDIDATES: dict[tuple[str, int], list[Tile]] = {
     ("keys", 128): [Tile(32, 32, 4), Tile(64, 32, 8), Tile(32, 64, 4), Tile(64, 64, 8), Tile(64, 32, 4)],
 }  # fmt: skip
 SHARE = {"forward": 1.0, "queries": 1.5, "keys": 2.0}
-"""Products of a kernel over those of the forward pass."""
+"""Products of each kernel relative to those of the forward pass."""
 
 
 CHECKED = {
@@ -128,7 +128,7 @@ CHECKED = {
 
 
 def check_correctness(dtype: str, dim: int) -> None:
-    """Output and gradients against the streaming backend in float64: limits, ragged batches, other sets."""
+    """Compare output and gradients with the streaming backend in float64: limits, ragged batches, other sets."""
     variants: list[dict[str, Any]] = [{}, {"causal": True}, {"window": 37}, {"causal": True, "window": 70}]
     variants.append({"first": [133, 5, 70, 2], "second": [1, 200, 31, 64]})
     worst = [_error([211, 1, 64, 130], dim, getattr(torch, dtype), variant) for variant in variants]
@@ -159,7 +159,7 @@ def _error(lengths: list[int], dim: int, dtype: torch.dtype, variant: dict[str, 
 
 
 def tune(seconds: float = 100.0) -> None:
-    """Milliseconds of every kernel with every candidate; prints them, the best and the one in the table."""
+    """Print the milliseconds of every kernel with every candidate tile, and the best."""
     began = time.perf_counter()
     for case in TUNED:
         if time.perf_counter() - began > seconds:
@@ -172,7 +172,7 @@ def tune(seconds: float = 100.0) -> None:
                 trilinear_tiles.HALF[kernel, case.dim] = tile
                 try:
                     times[tile] = milliseconds(run, seconds=0.1)
-                except Exception as error:  # too much shared memory, or a compiler that gives up
+                except Exception as error:  # too much shared memory, or the compiler gives up
                     print(f"  {kernel} {tuple(tile)}: {type(error).__name__}")
                     torch.cuda.synchronize()
                 finally:
@@ -184,12 +184,12 @@ def tune(seconds: float = 100.0) -> None:
 
 
 def compile_candidates(case: int, kernel: str) -> None:
-    """Run each once, on few rows, so that Triton has them on disk."""
+    """Run each candidate once, on few rows, so that Triton has it on disk."""
     tuned = TUNED[case]
     run = _kernels(tuned._replace(batch=1, length=64))[kernel]
     for tile in CANDIDATES[kernel, tuned.dim]:
         trilinear_tiles.HALF[kernel, tuned.dim] = tile
-        with suppress(Exception):  # tune says so
+        with suppress(Exception):  # `tune` reports it
             run()
 
 
@@ -210,7 +210,7 @@ def _kernels(case: Case) -> dict[str, Step]:
 
 
 def patient(step: Step) -> float:
-    """Milliseconds; of a single run where that takes long."""
+    """Return the milliseconds of a step; of a single run if that takes more than a second."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     step()
@@ -256,17 +256,17 @@ def time_all(write: bool = True) -> None:
             "trilinear_gpu",
             f"Three-way attention on a GPU: {HEADS} heads, bfloat16",
             [("", header, table)],
-            "Operations are counted as 4 · dim for every head, query and pair that it sees (logits and averages), and "
-            f"{BACKWARD} times\nas many for the gradients: 3 products for the queries and 4 for each other set, against 2. "
-            f"Peak is {PEAK / 1e12:.0f} TFLOP/s, dense,\nby NVIDIA's data sheet of the H100 and H200 SXM. Forward: CUDA "
-            "graph replays; with gradients, and the streaming backend: calls\nfrom Python. Inputs are random; outputs and "
-            "gradients of both are compared with float64 first.",
+            f"Operations are 4 · dim for every head, query and visible pair (logits and averages), and {BACKWARD} "
+            "times as many for the gradients: 3 products for the queries and 4 for each other set, against 2. Peak "
+            f"is {PEAK / 1e12:.0f} TFLOP/s, dense, from NVIDIA's data sheet of the H100 and H200 SXM. Forward times "
+            "are those of CUDA graph replays; times with gradients and of the streaming backend are those of calls "
+            "from Python. Inputs are random. Outputs and gradients of both backends were compared with float64 first.",
             command="python -m benchmarks.trilinear_gpu time --write",
         )
 
 
 def side_by_side(jobs: list[list[str]]) -> None:
-    """This program with each list of arguments, at once: most of the time is compilation."""
+    """Run this program with each list of arguments, in parallel, because most of the time is compilation."""
     command = [sys.executable, "-m", "benchmarks.trilinear_gpu"]
     running = [subprocess.Popen([*command, *job], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for job in jobs]
     failed = False
