@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.derivatives import check_no_transform
 from hsa.errors import InvalidInput, NonFinite
 from hsa.tree.hierarchy import Hierarchy
 
@@ -58,6 +59,7 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(name, got=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
+        check_no_transform(name, x)
         if x.ndim != 3:
             raise InvalidInput(
                 name,
@@ -139,6 +141,7 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
         return None
     if not isinstance(positions, Tensor):
         raise InvalidInput("positions", got=type(positions).__name__, expected="a tensor")
+    check_no_transform("positions", positions)
     shape = tuple(positions.shape)
     if positions.ndim == 2:
         positions = positions[:, None]
