@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hsa.attention.derivatives import check_no_transform
 from hsa.errors import InvalidInput, NonFinite
-from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.hierarchy import MOST_LEAVES, Hierarchy
 
 _checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
 
@@ -119,10 +119,13 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
 
 
 def check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    """Return the value if it is an integer of at least `minimum`; raise an error with the text `expected` otherwise."""
+    """Return the value if it is an integer of at least `minimum`; raise an error with the text `expected` otherwise.
+
+    Values above `MOST_LEAVES` become that: no tree is larger, so they mean the same, and indices do not overflow.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
         raise InvalidInput(name, got=repr(value), expected=expected)
-    return int(value)
+    return min(int(value), MOST_LEAVES)
 
 
 def check_dropout(dropout_p: Any) -> None:
