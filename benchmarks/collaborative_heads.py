@@ -50,9 +50,9 @@ HEADER = [
 NOTES = (
     "Shared: `hsa.research.collaborate`, alternating least squares on the bilinear forms of all heads of a layer "
     "together. Truncated heads, the baseline: the strongest singular components of each head's own form, as many "
-    "over all heads as have the same number of parameters. On data: both in coordinates in which the error is that "
-    "of logits on inputs of the layer; the moments come from texts that are not used for testing. Nothing was "
-    "trained afterwards. Tensor error: relative, mean over layers. Logit error: the same for logits, up to what "
+    "in total as fit the same number of parameters. On data: both are fitted to the logits on inputs of the layer "
+    "instead of to the weights; the moments come from texts that are not used for testing. Nothing was trained "
+    "afterwards. Tensor error: relative, mean over layers. Logit error: the same for logits, without the part that "
     "softmax drops. × time: a forward pass relative to before; a head compares all shared channels instead of its "
     "own."
 )

@@ -2,8 +2,8 @@
 
     python examples/convert_model.py [MODEL]
 
-MODEL is the name or folder of an encoder on the Hugging Face Hub. Without one, a small BERT with random weights shows the
-calls; what it says about quality means nothing.
+MODEL is an encoder: a folder, or a name on the Hugging Face Hub. Without one, a small BERT with random weights shows
+the calls; its similarity then says nothing about quality.
 """
 
 import sys
@@ -42,7 +42,7 @@ def main(name: str | None = None) -> float:
     print(f"cosine of the outputs:     {similarity:.4f}")
     print(f"operations of attention:   {counted.ratio:.1f} times fewer")
 
-    model.save_pretrained("converted")  # from_pretrained("converted") attends over trees again
+    model.save_pretrained("converted")  # after from_pretrained("converted"), call convert(model) to apply the settings
     hsa.huggingface.revert(model)
     print(
         f"after revert:              {torch.cosine_similarity(exact, model(ids).last_hidden_state, dim=-1).mean():.4f}"

@@ -109,7 +109,7 @@ def test_invalid_combinations():
     with pytest.raises(InvalidInput, match=r"layout: expected .*, got 'interlaced'"):
         DocumentOptions(layout="interlaced")
     with pytest.raises(
-        InvalidInput, match=r"expected hat, which combines heads in a way of its own, got 'hat\+talking'"
+        InvalidInput, match=r"expected hat, whose heads cannot be fused in another way, got 'hat\+talking'"
     ):
         check_models(["hat+talking"])
     with pytest.raises(InvalidInput, match="warm_start: expected hat among the models, got only han, flat"):

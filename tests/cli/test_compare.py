@@ -269,7 +269,7 @@ def test_out_of_memory_for_one_model(call, fails, rows, monkeypatch):
     assert re.search(r"^deepsets +\d,\d+ +0.01 ", out, re.M)
     text = " ".join(out.split())
     assert "hierarchical ran out of memory at every rate" in text
-    assert "to retry the runs that ran out of memory, free some and use --resume" in text
+    assert "to retry the runs that ran out of memory, free memory and pass --resume" in text
     assert "or compare in another folder with a smaller --batch-tokens" in text
     fails("compare", rows, *COLUMNS, *few, "--out", "out")  # which needs --resume
     small = False

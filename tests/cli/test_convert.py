@@ -234,20 +234,22 @@ def test_options_that_do_not_fit(refuses, models, data, arguments, where, phrase
 
 
 def test_models_that_do_not_fit(fails, refuses, models, data, tmp_path):
-    refuses(("convert", tmp_path / "none", data), tmp_path / "none", "no model that loads (no such folder)")
+    refuses(("convert", tmp_path / "none", data), tmp_path / "none", "the model cannot be loaded (no such folder)")
     (tmp_path / "here").mkdir()
-    refuses(("convert", "here/none", data), "here/none", "no model that loads (no such folder)")  # like a hub name
+    refuses(
+        ("convert", "here/none", data), "here/none", "the model cannot be loaded (no such folder)"
+    )  # like a hub name
     line = fails("convert", models / "embedding", data)
     assert "a checkpoint without 2 of the weights, such as classifier.bias" in line
     assert "hsa finetune" in line
     save(tmp_path / "cut", classifier())
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    refuses(("convert", tmp_path / "cut", data), "cut", "no model that loads (")
+    refuses(("convert", tmp_path / "cut", data), "cut", "the model cannot be loaded (")
     (tmp_path / "cut" / "config.json").write_text("{")
-    refuses(("convert", tmp_path / "cut", data), "cut", "no model that loads (")
+    refuses(("convert", tmp_path / "cut", data), "cut", "the model cannot be loaded (")
     (tmp_path / "cut" / "config.json").write_text('{"model_type": "nonesuch"}')
-    refuses(("finetune", tmp_path / "cut", data, "--out", "x"), "cut", "no model that loads (")
+    refuses(("finetune", tmp_path / "cut", data, "--out", "x"), "cut", "the model cannot be loaded (")
     from tests.huggingface.tiny_models import ENCODER, transformers
 
     save(tmp_path / "masked", transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)))

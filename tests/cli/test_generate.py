@@ -199,7 +199,7 @@ def test_folders_without_a_language_model(fails, refuses, tmp_path):
     assert "no such folder" in fails("generate", "nowhere", "--prompt", "a")
     refuses(("generate", tmp_path, "--prompt", "a"), tmp_path, "an empty folder")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "no model that loads" in fails("generate", tmp_path, "--prompt", "a")
+    assert "the model cannot be loaded" in fails("generate", tmp_path, "--prompt", "a")
 
 
 @pytest.mark.parametrize(

@@ -297,9 +297,9 @@ def test_data_that_do_not_fit(refuses, models, tmp_path):
 
 
 def test_models_that_do_not_fit(fails, refuses, models, data, ours, tmp_path):
-    refuses(("heads", tmp_path / "none", data), tmp_path / "none", "no model that loads (no such folder)")
+    refuses(("heads", tmp_path / "none", data), tmp_path / "none", "the model cannot be loaded (no such folder)")
     (tmp_path / "bare").mkdir()
-    assert "no model that loads" in fails("heads", tmp_path / "bare", data)
+    assert "the model cannot be loaded" in fails("heads", tmp_path / "bare", data)
     assert "is a causal decoder" in fails("heads", models / "decoder", data)
     table = ours / "reviews.csv"
     assert "a bottom-up encoder uses the same heads on every level" in fails("heads", ours / "plain/bottom-up", table)

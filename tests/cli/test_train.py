@@ -315,7 +315,7 @@ def test_recipes_and_flags(call, trained):
 @pytest.mark.parametrize(
     ("text", "where", "phrases"),
     [
-        ("epocs: 3", "my.yaml", ("expected data, models, ", "the unknown option 'epocs'")),
+        ("epocs: 3", "my.yaml", ("unknown option 'epocs'; expected one of data, models, ",)),
         ("epochs: [", "my.yaml", ("YAML", "(while parsing a flow node")),
         ("epochs: x", "my.yaml: epochs", ("int, got 'x'",)),
         ("models: [hierarchical, nope]", "models", ("expected one of hierarchical, multiscale, ", "got 'nope'")),
@@ -344,7 +344,11 @@ def test_a_recipe_that_is_overridden_with_no(call, trained):
     [
         (("--models", "nope"), "models", ("expected one of hierarchical, multiscale, clustered", "got 'nope'")),
         (("--epochs", "0"), "epochs", ("more than 0", "got 0")),
-        (("--task", "lm", "--minutes", "2"), "minutes", ("got 2 with the task lm. Limit --epochs instead",)),
+        (
+            ("--task", "lm", "--minutes", "2"),
+            "minutes",
+            ("expected 0 with the task lm, got 2. Limit --epochs instead",),
+        ),
         (("--learning-rate=-1",), "learning_rate", ("more than 0", "got -1.0")),
         (("--warmup", "1"), "warmup", ("0 or more and less than 1", "got 1.0")),
         (("--heads", "3"), "heads", ("divide the width", "3 heads", "head_dim")),
@@ -446,8 +450,16 @@ def test_evaluate_with_another_memory(call, refuses, trained):
         ("evaluate", "run/transformer-xl", data, "--test-memory", "-1"), "test_memory", "0 or more tokens", "got -1"
     )
     refuses(("evaluate", model, data, "--test-memory", "8"), "test_memory", "a model without a memory")
-    refuses(("evaluate", model, data, "--text", "text"), "text", "got text for a classifier or regressor. Leave it out")
-    refuses(("evaluate", model, data, "--context", "8"), "context", "got 8 for a classifier or regressor. Leave it out")
+    refuses(
+        ("evaluate", model, data, "--text", "text"),
+        "text",
+        "expected no value for a classifier or regressor, got text. Leave it out",
+    )
+    refuses(
+        ("evaluate", model, data, "--context", "8"),
+        "context",
+        "expected no value for a classifier or regressor, got 8. Leave it out",
+    )
 
 
 def test_predict(call, trained):

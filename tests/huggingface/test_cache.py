@@ -268,7 +268,7 @@ def test_caches_that_do_not_fit_are_refused():
     with pytest.raises(InvalidInput, match=r"number of key dimensions is 16, as in the new tokens, got a cache with 8"):
         run(ready(head_dim=16), input_ids=token, past_key_values=filled())
     with pytest.raises(
-        InvalidInput, match=r"attention_mask: expected .* \[19, 15\] tokens .*, got a mask with \[19, 19\]$"
+        InvalidInput, match=r"attention_mask: expected .* \[19, 15\] tokens .*, got a mask that includes \[19, 19\]$"
     ):
         run(model, input_ids=token, past_key_values=filled())
     with pytest.raises(

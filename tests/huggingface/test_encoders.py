@@ -237,7 +237,7 @@ def test_an_image_encoder_as_image_reader(image_encoder, tmp_path):
     grid = read(image_reader=partial(image_encoder.read_image, grid=True)).members[1]
     assert (grid.modalities, grid.domain) == (("image",), Grid((3, 3)))
     (tmp_path / "a.png").write_bytes(b"no picture")
-    with pytest.raises(InvalidInput, match=r"'picture' .*a.png.*no readable picture"):
+    with pytest.raises(InvalidInput, match=r"'picture' .*a.png.*no readable image"):
         read(image_reader=image_encoder.read_image)
     with pytest.raises(InvalidInput, match="images: expected a list of images, got one image"):
         image_encoder.image_vectors("a.png")
@@ -265,7 +265,7 @@ def test_models_that_do_not_exist(kind, tmp_path, monkeypatch):
         kind("org/no-model")
     with pytest.raises(InvalidInput, match=rf"no such folder.*hf download OWNER/MODEL --local-dir {tmp_path}/none"):
         kind(tmp_path / "none")
-    with pytest.raises(InvalidInput, match=rf"{tmp_path}: no model that loads"):
+    with pytest.raises(InvalidInput, match=rf"{tmp_path}: the model cannot be loaded"):
         kind(tmp_path)
 
 
@@ -273,7 +273,7 @@ def test_a_folder_without_its_tokenizer(tmp_path):
     save_bert(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(InvalidInput, match=r"no model that loads \(the tokenizer has no vocabulary\)"):
+    with pytest.raises(InvalidInput, match=r"the model cannot be loaded \(the tokenizer has no vocabulary\)"):
         TextEncoder(tmp_path)
 
 

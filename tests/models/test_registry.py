@@ -167,7 +167,7 @@ def test_options_that_do_not_apply(plugin):
     assert start_warm(model.encoder) == []
     with pytest.raises(
         InvalidInput,
-        match=r"^models: expected wide-bag, which combines .*, got 'wide-bag\+talking'",
+        match=r"^models: expected wide-bag, whose heads .*, got 'wide-bag\+talking'",
     ):
         find_model("wide-bag+talking")
     with pytest.raises(

@@ -251,7 +251,7 @@ def test_unknown_keys_and_kinds(kind):
     [
         ({"kind": "dense"}, "kind: expected one of hierarchical.*, got 'dense'"),
         ({"layers": 0}, "layers: expected 1 or more, got 0"),
-        ({"width": 13, "heads": 2}, "heads: expected heads that divide the width, got 2 heads of a width of 13"),
+        ({"width": 13, "heads": 2}, "heads: expected heads that divide the width, got 2 heads for a width of 13"),
         ({"position_width": 7}, "position_width: expected an even number.*, got 7"),
         ({"dropout": 1.0}, "dropout: expected 0 or more and less than 1, got 1.0"),
     ],

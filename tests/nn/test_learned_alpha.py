@@ -224,7 +224,7 @@ def test_kinds_without_entmax(kind):
 
 def test_options_that_do_not_fit_entmax():
     config = EncoderConfig(entmax="learned")
-    with pytest.raises(InvalidInput, match=r"entmax: expected a fusion .*, got learned with heads that talk"):
+    with pytest.raises(InvalidInput, match=r"entmax: expected a fusion .*, got learned with talking heads"):
         replace(config, fusion="talking")
     with pytest.raises(InvalidInput, match=r"entmax_levels: expected 1 or more, got 0"):
         replace(config, entmax_levels=0)

@@ -33,7 +33,7 @@ def lost(model, *endings):
 
 OUT_OF_MEMORY = ("out of memory",) * len(RATES)
 WHAT_TO_DO = (
-    "to retry the runs that ran out of memory, free some and use --resume; or compare in another folder with a smaller "
+    "to retry the runs that ran out of memory, free memory and pass --resume; or compare in another folder with a smaller "
     "--batch-tokens, --max-tokens (--context for a language model) or --width"
 )
 

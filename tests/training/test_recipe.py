@@ -80,9 +80,9 @@ def test_the_recipes_of_the_project_are_valid(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epocs: 3", "{path}: expected data, models, batch_size, "),
-        ("epocs: 3", ", got the unknown option 'epocs'. Did you mean 'epochs'?"),
-        ("7: 3\nzzzz: 1", ", got the unknown option '7'"),
+        ("epocs: 3", "{path}: unknown option 'epocs'; expected one of data, models, batch_size, "),
+        ("epocs: 3", ", word_vectors. Did you mean 'epochs'?"),
+        ("7: 3\nzzzz: 1", "unknown option '7'"),
         ("a: [1", "YAML (while parsing a flow sequence in "),
         ("- a\n- b", "{path}: expected names and values of options, got a list"),
         ("", "{path}: "),

@@ -19,8 +19,8 @@ from hsa.attention.checks import is_checking
 from hsa.errors import NonFinite
 
 STEPS = 64
-"""Largest number of Newton steps. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so this is enough for float64; rows
-of attention take 3 to 8."""
+"""Maximum number of Newton steps. Each divides (S − 1)·|S'| by 4 or more (see `solve`), so this is enough for float64;
+rows of attention take 3 to 8."""
 CHUNK = 2**17
 """Numbers per chunk on the CPU: beyond the caches, allocating memory costs more than the arithmetic."""
 

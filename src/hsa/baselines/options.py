@@ -19,7 +19,7 @@ class DocumentOptions:
     Args:
         level_encoder: Encoder of the members of a family (han): attention or gru.
         levels: Number of levels with their own weights, from the leaves up; higher levels share those of the last (han). By
-            default the number of levels that half of the documents have, at most 3.
+            default the number that at least half of the documents have, at most 3.
         layout: Order of the layers inside and across segments (hat): interleaved, early, late, ad-hoc, a published layout
             (I1, I2, I3, EC1, EC2, LC1, LC2), or a pattern such as SSC.
         segment: Number of tokens per segment (hat, transformer-xl).

@@ -31,7 +31,7 @@ class TextOptions:
         split: Value of the column "split" in the rows to use; by default "validation", else "test", if there is such a
             column.
         join: Join several columns into one text, rather than a pair.
-        limit: Largest number of texts, drawn at random.
+        limit: Maximum number of texts, drawn at random.
         max_tokens: Length in tokens at which texts are cut. By default the model's limit, at most 4,096.
     """
 
@@ -54,11 +54,12 @@ class SettingOptions:
         tree: Tree for multiscale and hierarchical: windows of consecutive tokens, or the sentences of the text; windows by
             default.
         branching: Members per family, from the leaves up; the last factor repeats, except for hierarchical.
-        near: For multiscale: neighbouring families that are attended to exactly.
-        top_k: Groups of keys that each query attends to exactly, the best ones. More are closer to the original and slower.
+        near: For multiscale: number of neighbouring families on each side that are attended to exactly.
+        top_k: Number of groups of keys that each query attends to exactly: the best ones. More is closer to the
+            original and slower.
         pooled_bias: Number that is added to the logits of pooled nodes.
         sinks: Number of first tokens that are always attended to exactly, or "special" for the special tokens.
-        tile: Number of neighbouring queries that share a selection.
+        tile: Number of neighbouring queries that share a selection; by default 1, or a leaf family for multiscale.
         chunk: Number of tokens whose keys are clustered together; by default 256 in causal models, all tokens in others.
     """
 
@@ -140,7 +141,7 @@ def convert(
         budget: Budget of quality or operations, such as "accuracy -0.5" or "ops 4x", to search settings for. Replaces the
             settings of layers.
         calibration: File of texts to search on; by default some of DATA, which are then left out of the report.
-        calibrate_on: Largest number of texts to search on; at most half of DATA.
+        calibrate_on: Maximum number of texts to search on; at most half of DATA.
         every_layer: Convert every layer, with --budget; by default the search may keep layers exact.
         out: Folder for the results; runs/convert-NAME by default. A search reuses the measurements in this folder.
         lengths: Lengths in tokens to measure time and memory at; several up to the longest input by default.

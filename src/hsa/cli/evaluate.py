@@ -61,8 +61,8 @@ def evaluate(
         if context is not None:
             raise InvalidInput(
                 "context",
-                got=f"{context} for a classifier or regressor",
-                expected="a language model",
+                got=context,
+                expected="no value for a classifier or regressor",
                 fix="Leave it out",
             )
         numbers = _classifier(loaded, data, test_memory, text, skip_bad)
@@ -92,8 +92,8 @@ def _classifier(
     if text:
         raise InvalidInput(
             "text",
-            got=f"{', '.join(text)} for a classifier or regressor",
-            expected="a language model",
+            got=", ".join(text),
+            expected="no value for a classifier or regressor",
             fix="Leave it out: the model knows its columns",
         )
     if memory is not None:
@@ -125,9 +125,7 @@ def _language_model(
     from hsa.training.language_model.inference import evaluate_text
 
     if skip_bad:
-        raise InvalidInput(
-            "skip_bad", got="the option for a language model", expected="a classifier or regressor", fix="Leave it out"
-        )
+        raise InvalidInput("skip_bad", got=True, expected="no value for a language model", fix="Leave it out")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     return asdict(evaluate_text(loaded, data, columns=split_words(text), context=context, memory=memory))
 

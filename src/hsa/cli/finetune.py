@@ -24,7 +24,7 @@ class TrainingTexts:
         label: Column of the labels; "label" by default.
         split: Value of the column "split" in the rows to use; "train" by default, if there is such a column.
         join: Join several columns into one text, rather than a pair.
-        limit: Largest number of texts, drawn at random; all by default.
+        limit: Maximum number of texts, drawn at random; all by default.
     """
 
     text: tuple[str, ...] = ()

@@ -46,10 +46,10 @@ def generate(
             is converted with the settings that `hsa convert` saved, or with the defaults.
         prompt: Text to continue; - reads it from stdin.
         prompt_file: File with the text to continue.
-        max_new_tokens: Largest number of tokens to generate.
+        max_new_tokens: Maximum number of tokens to generate.
         temperature: Temperature of sampling; 0 always takes the most likely token.
         sample_top_k: Number of most likely tokens to sample from; 0 for all.
-        sample_top_p: Probability of the most likely tokens to sample from, together; 1 for all tokens.
+        sample_top_p: Total probability of the most likely tokens to sample from; 1 for all tokens.
         seed: Random seed; the same seed gives the same text. Random by default.
         stop: Strings that end the text; they are not printed.
         cpu: Do not use a GPU.

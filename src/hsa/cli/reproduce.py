@@ -41,11 +41,11 @@ def reproduce(
     Args:
         recipe: A recipe, such as recipes/convert_table3.yaml.
         data: Folder with the data files that the recipe names.
-        model: The encoder to fine-tune: a folder or a name on the hub.
+        model: Encoder to fine-tune: a folder or a name on the hub.
         given: TASK=FOLDER: a fine-tuned model to use for a task.
         hub: Use the paper's fine-tuned models, from the hub.
         tasks: Tasks of the recipe to run; all by default.
-        limit: Largest number of test texts per task.
+        limit: Maximum number of test texts per task.
         out: Folder for models and results; runs/NAME by default.
         resume: Continue the run in the same folder where it stopped.
         cpu: Do not use a GPU.

@@ -69,8 +69,8 @@ def refuse_time_limit(recipe: Recipe) -> None:
     if recipe.training.minutes:
         raise InvalidInput(
             "minutes",
-            got=f"{recipe.training.minutes:g} with the task {recipe.read.task}",
-            expected="the task classification or regression",
+            got=f"{recipe.training.minutes:g}",
+            expected=f"0 with the task {recipe.read.task}",
             fix="Limit --epochs instead",
         )
 

@@ -32,7 +32,7 @@ def generate(
         model: Language model in `eval` mode.
         tokenizer: Tokenizer of the model, a byte-level `tokenizers.Tokenizer`.
         prompt: Text to continue; it is not repeated.
-        max_new_tokens: Largest number of tokens to generate. The end of a document ends the text too.
+        max_new_tokens: Maximum number of tokens to generate. The end of a document ends the text too.
         sampling: Options for drawing tokens; by default they are drawn from the model's own distribution.
         stop: Strings that end the text; they are left out.
         ends: Ids of tokens that end a document; `<|end|>` by default.

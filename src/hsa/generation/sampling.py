@@ -1,4 +1,4 @@
-"""`Sampling`: how the next token is drawn from logits."""
+"""`Sampling`: options for drawing the next token from logits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings
 
 REWIND = 64
-"""Most tokens that can be removed from a layer that keeps no leaves. Speculative decoding rejects fewer."""
+"""Maximum number of tokens to remove from a layer that keeps no leaves. Speculative decoding rejects fewer."""
 
 
 class CacheLayer(CacheLayerMixin):
@@ -125,8 +125,8 @@ class CacheLayer(CacheLayerMixin):
         if before != tokens.lengths:
             raise InvalidInput(
                 "attention_mask",
-                expected=f"a mask of all positions, with {tokens.lengths[:5]} tokens that the cache holds",
-                got=f"a mask with {before[:5]}",
+                expected=f"a mask of all positions, that includes the {tokens.lengths[:5]} tokens in the cache",
+                got=f"a mask that includes {before[:5]}",
             )
 
     def _attend_inside(self, call: Call, sequences: Sequences) -> Output:

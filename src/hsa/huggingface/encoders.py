@@ -45,9 +45,9 @@ class TextEncoder(_Encoder):
 
     Args:
         path: Folder with config.json, weights and tokenizer, or a name on the hub, such as "intfloat/e5-base-v2".
-        longest: Most tokens per input of the model, special tokens included. Default: the model's limit. Longer texts are
-            cut into windows.
-        batch_tokens: Most tokens per batch, padding included.
+        longest: Maximum number of tokens per input of the model, special tokens included; the model's limit by default.
+            Longer texts are cut into windows.
+        batch_tokens: Maximum number of tokens per batch, padding included.
         dtype: Dtype of the weights, such as `torch.bfloat16`. Vectors are float32.
 
     Attributes:

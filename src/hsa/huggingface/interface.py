@@ -86,7 +86,7 @@ def hsa_attention(
 
 
 def _wants_weights(module: Any, others: dict[str, Any]) -> bool:
-    """Whether attention weights are requested. Where a family does not pass the request on, transformers collects them."""
+    """Return whether attention weights are requested, directly or through the collector of transformers."""
     if others.pop("output_attentions", False) or getattr(module.config, "output_attentions", False):
         return True
     try:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 AttentionPath: TypeAlias = Literal["exact", "tree", "split"]
 CachePath: TypeAlias = Literal["inside", "whole", "steps"]
 FEW = 16
-"""Most new tokens that a cache of clustered keys takes one by one; for more, it rebuilds its trees."""
+"""Maximum number of new tokens that a cache of clustered keys takes one by one; for more, it rebuilds its trees."""
 LONGEST_INSIDE = 2**15
 """Longest prompt that attends inside the cache, in tokens. For longer prompts a whole pass is faster."""
 _UNKNOWN_TERMS = ("position_bias", "softcap", "s_aux", "sliding_window")
@@ -154,7 +154,7 @@ class LayerPlan:
 
 
 def exact_is_cheaper(settings: LayerSettings, length: int, *, causal: bool) -> bool:
-    """Whether exact attention takes no more operations than a tree for a sequence of `length` tokens.
+    """Return whether exact attention takes no more operations than a tree for a sequence of `length` tokens.
 
     The count, per query and in entries of attention, includes the keys of exact families, one entry per pooled node, half an
     entry for each scored family, and the clustering of keys. Causal layers are exact only where nothing would be pooled:

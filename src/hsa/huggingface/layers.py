@@ -43,7 +43,7 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 def contains(module: nn.Module, inner: nn.Module) -> bool:
-    """Whether a module contains another one; no module contains itself."""
+    """Return whether a module contains another one; no module contains itself."""
     return module is not inner and any(part is inner for part in module.modules())
 
 
@@ -98,7 +98,7 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
 
 
 def is_sliding(module: nn.Module) -> bool:
-    """Whether a layer attends to a window of neighbouring tokens only."""
+    """Return whether a layer attends to a window of neighbouring tokens only."""
     kind = getattr(module, "attention_type", None) or getattr(module, "layer_type", None)
     return bool(getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None)) or (
         isinstance(kind, str) and kind != "full_attention"
@@ -106,7 +106,7 @@ def is_sliding(module: nn.Module) -> bool:
 
 
 def is_cross(module: nn.Module) -> bool:
-    """Whether a layer attends to another sequence. Families with one class for both mark causal self-attention."""
+    """Return whether a layer attends to another sequence. If one class serves both, only self-attention is causal."""
     return (
         bool(getattr(module, "is_cross_attention", False))
         or "Cross" in type(module).__name__
@@ -115,5 +115,5 @@ def is_cross(module: nn.Module) -> bool:
 
 
 def is_causal(module: Any) -> bool:
-    """Whether a layer hides later tokens. A config can make a decoder bidirectional."""
+    """Return whether a layer hides later tokens. A config can make a decoder bidirectional."""
     return bool(getattr(module, "is_causal", False)) and bool(getattr(module.config, "is_causal", True))

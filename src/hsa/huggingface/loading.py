@@ -47,14 +47,14 @@ def loading(name: str) -> Iterator[None]:
         folder = name if hub != name else f"models/{name.rpartition('/')[2]}"
         raise InvalidInput(
             name,
-            problem=f"no model that loads ({str(error).strip().partition(chr(10))[0]})",
+            problem=f"the model cannot be loaded ({str(error).strip().partition(chr(10))[0]})",
             expected="a folder with config.json, weights and tokenizer or preprocessor, or a name on the hub",
             fix=f"With a network connection, run: hf download {hub} --local-dir {folder}, then pass that folder",
         ) from error
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name is a path in an existing folder, not on the hub, whose lookup is slow without a network."""
+    """Return whether a name is a path in an existing folder: looking it up on the hub is slow without a network."""
     parent = Path(name).parent
     return parent != Path() and parent.is_dir()
 
@@ -165,7 +165,7 @@ def load_for_training(name: str, classes: list[str], *, fresh: bool = False) -> 
 
 
 def most_tokens(model: Any, tokenizer: Any, usual: int = 512) -> int:
-    """Return the most tokens that the model's position table, if it has one, and its tokenizer allow."""
+    """Return the number of tokens that the model's position table, if it has one, and its tokenizer allow."""
     tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
     table = next((m for m in tables if isinstance(m, torch.nn.Embedding)), None)
     if table is not None:  # RoBERTa's positions start after the padding index

@@ -103,7 +103,7 @@ def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
 
 
 def is_observed() -> bool:
-    """Whether operations are counted or distances measured. Both need a whole pass."""
+    """Return whether operations are counted or distances measured. Both need a whole pass."""
     return COUNTER.get() is not None or PROBE.get() is not None
 
 

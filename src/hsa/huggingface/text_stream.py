@@ -18,7 +18,7 @@ from hsa.huggingface.loading import load_for_task, most_tokens
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """Size of the vocabulary, and most tokens that the model can read."""
+    """Size of the vocabulary, and maximum number of tokens that the model can read."""
 
     vocabulary: int
     max_length: int

@@ -30,7 +30,7 @@ class ModelConfig:
         kinds: Kinds of domains that have positions: "sequence", "grid", "graph", "table".
         keys: Keys of tables.
         task: "classification" (a class per tree), "regression" (a number per tree) or "tokens" (a class per leaf).
-        pooling: How the leaves of a tree become one vector: "mean", "max", "attention", "first" or "last".
+        pooling: Pooling of the leaves of a tree into one vector: "mean", "max", "attention", "first" or "last".
         head: Inner width of the head; the encoder's width by default.
         center, scale: Mean and standard deviation of the numbers to predict, for regression.
 

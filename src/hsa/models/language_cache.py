@@ -27,7 +27,7 @@ class LanguageModelCache:
         config: Configuration of the model.
         batch: Number of texts.
         device, dtype: Device and type of the cached keys and values.
-        rewind: Largest number of tokens that `crop` can remove.
+        rewind: Maximum number of tokens that `crop` can remove.
 
     >>> from hsa.models import LanguageModel, LanguageModelConfig
     >>> model = LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1))

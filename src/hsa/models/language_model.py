@@ -46,7 +46,7 @@ class LanguageModelConfig:
         attention: Kind of attention, for all layers or one per layer: "flat" (to all tokens so far), "multiscale" (to the
             token's leaf family and `near` families before it token by token, to the others pooled on the tree) or
             "clustered" (multiscale over clustered keys).
-        fusion: How heads are combined: "concatenation", "talking", "collaborative" or "over-heads"; `shared_dim` and
+        fusion: Fusion of the heads: "concatenation", "talking", "collaborative" or "over-heads"; `shared_dim` and
             `fusion_penalty` are options of the last two.
         branching: Members per family of the tree, from the leaves up; the last factor repeats.
         near: Number of leaf families before a token's own that it attends to token by token.
@@ -58,7 +58,7 @@ class LanguageModelConfig:
         top_k, beam, chunk, group: For "clustered": number of exact groups per token, width of the search for them, tokens
             per chunk, keys per group.
         closes: Token id → height up to which the token closes families: 1 for leaf families, 2 for their parents, …
-        max_length: Largest number of tokens of a text; None for no limit.
+        max_length: Maximum number of tokens of a text; None for no limit.
 
     >>> config = LanguageModelConfig(11, width=8, heads=2, layers=1)
     >>> LanguageModelConfig.from_dict(config.to_dict()) == config
@@ -305,7 +305,7 @@ class LanguageModel(CausalLanguageModel):
         Args:
             batch: Number of texts.
             dtype: Type of the cached keys and values; that of the weights by default.
-            rewind: Largest number of tokens that `crop` can remove.
+            rewind: Maximum number of tokens that `crop` can remove.
         """
         return LanguageModelCache(self.config, batch, self.device, dtype or self.embedding.weight.dtype, rewind)
 

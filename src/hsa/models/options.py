@@ -20,19 +20,19 @@ class ModelOptions:
         head_dim: Channels per head; width / heads by default.
         layers: Number of layers (in total for hat, per level for han).
         dropout: Dropout on embeddings and residual branches.
-        fusion: How heads become one: concatenation, talking (they mix logits and weights), collaborative (one query and key
-            projection for all) or over-heads (every leaf weighs its heads).
+        fusion: Fusion of the heads: concatenation, talking (they mix logits and weights), collaborative (one query and
+            key projection for all) or over-heads (every leaf weighs its heads).
         shared_dim: For collaborative: channels of the shared queries and keys; half of all heads' by default.
         fusion_penalty: For over-heads: weight of the penalty that keeps leaves from all preferring the same head.
         entmax: For hierarchical and multiscale: entmax with this α in place of softmax, which gives small logits no weight:
             a number from 1 (softmax) to 2 (sparsemax), or learned (for every layer, level and head).
-        include_self: For hierarchical: leaves attend to themselves. The paper's experiments have --include-self=false.
-        near: For multiscale: neighbouring leaf families that are attended to leaf by leaf, on each side.
+        include_self: For hierarchical: leaves attend to themselves. The paper's experiments pass --no-include-self.
+        near: For multiscale: number of neighbouring leaf families on each side that are attended to leaf by leaf.
         top_k: For multiscale and clustered: number of further leaf families attended to leaf by leaf, the best ones.
         windows: Fixed windows of this many leaves, from the leaves up, in place of the data's own tree.
         position_width: Number of position features; 0 for no positions.
         position_input: Also add positions to the leaf vectors.
-        pooling: How the leaves of a tree become one vector: mean, max, attention, first or last.
+        pooling: Pooling of the leaves of a tree into one vector: mean, max, attention, first or last.
     """
 
     width: int = EncoderConfig.width

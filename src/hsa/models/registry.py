@@ -85,7 +85,7 @@ class Explanation:
 
     Attributes:
         file: Name of the image file.
-        leaves: Largest number of leaves for which the plot is legible.
+        leaves: Maximum number of leaves for which the plot is legible.
         draw: `draw(path, model, example, labels, title)`.
         applies: `applies(model)` returns whether the model has something to plot.
     """
@@ -161,7 +161,7 @@ def find_model(name: str) -> Model:
     if not plus:
         return model
     if not model.fuses:
-        raise InvalidInput("models", got=repr(name), expected=f"{base}, which combines heads in a way of its own")
+        raise InvalidInput("models", got=repr(name), expected=f"{base}, whose heads cannot be fused in another way")
     if fusion not in FUSIONS:
         raise InvalidInput("models", got=repr(name), expected=f"{base}+ and one of {', '.join(FUSIONS.names())}")
     return Model(model.architecture, {**model.changes, "fusion": fusion})

@@ -160,7 +160,7 @@ class Seq2Seq(nn.Module):
 
         Args:
             inputs: Prompts. They are encoded once; every step appends a token to each answer, with cached keys and values.
-            max_new_tokens: Largest number of tokens of an answer.
+            max_new_tokens: Maximum number of tokens of an answer.
             choose: Function of logits `[prompts, vocabulary]` that returns tokens `[prompts]`, such as `Sampling.draw`; by
                 default the most likely ones.
         """

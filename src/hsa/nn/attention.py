@@ -32,7 +32,7 @@ from hsa.nn.learned_alpha import LearnedAlpha, normalizer_for_plans, normalizer_
 from hsa.tree.hierarchy import Hierarchy
 
 _WIDEST = 256
-"""Largest number of channels that the fused kernels support."""
+"""Maximum number of channels that the fused kernels support."""
 _COUNTS: ContextVar[list[Flops] | None] = ContextVar("_COUNTS", default=None)
 
 

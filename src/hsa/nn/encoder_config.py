@@ -56,7 +56,7 @@ class EncoderConfig:
     (1, True)
     >>> EncoderConfig(width=64, heads=3)
     Traceback (most recent call last):
-    hsa.errors.InvalidInput: heads: expected heads that divide the width, got 3 heads of a width of 64. ...
+    hsa.errors.InvalidInput: heads: expected heads that divide the width, got 3 heads for a width of 64. ...
     """
 
     width: int = 128
@@ -114,7 +114,7 @@ class EncoderConfig:
         if self.entmax is not None and fusion.mixing is not None:
             raise InvalidInput(
                 "entmax",
-                got=f"{self.entmax} with heads that talk",
+                got=f"{self.entmax} with talking heads",
                 expected="a fusion that does not mix weights: mixing heads would undo the sparsity of entmax",
             )
 

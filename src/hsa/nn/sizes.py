@@ -24,9 +24,9 @@ def check_sizes(config: Any) -> None:
     if head_dim is None and config.width % config.heads:
         raise InvalidInput(
             "heads",
-            got=f"{config.heads} heads of a width of {config.width}",
+            got=f"{config.heads} heads for a width of {config.width}",
             expected="heads that divide the width",
-            fix="Or say how many channels a head has: head_dim" if hasattr(config, "head_dim") else None,
+            fix="Or set head_dim, the number of channels per head" if hasattr(config, "head_dim") else None,
         )
     position_width = getattr(config, "position_width", 0)
     if position_width % 2 or position_width < 0:

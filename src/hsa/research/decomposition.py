@@ -106,7 +106,7 @@ def decompose(
         rank: Rank of the result, at most the product of the two smaller dimensions, where an exact CP exists.
         start: Initial factors. By default random ones for a dense tensor; for a CP, those of its components that together
             explain most of it, chosen greedily.
-        iterations: Largest number of iterations; 0 returns the initial factors.
+        iterations: Maximum number of iterations; 0 returns the initial factors.
         tolerance: Smallest relative decrease of the error per iteration; below it, the iteration stops.
         seed: Seed of the random initial factors.
 

@@ -262,8 +262,8 @@ class Signal:
         """Return the tree as text, a row per family or single leaf.
 
         Args:
-            max_rows: Largest number of rows; an ellipsis stands for the others.
-            max_members: Largest number of members shown per family; a row counts the others.
+            max_rows: Maximum number of rows; an ellipsis stands for the others.
+            max_members: Maximum number of members shown per family; a row counts the others.
 
         >>> sentences = [Signal.of(["word"] * n, "text") for n in (2, 3, 5, 7, 11)]
         >>> print(Signal(Sequence(5), sentences).show(max_members=3))

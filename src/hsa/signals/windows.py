@@ -18,7 +18,7 @@ def in_windows(signal: Signal | Leaf, most: int) -> Signal | Leaf:
 
     Args:
         signal: Signal to divide.
-        most: Largest number of members of a sequence, 2 or more.
+        most: Maximum number of members of a sequence, 2 or more.
 
     Raises:
         InvalidInput: For `most` below 2.

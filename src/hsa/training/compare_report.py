@@ -155,7 +155,7 @@ class Comparison:
         return f"{first.model} against {other.model}: {gained} ({sure}){operations}, {time}"
 
     def _remarks(self) -> list[str]:
-        """Return what makes the comparison less fair than it could be, one line each."""
+        """Return limitations of the comparison, one line each."""
         lines, rates = [], sorted(self.plan.rates)
         for rate, which, other in ((rates[-1], "highest", "higher"), (rates[0], "lowest", "lower")):
             at_end = [model.model for model in self.finished if model.rate == rate]
@@ -165,7 +165,7 @@ class Comparison:
             lines += self._failures(model)
         if any(run.state == "out of memory" for model in self.compared for run in model.failed):
             lines.append(
-                "to retry the runs that ran out of memory, free some and use --resume; or compare in another folder "
+                "to retry the runs that ran out of memory, free memory and pass --resume; or compare in another folder "
                 f"with {SMALLER}"
             )
         minutes = self.recipe.training.minutes

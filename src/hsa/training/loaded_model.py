@@ -132,7 +132,7 @@ class LoadedModel:
 
         Args:
             prompt: Text to continue, or a list of texts.
-            max_new_tokens: Most tokens to generate. The end of a document ends the text too.
+            max_new_tokens: Maximum number of tokens to generate. The end of a document ends the text too.
             temperature: 0 takes the most likely token each time; higher values vary more.
             top_k: Number of most likely tokens to draw from; 0 for all.
             top_p: Draw from the most likely tokens that together have this probability; 1 for all.

@@ -83,8 +83,8 @@ def load_recipe(path: Path) -> Recipe:
         close = difflib.get_close_matches(unknown, ["data", "models", *known], 1, cutoff=0.5)
         raise InvalidInput(
             str(path),
-            got=f"the unknown option {unknown!r}",
-            expected=f"data, models, {', '.join(known)}",
+            problem=f"unknown option {unknown!r}",
+            expected=f"one of data, models, {', '.join(known)}",
             fix=f"Did you mean {close[0]!r}?" if close else None,
         )
     extra = {name: group for name in EXTRA_OPTIONS.names() if (group := parts.pop(name)) != kinds[name]()}

@@ -30,7 +30,7 @@ _TREE_LEAVES = 240  # largest tree that is legible in a plot
 _SPARSITY = (
     "Measured on up to 256 test examples. Level 1: families of leaves (sentences, statements); level 2: families of these. "
     "Zeros: share of the attention weights of a member (on its siblings and on its own inside) that are exactly 0. "
-    "Visited: share of families, per head, that receive any weight from above; inference skips the others."
+    "Visited: share of families, per head, that receive any weight from above."
 )
 
 

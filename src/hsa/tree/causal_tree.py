@@ -35,7 +35,7 @@ class Level:
 
 
 def cap(branching: Sequence[int], level: int) -> int:
-    """Return the largest number of members of a node of a level."""
+    """Return the maximum number of members of a node of a level."""
     return branching[min(level, len(branching)) - 1]
 
 
@@ -100,7 +100,7 @@ def causal_tree(lengths: Any, branching: Sequence[int], closes: Any = None, sink
 
     Args:
         lengths: Number of tokens per sequence.
-        branching: Largest number of members per family, leaf families first; the last factor repeats.
+        branching: Maximum number of members per family, leaf families first; the last factor repeats.
         closes: Height up to which each token closes the families that contain it, 0 for none, `[tokens]`. None (the
             default) closes families only when they are full.
         sinks: Number of first tokens of every sequence that are children of the root.

@@ -56,7 +56,7 @@ def test_any_text_is_read_or_has_no_words(text):
         outcome = read_html(text)
     except InvalidInput as error:
         outcome = str(error)
-    assert isinstance(outcome, Signal) or "at least one word or picture" in outcome
+    assert isinstance(outcome, Signal) or "at least one word or image" in outcome
 
 
 def test_nesting_deeper_than_the_stack_of_python():
@@ -120,13 +120,13 @@ def test_nothing_outside_the_folder_is_read(site, tmp_path):
     os.symlink(tmp_path / "secret.png", site / "link.png")
     for source in ("link.png", "../secret.png", str(tmp_path / "secret.png"), "a%00b.png", "x" * 5000 + ".png"):
         (site / "about.html").write_text(f"<p>About<img src='{source}'>")
-        with pytest.raises(InvalidInput, match=r"no such file in the folder; expected the picture that .*about.html"):
+        with pytest.raises(InvalidInput, match=r"no such file in the folder; expected the image that .*about.html"):
             read_site(site)
 
 
 def test_bad_pictures(site):
     (site / "cat.png").write_bytes((site / "cat.png").read_bytes()[:60])
-    with pytest.raises(InvalidInput, match=r"cat.png: no readable picture"):
+    with pytest.raises(InvalidInput, match=r"cat.png: no readable image"):
         read_site(site)
     (site / "about.html").write_text("About <img src=none.png>")
     left_out = []
@@ -168,7 +168,7 @@ def test_errors(tmp_path):
     with pytest.raises(InvalidInput, match="no such folder; expected a folder of web pages"):
         read_site(tmp_path / "none")
     (tmp_path / "empty.html").write_text("<html><script>x</script></html>")
-    with pytest.raises(InvalidInput, match=r"empty.html: no tokens; expected at least one word or picture in the page"):
+    with pytest.raises(InvalidInput, match=r"empty.html: no tokens; expected at least one word or image in the page"):
         read_site(tmp_path)
     (tmp_path / "empty.html").write_bytes(b"\x89PNG\0\0")
     with pytest.raises(InvalidInput, match=r"empty.html: expected .*, got binary data"):

@@ -121,7 +121,7 @@ PNG = encoded(Image.fromarray(noise(64, 64)))
 def test_damaged_files_are_named(tmp_path, data):
     path = tmp_path / "a.png"
     path.write_bytes(data)
-    with pytest.raises(InvalidInput, match=r"a.png: no readable picture \(.*\); expected a picture that Pillow"):
+    with pytest.raises(InvalidInput, match=r"a.png: no readable image \(.*\); expected an image that Pillow"):
         read_image(path)
 
 
@@ -137,13 +137,13 @@ def test_pictures_with_too_many_pixels(tmp_path, side):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(InvalidInput, match=r"none.png: no such file; expected a picture that Pillow reads"):
+    with pytest.raises(InvalidInput, match=r"none.png: no such file; expected an image that Pillow reads"):
         read_image(tmp_path / "none.png")
-    with pytest.raises(InvalidInput, match=r"page\[2\]: no readable picture"):
+    with pytest.raises(InvalidInput, match=r"page\[2\]: no readable image"):
         read_image(b"x", where="page[2]")
-    with pytest.raises(InvalidInput, match=r"picture: no readable picture \(a dict\)"):
+    with pytest.raises(InvalidInput, match=r"picture: no readable image \(a dict\)"):
         read_image({})
-    with pytest.raises(InvalidInput, match="no readable picture"):
+    with pytest.raises(InvalidInput, match="no readable image"):
         read_image(np.zeros((3, 5, 7, 2)))
     for arguments, message in (
         ({"patch": 0}, "patch: expected 1 or more, got 0"),

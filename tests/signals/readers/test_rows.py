@@ -211,7 +211,7 @@ def test_a_single_column_of_text_gives_the_signal_of_the_text():
         ({"n": 10**400}, {"number": ["n"]}, "row, column 'n': expected a finite number, got 1000"),
         ({"t": ["a"]}, {"text": ["t"]}, "row, column 't': expected text, got a list"),
         ({"p": "none.png"}, {"image": ["p"]}, "row, column 'p' (none.png): no such file"),
-        ({"p": b"x"}, {"image": ["p"]}, "row, column 'p': no readable picture"),
+        ({"p": b"x"}, {"image": ["p"]}, "row, column 'p': no readable image"),
         ({"t": "a"}, {"text": "t"}, "text: expected a list of columns, got 't'. Write text=['t']"),
         ({"t": "1"}, {"text": ["t"], "number": ["t"]}, "row: expected each column once, got the column 't' twice"),
         ({"t": "a"}, {}, "columns: none given; expected at least one of text, number or image"),

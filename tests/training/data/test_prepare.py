@@ -459,7 +459,7 @@ def test_missing_images_are_reported_with_their_row(tmp_path):
         ("a.parquet", "oops", "damaged"),
         ("a.xlsx", "oops", r"^expected one of \.csv, \.tsv, \.json.* or a folder per class, got a \.xlsx file$"),
         ("a", "oops", r"^expected one of \.csv.*, got a file without a suffix$"),
-        ("a.csv", None, "^no such file or folder; expected rows, or a folder per class$"),
+        ("a.csv", None, "^no such file or folder; expected a file of rows, or a folder per class$"),
     ],
 )
 def test_files_that_are_not_data(tmp_path, name, content, message):

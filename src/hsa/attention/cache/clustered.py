@@ -33,7 +33,7 @@ from hsa.tree.hierarchy import Hierarchy
 F = TypeVar("F", bound=Callable[..., Any])
 
 PRODUCTS = 2**24
-"""Greatest number of products of queries and keys in memory at once, in `attend_prompts`."""
+"""Maximum number of products of queries and keys in memory at once, in `attend_prompts`."""
 
 
 def _without_autograd(function: F) -> F:
@@ -61,7 +61,7 @@ class ClusteredCache(Cache):
         top_k: Number of groups of earlier chunks that a token attends to exactly, per query head.
         beam: Width of the search for these groups; "exact" scores every group; None means max(32, 2·top_k).
         sinks: Number of first tokens that are always exact.
-        max_length: Greatest number of tokens per sequence, allocated at once; by default the capacity grows as needed.
+        max_length: Maximum number of tokens per sequence, allocated at once; by default the capacity grows as needed.
 
     >>> q, k, v = torch.randn(3, 70, 2, 8).unbind(0)  # 70 tokens, 2 heads of 8
     >>> cache = ClusteredCache(1, 1, 2, 8, branching=(4, 2), chunk=16, top_k=2)

@@ -132,7 +132,7 @@ class Past:
     few: bool  # whether some sequence has fewer groups than top_k
     rounds: int  # number of levels that the search descends
     tallest: int  # height of the tallest start; 0 without a complete chunk
-    pooled: int  # greatest number of pooled entries of a row
+    pooled: int  # maximum number of pooled entries of a row
     levels: tuple[Tensor, Tensor, Tensor]  # [heights, 1] below the tallest start: height, groups per node, first node
 
 

@@ -93,7 +93,7 @@ class Cache(ABC):
         kv_heads: Number of key/value heads.
         head_dim: Dimension of a key.
         value_dim: Dimension of a value; `head_dim` by default.
-        max_length: Greatest number of tokens per sequence.
+        max_length: Maximum number of tokens per sequence.
         dtype, device: Type and device of the stored tensors.
     """
 

@@ -54,12 +54,12 @@ class MultiscaleCache(Cache):
 
     Args:
         layers, batch, kv_heads, head_dim, value_dim, dtype, device: See `Cache`.
-        branching: Greatest number of members per family, from the leaves up; the last factor repeats.
+        branching: Maximum number of members per family, from the leaves up; the last factor repeats.
         near: Number of leaf families before the token's own that are exact.
         sinks: Number of first tokens that are always exact.
         closing: Greatest height of `closes`; 0 for families of fixed size.
-        max_length: Greatest number of tokens per sequence; it determines the number of levels.
-        rewind: Greatest number of tokens that `crop` can remove.
+        max_length: Maximum number of tokens per sequence; it determines the number of levels.
+        rewind: Maximum number of tokens that `crop` can remove.
         backend: "auto", "triton" (CUDA) or "torch".
 
     >>> cache = MultiscaleCache(layers=1, batch=1, kv_heads=2, head_dim=8, branching=(4, 4), max_length=4096)
@@ -96,7 +96,7 @@ class MultiscaleCache(Cache):
         self.requested_backend = backend
         self.backend = choose("MultiscaleCache", CACHES, backend, self)
         self.caps = _caps(self.branching, self.closing, max_length)
-        """Greatest number of members per node; entry l is for the nodes of level l + 1."""
+        """Maximum number of members per node; entry l is for the nodes of level l + 1."""
         rings = [(self.near + 1) * members + self.rewind for members in self.caps]
         first = np.cumsum([self.sinks, *rings])
         self.rings = [(int(begin), size) for begin, size in zip(first, rings, strict=False)]
@@ -293,7 +293,7 @@ class MultiscaleCache(Cache):
 
 
 def _caps(branching: Sequence[int], closing: int, max_length: int) -> list[int]:
-    """Return the greatest number of members per node, for every level that the longest sequence needs.
+    """Return the maximum number of members per node, for every level that the longest sequence needs.
 
     Nodes of the last level never close. A single token may close nodes up to height `closing`.
     """

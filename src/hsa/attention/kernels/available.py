@@ -32,7 +32,7 @@ def why_not(q: Tensor, v: Tensor, backend: str, widest: int = WIDEST) -> list[st
     backend="triton".
     """
     if not INSTALLED:
-        return ["triton is not installed; install it with: pip install triton"]
+        return ["triton is not installed; install it with: pip install 'hsa[gpu]'"]
     reasons = []
     if torch.version.hip is not None:
         reasons.append("the kernels are written for CUDA, not for ROCm")

@@ -25,7 +25,7 @@ from hsa.tree.hierarchy import Hierarchy, Structure
 T = TypeVar("T")
 
 MOST_ROWS = 4
-"""Largest number of rows per node. Trees with leaves at very different depths, such as combs, would need more."""
+"""Maximum number of rows per node. Trees with leaves at very different depths, such as combs, would need more."""
 
 
 @dataclass(frozen=True, eq=False)

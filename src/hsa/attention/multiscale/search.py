@@ -25,7 +25,7 @@ from hsa.attention.rounds import rounds
 TILE = 2**21
 """Number of scores in memory at once."""
 FEW_CANDIDATES = 512
-"""Largest number of candidates for which small trees share a tile, although some products are then masked."""
+"""Maximum number of candidates for which small trees share a tile, although some products are then masked."""
 
 
 def search(call: SelectCall) -> tuple[Tensor, int]:

@@ -32,7 +32,7 @@ from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
 
 EXACT_FAMILIES = {"cuda": 1024, "cpu": 4096}
-"""Largest number of leaf families per tree that are all scored by default: where that is as fast as a beam.
+"""Maximum number of leaf families per tree that are all scored by default: where that is as fast as a beam.
 
 Larger trees are searched with a beam, and so are causal ones of any size: the families that a query selects must not
 depend on the final length of its tree.

@@ -11,13 +11,13 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.tree.hierarchy import Hierarchy
 
 MOST_SELECTED = 256
-"""Most selected families per group and head that a program can hold."""
+"""Maximum number of selected families per group and head that a program can hold."""
 MOST_QUERIES = 2**20
-"""Most queries per group: their blocks lie along a short dimension of the launch grid."""
+"""Maximum number of queries per group: their blocks lie along a short dimension of the launch grid."""
 MOST_PARENTS = 128
-"""Most rows that a beam can descend from at once: its width, or the paths to both ends of the neighbourhood."""
+"""Maximum number of rows that a beam descends from at once: its width, or the paths to the neighbourhood's ends."""
 BEST_BYTES = 2**16
-"""Most bytes of the best families' keys that a program of the exact search keeps beside those it scores."""
+"""Maximum bytes of the best families' keys that a program of the exact search keeps beside those it scores."""
 
 
 def why_not_triton(call: MultiscaleCall) -> list[str]:

@@ -40,7 +40,7 @@ class HatConfig:
         feed_forward: Inner width of the feed-forward networks; 2·width by default.
         dropout: Dropout rate on embeddings and residual branches.
         layout: Order of layers inside and across segments; see `layout_pattern`.
-        segment: Largest number of leaves per segment. Documents may have any number of segments.
+        segment: Maximum number of leaves per segment. Documents may have any number of segments.
         segment_level: Unit of a segment: 0 for windows of `segment` leaves, 1 for leaf families (sentences), 2 for the level
             above (paragraphs), …; units with more leaves are cut into windows. See `hsa.baselines.hat.segments`.
         returns: Output: "segments" for a vector per segment, "leaves" for a vector per leaf.

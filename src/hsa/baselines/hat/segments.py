@@ -39,7 +39,7 @@ def text_segments(hierarchy: Hierarchy, longest: int, level: int = 0, *, last_ro
 
     Args:
         hierarchy: Forest of documents.
-        longest: Largest number of leaves per segment.
+        longest: Maximum number of leaves per segment.
         level: 0 for windows of `longest` leaves; the last window of a document may be shorter. Otherwise the largest nodes
             of at most this height: 1 for leaf families, 2 for the level above. Neighbouring leaves whose parent is
             higher form one segment. Longer segments are cut into windows.

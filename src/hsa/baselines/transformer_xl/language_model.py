@@ -34,7 +34,7 @@ class TransformerXLLanguageConfig:
         width, heads, layers, dropout, segment, memory, test_memory: See `TransformerXLConfig`.
         feed_forward: Inner width of the feed-forward networks; by default 8/3·width for "swiglu", 4·width for "gelu".
         activation: Activation of the feed-forward networks, "swiglu" or "gelu".
-        max_length: Largest number of tokens of a text; None for no limit.
+        max_length: Maximum number of tokens of a text; None for no limit.
     """
 
     vocabulary: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from hsa.nn.buckets import group_by_size, padded_rows, rows_after_padding
 
 _AT_ONCE = 2**25
-"""Largest number of query-key pairs per call, padding included: 1 GiB of logits with eight heads in float32."""
+"""Maximum number of query-key pairs per call, padding included: 1 GiB of logits with eight heads in float32."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,7 +82,7 @@ class Budget:
             )
 
     def holds(self, point: Mapping[str, float], original: Mapping[str, float]) -> bool:
-        """Whether a point keeps to the budget. Scores are in points, perplexity and kept answers in percent."""
+        """Return whether a point keeps to the budget. Scores are in points, perplexity and kept answers in percent."""
         if self.metric == "ops":
             return point["ops"] >= self.value
         if self.metric == "perplexity":

@@ -85,7 +85,7 @@ def load_examples(
             "text",
             expected="one column, or two for a pair",
             got=f"{len(columns)} columns",
-            fix="Or pass join=True",
+            fix="To join them into one text, pass --join",
         )
     values = [rows.column(name) for name in columns]
     for name, column in zip(columns, values, strict=True):

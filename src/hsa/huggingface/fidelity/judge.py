@@ -46,9 +46,9 @@ class Judge:
             rank correlation of their similarity with the labels) or "lm" (perplexity of a causal language model).
         model: Model, whose config names the classes.
         tokenizer: Tokenizer of the model.
-        longest: Most tokens per example; longer texts are cut. For "lm", all texts are joined and cut into pieces of this
-            length.
-        batch_tokens: Most tokens per batch.
+        longest: Maximum number of tokens per example; longer texts are cut. For "lm", all texts are joined and cut into
+            pieces of this length.
+        batch_tokens: Maximum number of tokens per batch.
         warm_up: Number of tokens at the start of each piece whose loss is ignored ("lm" only).
 
     Raises:

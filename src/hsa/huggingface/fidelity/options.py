@@ -14,9 +14,9 @@ class FinetuneOptions:
     Args:
         epochs: Number of passes over the training data.
         batch_size: Number of examples per step.
-        learning_rate: Highest learning rate; it rises over the first tenth of the steps and falls to zero.
+        learning_rate: Peak learning rate; it rises over the first tenth of the steps and falls to zero.
         weight_decay: Weight decay of all weights but biases and norms.
-        max_tokens: Most tokens per text; longer texts are cut.
+        max_tokens: Maximum number of tokens per text; longer texts are cut.
         attention_dropout: Dropout of attention weights. Default: the model's own. The GPU kernels need 0.
         seed: Random seed for the order of examples, new weights and dropout.
     """

@@ -39,7 +39,7 @@ class Sweep:
         given: Fine-tuned models to use, by task.
         from_hub: Whether to use the checkpoints of the paper.
         device: Device to run on.
-        limit: Most test texts per task.
+        limit: Maximum number of test texts per task.
         say: Function called with a short message about each stage.
     """
 

@@ -35,9 +35,9 @@ class Task:
     Args:
         train, test: Files in the data folder, or one file for both if it has a column "split".
         text, test_text, join, label, split: Arguments of `load_examples`.
-        max_tokens: Most tokens per text.
-        min_tokens: Least tokens per test text.
-        limit: Most test texts, drawn at random.
+        max_tokens: Maximum number of tokens per text.
+        min_tokens: Minimum number of tokens per test text.
+        limit: Maximum number of test texts, drawn at random.
         epochs, batch_size, learning_rate: Options of fine-tuning.
         hub: Checkpoint of the paper.
         hub_layers: Layers that the paper converted in it.

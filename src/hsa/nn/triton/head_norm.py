@@ -18,7 +18,7 @@ from hsa.attention.kernels.triton.launch import Launcher, Operator, compiled_for
 NUMBERS = 4096
 """Number of values that a program holds in registers; it sets the rows per block."""
 PROGRAMS = 1024
-"""Largest number of programs of the gradient. Each keeps its own sums, which are then added in a fixed order."""
+"""Maximum number of programs of the gradient. Each keeps its own sums, which are then added in a fixed order."""
 
 
 def head_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:

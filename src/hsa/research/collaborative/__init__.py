@@ -39,7 +39,7 @@ def collaborate(
         inputs: Keyword arguments of forward passes of an encoder, such as `{"input_ids": …, "attention_mask": …}`, with a
             few thousand tokens in total. If given, projections are fitted to the logits on these inputs instead of to
             the weights, which is more accurate.
-        iterations: Largest number of iterations of alternating least squares per layer.
+        iterations: Maximum number of iterations of alternating least squares per layer.
 
     Raises:
         Unsupported: If queries and keys are rotated or normalised before they are compared, or the model has other

@@ -70,7 +70,7 @@ def share_projections(
         moment: `[width + 1, width + 1]` Mean of x xᵀ over inputs x of the layer with a one appended. If given, the fit is
             to the logits on such inputs instead of to the weights. The part of the logits that is the same for all keys
             has almost no weight, because softmax drops it.
-        iterations: Largest number of iterations of alternating least squares.
+        iterations: Maximum number of iterations of alternating least squares.
 
     Raises:
         InvalidInput: If shapes do not match each other or the heads, or shared_dim is out of range.

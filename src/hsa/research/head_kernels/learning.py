@@ -183,7 +183,7 @@ def fit_gating(grams: Tensor, target: Tensor, z: Tensor, start: Tensor, *, steps
         target: `[n, n]` Target kernel.
         z: `[n, channels]` Features that weights depend on.
         start: `[kernels]` Global weights with sum 1.
-        steps: Largest number of steps.
+        steps: Maximum number of steps.
         seed: Seed of the split.
 
     Raises:

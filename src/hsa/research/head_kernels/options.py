@@ -17,8 +17,8 @@ class HeadDataOptions:
         label: Column of the labels; "label" by default, if it exists. Labels with fractions or more than 20 distinct
             values are numbers to predict.
         split: Split to use, a value of the column "split"; by default validation, else test, if the column exists.
-        limit: Largest number of examples, drawn at random.
-        max_tokens: Largest number of tokens of a text, with special tokens; longer texts are truncated.
+        limit: Maximum number of examples, drawn at random.
+        max_tokens: Maximum number of tokens of a text, with special tokens; longer texts are truncated.
     """
 
     text: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class PruningOptions:
     """Removal of heads.
 
     Args:
-        prune_on: Largest number of examples to score pruned models on, at most half of all; 0 for no pruning.
+        prune_on: Maximum number of examples to score pruned models on, at most half of all; 0 for no pruning.
         points: Number of points of each curve; large models lose several heads per point.
         draws: Number of random orders to compare with.
     """

@@ -106,7 +106,7 @@ class HeadReport:
         if self.curves:
             parts = [f"{curve.removable(POINT) or 'none'} {_IN_ORDER[curve.name]}" for curve in self.curves]
             loss = f"{POINT} of {self.score}" if self.score == "cosine" else f"a point of {self.score}"
-            lines.append(f"Heads that can be removed without retraining for less than {loss}: {_and(parts)}.")
+            lines.append(f"Heads that can be removed without retraining at a loss of less than {loss}: {_and(parts)}.")
         base = next((s for s in self.sums if s.name == UNIFORM), None)
         if base is not None:
             others = [s for s in self.sums if s.name in (FLAT, CONDITIONAL, OWN)]

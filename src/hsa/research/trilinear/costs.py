@@ -18,7 +18,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 WINDOW = 16
 BRANCHING = 8
 MOST_OPERATIONS = 10_000_000_000
-"""Largest number of operations of a timed forward pass: some tenths of a second on one core."""
+"""Maximum number of operations of a timed forward pass: some tenths of a second on one core."""
 
 
 def costs(
@@ -30,7 +30,7 @@ def costs(
         heads: Number of heads.
         width: Channels of all heads together.
         lengths: Numbers of leaves.
-        most: Largest number of operations of a timed pass; longer passes are only counted.
+        most: Maximum number of operations of a timed pass; longer passes are only counted.
         repeats: Number of timed passes, after one that is not timed.
 
     >>> [c.operations for c in costs(1, 4, lengths=(16, 32), most=0)[:4]]  # pairs: four times, triples: eight times

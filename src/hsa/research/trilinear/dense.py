@@ -10,7 +10,7 @@ from hsa.research.trilinear.blocks import visible
 from hsa.research.trilinear.call import Rows, TrilinearCall
 
 MEMORY = 2**31
-"""Largest number of bytes of logits and weights."""
+"""Maximum number of bytes of logits and weights."""
 
 
 def run(call: TrilinearCall) -> Tensor:

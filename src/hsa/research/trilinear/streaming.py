@@ -21,7 +21,7 @@ from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.pair_queries import contract, contract_gradients, join, join_gradients
 
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""Largest number of logits per chunk: few enough for the cache of a CPU, enough to keep a GPU busy."""
+"""Maximum number of logits per chunk: few enough for the cache of a CPU, enough to keep a GPU busy."""
 
 
 def run(call: TrilinearCall) -> Tensor:

@@ -1,4 +1,4 @@
-"""Readers: build signals from texts, files, web pages, pictures, tables and Python objects."""
+"""Readers: build signals from texts, files, web pages, images, tables and Python objects."""
 
 from hsa.signals.readers.files import KINDS, SUFFIXES, read_file, text_of
 from hsa.signals.readers.html import read_html, read_site

@@ -39,14 +39,14 @@ def read_file(
 ) -> Signal | Leaf:
     """Read a file with the reader for its suffix (see `SUFFIXES`).
 
-    The pictures of a web page are read from the folder of the page. For a whole site see `read_site`, for the rows of a
+    The images of a web page are read from the folder of the page. For a whole site see `read_site`, for the rows of a
     table `load_rows`.
 
     Args:
         path: File to read.
         tokenizer, language: As in `read_text`.
-        image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
-        on_bad: Whether a bad picture in a web page raises or is skipped, as in `read_html`.
+        image_reader: Function that reads an image, such as `functools.partial(read_image, patch=8)`.
+        on_bad: Whether a bad image in a web page raises or is skipped, as in `read_html`.
 
     Raises:
         InvalidInput: For an unknown suffix, or a file that its reader refuses; the message names the file.
@@ -82,7 +82,7 @@ def read_file(
 
 
 def text_of(path: str | PathLike[str]) -> str | None:
-    """Return the text of a file, to train a tokenizer on: the visible text of a web page, None for a picture.
+    """Return the text of a file, to train a tokenizer on: the visible text of a web page, None for an image.
 
     Raises:
         InvalidInput: For an unknown suffix or a file that cannot be read; the message names the file.

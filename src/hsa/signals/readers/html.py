@@ -34,7 +34,7 @@ _BLOCKS = frozenset(_BLOCK_TAGS.split())
 _CHARSET = re.compile(rb"<meta[^>]*?charset\s*=\s*[\"']?\s*([\w.:-]+)", re.IGNORECASE)
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
-# A piece of a page: a run of text, preformatted text, the source of a picture, or the target of a link.
+# A piece of a page: a run of text, preformatted text, the source of an image, or the target of a link.
 _Piece = tuple[Literal["text", "lines", "picture", "link"], str]
 
 
@@ -50,7 +50,7 @@ def read_html(
     left_out: list[str] | None = None,
     where: str = "html",
 ) -> Signal:
-    """Read a web page as a `Set` of blocks: paragraphs, headings, list items, table cells, pictures and the like.
+    """Read a web page as a `Set` of blocks: paragraphs, headings, list items, table cells, images and the like.
 
     A block is the content between tags that begin a new line; preformatted text becomes lines → tokens, other text
     sentences → tokens. Broken HTML is read as browsers read it. Scripts, style sheets, templates and frames are left out;
@@ -59,16 +59,16 @@ def read_html(
     Args:
         text: HTML of the page.
         tokenizer, language: As in `read_text`.
-        folder: Folder of the pictures; nothing outside it is opened. Without it pictures are left out. Pictures on other
+        folder: Folder of the images; nothing outside it is opened. Without it images are left out. Images on other
             sites and in `data:` addresses are always left out.
-        page: Path of this page in the folder; addresses of pictures are relative to it.
-        image_reader: Function that reads a picture, such as `functools.partial(read_image, patch=8)`.
-        on_bad: "raise" raises for a picture that is not in the folder or cannot be read, "skip" leaves it out.
-        left_out: List to which the names of such pictures are added.
+        page: Path of this page in the folder; addresses of images are relative to it.
+        image_reader: Function that reads an image, such as `functools.partial(read_image, patch=8)`.
+        on_bad: "raise" raises for an image that is not in the folder or cannot be read, "skip" leaves it out.
+        left_out: List to which the names of such images are added.
         where: Name of the page in error messages.
 
     Raises:
-        InvalidInput: For a page without text and pictures, a bad picture, or an object that is not a tokenizer.
+        InvalidInput: For a page without text and images, a bad image, or an object that is not a tokenizer.
         MissingExtra: If `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
 
     >>> print(read_html("<title>Rivers</title><h1>The Rhine</h1><p>It is <b>long</b>.<p>And wide.").show())
@@ -104,7 +104,7 @@ def read_site(
         image_reader, on_bad, left_out: As in `read_html`.
 
     Raises:
-        InvalidInput: For a folder without pages, a page without text and pictures, or a bad picture; the message names
+        InvalidInput: For a folder without pages, a page without text and images, or a bad image; the message names
             the file.
 
     >>> import tempfile
@@ -175,7 +175,7 @@ def load_html(path: str | PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Options for reading the pictures of a page."""
+    """Options for reading the images of a page."""
 
     folder: Path | None
     reader: Callable[..., Signal | Leaf]
@@ -196,8 +196,8 @@ class _Pictures:
                 raise InvalidInput(
                     str(path),
                     problem="no such file in the folder",
-                    expected=f"the picture that {where} shows",
-                    fix="Pass on_bad='skip' to leave such pictures out",
+                    expected=f"the image that {where} shows",
+                    fix="Pass on_bad='skip' to leave such images out",
                 )
             return self.reader(path)
         except InvalidInput:
@@ -217,7 +217,7 @@ def _page(
         block = pictures.read(content, page, where) if picture else _text_block(kind, content, language)
         if block is not None:
             blocks.append(block)
-    return build_signal(blocks, tokenizer, where=where, expected="at least one word or picture in the page")
+    return build_signal(blocks, tokenizer, where=where, expected="at least one word or image in the page")
 
 
 def _text_block(kind: str, content: str, language: str) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Read a picture as a grid of patches, or as a grid of blocks of patches."""
+"""Read an image as a grid of patches, or as a grid of blocks of patches."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from hsa.signals.signal import Signal
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_EXPECTED = "a picture that Pillow reads"
+_EXPECTED = "an image that Pillow reads"
 
 
 def read_image(
     picture: Any, *, patch: int = 16, largest: int = 224, block: int | None = None, where: str | None = None
 ) -> Signal:
-    """Read a picture as a `Grid` of square patches: leaves of modality "patch", uint8 `[patch, patch, 3]` in RGB.
+    """Read an image as a `Grid` of square patches: leaves of modality "patch", uint8 `[patch, patch, 3]` in RGB.
 
     Args:
         picture: Path of a file, its bytes, a Pillow image, or uint8 pixels `[height, width]` or
-            `[height, width, channels]`. Only the first frame of an animation is read. The picture is rotated according to
+            `[height, width, channels]`. Only the first frame of an animation is read. The image is rotated according to
             its EXIF data; transparent pixels are placed on white.
         patch: Side of a patch in pixels.
-        largest: Largest length of the longer side in pixels. Larger pictures are scaled down; both sides are rounded to
+        largest: Largest length of the longer side in pixels. Larger images are scaled down; both sides are rounded to
             whole patches.
         block: Side of a block in patches; the result is then a `Grid` of blocks, each a `Grid` of patches.
-        where: Name of the picture in error messages; its path by default.
+        where: Name of the image in error messages; its path by default.
 
     Raises:
-        InvalidInput: For a missing or damaged file, an object that is not a picture, or too many pixels.
+        InvalidInput: For a missing or damaged file, an object that is not an image, or too many pixels.
         MissingExtra: If `pillow` is not installed.
 
     >>> read_image(np.zeros((480, 640), np.uint8))
@@ -67,7 +67,7 @@ def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.ui
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise MissingExtra("pillow", "readers", "reading pictures") from None
+        raise MissingExtra("pillow", "readers", "reading images") from None
 
     if isinstance(picture, (str, PathLike)):
         picture = load_bytes(picture, expected=_EXPECTED, where=where)
@@ -84,7 +84,7 @@ def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.ui
     except InvalidInput:
         raise
     except Exception as error:  # decoders raise a dozen types for damaged files
-        raise InvalidInput(where, problem=f"no readable picture ({error})", expected=_EXPECTED) from None
+        raise InvalidInput(where, problem=f"no readable image ({error})", expected=_EXPECTED) from None
 
 
 def _open(picture: Any) -> Image:

@@ -26,7 +26,7 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
     | Markdown               | becomes                                                                            |
     |------------------------|------------------------------------------------------------------------------------|
     | heading and what follows | a section, `Table("heading", "body")`: sentences → tokens; blocks and subsections |
-    | paragraph              | sentences → tokens; pictures give their descriptions, links their texts            |
+    | paragraph              | sentences → tokens; images give their descriptions, links their texts              |
     | list                   | items → blocks                                                                     |
     | quote                  | blocks                                                                             |
     | code block             | lines → tokens                                                                     |
@@ -109,7 +109,7 @@ def _sentences(node: SyntaxTreeNode, language: str) -> list[str]:
 
 
 def _pieces(node: SyntaxTreeNode) -> Iterable[str]:
-    if node.type in ("text", "code_inline", "image"):  # the content of a picture is its description
+    if node.type in ("text", "code_inline", "image"):  # the content of an image is its description
         yield node.content
     elif node.type in ("softbreak", "hardbreak"):
         yield " "

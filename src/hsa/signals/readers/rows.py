@@ -114,7 +114,7 @@ def read_row(
     image_reader: Callable[..., Signal | Leaf] = read_image,
     where: str = "row",
 ) -> Signal:
-    """Read columns of a row as a `Table`: texts as in `read_text`, numbers as floats, pictures as patches.
+    """Read columns of a row as a `Table`: texts as in `read_text`, numbers as floats, images as patches.
 
     Missing values (None, NaN, empty strings) are left out. If there is one column of text and no other, the result is the
     signal of that text.
@@ -123,13 +123,13 @@ def read_row(
         row: Values by column.
         text, number, image: Names of the columns of each kind, in the order for the table.
         tokenizer, language: As in `read_text`.
-        folder: Folder that the paths of pictures are relative to. A picture may also be its bytes, or a dictionary with
+        folder: Folder that the paths of images are relative to. An image may also be its bytes, or a dictionary with
             "bytes" and "path", as in the data sets of Hugging Face.
-        image_reader: Function of a picture and `where` that reads it, such as `functools.partial(read_image, patch=8)`.
+        image_reader: Function of an image and `where` that reads it, such as `functools.partial(read_image, patch=8)`.
         where: Name of the row in error messages, such as `rows.where(i)`.
 
     Raises:
-        InvalidInput: For an unknown column, a value of the wrong kind, a picture that cannot be read, or a row without
+        InvalidInput: For an unknown column, a value of the wrong kind, an image that cannot be read, or a row without
             values; the message names row and column.
 
     >>> row = {"title": "Two cats", "price": "3.50", "stars": None}

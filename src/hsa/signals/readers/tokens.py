@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, special_tokens: It
 
     Args:
         texts: Texts to train on.
-        vocab_size: Largest number of tokens, including the 256 bytes.
+        vocab_size: Maximum number of tokens, including the 256 bytes.
         special_tokens: Tokens that are never split.
 
     >>> tokenizer = train_tokenizer(["the cat and the hat"], 260)

@@ -142,7 +142,7 @@ def open_source(data: Path, columns: Columns, image_reader: ImageReader = read_i
     if data.is_dir():
         return Folders(data, columns.language, image_reader)
     if not data.exists():
-        expected = "rows, or a folder per class"
+        expected = "a file of rows, or a folder per class"
         raise InvalidInput(str(data), problem="no such file or folder", expected=expected)
     if data.suffix.lower() in ROW_SUFFIXES:
         return Rows(data, columns, image_reader)

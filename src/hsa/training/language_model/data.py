@@ -157,7 +157,7 @@ def _documents(data: Path | None, columns: tuple[str, ...]) -> Iterator[Document
         files = sorted(f for f in data.rglob("*") if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES)
         if not files:
             raise InvalidInput(
-                str(data), problem="no text files in the folder", expected=f"files {', '.join(TEXT_SUFFIXES)}"
+                str(data), problem="no text files in the folder", expected=f"some of {', '.join(TEXT_SUFFIXES)}"
             )
         yield from (Document(clean(load_text(file))) for file in files)
     elif not data.exists():

@@ -133,7 +133,7 @@ def _context(folder: Path, model: CausalLanguageModel, context: int | None) -> i
                 "context",
                 got=f"{context} for a {model.config.architecture}",
                 expected=f"no context: the model reads segments of {model.fixed_context} tokens",
-                fix="Set the number of tokens that it remembers with memory",
+                fix="Set its memory instead (--test-memory)",
             )
         return model.fixed_context
     if context is not None:

@@ -46,7 +46,7 @@ class LoadedSeq2Seq(LoadedModel):
             inputs: A prompt, a row (a dictionary with the column of the prompts), or a list of them; or a `pathlib.Path` of
                 a file of rows.
             batch_size: Number of prompts that the model answers at once.
-            max_new_tokens: Most tokens of an answer.
+            max_new_tokens: Maximum number of tokens of an answer.
 
         Returns:
             One answer for one prompt, else a list of answers in the order of the inputs.

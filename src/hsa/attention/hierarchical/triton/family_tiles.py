@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 SLOTS = tl.constexpr(16)
-"""Largest number of families in a run."""
+"""Maximum number of families in a run."""
 
 
 @triton.jit

@@ -39,11 +39,11 @@ from hsa.attention.multiscale.triton.ranking import (
 )
 
 CANDIDATES = 512
-"""Most candidates that a beam scores at once, unless the next two limits allow fewer; more take several turns."""
+"""Maximum number of candidates that a beam scores at once, if the next two limits allow it; more take several turns."""
 KEY_BYTES = 2**16
-"""Most bytes of candidate keys that a beam reads at once, for groups of several queries."""
+"""Maximum bytes of candidate keys that a beam reads at once, for groups of several queries."""
 LOGITS = 2**13
-"""Most pairs of a query and a candidate that a beam scores at once."""
+"""Maximum number of pairs of a query and a candidate that a beam scores at once."""
 
 
 def num_parents(tables: SearchTables, width: int, near: bool) -> int:

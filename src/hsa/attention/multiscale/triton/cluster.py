@@ -36,9 +36,9 @@ from hsa.attention.multiscale.cluster import ITERATIONS, nodes_to_sort, sort_ins
 from hsa.tree.hierarchy import Hierarchy, ranges
 
 SMALL = 64
-"""Most keys of a small node; one warp can hold the products of their pairs."""
+"""Maximum number of keys of a small node; one warp can hold the products of their pairs."""
 NODE = 4096
-"""Most keys of a node that one program projects."""
+"""Maximum number of keys of a node that one program projects."""
 BLOCK = 1024
 """Number of keys of a larger node that one program projects."""
 ROWS = 128

@@ -26,7 +26,7 @@ from torch import Tensor
 from hsa.attention.kernels.levels import Levels
 
 SCRATCH = 2**26
-"""Most list entries in memory at once."""
+"""Maximum number of list entries in memory at once."""
 # Columns of the table of rows; together they fill one 32-byte sector of memory.
 COLUMNS = tl.constexpr(8)
 PARENT = tl.constexpr(0)

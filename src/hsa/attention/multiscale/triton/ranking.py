@@ -23,7 +23,7 @@ from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.tree.hierarchy import Hierarchy
 
 QUERIES = 64
-"""Most queries to score at once."""
+"""Maximum number of queries to score at once."""
 NONE: tl.constexpr = tl.constexpr(-(2**63))
 """Rank of a missing candidate."""
 LAST: tl.constexpr = tl.constexpr(2**31 - 1)
