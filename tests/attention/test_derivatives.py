@@ -42,7 +42,7 @@ def inputs():
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
 def test_second_derivatives_are_refused(name):
-    """Also where the incoming gradient is a constant, as that of a sum: the result would be one without a word."""
+    """The incoming gradient of a sum is a constant, for which PyTorch alone would return a constant without a word."""
     q, k, v = inputs()
     with pytest.raises(Unsupported, match=r'first derivatives only.*backend="reference"'):
         torch.autograd.grad(FIRST_ORDER[name](q, k, v).sum(), q, create_graph=True)

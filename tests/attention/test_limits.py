@@ -1,4 +1,4 @@
-"""Counts far beyond the data, deep nesting and empty forests: the right result, without a crash and without much memory."""
+"""Right results, without a crash and without much memory, for huge counts, deep nesting and empty forests."""
 
 import numpy as np
 import pytest

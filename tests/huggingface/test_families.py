@@ -74,7 +74,7 @@ def test_sliding_layers_stay_exact():
     ):
         convert(model, layers=[1], branching=(4, 2), top_k=1)
     everything_slides = tiny("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=8)
-    with pytest.raises(InvalidInput, match="model: .*got only layers with a sliding window"):
+    with pytest.raises(InvalidInput, match=r"model: .*got only layers with a sliding window"):
         convert(everything_slides)
 
 
