@@ -46,7 +46,7 @@ def test_shapes_in_type_annotations_are_correct(operator):
 )  # from Dynamo, at a graph break
 @pytest.mark.parametrize("operator", [hierarchical_attention, multiscale_attention])
 def test_torch_compile(operator):
-    """Dynamo traces the operator and AOTAutograd differentiates it; the graph breaks only where a plan is built."""
+    """The graph breaks where a plan is built, and around multiscale attention; values and gradients stay the same."""
     forest = Hierarchy.from_nested([[3, [2, 4]], [5]], sinks=(0,))
     q, k, v = random_inputs(forest, 0, kv_heads=6, requires_grad=True)
     plain = operator(q, k, v, forest)
@@ -63,7 +63,7 @@ def test_torch_compile(operator):
     torch.testing.assert_close(out, plain)
     (grad,) = torch.autograd.grad(out.square().sum(), q)
     torch.testing.assert_close(grad, expected)
-    assert graphs
+    assert bool(graphs) == (operator is hierarchical_attention)
 
 
 def test_hierarchical_attention_compiles_without_a_graph_break():

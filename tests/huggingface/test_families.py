@@ -67,18 +67,14 @@ def test_revert_leaves_nothing_behind(family, before):
 def test_sliding_layers_stay_exact():
     """Every third layer of ModernBERT has no sliding window and is converted."""
     model = tiny("modernbert")
-    inputs, _ = inputs_of("modernbert")
     convert(model, branching=(4, 2), top_k=1)
     assert sorted(settings_of(model)) == [0, 3]
-    convert(model, layers=[1], branching=(4, 2), top_k=1)
-    with pytest.raises(InvalidInput, match=r"layer 1 \(ModernBertAttention\).*sliding_window. Leave layer 1 out"):
-        run(model, **inputs)
-    short, mask = random_ids([4, 3])  # the window holds all of it
-    exact = run(revert(model), input_ids=short, attention_mask=mask)
-    convert(model, layers=range(4), top_k=99)
-    torch.testing.assert_close(run(model, input_ids=short, attention_mask=mask)[mask.bool()], exact[mask.bool()])
+    with pytest.raises(
+        InvalidInput, match=r"layers: .*got layer 1, with a sliding window. Leave layer 1 out of layers"
+    ):
+        convert(model, layers=[1], branching=(4, 2), top_k=1)
     everything_slides = tiny("qwen3", use_sliding_window=True, max_window_layers=0, sliding_window=8)
-    with pytest.raises(InvalidInput, match="model: all layers have a sliding window; expected layers"):
+    with pytest.raises(InvalidInput, match=r"model: .*got only layers with a sliding window"):
         convert(everything_slides)
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hsa.attention.derivatives import check_no_transform
 from hsa.errors import InvalidInput, NonFinite
-from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.hierarchy import MOST_LEAVES, Hierarchy
 
 _checking: ContextVar[bool] = ContextVar("hsa_checking", default=False)
 
@@ -58,6 +59,7 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(name, got=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
+        check_no_transform(name, x)
         if x.ndim != 3:
             raise InvalidInput(
                 name,
@@ -117,10 +119,13 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
 
 
 def check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
-    """Return the value if it is an integer of at least `minimum`; raise an error with the text `expected` otherwise."""
+    """Return the value if it is an integer of at least `minimum`; raise an error with the text `expected` otherwise.
+
+    Values above `MOST_LEAVES` become that: no tree is larger, so they mean the same, and indices do not overflow.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
         raise InvalidInput(name, got=repr(value), expected=expected)
-    return int(value)
+    return min(int(value), MOST_LEAVES)
 
 
 def check_dropout(dropout_p: Any) -> None:
@@ -139,6 +144,7 @@ def check_positions(positions: Tensor | None, q: Tensor, hierarchy: Hierarchy) -
         return None
     if not isinstance(positions, Tensor):
         raise InvalidInput("positions", got=type(positions).__name__, expected="a tensor")
+    check_no_transform("positions", positions)
     shape = tuple(positions.shape)
     if positions.ndim == 2:
         positions = positions[:, None]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from hsa.attention.call import Call
+from hsa.attention.call import Call, needs_gradient
 from hsa.attention.checks import without_autocast
 from hsa.errors import InvalidInput, Unsupported
 
@@ -19,6 +20,11 @@ Tolerance = dict[torch.dtype, float]
 AnyCall = TypeVar("AnyCall")
 OperatorCall = TypeVar("OperatorCall", bound=Call)
 Result = TypeVar("Result")
+TOLERANCE: Tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def _no_reasons(call: object) -> list[str]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,10 @@ class Backend(Generic[AnyCall, Result]):
 
     name: str
     run: Callable[[AnyCall], Result]
-    why_not: Callable[[AnyCall], list[str]] = field(default=lambda call: [])
-    tolerance: Tolerance = field(
-        default_factory=lambda: {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+    why_not: Callable[[AnyCall], list[str]] = (
+        _no_reasons  # a function with a name: caches hold backends and are pickled
     )
+    tolerance: Tolerance = field(default_factory=lambda: dict(TOLERANCE))
 
 
 def choose(
@@ -61,4 +67,11 @@ def run(operator: str, backends: tuple[Backend[OperatorCall, Result], ...], call
     """Run the call on its backend, without autocast: backends choose their own precision."""
     backend = choose(operator, backends, call.backend, call)
     with without_autocast(call.k):
-        return backend.run(call)
+        result = backend.run(call)
+    return _connected(result, call) if isinstance(result, Tensor) and not result.numel() else result
+
+
+def _connected(result: Any, call: Call) -> Any:
+    """Return an empty result that needs a gradient if an input of the call does."""
+    inputs = [x for x in vars(call).values() if needs_gradient(x)]
+    return result if result.requires_grad else sum((x.flatten()[:0].sum().to(result.dtype) for x in inputs), result)

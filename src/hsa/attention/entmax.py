@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hsa.attention.checks import is_checking
 from hsa.errors import NonFinite
@@ -180,6 +179,8 @@ class _Entmax(torch.autograd.Function):
     """Autograd function. The implicit function theorem gives, with u = (p / n)^{α−1} and s = p / u,
 
     dp = s (dz − m) + p/n dn + p (1 − 1/u − log u) / (α − 1)² dα,  m such that Σ dp = 0.
+
+    The backward pass is made of differentiable functions of p, so that there are derivatives of any order.
     """
 
     @staticmethod
@@ -189,7 +190,6 @@ class _Entmax(torch.autograd.Function):
         return p
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p, n, alpha = ctx.saved_tensors
         seen = p > 0

@@ -90,6 +90,7 @@ class AttentionOptions:
             check_chunk(values["chunk"], values["branching"])
         return cls(kind, **values)
 
+    @torch.compiler.disable
     def tree(self, lengths: Sequence[int], device: torch.device | str) -> Hierarchy:
         """Return the tree of every sequence, from a cache if the same was built before."""
         key = (tuple(lengths), self.branching, self.sinks, str(device))

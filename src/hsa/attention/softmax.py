@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from hsa.attention.derivatives import first_order
 
 CHUNK = 2**18
 """Numbers per chunk on the CPU: beyond the caches, allocating memory costs more than the arithmetic."""
@@ -91,7 +92,7 @@ class _Exact(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, lse = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

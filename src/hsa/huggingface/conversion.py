@@ -12,11 +12,12 @@ from hsa.errors import InvalidInput
 from hsa.huggingface.hooks import Conversion
 from hsa.huggingface.interface import NAME, register
 from hsa.huggingface.layer_plan import LayerPlan, layers_that_cache_trees
-from hsa.huggingface.layers import attention_layers, contains, find_transformer, is_causal, is_sliding
+from hsa.huggingface.layers import attention_layers, contains, find_transformer, is_causal, why_not_convert
 from hsa.huggingface.settings import DEFAULT, FUNCTION, Kind, LayerSettings, ModelSettings, Tree, select_given
 from hsa.huggingface.vocabulary import Vocabulary
 
 Model = TypeVar("Model")
+PLAIN = "plain softmax attention to the whole sequence"
 
 
 def convert(
@@ -43,7 +44,8 @@ def convert(
 
     Args:
         model: Transformers model (`PreTrainedModel`), or a module that contains one, such as a `SentenceTransformer`.
-        layers: Layer numbers from 0, or negative from the end. Default: all layers without a sliding window.
+        layers: Layer numbers from 0, or negative from the end. Default: all layers with plain softmax attention to the whole
+            sequence, so none with a sliding window.
         tokenizer: Tokenizer of the model, needed for `sinks="special"` and `tree="sentences"`. Default: `model.tokenizer`,
             which a `SentenceTransformer` has.
         kind: "clustered" (multiscale attention over clustered keys, closest to exact attention), "multiscale" (over a
@@ -231,18 +233,18 @@ def _by_number(
     new = LayerSettings(**passed)
     numbers = _default_layers(modules) if layers is None else _numbers(layers, len(modules))
     if not numbers:
-        raise InvalidInput(
-            "model",
-            problem="all layers have a sliding window",
-            expected="layers that attend to the whole sequence",
-            fix="Pass layers=… to convert some of them nevertheless",
-        )
+        reasons = " or ".join(sorted({f"{why_not_convert(module)}" for module in modules}))
+        raise InvalidInput("model", got=f"only layers with {reasons}", expected=f"layers with {PLAIN}")
+    for number in numbers:
+        if reason := why_not_convert(modules[number]):
+            fix = f"Leave layer {number} out of layers"
+            raise InvalidInput("layers", got=f"layer {number}, with {reason}", expected=f"layers with {PLAIN}", fix=fix)
     _check_heads(new, modules, numbers)
     return {**saved.layers, **dict.fromkeys(numbers, new)}
 
 
 def _default_layers(modules: list[Any]) -> list[int]:
-    return [number for number, module in enumerate(modules) if not is_sliding(module)]
+    return [number for number, module in enumerate(modules) if why_not_convert(module) is None]
 
 
 def _numbers(layers: Any, count: int) -> list[int]:

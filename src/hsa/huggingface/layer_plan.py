@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hsa.attention.multiscale.cluster import operations_per_key
 from hsa.errors import InvalidInput
-from hsa.huggingface.layers import is_causal, is_sliding
+from hsa.huggingface.layers import is_causal, why_not_convert
 from hsa.huggingface.observe import is_observed
 from hsa.huggingface.sequences import Sequences
 from hsa.huggingface.settings import LayerSettings, ModelSettings
@@ -193,8 +193,8 @@ def _read_config(module: Any) -> tuple[int, LayerSettings | None]:
     saved = ModelSettings.of(module.config)
     if getattr(module, "is_decoder", False) and getattr(module.config, "is_encoder_decoder", False):
         return number, None  # the config's settings are the encoder's
-    if saved is None:  # all layers without a sliding window, the default of `convert`
-        return number, None if is_sliding(module) else LayerSettings()
+    if saved is None:  # the default of `convert`
+        return number, None if why_not_convert(module) else LayerSettings()
     if index is None:
         raise InvalidInput(
             "attn_implementation",

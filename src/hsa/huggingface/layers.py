@@ -97,12 +97,26 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
         return False
 
 
+def why_not_convert(module: nn.Module) -> str | None:
+    """Return the property of a layer that attention over trees does not have; None if the layer can be converted."""
+    if is_sliding(module):
+        return "a sliding window"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return "a soft cap on its logits"
+    return "learned sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else None
+
+
 def is_sliding(module: nn.Module) -> bool:
     """Return whether a layer attends to a window of neighbouring tokens only."""
     kind = getattr(module, "attention_type", None) or getattr(module, "layer_type", None)
-    return bool(getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None)) or (
-        isinstance(kind, str) and kind != "full_attention"
-    )
+    if isinstance(kind, str):
+        return kind != "full_attention"
+    if hasattr(module, "is_sliding") or hasattr(module, "sliding_window"):
+        return bool(getattr(module, "is_sliding", False) or getattr(module, "sliding_window", None))
+    # Mistral, Phi-3 and Starcoder2 have one window for all layers, which only their config knows.
+    config = getattr(module, "config", None)
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    return window is not None and window < getattr(config, "max_position_embeddings", window + 1)
 
 
 def is_cross(module: nn.Module) -> bool:

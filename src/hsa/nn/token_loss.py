@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hsa.attention.derivatives import first_order
+
 LOGITS_AT_ONCE = 2**28
 """Number of logits in a chunk: one gigabyte in float32."""
 
@@ -78,6 +80,7 @@ class _MeanLoss(torch.autograd.Function):
         return total / len(hidden)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         slope = gradients[0]

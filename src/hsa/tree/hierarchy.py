@@ -29,6 +29,8 @@ from hsa.errors import InvalidInput
 from hsa.tree.sinks import Sinks, cut_out_sinks, sink_leaves
 
 T = TypeVar("T")
+MOST_LEAVES = 2**31 - 1
+"""Largest number of leaves of a forest: indices on a GPU have 32 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +242,8 @@ class Hierarchy:
         lengths = _lengths("lengths", lengths)
         if not isinstance(branching, Iterable):
             raise InvalidInput("branching", got=repr(branching), expected="factors, such as (16, 8)")
-        factors = [_positive(f"branching[{i}]", b) for i, b in enumerate(branching)]
+        longest = max(2, int(lengths.max(initial=0)))  # larger families than that are no different
+        factors = [min(_positive(f"branching[{i}]", b), longest) for i, b in enumerate(branching)]
         if not factors:
             raise InvalidInput(
                 "branching", got="()", expected="at least one factor", fix="Use Hierarchy.flat for one family"
@@ -269,30 +272,42 @@ class Hierarchy:
            ├─ 2 leaves
            └─ 1 leaf
         """
-        parent: list[np.ndarray] = []
-        count = 0
-
-        def add(entry: Any, above: int, where: str, path: tuple[int, ...]) -> None:
-            nonlocal count
-            node = count
-            parent.append(np.array([above]))
-            count += 1
-            if isinstance(entry, (list, tuple)):
-                if id(entry) in path:
-                    raise InvalidInput(where, got="a list that contains itself", expected="a finite nesting")
-                if not entry:
-                    raise InvalidInput(where, got="an empty list", expected="at least one child", fix="Leave it out")
-                for i, child in enumerate(entry):
-                    add(child, node, f"{where}[{i}]", (*path, id(entry)))
-            else:
-                leaves = _positive(where, entry)
-                parent.append(np.full(leaves, node))
-                count += leaves
-
         if not isinstance(nested, (list, tuple)):
             raise InvalidInput("nested", got=type(nested).__name__, expected="a list with one entry per tree")
-        for i, entry in enumerate(nested):
-            add(entry, -1, f"nested[{i}]", ())
+        parent: list[np.ndarray] = []
+        count = 0
+        # The lists around the current entry, its index in each, and their nodes: a stack, as nesting may be deep.
+        lists, path, nodes, open_ids = [nested], [0], [-1], {id(nested)}
+
+        while lists:
+            if path[-1] == len(lists[-1]):
+                open_ids.remove(id(lists.pop()))
+                nodes.pop()
+                path.pop()
+                if path:
+                    path[-1] += 1
+                continue
+            entry = lists[-1][path[-1]]
+            parent.append(np.array([nodes[-1]]))
+            if not isinstance(entry, (list, tuple)):
+                try:
+                    leaves = _positive("nested", entry)
+                    _check_total("nested", count + leaves)
+                except InvalidInput as error:
+                    raise error.moved(_at(path)) from None
+                parent.append(np.full(leaves, count))
+                count += 1 + leaves
+                path[-1] += 1
+                continue
+            if id(entry) in open_ids:
+                raise InvalidInput(_at(path), got="a list that contains itself", expected="a finite nesting")
+            if not entry:
+                raise InvalidInput(_at(path), got="an empty list", expected="at least one child", fix="Leave it out")
+            lists.append(entry)
+            open_ids.add(id(entry))
+            nodes.append(count)
+            path.append(0)
+            count += 1
         array = np.concatenate(parent) if parent else np.empty(0, np.int64)
         return cls._from_parent_array(array, np.arange(len(array)))._with_sinks(sinks)
 
@@ -551,6 +566,10 @@ def integers(where: str, values: Any) -> np.ndarray:
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise InvalidInput(where, got=f"{array.dtype} values", expected="integers")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(
+            where, got=int(array.max()), expected="integers of 64 bits with a sign", fix="Use dtype int64"
+        )
     return array.astype(np.int64)
 
 
@@ -572,7 +591,17 @@ def _lengths(where: str, lengths: Any) -> np.ndarray:
             expected="at least one leaf per tree",
             fix="Leave empty sequences out of the batch",
         )
+    _check_total(where, sum(array.tolist()))
     return array
+
+
+def _at(path: list[int]) -> str:
+    return "nested" + "".join(f"[{i}]" for i in path)
+
+
+def _check_total(where: str, leaves: int) -> None:
+    if leaves > MOST_LEAVES:
+        raise InvalidInput(where, got=f"{leaves:,} leaves", expected=f"at most {MOST_LEAVES:,} in all trees together")
 
 
 def _offsets(where: str, offsets: Any) -> np.ndarray:

@@ -37,7 +37,7 @@ def sink_leaves(sinks: Sinks, lengths: np.ndarray) -> np.ndarray:
             raise InvalidInput(
                 "sinks", got=repr(sinks), expected="a number of first leaves (0 or more) or a sequence of positions"
             )
-        number = np.minimum(sinks, lengths)
+        number = np.minimum(min(sinks, int(lengths.max(initial=0))), lengths)
         return np.repeat(start - (np.cumsum(number) - number), number) + np.arange(int(number.sum()))
     leaves = []
     for i, position in enumerate(sinks):

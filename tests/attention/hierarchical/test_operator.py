@@ -454,19 +454,6 @@ def test_the_users_values_are_never_overwritten():
     assert not torch.equal(through, v)
 
 
-def test_only_the_reference_has_second_derivatives():
-    forest = Hierarchy.from_nested([[3, 2]])
-    q, k, v = random_inputs(forest, 0, requires_grad=True)
-    for backend, works in (("torch", False), ("reference", True)):
-        out = hierarchical_attention(q, k, v, forest, backend=backend)
-        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-        if works:
-            grad.square().sum().backward()
-        else:
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                grad.square().sum().backward()
-
-
 def test_unknown_family_attention():
     forest = Hierarchy.flat([3])
     for wrong in (["exact"], None):

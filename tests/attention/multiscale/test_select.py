@@ -1,5 +1,6 @@
 """`select`: its definition, ties, tiles, neighbourhoods and the beam search."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from hsa import Hierarchy, Queries, Selection, cluster_keys, multiscale_attention, select
 from hsa.attention.multiscale import reference
 from hsa.attention.multiscale.call import SelectCall
+from hsa.attention.multiscale.leaf_families import leaf_families
 from hsa.attention.multiscale.neighbourhood import neighbourhood
 from hsa.attention.multiscale.visibility import key_limit
 from hsa.attention.rounds import rooted
@@ -16,11 +18,13 @@ from tests.forests import forests, gradients, random_inputs, random_positions, w
 seeds = st.integers(0, 10**6)
 
 
-def best_of(selection, top_k, heads):
+def best_of(selection, forest, top_k, heads):
     """Return the `top_k` best families as lists, without the neighbourhood and the padding."""
     if selection.families.shape[1] != heads:
         return [[[]] * heads for _ in selection.families]
-    return [[[n for n in row if n >= 0] for row in group] for group in selection.families[:, :, -top_k:].tolist()]
+    widest = np.diff(leaf_families(rooted(forest, None)[0]).tree_offsets).max()  # no tree has more families to select
+    best = selection.families[:, :, -min(top_k, widest) :]
+    return [[[n for n in row if n >= 0] for row in group] for group in best.tolist()]
 
 
 def by_definition(q, k, forest, selection, top_k, *, causal=False, clusters=None, positions=None, near=0):
@@ -50,7 +54,7 @@ def test_exact_search_equals_the_definition(forest, seed, near, top_k, causal, w
     positions = random_positions(forest, seed, heads=4) if with_positions else None
     options = {"positions": positions, "causal": causal, "near": near}
     selection = select(q, k, forest, top_k=top_k, beam="exact", **options)
-    assert best_of(selection, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
+    assert best_of(selection, forest, top_k, 4) == by_definition(q, k, forest, selection, top_k, **options)
 
 
 @given(windows(), seeds, st.integers(1, 4), st.booleans())
@@ -59,7 +63,7 @@ def test_exact_search_of_clusters_equals_the_definition(forest, seed, top_k, cau
     order = cluster_keys(k, forest, chunk=6 if causal else None)
     selection = select(q, k, forest, top_k=top_k, beam="exact", clusters=order, causal=causal)
     expected = by_definition(q, k, forest, selection, top_k, clusters=order, causal=causal)
-    assert best_of(selection, top_k, 4) == expected
+    assert best_of(selection, forest, top_k, 4) == expected
 
 
 @given(forests(), seeds, st.integers(1, 3), st.booleans())
@@ -69,7 +73,7 @@ def test_beam_as_wide_as_the_tree_is_exact(forest, seed, top_k, causal):
     wide = select(q, k, forest, top_k=top_k, beam=64, causal=causal)
 
     def as_sets(selection):
-        return [[set(row) for row in group] for group in best_of(selection, top_k, 4)]
+        return [[set(row) for row in group] for group in best_of(selection, forest, top_k, 4)]
 
     assert as_sets(wide) == as_sets(exact)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hsa.attention.derivatives import first_order
 from hsa.attention.rounds import Bucket, Round
 from hsa.attention.softmax import CHUNK, attend, gradients, part_of
 
@@ -70,7 +70,7 @@ class _AttendLeaves(torch.autograd.Function):
         return inner, *pooled, *averages
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_inner: Tensor, d_pq: Tensor, d_pk: Tensor, d_pv: Tensor, *d_averages: Tensor) -> Any:
         q, k, v, *masses = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
@@ -116,7 +116,7 @@ class _FinishLeaves(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, *averages = ctx.saved_tensors
         d_out = weight.new_empty(*weight.shape, grad.shape[-1])

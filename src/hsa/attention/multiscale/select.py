@@ -119,6 +119,7 @@ def select(
     if top_k == 0 or len(q) == 0 or len(families.nodes) == 0:
         return Selection(always.nodes, queries, 0, limit, clusters, hierarchy.digest)
     widest = int(np.diff(families.tree_offsets).max())
+    top_k = min(top_k, widest)
     exact = beam == "exact" or (beam is None and limit is None and widest <= EXACT_FAMILIES.get(q.device.type, 4096))
     call = SelectCall(
         q=q,

@@ -33,6 +33,7 @@ COST_OF_CHUNK = {"cpu": 2**24, "cuda": 2**30}
 """Number of products (of padding) that take about as long as another chunk."""
 
 
+@torch.compiler.disable(reason="the torch backend of hsa.multiscale_attention depends on values, such as the lists")
 def attend(call: MultiscaleCall) -> Tensor:
     """Compute `hsa.multiscale_attention` from checked arguments."""
     q, k, v = call.q, call.k, call.v
@@ -143,7 +144,6 @@ def _softmax(logits: Tensor, chunk: Chunk) -> Tensor:
     return logits.softmax(-1).masked_fill(hidden, 0)
 
 
-@torch.compiler.disable  # the search for the normaliser stops depending on values
 def _entmax(logits: Tensor, chunk: Chunk, hierarchy: Hierarchy, normalizer: Entmax) -> Tensor:
     if chunk.mask is not None:
         logits = logits.masked_fill(~chunk.mask, -math.inf)

@@ -20,7 +20,7 @@ from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.huggingface.conversion import convert_as, revert
 from hsa.huggingface.fidelity.judge import Answers, Judge
-from hsa.huggingface.layers import attention_layers, is_sliding
+from hsa.huggingface.layers import attention_layers, why_not_convert
 from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
 
@@ -186,7 +186,7 @@ class _Search:
         self.candidates = tuple(candidates)
         self.tokenizer = tokenizer
         self.watch = watch
-        self.layers = [n for n, module in enumerate(attention_layers(model)) if not is_sliding(module)]
+        self.layers = [n for n, module in enumerate(attention_layers(model)) if why_not_convert(module) is None]
         self.before: Answers = judge.ask(model)
         self.original = judge.scores(self.before)
         self.known_metrics = [*self.original, *judge.compare(self.before, self.before)]

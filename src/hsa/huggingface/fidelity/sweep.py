@@ -21,7 +21,7 @@ from hsa.huggingface.fidelity.examples import Examples, load_examples
 from hsa.huggingface.fidelity.finetune import finetune, list_classes, save_finetuned
 from hsa.huggingface.fidelity.judge import Answers, Judge
 from hsa.huggingface.fidelity.sweep_recipe import SweepRecipe, Task, Variant, expand_variants
-from hsa.huggingface.layers import attention_layers, is_sliding
+from hsa.huggingface.layers import attention_layers, why_not_convert
 from hsa.huggingface.loading import load_for_task, load_for_training, most_tokens
 from hsa.huggingface.settings import LayerSettings
 
@@ -117,7 +117,7 @@ class Sweep:
         fresh = all(variant.fresh for variant in self.recipe.variants)  # without an original to compare with
         model, tokenizer = self._untrained(task) if fresh else self._classifier(name, task)
         modules = attention_layers(model)
-        count, sliding = len(modules), {number for number, module in enumerate(modules) if is_sliding(module)}
+        count, sliding = len(modules), {number for number, module in enumerate(modules) if why_not_convert(module)}
         variants = [
             (v, layers) for v, layers in expand_variants(self.recipe.variants, count, sliding) if v.name not in done
         ]

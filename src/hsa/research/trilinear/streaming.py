@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hsa.attention.derivatives import first_order
 from hsa.research.trilinear.blocks import Blocks, plan
 from hsa.research.trilinear.call import Rows, TrilinearCall
 from hsa.research.trilinear.pair_queries import contract, contract_gradients, join, join_gradients
@@ -70,7 +70,7 @@ class _AttendPairs(torch.autograd.Function):
         return out.to(v1.dtype), lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> Any:
         out, lse, tensor, *inputs = ctx.saved_tensors
         rows, accurate = Rows(*inputs), lse.dtype

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hsa.attention.derivatives import first_order
 from hsa.attention.entmax import minus_square, solve
 from hsa.attention.hierarchical.entmax.entries import Entries
 from hsa.attention.softmax import part_of
@@ -158,7 +158,7 @@ class _Attend(torch.autograd.Function):
         return y, values, down
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_y: Tensor, d_values: Tensor, d_down: Tensor) -> tuple[Tensor | None, ...]:
         """Compute dz = s (dp − Σ s dp / Σ s) + p dV with u = 1 + (α − 1)(z − c), s = p/u; see `hsa.attention.entmax`."""
         q, k, v, inside, alpha, c = ctx.saved_tensors

@@ -69,7 +69,7 @@ class _Recursion(Nodes):
             p = entmax(z, n, alpha[:, None])
             self.p[child] = p.T
             share = self.count(child) / self.count(node)
-            inner = inner + share * value(p.detach(), z, n, alpha[:, None])
+            inner = inner + share * value(p, z, n, alpha[:, None])
             if self.weighted:
                 of_zeros = of_zeros + share * deformed_log(z.new_tensor(sum(counts)), alpha) / alpha
             log_keys += share * math.log(sum(counts))

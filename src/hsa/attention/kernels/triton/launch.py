@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from hsa.attention.derivatives import first_order
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -43,7 +44,7 @@ class Operator:
         self.direct: Callable[..., Any] = forward
         if gradients is not None and save is not None:
             self.traced.register_autograd(gradients, setup_context=save)
-            once = once_differentiable(gradients)
+            once = first_order(gradients)
             members = {"forward": forward, "setup_context": _first_only(save), "backward": once}
             function = type(name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
             self.direct = function.apply  # type: ignore[attr-defined]
