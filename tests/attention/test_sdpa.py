@@ -136,7 +136,7 @@ def test_nested_sequences_of_other_lengths_are_cross_attention():
         (
             lambda q, k, v: (q, k, v),
             {"kind": "hierarchical", "dropout_p": 0.1},
-            r"dropout_p: expected 0 with kind='hier",
+            r"dropout_p: expected 0 for hierarchical",
         ),
         (
             lambda q, k, v: (q, k, v),
@@ -155,7 +155,8 @@ def test_nested_sequences_of_other_lengths_are_cross_attention():
             r"chunk: expected the number of leaves of a whole node.*Pass chunk=128",
         ),
         (lambda q, k, v: (q, k, v), {"dropout_p": 1.0}, r"dropout_p: expected a number from 0 to below 1, got 1.0"),
-        (lambda q, k, v: (q, k, v), {"attn_mask": torch.zeros(2, 1, 1, 53).bool()}, r"mask\[0\]"),
+        (lambda q, k, v: [x[:, :, :0] for x in (q, k, v)], {}, r"sequences of length 0; expected at least one token"),
+        (lambda q, k, v: [x[None] for x in (q, k, v)], {}, r"query: expected shape .*Flatten the leading dimensions"),
     ],
 )
 def test_bad_input(change, options, message):
@@ -178,6 +179,105 @@ def test_bad_nested_tensors():
     empty = torch.nested.nested_tensor([rows[0], rows[0][:0]], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(InvalidInput, match=r"query\[1\]: an empty sequence; expected at least one token"):
         hsa.scaled_dot_product_attention(empty, empty, empty)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "causal"), [*((kind, False) for kind in EVERYTHING), ("clustered", True), ("multiscale", True)]
+)
+def test_neither_padding_nor_the_batch_matters(kind, causal, left):
+    """Selections by score are made by tokens alone."""
+    q, k, v = (x.detach() * 3 for x in inputs(queries=301))
+    mask = lengths_mask([301, 190], 301, left)
+    options = {"kind": kind, "is_causal": causal}
+    out = hsa.scaled_dot_product_attention(q, k, v, mask[:, None, None], **options)
+    for x in (q, k, v):
+        x.transpose(1, 2)[~mask] = torch.nan
+    tokens = out.transpose(1, 2)[mask]
+    assert torch.equal(
+        hsa.scaled_dot_product_attention(q, k, v, mask[:, None, None], **options).transpose(1, 2)[mask], tokens
+    )
+    alone = [x[1:, :, mask[1]] for x in (q, k, v)]
+    torch.testing.assert_close(hsa.scaled_dot_product_attention(*alone, **options), out[1:, :, mask[1]])
+
+
+@pytest.mark.parametrize("kind", ["clustered", "multiscale"])
+def test_queries_of_another_sequence_do_not_matter_to_each_other(kind):
+    """The queries of a decoder: a shared selection would leak later ones."""
+    q, k, v = (x.detach() * 3 for x in inputs(queries=30, keys=301))
+    out = hsa.scaled_dot_product_attention(q, k, v, kind=kind, top_k=2)
+    q[:, :, 20:] = 0
+    assert torch.equal(hsa.scaled_dot_product_attention(q, k, v, kind=kind, top_k=2)[:, :, :20], out[:, :, :20])
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+def test_queries_that_see_nothing_get_zeros(kind):
+    """Sequences of padding alone, and masks that hide padding as queries and as keys."""
+    q, k, v = inputs()
+    tokens = lengths_mask([53, 20], 53)
+    mask = (tokens[:, None] & tokens[:, :, None])[:, None]
+    out = hsa.scaled_dot_product_attention(q, k, v, mask, kind=kind, **EVERYTHING[kind])
+    expected = F.scaled_dot_product_attention(q, k, v, tokens[:, None, None])
+    torch.testing.assert_close(out.transpose(1, 2)[tokens], expected.transpose(1, 2)[tokens])
+    assert not out.transpose(1, 2)[~tokens].any()
+    tokens[1] = False
+    out = hsa.scaled_dot_product_attention(q, k, v, tokens[:, None, None], kind=kind, **EVERYTHING[kind])
+    torch.testing.assert_close(out[0], F.scaled_dot_product_attention(q, k, v)[0])
+    assert not out[1].any()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_a_mask_of_padding_that_attends_is_checked():
+    """With clustered keys, queries at padding attend: their rows of the mask count."""
+    q, k, v = inputs(batch=1, heads=1, queries=5)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[:, 4] = mask[4, 0] = False
+    with pytest.raises(InvalidInput, match="hides key 0 from query 4 of sequence 0"):
+        hsa.scaled_dot_product_attention(q, k, v, mask)
+    out = hsa.scaled_dot_product_attention(q, k, v, mask, kind="multiscale")
+    assert not out[..., 4, :].any()
+
+
+def test_values_that_are_not_finite_stay_where_pytorch_leaves_them():
+    q, k, v = (x.detach() for x in inputs(queries=300))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    k[0, 0, 3], q[1, 1, 7] = torch.nan, torch.inf
+    for kind in ("clustered", "multiscale"):
+        out = hsa.scaled_dot_product_attention(q, k, v, kind=kind, top_k=99)
+        bad = F.scaled_dot_product_attention(q, k, v).isnan().any(-1)
+        torch.testing.assert_close(out[~bad], expected[~bad])
+        assert out[bad].isnan().all()
+
+
+def test_autocast():
+    """Mixed dtypes, as after rotary embeddings in float32, and the dtype of the result."""
+    q, k, v = (x.detach().float() for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = hsa.scaled_dot_product_attention(q, k, v.bfloat16(), top_k=99)
+        expected = F.scaled_dot_product_attention(q, k, v.bfloat16())
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+
+
+def test_kept_trees_are_bounded_by_their_leaves(monkeypatch):
+    from hsa.attention import options
+
+    monkeypatch.setattr(options, "_TREES", type(options._TREES)())
+    monkeypatch.setattr(options, "_KEPT_LEAVES", 100)
+    made = options.AttentionOptions.of("multiscale")
+    trees = [made.tree([length], "cpu") for length in (40, 50, 30, 300)]
+    assert [tree.num_leaves for tree in options._TREES.values()] == [300]
+    assert made.tree([300], "cpu") is trees[-1]
+    assert made.tree([40], "cpu") is not trees[0]
+
+
+def test_a_failed_export_leaves_nothing_behind():
+    x = inputs(queries=61)[0].detach()
+    module = torch.nn.Module()
+    module.forward = lambda x: hsa.scaled_dot_product_attention(x, x, x)
+    with pytest.raises(Exception):  # noqa: B017, PT011  its type depends on the version of PyTorch
+        torch.export.export(module, (x,))
+    assert hsa.scaled_dot_product_attention(x, x, x).isfinite().all()
 
 
 def test_dropout_keeps_the_mean():

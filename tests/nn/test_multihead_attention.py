@@ -1,10 +1,13 @@
 """Attention modules stand where `torch.nn.MultiheadAttention(batch_first=True)` stands."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hsa import Hierarchy, dense_weights, hierarchical_attention, multiscale_attention
 from hsa.errors import InvalidInput
@@ -217,7 +220,8 @@ def test_inside_pytorchs_own_layer():
             lambda a, x: a(x, key_padding_mask=torch.zeros(2, LENGTH).long()),
             r"key_padding_mask: expected a tensor of bool",
         ),
-        (lambda a, x: a(x, key_padding_mask=torch.ones(2, LENGTH).bool()), r"mask\[0\]: "),
+        (lambda a, x: a(x[:, :0]), r"sequences of length 0; expected at least one token"),
+        (lambda a, x: a(x[0, 0]), r"query: expected shape \[batch, length, dim\], got \(15,\)"),
         (lambda a, x: a(x, attn_mask=torch.eye(LENGTH).bool()), r"attn_mask: expected a mask that hides padding"),
         (lambda a, x: a(x, attn_mask=torch.randn(LENGTH, LENGTH)), r"attn_mask: expected 0 and −∞ only"),
         (lambda a, x: a(x, x.clone(), is_causal=True), r"is_causal: expected self-attention.*Leave key and value out"),
@@ -253,6 +257,7 @@ def test_bad_calls(call, message):
         ({"num_heads": 0}, r"num_heads: "),
         ({"dropout": 1.5}, r"dropout_p: "),
         ({"kind": "hierarchical"}, r"kind: .*For the paper's operator use HierarchicalAttention"),
+        ({"batch_first": False}, r"batch_first: expected True"),
         ({"near": -1}, r"near: expected an integer of at least 0, got -1"),
     ],
 )
@@ -263,10 +268,43 @@ def test_bad_options(options, message):
 
 def test_the_papers_operator_is_not_causal_and_not_across():
     ours, x = HierarchicalAttention(WIDTH, HEADS), torch.randn(2, LENGTH, WIDTH)
-    with pytest.raises(InvalidInput, match="is_causal: expected False with kind='hierarchical'"):
+    with pytest.raises(InvalidInput, match=r"is_causal: expected False for hier.*Use hsa.nn.MultiscaleA"):
         ours(x, is_causal=True)
     with pytest.raises(InvalidInput, match="key: expected the tokens of query"):
         ours(x, x.clone())
+
+
+def test_sequences_of_padding_alone_and_no_sequences():
+    ours = MultiscaleAttention(WIDTH, HEADS, batch_first=True)
+    x, padding = torch.randn(2, LENGTH, WIDTH), torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[1] = True
+    out, weights = ours(x, key_padding_mask=padding, need_weights=True)
+    torch.testing.assert_close(out[:1], ours(x[:1]))
+    assert not out[1].any()
+    assert not weights[1].any()
+    assert ours(x[:0]).shape == (0, LENGTH, WIDTH)
+
+
+def test_self_attention_through_reentrant_checkpoints():
+    """These detach one tensor into three."""
+    ours = MultiscaleAttention(WIDTH, HEADS, branching=(3, 2), top_k=1)
+    grads = []
+    for attend in (ours, partial(checkpoint, ours, use_reentrant=True)):
+        x = torch.linspace(0, 1, 2 * LENGTH * WIDTH).sin().view(2, LENGTH, WIDTH).requires_grad_()
+        attend(x, x, x)[0].square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo
+@pytest.mark.parametrize("name", MAKERS)
+def test_compiled(name):
+    """The tree is built outside the graph, also on the first call."""
+    ours, x = MAKERS[name](), torch.randn(2, LENGTH + 6, WIDTH)
+    padding = torch.arange(LENGTH + 6) >= torch.tensor([[LENGTH + 6], [30]])
+    torch._dynamo.reset()
+    out = torch.compile(ours, backend="aot_eager")(x, key_padding_mask=padding)
+    torch.testing.assert_close(out, ours(x, key_padding_mask=padding))
 
 
 def test_nested_tensors_have_no_masks_and_give_no_weights():

@@ -116,6 +116,19 @@ def test_causal_layers_do_not_leak():
     assert gradient[:, :30].any()
 
 
+@pytest.mark.parametrize("kind", ["multiscale", "clustered"])
+def test_later_tokens_and_padding_do_not_matter_to_a_decoder(kind):
+    """By values: a selection has no gradient that would show a leak."""
+    layer = MultiscaleDecoderLayer(WIDTH, HEADS, 8, causal=True, kind=kind, top_k=1, **DOUBLE).eval()
+    for parameter in layer.parameters():
+        parameter.data *= 3
+    target, memory = torch.randn(2, 40, WIDTH, **DOUBLE), torch.randn(2, 300, WIDTH, **DOUBLE)
+    out = layer(target, memory)
+    target[:, 25:] = 0
+    torch.testing.assert_close(layer(target, memory)[:, :25], out[:, :25], rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer(target[:, :25], memory), out[:, :25], rtol=0, atol=1e-12)
+
+
 def test_copies_and_saved_state(tmp_path):
     layer = MultiscaleEncoderLayer(WIDTH, HEADS, 8).eval()
     x = torch.randn(2, LENGTH, WIDTH)
@@ -137,6 +150,14 @@ def test_copies_and_saved_state(tmp_path):
         (
             lambda: MultiscaleDecoderLayer(15, 3)(torch.randn(1, 5, 15), torch.randn(1, 5, 15), memory_is_causal=True),
             r"memory_is_causal: expected False",
+        ),
+        (
+            lambda: MultiscaleEncoderLayer(15, 3)(torch.randn(1, 5, 15), src_key_padding_mask=torch.zeros(1, 4).bool()),
+            r"src_key_padding_mask: expected shape",
+        ),
+        (
+            lambda: MultiscaleDecoderLayer(15, 3)(torch.randn(1, 5, 15), torch.randn(2, 5, 15)),
+            r"memory: expected shape",
         ),
         (lambda: HierarchicalEncoderLayer(15, 3)(torch.randn(1, 5, 15), is_causal=True), r"is_causal: expected False"),
     ],

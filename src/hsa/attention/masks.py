@@ -11,23 +11,38 @@ from hsa.errors import InvalidInput
 
 
 class Visible(NamedTuple):
-    """Meaning of a mask."""
+    """Meaning of a mask. `with_tokens` makes one for sequences that are padding only."""
 
     keys: Tensor | None  # [batch, keys], True where a key is a token; None: all are
     causal: bool  # whether queries see nothing after their own position
+    queries: Tensor | None = None  # [batch, queries], False where a query sees nothing; None: all see something
+
+    def with_tokens(self, queries: int) -> Visible:
+        """Return the same with one token in every sequence that has none; its queries still see nothing."""
+        if self.keys is None or self.keys.shape[1] == 0 or self.keys.any(1).all():
+            return self
+        empty, keys = ~self.keys.any(1), self.keys.clone()
+        keys[:, 0] |= empty
+        sees = torch.ones(len(keys), queries, dtype=torch.bool, device=keys.device)
+        sees = sees if self.queries is None else self.queries
+        return self._replace(keys=keys, queries=sees & ~empty[:, None])
 
 
-def read_mask(mask: Tensor, shape: tuple[int, int, int, int], *, where: str = "attn_mask") -> Visible:
+def read_mask(
+    mask: Tensor, shape: tuple[int, int, int, int], *, padding_attends: bool = False, where: str = "attn_mask"
+) -> Visible:
     """Read a mask as `torch.nn.functional.scaled_dot_product_attention` takes it.
 
     Args:
         mask: Broadcastable to `shape`. Bool, True where a query may attend; or floating point, 0 there and −∞ (or the
             lowest number of the dtype) elsewhere.
         shape: Numbers of sequences, heads, queries and keys.
+        padding_attends: Whether queries at the positions of padding attend as well, unless the mask is causal. Otherwise
+            their rows of the mask are not looked at.
         where: Name of the argument in errors.
 
     Raises:
-        InvalidInput: It hides anything but padding and later positions. Rows of padding are not looked at.
+        InvalidInput: It hides anything but padding and later positions. Any query may be hidden from everything.
 
     >>> read_mask(torch.ones(5, 5).tril().bool(), (2, 4, 5, 5)).causal
     True
@@ -50,15 +65,18 @@ def read_mask(mask: Tensor, shape: tuple[int, int, int, int], *, where: str = "a
     if shown.shape[2] == 1:
         return Visible(shown[:, 0, 0].expand(batch, keys), causal=False)
     rows = shown[:, 0].expand(batch, queries, keys)
-    present = rows.any(1)
-    counts = present if queries == keys else torch.ones(batch, queries, dtype=torch.bool, device=mask.device)
+    present, sees = rows.any(1), rows.any(2)
+    seeing = None if sees.all() else sees
+    tokens = sees & present if queries == keys else sees  # the queries whose rows decide
     padding = present[:, None].expand_as(rows)
-    if torch.equal(rows[counts], padding[counts]):
-        return Visible(present, causal=False)
     later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
-    if queries == keys and torch.equal(rows[counts], (padding & ~later)[counts]):
-        return Visible(present, causal=True)
-    odd = (rows != padding) & counts[..., None]
+    odd = (rows != padding) & tokens[..., None]
+    if queries == keys and odd.any() and torch.equal(rows[tokens], (padding & ~later)[tokens]):
+        return Visible(present, True, seeing)
+    if padding_attends:
+        odd = (rows != padding) & sees[..., None]
+    if not odd.any():
+        return Visible(present, False, seeing)
     earlier = odd & ~later if queries == keys else odd
     row, query, key = (earlier if earlier.any() else odd).nonzero()[0].tolist()
     raise InvalidInput(
@@ -69,7 +87,7 @@ def read_mask(mask: Tensor, shape: tuple[int, int, int, int], *, where: str = "a
     )
 
 
-_INSTEAD = "Use torch.nn.functional.scaled_dot_product_attention for this mask"
+_INSTEAD = "Use PyTorch's attention for this mask. For packed documents, pass nested tensors instead of a mask"
 
 
 def shows(mask: Tensor, where: str) -> Tensor:
@@ -80,9 +98,12 @@ def shows(mask: Tensor, where: str) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     shown = mask > torch.finfo(mask.dtype).min / 2
-    bias = mask[shown & (mask != 0)]
+    bias = mask[(shown & (mask != 0)) | mask.isnan()]
     if len(bias):
         raise InvalidInput(
-            where, expected="0 and −∞ only, as attention over trees takes no bias", got=f"{bias[0]:g}", fix=_INSTEAD
+            where,
+            expected="0 and −∞ only, as attention over trees takes no bias",
+            got=f"{bias[0]:g}",
+            fix="For padding, pass −∞ or a bool mask; for a bias, use PyTorch's attention",
         )
     return shown

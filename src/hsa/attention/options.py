@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -30,9 +31,11 @@ MULTISCALE_TOP_K = 4
 CHUNK = 256
 """Least number of leaves in a chunk; by default, chunks are the smallest nodes of the tree that have as many."""
 
-_KEPT = 64
 _TREES: OrderedDict[Any, Hierarchy] = OrderedDict()
 """Trees of recent calls: batches of equal lengths recur, and kernels keep their plans with the tree."""
+_LOCK = Lock()
+_KEPT_LEAVES = 2**18
+"""Maximum number of leaves of all kept trees; a tree and its plans take up to 500 bytes per leaf."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class AttentionOptions:
         near: For "multiscale": number of neighbouring leaf families on each side that are exact.
         top_k: For "clustered" and "multiscale": number of leaf families that are exact because the queries score them best.
         sinks: Number of first tokens that hang directly under the root, so that every query attends to them exactly.
-        tile: For "clustered" and "multiscale": number of consecutive queries that share a selection. Causal queries that
-            select by score share none, because a shared selection would leak.
+        tile: For "clustered" and "multiscale": number of consecutive queries that share a selection in self-attention.
+            Causal queries that select by score, and queries of another sequence, share none: that would leak.
         chunk: For "clustered": number of tokens whose keys are clustered together in causal attention.
 
     >>> options = AttentionOptions.of("multiscale", branching=(4, 2), sinks=0)
@@ -94,14 +97,16 @@ class AttentionOptions:
     def tree(self, lengths: Sequence[int], device: torch.device | str) -> Hierarchy:
         """Return the tree of every sequence, from a cache if the same was built before."""
         key = (tuple(lengths), self.branching, self.sinks, str(device))
-        if key not in _TREES:
-            with torch.inference_mode(False):  # later calls may need gradients
-                tree = Hierarchy.regular(lengths, self.branching, repeat_last=True, sinks=self.sinks)
-                _TREES[key] = tree.to(device)
-            if len(_TREES) > _KEPT:
+        with _LOCK:
+            if key in _TREES:
+                _TREES.move_to_end(key)
+                return _TREES[key]
+        tree = Hierarchy.regular(lengths, self.branching, repeat_last=True, sinks=self.sinks).to(device)
+        with _LOCK:
+            _TREES[key] = tree
+            while sum(kept.num_leaves for kept in _TREES.values()) > _KEPT_LEAVES and len(_TREES) > 1:
                 _TREES.popitem(last=False)
-        _TREES.move_to_end(key)
-        return _TREES[key]
+        return tree
 
     def attend(
         self,
@@ -110,7 +115,7 @@ class AttentionOptions:
         v: Tensor,
         tree: Hierarchy,
         *,
-        query_lengths: Sequence[int] | None = None,
+        queries: Queries | None = None,
         causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
@@ -121,15 +126,17 @@ class AttentionOptions:
             q: `[queries, heads, dim]`.
             k, v: `[leaves, kv_heads, dim]`.
             tree: Forest of the keys.
-            query_lengths: Number of queries of each tree; None: the queries are the leaves.
+            queries: Groups of queries that are not the leaves; see `cross_queries`.
         """
         if self.kind == "hierarchical":
-            self.check_hierarchical(query_lengths, causal, dropout_p)
+            self.check_hierarchical(queries, causal, dropout_p, instead="Use kind='clustered' or kind='multiscale'")
             return hierarchical_attention(q, k, v, tree, scale=scale)
         top_k = self.top_k
         if top_k is None:
             top_k = 0 if causal else MULTISCALE_TOP_K
         clusters = cluster_keys(k, tree, chunk=self.chunk if causal else None) if self.kind == "clustered" else None
+        if queries is None and top_k > 0 and not causal:
+            queries = Queries.windows(tree, self.tile)
         return multiscale_attention(
             q,
             k,
@@ -138,52 +145,55 @@ class AttentionOptions:
             near=self.near,
             top_k=top_k,
             clusters=clusters,
-            queries=self._queries(tree, query_lengths, shared=top_k > 0 and not causal),
+            queries=queries,
             causal=causal,
             scale=scale,
             dropout_p=dropout_p,
         )
 
-    def _queries(self, tree: Hierarchy, lengths: Sequence[int] | None, shared: bool) -> Queries | None:
-        """Return groups of queries that share a selection; None: those of a leaf family, or every query alone."""
-        if lengths is not None:
-            return cross_queries(lengths, self.tile, tree.device)
-        return Queries.windows(tree, self.tile) if shared else None
-
     @staticmethod
-    def check_hierarchical(query_lengths: Sequence[int] | None, causal: bool, dropout_p: float) -> None:
-        instead = "Use kind='clustered' or kind='multiscale'"
+    def check_hierarchical(queries: Queries | None, causal: bool, dropout_p: float, *, instead: str) -> None:
         if causal:
             raise InvalidInput(
                 "is_causal",
-                expected="False with kind='hierarchical', whose rows are tied so that earlier tokens see later ones",
+                expected="False for hierarchical attention, whose rows are tied so that earlier tokens see later ones",
                 got="True",
                 fix=instead,
             )
-        if query_lengths is not None:
+        if queries is not None:
             raise InvalidInput(
                 "key",
-                expected="the tokens of query: kind='hierarchical' is self-attention",
+                expected="the tokens of query: hierarchical attention is self-attention",
                 got="other tokens",
                 fix=instead,
             )
         if dropout_p:
-            raise InvalidInput("dropout_p", expected="0 with kind='hierarchical'", got=dropout_p, fix=instead)
+            raise InvalidInput("dropout_p", expected="0 for hierarchical attention", got=dropout_p, fix=instead)
 
 
-def cross_queries(lengths: Sequence[int], tile: int, device: torch.device | str) -> Queries:
-    """Group queries that are not leaves: `lengths[i]` of them for tree i, in tiles of `tile`.
+@torch.compiler.disable
+def cross_queries(
+    lengths: Sequence[int], device: torch.device | str, *, tile: int = 1, trees: Sequence[int] | None = None
+) -> Queries:
+    """Group queries that are not leaves: runs of them, one after another, in tiles that share a selection.
 
-    >>> cross_queries([5, 2], 3, "cpu").offsets.tolist()
+    Args:
+        lengths: Number of queries of each run.
+        device: Device of the forest.
+        tile: Number of queries per tile. The queries of a decoder need a selection each: a shared one would leak later
+            queries.
+        trees: Tree that each run attends to; by default tree i for run i.
+
+    >>> cross_queries([5, 2], "cpu", tile=3).offsets.tolist()
     [0, 3, 5, 7]
     """
     offsets, tree, start = [0], [], 0
-    for i, length in enumerate(lengths):
-        ends = [*range(start + tile, start + length, tile), start + length]
+    for i, length in zip(range(len(lengths)) if trees is None else trees, lengths, strict=True):
+        ends = [*range(start + tile, start + length, tile), start + length] if length else []
         offsets += ends
         tree += [i] * len(ends)
         start += length
-    return Queries(torch.tensor(offsets, device=device), torch.tensor(tree, device=device))
+    return Queries(torch.tensor(offsets, device=device), torch.tensor(tree, device=device, dtype=torch.long))
 
 
 def check_branching(branching: Any) -> tuple[int, ...]:

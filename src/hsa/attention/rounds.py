@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hsa.attention.softmax import masked_bias
 from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.lasting import lasting
 
 BUCKET_COST = {"cpu": 128, "cuda": 2**15}
 """Rows of padding that cost about as much as one more bucket: many on a GPU, where a bucket is several small launches."""
@@ -71,7 +72,7 @@ class Bucket:
 
     @torch.compiler.disable
     def _build(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        with torch.inference_mode(False):  # later calls may need gradients
+        with lasting():
             self._cache[key] = value = build()
         return value
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsa.attention.checks import check_dropout
-from hsa.attention.masks import read_mask
-from hsa.attention.options import AttentionOptions, Kind
+from hsa.attention.masks import Visible, read_mask
+from hsa.attention.options import AttentionOptions, Kind, cross_queries
 from hsa.errors import InvalidInput
-from hsa.tree.jagged import Jagged, few
+from hsa.tree.jagged import Jagged, check_jagged, few
 from hsa.tree.padding import Padding
 
 
@@ -55,12 +56,13 @@ def scaled_dot_product_attention(
         top_k: Number of further groups (8 by default) or windows (4; 0 in causal attention) that are exact because the
             queries score them best.
         sinks: Number of first tokens that are exact for all queries: 1 by default, 0 for "hierarchical".
-        tile: Number of consecutive queries that share a selection, 16 by default. Causal queries that select by score
-            share none, because a shared selection would leak.
+        tile: Number of consecutive queries that share a selection in self-attention, 16 by default. Causal queries that
+            select by score, and queries of another sequence, share none, because a shared selection would leak.
         chunk: Number of tokens whose keys are clustered together in causal attention: for "clustered", 256 by default.
 
-    With as many queries as keys, kinds "multiscale" and "hierarchical" and causal attention take query i and key i for the
-    same token, and return zeros for tokens that the mask hides.
+    Attention with as many queries as keys is taken for self-attention: query i and key i are the same token. For
+    cross-attention with equal lengths pass `kind="clustered", tile=1`. Kinds "multiscale" and "hierarchical" and causal
+    attention return zeros for tokens that the mask hides; queries that it hides from every key get zeros too.
 
     Returns:
         `[batch, heads, queries, value_dim]`.
@@ -81,15 +83,17 @@ def scaled_dot_product_attention(
     )
     check_dropout(dropout_p)
     _check_heads(query, key, value, enable_gqa)
+    query, key, value = _autocast(query, key, value)
     rest: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p}
     if query.is_nested:
         return _attend_jagged(query, key, value, attn_mask, is_causal, options, rest)
     batch, heads, queries = query.shape[:3]
     keys = key.shape[2]
-    present = None
+    visible = Visible(None, is_causal)
     if attn_mask is not None:
-        present, hides_later = read_mask(attn_mask, (batch, heads, queries, keys))
-        is_causal = is_causal or hides_later
+        attends = kind == "clustered" and not is_causal
+        visible = read_mask(attn_mask, (batch, heads, queries, keys), padding_attends=attends).with_tokens(queries)
+        is_causal = is_causal or visible.causal
     if is_causal and queries != keys:
         raise InvalidInput(
             "is_causal",
@@ -97,33 +101,70 @@ def scaled_dot_product_attention(
             got=f"{queries} queries",
             fix="For decoding with a cache see hsa.MultiscaleCache and hsa.ClusteredCache",
         )
-    padding = padding_of(present, batch, keys)
-    # Clustered groups have no neighbours, so that a query needs no position; hidden queries get rows as PyTorch gives them.
-    are_leaves = queries == keys and (kind != "clustered" or is_causal or padding.full)
-    rows = padding if are_leaves else padding_of(None, batch, queries)
-    tree = options.tree(padding.lengths, query.device)
-    lengths = None if are_leaves else rows.lengths
-    q, k, v = rows.pack(query), padding.pack(key), padding.pack(value)
-    return rows.unpack(options.attend(q, k, v, tree, query_lengths=lengths, causal=is_causal, **rest))
+    padding = padding_of(visible.keys, batch, keys)
+    rest |= {"tree": options.tree(padding.lengths, query.device), "causal": is_causal}
+    k, v = padding.pack(key), padding.pack(value)
+    if queries != keys:
+        rows = padding_of(None, batch, queries)
+        groups = cross_queries(rows.lengths, query.device)
+        out = rows.unpack(options.attend(rows.pack(query), k, v, queries=groups, **rest))
+    elif kind == "clustered" and not is_causal and not padding.full:
+        out = _attend_with_padding(query, k, v, padding, options, rest)
+    else:
+        out = padding.unpack(options.attend(padding.pack(query), k, v, **rest))
+    return out if visible.queries is None else out.masked_fill(~visible.queries[:, None, :, None], 0)
+
+
+def _attend_with_padding(
+    query: Tensor, k: Tensor, v: Tensor, padding: Padding, options: AttentionOptions, rest: dict[str, Any]
+) -> Tensor:
+    """Attend from all positions, tokens and padding, as PyTorch does: the queries may be those of another sequence.
+
+    Tokens and padding share no selection, so that padding does not matter to tokens.
+    """
+    batch, length = padding.shape
+    is_token = padding.mask.to(query.device)
+    order = torch.cat([x.flatten().nonzero().squeeze(-1) for x in (is_token, ~is_token)])
+    lengths = [*padding.lengths, *(length - n for n in padding.lengths)]
+    groups = cross_queries(lengths, query.device, tile=options.tile, trees=[*range(batch)] * 2)
+    rows = query.transpose(1, 2).flatten(0, 1).index_select(0, order)
+    out = options.attend(rows, k, v, queries=groups, **rest).index_select(0, order.argsort())
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the dtype of autocast where it is on, as PyTorch's function does; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def padding_of(present: Tensor | None, batch: int, length: int) -> Padding:
     """Return the tokens of a padded batch; without a mask, all of them."""
+    if length == 0:
+        raise InvalidInput("query, key, value", problem="sequences of length 0", expected="at least one token")
     return Padding(lengths=[length] * batch, width=length) if present is None else Padding(present)
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(name, expected="a tensor [batch, heads, length, dim]", got=type(x).__name__)
+    for name, x in tensors.items():
+        if query.is_nested or key.is_nested or value.is_nested:
+            check_jagged(name, x)
         if x.ndim != 4:
             fix = "Add the missing dimensions with unsqueeze; for packed [leaves, heads, dim] use hsa.multiscale_attention"
+            fix = fix if x.ndim < 4 else "Flatten the leading dimensions"
             raise InvalidInput(name, expected="shape [batch, heads, length, dim]", got=f"{tuple(x.shape)}", fix=fix)
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        fix = f"Pass enable_gqa=True if {heads // max(kv_heads, 1)} query heads share a key"
-        raise InvalidInput("key", expected=f"{heads} heads, as query", got=f"{kv_heads}", fix=fix)
-    if query.is_nested or key.is_nested or value.is_nested:
+        share = f"Pass enable_gqa=True if {heads // kv_heads} query heads share a key" if 0 < kv_heads < heads else None
+        raise InvalidInput("key", expected=f"{heads} heads, as query", got=f"{kv_heads}", fix=share)
+    if query.is_nested:
         return
     if not len(query) == len(key) == len(value):
         got = f"{len(query)}, {len(key)} and {len(value)}"
@@ -150,5 +191,5 @@ def _attend_jagged(
     if len(query_lengths) != len(key_lengths) or (is_causal and query_lengths != key_lengths):
         raise InvalidInput("key", expected=f"sequences of {few(query_lengths)} tokens, as query", got=few(key_lengths))
     tree = options.tree(key_lengths, query.device)
-    lengths = None if query_lengths == key_lengths else query_lengths
-    return q.wrap(options.attend(q.rows, k.rows, v.rows, tree, query_lengths=lengths, causal=is_causal, **rest))
+    groups = None if query_lengths == key_lengths else cross_queries(query_lengths, query.device)
+    return q.wrap(options.attend(q.rows, k.rows, v.rows, tree, queries=groups, causal=is_causal, **rest))

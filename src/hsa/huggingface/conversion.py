@@ -14,7 +14,7 @@ from hsa.huggingface.interface import NAME, register
 from hsa.huggingface.layer_plan import LayerPlan, layers_that_cache_trees
 from hsa.huggingface.layers import attention_layers, contains, find_transformer, is_causal, why_not_convert
 from hsa.huggingface.settings import DEFAULT, FUNCTION, Kind, LayerSettings, ModelSettings, Tree, select_given
-from hsa.huggingface.vocabulary import Vocabulary
+from hsa.huggingface.vocabulary import Vocabulary, is_tokenizer
 
 Model = TypeVar("Model")
 PLAIN = "plain softmax attention to the whole sequence"
@@ -97,8 +97,8 @@ def convert(
     for number, layer in by_number.items():
         if is_causal(modules[number]):
             layer.check_causal(number)
-    if tokenizer is None and inner is not model:
-        tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None and inner is not model and is_tokenizer(getattr(model, "tokenizer", None)):
+        tokenizer = model.tokenizer  # type: ignore[attr-defined]
     vocabulary = _vocabulary(modules, tokenizer, by_number.values(), saved)
     wrappers = [module for module in model.modules() if contains(module, inner)]  # type: ignore[attr-defined]
     _apply(inner, modules, ModelSettings(by_number, vocabulary.special_ids), vocabulary, wrappers)

@@ -12,6 +12,11 @@ from hsa.errors import InvalidInput, MissingExtra
 _SPECIAL = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
 
 
+def is_tokenizer(value: Any) -> bool:
+    """Return whether an object has the ids and methods of a tokenizer of transformers."""
+    return all(hasattr(value, name) for name in (*_SPECIAL, "encode", "decode"))
+
+
 @dataclass(eq=False)
 class Vocabulary:
     """Ids of a model's special tokens, and its tokenizer, which only sentences need."""
@@ -23,6 +28,8 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
         """Return the vocabulary of a tokenizer."""
+        if not is_tokenizer(tokenizer):
+            raise InvalidInput("tokenizer", got=type(tokenizer).__name__, expected="a tokenizer of transformers")
         ids = {getattr(tokenizer, name, None) for name in _SPECIAL}
         return cls(tuple(sorted(i for i in ids if i is not None)), tokenizer)
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from hsa.attention.dense import dense_weights
-from hsa.attention.masks import read_mask, shows
+from hsa.attention.masks import Visible, read_mask, shows
+from hsa.attention.multiscale.queries import Queries
+from hsa.attention.options import cross_queries
 from hsa.attention.sdpa import padding_of
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
-from hsa.tree.jagged import Jagged
+from hsa.tree.jagged import Jagged, few
 from hsa.tree.padding import Padding
 
 Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor, Hierarchy], Tensor]
@@ -31,7 +33,14 @@ class Tokens(NamedTuple):
 
     @property
     def is_cross(self) -> bool:
-        return self.key is not self.query
+        """Whether key and query are different tokens. Checkpointing and autocast detach one tensor into two equal views."""
+        return self.key is not self.query and not _same_memory(self.key, self.query)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a.is_nested or b.is_nested or torch.compiler.is_compiling():
+        return False
+    return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 class Masks(NamedTuple):
@@ -52,7 +61,7 @@ class Layout:
 
     rows: Tokens  # [rows, dim] each
     tree: Hierarchy  # of the keys
-    query_lengths: list[int] | None  # queries of each tree; None: the queries are the leaves
+    queries: Queries | None  # None: the leaves
     restore: Callable[[Tensor], Tensor]  # [rows, dim] → the form of the query
     weights: Callable[[Operator, Tensor, Tensor], Tensor]  # operator, q, k → [batch, heads, queries, keys]
     causal: bool = False
@@ -72,8 +81,8 @@ def packed_layout(tokens: Tokens, masks: Masks, tree: Hierarchy, query_hierarchy
         if x.ndim != 2 or len(x) != forest.num_leaves:
             expected = f"shape [leaves, dim] for {forest}"
             raise InvalidInput(name, expected=expected, got=f"{tuple(x.shape)}")
-    lengths = query_tree.lengths if tokens.is_cross else None
-    return Layout(tokens, tree, lengths, lambda rows: rows, lambda operator, q, k: dense_weights(operator, q, k, tree))
+    queries = cross_queries(query_tree.lengths, tree.device) if tokens.is_cross else None
+    return Layout(tokens, tree, queries, lambda rows: rows, lambda operator, q, k: dense_weights(operator, q, k, tree))
 
 
 def jagged_layout(tokens: Tokens, masks: Masks, tree_of: TreeOf) -> Layout:
@@ -84,13 +93,15 @@ def jagged_layout(tokens: Tokens, masks: Masks, tree_of: TreeOf) -> Layout:
     value = key if tokens.value is tokens.key else Jagged("value", tokens.value)
     if len(key.lengths) != len(query.lengths):
         raise InvalidInput("key", expected=f"{len(query.lengths)} sequences, as query", got=f"{len(key.lengths)}")
+    if value.lengths != key.lengths:
+        raise InvalidInput("value", expected=f"sequences of {few(key.lengths)} tokens, as key", got=few(value.lengths))
 
     def no_weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
         raise InvalidInput("need_weights", expected="False for nested tensors", got="True", fix="Pass a padded batch")
 
     rows = Tokens(query.rows, key.rows, value.rows)
-    lengths = query.lengths if tokens.is_cross else None
-    return Layout(rows, tree_of(key.lengths, query.rows.device), lengths, query.wrap, no_weights)
+    queries = cross_queries(query.lengths, query.rows.device) if tokens.is_cross else None
+    return Layout(rows, tree_of(key.lengths, query.rows.device), queries, query.wrap, no_weights)
 
 
 def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf) -> Layout:
@@ -98,38 +109,45 @@ def padded_layout(tokens: Tokens, masks: Masks, num_heads: int, tree_of: TreeOf)
     one = tokens.query.ndim == 2
     for name, x in zip(tokens._fields, tokens, strict=True):
         if x.ndim != tokens.query.ndim or x.ndim not in (2, 3) or (not one and len(x) != len(tokens.query)):
-            expected = f"shape [{'' if one else f'{len(tokens.query)} sequences, '}length, dim]"
+            batched = tokens.query.ndim == 3 and x is not tokens.query
+            expected = f"shape [{f'{len(tokens.query)} sequences' if batched else 'batch'}, length, dim]"
+            expected = "shape [length, dim]" if one else expected
             fix = "For packed [leaves, dim] pass the tree as well: hierarchy=…" if one else None
             raise InvalidInput(name, expected=expected, got=f"{tuple(x.shape)}", fix=fix)
-    if len(tokens.key if one else tokens.key[0]) != len(tokens.value if one else tokens.value[0]):
+    if tokens.key.shape[-2] != tokens.value.shape[-2]:
         raise InvalidInput("value", expected="as many rows as key", got=f"shape {tuple(tokens.value.shape)}")
     query, key, value = (x[None] if one else x for x in tokens)
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
-    present, causal = read_masks(masks, (batch, num_heads, queries, keys))
-    key_padding = padding_of(present, batch, keys)
+    visible = read_masks(masks, (batch, num_heads, queries, keys), tokens.is_cross).with_tokens(queries)
+    key_padding = padding_of(visible.keys, batch, keys)
     query_padding = padding_of(None, batch, queries) if tokens.is_cross else key_padding
     query_rows = query_padding.pack_tokens(query)
     key_rows = key_padding.pack_tokens(key) if tokens.is_cross else query_rows
     value_rows = key_rows if tokens.value is tokens.key else key_padding.pack_tokens(value)
     tree = tree_of(key_padding.lengths, query.device)
 
+    sees_nothing = None if visible.queries is None else ~visible.queries
+
     def restore(rows: Tensor) -> Tensor:
         padded = query_padding.unpack_tokens(rows)
+        padded = padded if sees_nothing is None else padded.masked_fill(sees_nothing[..., None], 0)
         return padded[0] if one else padded
 
     def weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
         dense = _padded_weights(operator, q, k, tree, query_padding, key_padding)
+        dense = dense if sees_nothing is None else dense.masked_fill(sees_nothing[:, None, :, None], 0)
         return dense[0] if one else dense
 
-    lengths = query_padding.lengths if tokens.is_cross else None
-    return Layout(Tokens(query_rows, key_rows, value_rows), tree, lengths, restore, weights, causal)
+    groups = cross_queries(query_padding.lengths, query.device) if tokens.is_cross else None
+    return Layout(Tokens(query_rows, key_rows, value_rows), tree, groups, restore, weights, visible.causal)
 
 
-def read_masks(masks: Masks, shape: tuple[int, int, int, int]) -> tuple[Tensor | None, bool]:
-    """Return which keys are tokens, `[batch, keys]` (None: all), and whether later keys are hidden.
+def read_masks(masks: Masks, shape: tuple[int, int, int, int], is_cross: bool) -> Visible:
+    """Return the meaning of both masks together.
 
     Args:
         shape: Numbers of sequences, heads, queries and keys.
+        is_cross: Whether the queries are not the keys, so that none of them is padding.
     """
     batch, _, _, keys = shape
     present = None
@@ -140,14 +158,14 @@ def read_masks(masks: Masks, shape: tuple[int, int, int, int]) -> tuple[Tensor |
             expected = f"shape [{batch} sequences, {keys} keys]"
             raise InvalidInput("key_padding_mask", expected=expected, got=f"{tuple(masks.key_padding_mask.shape)}")
     if masks.attn_mask is None:
-        return present, False
+        return Visible(present, causal=False)
     shown = _shown(masks.attn_mask, "attn_mask")
     if shown.ndim == 3 and len(shown) == shape[0] * shape[1]:
         shown = shown.unflatten(0, shape[:2])
-    visible = read_mask(shown, shape)
-    if visible.keys is not None:
-        present = visible.keys if present is None else present & visible.keys
-    return present, visible.causal
+    visible = read_mask(shown, shape, padding_attends=is_cross)
+    if visible.keys is not None and present is not None:
+        return visible._replace(keys=visible.keys & present)
+    return visible if present is None else visible._replace(keys=present)
 
 
 def _shown(mask: Tensor, where: str) -> Tensor:

@@ -37,10 +37,13 @@ class MultiheadAttention(nn.Module):
         *,
         kdim: int | None = None,
         vdim: int | None = None,
+        batch_first: bool = True,
         device: Any = None,
         dtype: Any = None,
     ):
         super().__init__()
+        if not batch_first:
+            raise InvalidInput("batch_first", expected="True: tokens are [batch, length, embed_dim]", got="False")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise InvalidInput(
                 "num_heads", expected=f"a positive divisor of embed_dim, which is {embed_dim}", got=num_heads
@@ -66,7 +69,8 @@ class MultiheadAttention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.embed_dim}, num_heads={self.num_heads}"
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+        return f"{self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, {options}"
 
     def forward(
         self,
@@ -106,7 +110,7 @@ class MultiheadAttention(nn.Module):
         masks = Masks(key_padding_mask, attn_mask)
         if hierarchy is not None:
             layout = packed_layout(tokens, masks, self._given_tree(hierarchy), query_hierarchy)
-        elif query.is_nested:
+        elif any(x.is_nested for x in tokens):
             layout = jagged_layout(tokens, masks, self.options.tree)
         else:
             layout = padded_layout(tokens, masks, self.num_heads, self.options.tree)
@@ -119,7 +123,7 @@ class MultiheadAttention(nn.Module):
                 fix="Leave key and value out, or pass query again",
             )
         q, k, v = self._project(layout.rows)
-        options = {"query_lengths": layout.query_lengths, "causal": causal}
+        options = {"queries": layout.queries, "causal": causal}
 
         def weigh(q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy) -> Tensor:
             return self._attend(q, k, v, tree, dropout_p=0.0, **options)
@@ -164,6 +168,7 @@ class HierarchicalAttention(MultiheadAttention):
         num_heads: Number of heads, a divisor of `embed_dim`.
         bias: Whether projections have a bias.
         kdim, vdim: Widths of keys and values, `embed_dim` by default.
+        batch_first: True, as tokens are `[batch, length, embed_dim]`; for code written for PyTorch's module.
         branching: Family sizes from the leaves up, for input without a tree; the last one repeats.
         include_self: Whether tokens attend to themselves. The paper's experiments pass False.
 
@@ -181,21 +186,29 @@ class HierarchicalAttention(MultiheadAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        bias: bool = True,
         *,
+        bias: bool = True,
         kdim: int | None = None,
         vdim: int | None = None,
+        batch_first: bool = True,
         branching: Sequence[int] | None = None,
         include_self: bool = True,
         device: Any = None,
         dtype: Any = None,
     ):
-        super().__init__(embed_dim, num_heads, 0.0, bias, kdim=kdim, vdim=vdim, device=device, dtype=dtype)
+        base: dict[str, Any] = {
+            "kdim": kdim,
+            "vdim": vdim,
+            "batch_first": batch_first,
+            "device": device,
+            "dtype": dtype,
+        }
+        super().__init__(embed_dim, num_heads, 0.0, bias, **base)
         self.options = AttentionOptions.of("hierarchical", branching=branching)
         self.include_self = include_self
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tree: Hierarchy, **options: Any) -> Tensor:
-        self.options.check_hierarchical(**options)
+        self.options.check_hierarchical(**options, instead="Use hsa.nn.MultiscaleAttention")
         return hierarchical_attention(q, k, v, tree, include_self=self.include_self)
 
 
@@ -208,6 +221,7 @@ class MultiscaleAttention(MultiheadAttention):
         dropout: Dropout on the weights, in training.
         bias: Whether projections have a bias.
         kdim, vdim: Widths of keys and values, `embed_dim` by default.
+        batch_first: True, as tokens are `[batch, length, embed_dim]`; for code written for PyTorch's module.
         causal: Whether queries never see later tokens; also `is_causal=True` in a call.
         kind: "multiscale" pools the nodes of your tree, or windows of consecutive tokens; "clustered" pools groups of
             similar keys, for which it takes only the lengths of a tree.
@@ -230,6 +244,7 @@ class MultiscaleAttention(MultiheadAttention):
         *,
         kdim: int | None = None,
         vdim: int | None = None,
+        batch_first: bool = True,
         causal: bool = False,
         kind: Literal["multiscale", "clustered"] = "multiscale",
         branching: Sequence[int] | None = None,
@@ -241,7 +256,14 @@ class MultiscaleAttention(MultiheadAttention):
         device: Any = None,
         dtype: Any = None,
     ):
-        super().__init__(embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, device=device, dtype=dtype)
+        base: dict[str, Any] = {
+            "kdim": kdim,
+            "vdim": vdim,
+            "batch_first": batch_first,
+            "device": device,
+            "dtype": dtype,
+        }
+        super().__init__(embed_dim, num_heads, dropout, bias, **base)
         if kind not in ("multiscale", "clustered"):
             fix = "For the paper's operator use HierarchicalAttention"
             raise InvalidInput("kind", expected="'multiscale' or 'clustered'", got=repr(kind), fix=fix)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -53,11 +54,15 @@ class _EncoderLayer(nn.TransformerEncoderLayer):
             "key_padding_mask": src_key_padding_mask,
             "is_causal": is_causal,
         }
-        attend = self.self_attn
+
+        def attend(x: Tensor) -> Tensor:
+            with _named("src"):
+                return self.dropout1(self.self_attn(x, hierarchy=hierarchy, **masks))
+
         if self.norm_first:
-            x = src + self.dropout1(attend(self.norm1(src), hierarchy=hierarchy, **masks))
+            x = src + attend(self.norm1(src))
             return x + self._ff_block(self.norm2(x))
-        x = self.norm1(src + self.dropout1(attend(src, hierarchy=hierarchy, **masks)))
+        x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
 
 
@@ -101,7 +106,7 @@ class HierarchicalEncoderLayer(_EncoderLayer):
     ):
         where = {"device": device, "dtype": dtype}
         super().__init__(
-            HierarchicalAttention(d_model, nhead, bias, **attention, **where),
+            HierarchicalAttention(d_model, nhead, bias=bias, **attention, **where),
             dim_feedforward,
             dropout,
             activation=activation,
@@ -255,10 +260,12 @@ class MultiscaleDecoderLayer(nn.TransformerDecoderLayer):
         about_memory |= {"hierarchy": memory_hierarchy, "query_hierarchy": hierarchy}
 
         def attend(x: Tensor) -> Tensor:
-            return self.dropout1(self.self_attn(x, **about_self))
+            with _named("tgt"):
+                return self.dropout1(self.self_attn(x, **about_self))
 
         def cross(x: Tensor) -> Tensor:
-            return self.dropout2(self.multihead_attn(x, memory, memory, **about_memory)[0])
+            with _named("tgt", "memory"):
+                return self.dropout2(self.multihead_attn(x, memory, memory, **about_memory)[0])
 
         x = tgt
         if self.norm_first:
@@ -268,6 +275,19 @@ class MultiscaleDecoderLayer(nn.TransformerDecoderLayer):
         x = self.norm1(x + attend(x))
         x = self.norm2(x + cross(x))
         return self.norm3(x + self._ff_block(x))
+
+
+@contextmanager
+def _named(query: str, key: str | None = None) -> Iterator[None]:
+    """Name the arguments of a layer in the errors of its attention."""
+    masked = query if key is None else key
+    names = {"query": query, "key": masked, "value": masked, "key_padding_mask": f"{masked}_key_padding_mask"}
+    try:
+        yield
+    except InvalidInput as error:
+        raise error.moved(
+            names.get(error.where, f"{masked}_mask" if error.where == "attn_mask" else error.where)
+        ) from None
 
 
 def _check_batch_first(batch_first: bool) -> None:

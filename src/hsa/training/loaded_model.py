@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.models.saved import with_article
 from hsa.signals.signal import Signal
@@ -164,8 +165,7 @@ class LoadedModel:
 
     def _examples(self, inputs: Inputs, on_bad: OnBad, batch_size: int) -> Iterator[list[Example]]:
         """Yield the examples in batches."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidInput("batch_size", got=repr(batch_size), expected="1 or more")
+        batch_size = check_count("batch_size", batch_size, "1 or more", 1)
         assert self.input_spec is not None
         examples = self._readable(read_inputs(self.input_spec, inputs, on_bad), on_bad)
         while some := list(islice(examples, batch_size)):

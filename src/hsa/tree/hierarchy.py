@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
+from hsa.tree.lasting import lasting
 from hsa.tree.sinks import Sinks, cut_out_sinks, sink_leaves
 
 T = TypeVar("T")
@@ -443,7 +444,7 @@ class Hierarchy:
 
     @torch.compiler.disable
     def _build(self, key: Any, build: Callable[[], T]) -> T:
-        with torch.inference_mode(False):  # later calls, with gradients, use the same tensors
+        with lasting():
             self._cache[key] = value = build()
         return value
 

@@ -23,10 +23,7 @@ class Jagged:
     """
 
     def __init__(self, name: str, x: Tensor):
-        if not x.is_nested or x.layout is not torch.jagged:
-            got = "the strided layout" if x.is_nested else "a padded tensor beside nested ones"
-            fix = "Build it with torch.nested.nested_tensor(…, layout=torch.jagged)"
-            raise InvalidInput(name, expected="a nested tensor with the jagged layout", got=got, fix=fix)
+        check_jagged(name, x)
         nested: Any = x
         self._has_heads = nested._ragged_idx == 2
         if nested._ragged_idx > 2 or nested.lengths() is not None:
@@ -44,6 +41,16 @@ class Jagged:
         """Return other rows of the same tokens as a nested tensor of the same form."""
         x = torch.nested.nested_tensor_from_jagged(rows, self._offsets)
         return x.transpose(1, 2) if self._has_heads else x
+
+
+def check_jagged(name: str, x: Tensor) -> None:
+    """Raise an error for padded tensors beside nested ones, and for nested tensors with another layout."""
+    if not x.is_nested or x.layout is not torch.jagged:
+        got = "the strided layout" if x.is_nested else "a padded tensor beside nested ones"
+        fix = "Build it with torch.nested.nested_tensor(…, layout=torch.jagged)"
+        if x.is_nested:
+            fix += "; inside torch.nn.TransformerEncoder, which builds others, pass enable_nested_tensor=False"
+        raise InvalidInput(name, expected="a nested tensor with the jagged layout", got=got, fix=fix)
 
 
 def few(lengths: list[int]) -> str:

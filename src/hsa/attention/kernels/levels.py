@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hsa.tree.hierarchy import Hierarchy, Structure
+from hsa.tree.lasting import lasting
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Levels:
 
     @torch.compiler.disable
     def _build(self, key: Any, build: Callable[[], T]) -> T:
-        with torch.inference_mode(False):  # later calls may need gradients
+        with lasting():
             self._cache[key] = value = build()
         return value
 

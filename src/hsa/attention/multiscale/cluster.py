@@ -108,7 +108,8 @@ def _cluster_torch(call: ClusterCall) -> Tensor:
         rows = leaves.view(heads, -1) * heads + head
         members = keys.index_select(0, rows.flatten()).view(heads, nodes, size, dim)
         coordinate = _principal_coordinate(members, present)
-        # Equal coordinates keep the order of the leaves; padding stays at the end.
+        # Equal coordinates keep the order of the leaves; padding stays at the end, also behind keys that are not finite.
+        coordinate = coordinate.nan_to_num_(torch.finfo(dtype).max)
         if present is not None:
             coordinate = coordinate.masked_fill(~present, torch.inf)
         moved = leaves.gather(-1, coordinate.sort(dim=-1, stable=True).indices)

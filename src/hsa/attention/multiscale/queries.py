@@ -14,6 +14,7 @@ from torch import Tensor
 from hsa.attention.checks import check_count
 from hsa.errors import InvalidInput
 from hsa.tree.hierarchy import Hierarchy
+from hsa.tree.lasting import lasting
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class Queries:
     def cached(self, key: Any, build: Callable[[], T]) -> T:
         """Return `build()`, which must depend on these queries and `key` only; later calls return the first result."""
         if key not in self._cache:
-            with torch.inference_mode(False):  # later calls may need gradients
+            with lasting():
                 self._cache[key] = build()
         return self._cache[key]
 

@@ -42,7 +42,9 @@ class _Search:
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         keys = call.k if call.clusters is None else in_order(call.k, call.clusters.order)
         plan = rounds(call.hierarchy)
-        self.q, self.pooled = call.q.to(dtype), repeat_heads(pyramid(keys.to(dtype), plan), call.q.shape[1])
+        # A query or key that is not finite scores 0: it must not decide for the others of its group or tile.
+        self.q = call.q.to(dtype).nan_to_num(0, 0, 0)
+        self.pooled = repeat_heads(pyramid(keys.to(dtype), plan).nan_to_num_(0, 0, 0), call.q.shape[1])
         self.positions, self.limit, self.scale = call.positions, call.limit, call.scale
         self.hierarchy, self.families, self.queries = call.hierarchy, leaf_families(call.hierarchy), call.queries
         self.neighbourhood, self.top_k = call.neighbourhood, call.top_k

@@ -18,6 +18,7 @@ from hsa.attention.multiscale.leaf_families import ancestors
 from hsa.attention.multiscale.queries import Queries
 from hsa.attention.rounds import rooted
 from hsa.tree.hierarchy import Hierarchy, Structure
+from hsa.tree.lasting import lasting
 
 ROWS_AT_ONCE = 2**22
 """Number of ancestors to process at once when lists are built; bounds the memory."""
@@ -73,7 +74,7 @@ class Selection:
         """Return the lists of nodes. They are built once, so that layers that share a selection share its lists."""
         forest, _ = rooted(hierarchy)
         if not self._partitions or self._partitions[0][0] is not forest.structure:
-            with torch.inference_mode(False):  # later calls may need gradients
+            with lasting():
                 # The structure and not the forest: the forest may cache this selection, a cycle.
                 self._partitions[:] = [(forest.structure, list_nodes(self, forest))]
         return self._partitions[0][1]
