@@ -42,7 +42,7 @@ def main(name: str | None = None) -> float:
     print(f"cosine of the outputs:     {similarity:.4f}")
     print(f"operations of attention:   {counted.ratio:.1f} times fewer")
 
-    model.save_pretrained("converted")  # after from_pretrained("converted"), call convert(model) to apply the settings
+    model.save_pretrained("runs/converted")  # after from_pretrained(…), call convert(model) to apply the saved settings
     hsa.huggingface.revert(model)
     print(
         f"after revert:              {torch.cosine_similarity(exact, model(ids).last_hidden_state, dim=-1).mean():.4f}"

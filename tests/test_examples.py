@@ -34,7 +34,7 @@ def test_converted_model(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "times fewer" in out
     assert out.rstrip().endswith("1.0000")  # after revert
-    assert (tmp_path / "converted" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "converted" / "model.safetensors").exists()
 
 
 def test_language_model(capsys):
