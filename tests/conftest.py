@@ -1,4 +1,4 @@
-"""Test options, and two Hypothesis profiles without deadlines, because the first call of an operator builds its plan.
+"""Test options, and a Hypothesis profile without deadlines, because the first call of an operator builds its plan.
 
 Without --explore the examples are the same in every run, so that a failure is due to a change; with it, they are random.
 """
@@ -14,17 +14,20 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # tests are small and run in parallel: threads would compete for the cores
 
-settings.register_profile("explore", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("hsa", settings.get_profile("explore"), derandomize=True, database=None)
+EXAMPLES = 40
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--explore", action="store_true", help="draw new random examples in property tests")
+    parser.addoption("--examples", type=int, default=EXAMPLES, help=f"examples per property test (default: {EXAMPLES})")
 
 
 def pytest_configure(config):
-    settings.load_profile("explore" if config.getoption("--explore") else "hsa")
+    options = {"deadline": None, "max_examples": config.getoption("--examples"), "database": None}
+    options |= {"suppress_health_check": [HealthCheck.too_slow], "derandomize": not config.getoption("--explore")}
+    settings.register_profile("hsa", **options)
+    settings.load_profile("hsa")
 
 
 def pytest_collection_modifyitems(config, items):
