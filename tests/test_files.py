@@ -4,12 +4,13 @@ import errno
 import os
 import resource
 import stat
+import time
 
 import pytest
 import torch
 
 from hsa.errors import InvalidInput
-from hsa.files import load_tensors, read_json, save_tensors, write_json, write_text, write_then_rename
+from hsa.files import load_tensors, load_yaml, read_json, save_tensors, write_json, write_text, write_then_rename
 
 TENSORS = {
     "a": torch.randn(3, 5),
@@ -130,7 +131,9 @@ def test_tensors_that_cannot_be_read(content, tmp_path):
         load_tensors(path, "a data set")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{", b"\xff", b"[" * 100_000, b"[" * 201 + b"]" * 201, b'{"a": 1, "a": 2}']
+)
 def test_json_that_cannot_be_read(content, tmp_path):
     path = tmp_path / "x.json"
     if content is not None:
@@ -141,3 +144,34 @@ def test_json_that_cannot_be_read(content, tmp_path):
         read_json(path, "a report")
     with pytest.raises(InvalidInput, match=f"{tmp_path}: {unreadable}"):
         read_json(tmp_path, "a report")
+
+
+ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+BAD_YAML = {
+    ALIASES: r"expected at most 10,000 values, got more, with those that aliases repeat \(line 13\)",
+    "a: &a [1, *a]": r"got the alias \*a inside its own anchor \(line 1\)",
+    "a: " + "[" * 100_000: r"expected at most 20 levels, got values nested too deeply \(line 1\)",
+    "a: " + "{b: " * 50_000: r"expected at most 20 levels, got values nested too deeply \(line 1\)",
+    "\n".join(" " * i + "a:" for i in range(500)): "expected at most 20 levels, got values nested too deeply",
+    "a: 1\nb:\n  c: 1\n  c: 2": "expected each name once, got 'c' 2 times, from line 3 on",
+    "a: 2020-99-99": "not valid YAML",
+    "a: " + "9" * 9999: "not valid YAML",
+    "a: x\n" * 100_000: "expected a recipe of at most 262,144 bytes, got a larger file",
+    "a: !!python/object/apply:os.system [ls]": "not valid YAML",
+}
+
+
+@pytest.mark.parametrize("content", BAD_YAML, ids=lambda content: content[:12])
+def test_yaml_that_cannot_be_read(tmp_path, content):
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    began = time.perf_counter()
+    with pytest.raises(InvalidInput, match=f"{path}: .*{BAD_YAML[content]}"):
+        load_yaml(path)
+    assert time.perf_counter() - began < 10
+
+
+def test_yaml_with_aliases(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: &base {x: 1, y: [2, 3]}\nb: {<<: *base, x: 4}\nc: *base\n")
+    assert load_yaml(path) == {"a": {"x": 1, "y": [2, 3]}, "b": {"x": 4, "y": [2, 3]}, "c": {"x": 1, "y": [2, 3]}}

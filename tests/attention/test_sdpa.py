@@ -228,7 +228,7 @@ def test_queries_that_see_nothing_get_zeros(kind):
 
 
 def test_a_mask_of_padding_that_attends_is_checked():
-    """With clustered keys, queries at padding attend: their rows of the mask count."""
+    """Queries at padding attend to clustered keys, so their rows of the mask count."""
     q, k, v = inputs(batch=1, heads=1, queries=5)
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[:, 4] = mask[4, 0] = False

@@ -1,5 +1,6 @@
 """The program `hsa` as a whole, `hsa inspect` and `hsa info`."""
 
+import gzip
 import io
 import json
 import os
@@ -209,9 +210,9 @@ def test_errors_are_one_line_without_traceback(call, tmp_path, content, argument
 def test_bad_json(call, tmp_path):
     path = tmp_path / "a.json"
     for content, message in (
-        ('{"a":\n oops}', f"{path}:2:2: invalid JSON (Expecting value); expected a JSON document\n"),
+        ('{"a":\n oops}', f"{path}: line 2, column 2: invalid JSON (Expecting value); expected JSON\n"),
         ("[[], null]", "a.json: no values, only empty containers; expected at least one value\n"),
-        ("[" * 100_000, f"{path}: expected fewer levels, got JSON nested too deeply to parse\n"),
+        ("[" * 100_000, f"{path}: expected at most 200 levels, got JSON nested too deeply to read. Flatten it\n"),
     ):
         path.write_text(content)
         assert call("inspect", str(path)) == (2, "", message)
@@ -219,11 +220,11 @@ def test_bad_json(call, tmp_path):
     assert call("inspect", "--format", "json") == (2, "", message)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1.5E+400", "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1.5E+400", "9" * 400])
 def test_numbers_that_are_not_finite(call, number):
     content = f'{{"NaN": ["1e999 \\" NaN", 1e-999, -2.5],\n "b": {number}, "c": NaN}}'
     shown = number if len(number) < 20 else f"a number of {len(number):,} characters"
-    message = f"<stdin>:2:7: expected a finite number, got {shown}\n"
+    message = f"<stdin>: line 2, column 7: expected a finite number, got {shown}\n"
     assert call("inspect", "-", "--format", "json", stdin=content) == (2, "", message)
 
 
@@ -251,7 +252,7 @@ def test_bad_stdin(call):
         (["train", "--xyz"], "unknown option --xyz; hsa train --help-all lists the options"),
         (["inspct"], "unknown command 'inspct'; did you mean inspect? hsa --help lists the commands"),
         (["inspect", "--rows", "x"], "into int. hsa inspect --help shows the usage"),
-        (["inspect", "--format", "xml"], 'Choose from: "text", "json".'),
+        (["inspect", "--format", "xml"], 'Choose from: "text", "json", "csv", "tsv", "jsonl".'),
         (["convert", "model"], "DATA: no value given; hsa convert --help shows the usage"),
         (["info", "more"], "unexpected argument 'more'; hsa info --help shows the usage"),
     ],
@@ -286,3 +287,86 @@ def test_info(call, monkeypatch):
         assert "reference (cpu" in rows[operator]
     for operator in ("hierarchical_attention", "multiscale_attention"):
         assert "triton (cuda" in rows[operator] or "triton (unavailable: triton" in rows[operator]  # and why
+
+
+ROWS = [{"title": "Two cats. They sat.", "stars": "3.5"}, {"title": "A dog", "stars": ""}]
+
+
+def write_table(path):
+    lines = {".csv": ",", ".tsv": "\t"}
+    suffix = path.name.removesuffix(".gz").removeprefix("a")
+    if suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        return path
+    if suffix in lines:
+        content = "\n".join(lines[suffix].join(row) for row in [ROWS[0].keys(), *(row.values() for row in ROWS)])
+    else:
+        content = json.dumps(ROWS) if suffix == ".json" else "\n".join(map(json.dumps, ROWS))
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".csv.gz", ".json.gz", ".json"])
+def test_tables_are_inspected_row_by_row(call, tmp_path, suffix):
+    path = write_table(tmp_path / f"a{suffix}")
+    first = as_json(call("inspect", str(path), "--json", *(["--row", "1"] if suffix == ".json" else [])))
+    assert first["source"].startswith(f"{path}: row 1")
+    assert first["source"].endswith(" of 2")
+    assert first["modalities"] == {"text": 6, "number": 1}
+    assert [level["kinds"] for level in first["levels"]] == [["Table"], ["Sequence"], ["Sequence"], ["Sequence"], []]
+    second = as_json(call("inspect", str(path), "--json", "--row", "2"))
+    assert second["modalities"] == {"text": 2}
+    only = as_json(call("inspect", str(path), "--json", "--text", "title", "stars"))
+    assert only["modalities"] == {"text": 9}
+    code, out, err = call("inspect", str(path), "--row", "2", "--number", "stars")
+    assert (code, out) == (2, "")
+    assert "column 'stars': expected a finite number, got an empty cell" in err
+
+
+def test_tables_from_stdin_and_as_text(call, tmp_path):
+    path = write_table(tmp_path / "a.csv")
+    facts = as_json(call("inspect", str(path), "--json"))
+    piped = as_json(call("inspect", "-", "--format", "csv", "--json", stdin=path.read_text()))
+    assert piped == {**facts, "source": facts["source"].replace(str(path), "<stdin>")}
+    assert as_json(call("inspect", str(path), "--format", "text", "--json"))["depth"] == 3
+    path.rename(tmp_path / "a.data")
+    assert as_json(call("inspect", str(tmp_path / "a.data"), "--format", "csv", "--json"))["leaves"] == facts["leaves"]
+
+
+def test_columns_with_images_and_columns_that_cannot_be_read(call, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (64, 48)).save(tmp_path / "cat.png")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"photo": "cat.png", "other": "dog.png", "tags": ["a"], "ok": true, "none": null}')
+    code, out, err = call("inspect", str(path), "--json")
+    assert code == 0
+    assert json.loads(out)["modalities"] == {"text": 3, "number": 1, "patch": 12}
+    assert err == f"{path}: row 1 (line 1): left out, because only text, numbers and images are read: 'tags' (list)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.csv", "--row", "0"], "row: expected 1 to 2, the rows of a.csv, got 0"),
+        (["a.csv", "--row", "3"], "row: expected 1 to 2, the rows of a.csv, got 3"),
+        (
+            ["a.csv", "--text", "titel"],
+            "a.csv: row 1 (line 2): expected one of 'title', 'stars', got the column 'titel'",
+        ),
+        (["a.txt", "--row", "1"], "a.txt: expected one of .csv, .tsv, "),
+        (["--row", "1"], "row: no table is given; expected a file, or - for stdin with --format csv, tsv or jsonl"),
+        (["-", "--text", "x"], "columns: no table is given; expected a file, or - for stdin with --format csv"),
+        (["--format", "csv"], "format: no table is given; expected a file"),
+        (["-", "--format", "csv"], "<stdin>: expected rows, got an empty file"),
+    ],
+)
+def test_bad_tables(call, tmp_path, monkeypatch, arguments, message):
+    write_table(tmp_path / "a.csv")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("inspect", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(message)

@@ -286,7 +286,7 @@ def test_sequences_of_padding_alone_and_no_sequences():
 
 
 def test_self_attention_through_reentrant_checkpoints():
-    """These detach one tensor into three."""
+    """Such a checkpoint detaches one tensor into three."""
     ours = MultiscaleAttention(WIDTH, HEADS, branching=(3, 2), top_k=1)
     grads = []
     for attend in (ours, partial(checkpoint, ours, use_reentrant=True)):

@@ -118,7 +118,7 @@ def test_causal_layers_do_not_leak():
 
 @pytest.mark.parametrize("kind", ["multiscale", "clustered"])
 def test_later_tokens_and_padding_do_not_matter_to_a_decoder(kind):
-    """By values: a selection has no gradient that would show a leak."""
+    """Compare values: a selection has no gradient that would show a leak."""
     layer = MultiscaleDecoderLayer(WIDTH, HEADS, 8, causal=True, kind=kind, top_k=1, **DOUBLE).eval()
     for parameter in layer.parameters():
         parameter.data *= 3

@@ -133,7 +133,7 @@ def test_rows_with_pictures_give_what_the_same_rows_in_a_file_give(rows, monkeyp
     monkeypatch.chdir(path.parent)  # paths of pictures are relative to the working directory
     assert model.predict(new) == model.predict(path)
     assert torch.equal(model.embed(new), model.embed(path))
-    without = [{**row, "photo": None, "stars": None} for row in new]
+    without = [{**row, "photo": None} for row in new]
     assert len(model.predict(without)) == 20
     assert not torch.equal(model.embed(without), model.embed(path))
 
@@ -291,6 +291,8 @@ def test_a_model_of_several_columns_refuses_plain_texts(rows):
         InvalidInput, match=r"^inputs\[0\]: no column 'photo'; .* Pass None for a value that is missing"
     ):
         model.predict([{"title": "a", "text": "b", "stars": 3, "label": "pos"}])
+    with pytest.raises(InvalidInput, match=r"^input, column 'stars': expected a finite number, got an empty cell"):
+        model.predict({"title": "a", "text": "b", "stars": None, "photo": None})
     with pytest.raises(InvalidInput, match=r"^input, column 'stars': expected a .*number, got 'three'"):
         model.predict({"title": "a", "text": "b", "stars": "three", "photo": None})
     with pytest.raises(InvalidInput, match=r"^input, column 'photo' \(none.png\)"):

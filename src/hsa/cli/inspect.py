@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import hsa
 from hsa.cli.help import HelpPage
 from hsa.errors import InvalidInput
+from hsa.files import parse_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from hsa.signals import Leaf, Signal
     from hsa.signals.batch import Batch
+    from hsa.signals.readers import Rows
 
 WINDOWS = (16, 8, 8, 16)
 """Branching of the regular tree to compare with."""
@@ -33,6 +35,7 @@ HELP = HelpPage(
     examples={
         "hsa inspect": "a sample text",
         "hsa inspect page.html --rows 20": "the tree of a web page",
+        "hsa inspect reviews.csv --row 3": "the tree of the third row of a table",
         "git log | hsa inspect - --json": "from a pipe, for scripts",
     },
 )
@@ -42,7 +45,11 @@ def inspect(
     file: str | None = None,
     /,
     *,
-    format: Literal["text", "json"] | None = None,
+    format: Literal["text", "json", "csv", "tsv", "jsonl"] | None = None,
+    row: int | None = None,
+    text: tuple[str, ...] = (),
+    number: tuple[str, ...] = (),
+    image: tuple[str, ...] = (),
     tokenizer: Path | None = None,
     language: str = "en",
     width: int = 768,
@@ -54,10 +61,17 @@ def inspect(
 
     Text is split into paragraphs (at blank lines), sentences and tokens; Markdown into sections, HTML into blocks, Python
     source into statements, and images into patches. JSON keeps its lists and objects, without null values and empty lists.
+    Of a table (.csv, .tsv, .jsonl, .parquet, …, also .gz), one row is shown, read as `hsa train` reads it.
 
     Args:
         file: A file, or - for stdin. By default a sample text.
-        format: Format of the file. By default the suffix decides: .json, .md, .html, .py, .png, …; other files are text.
+        format: Format of the file. By default the suffix decides: .json, .csv, .md, .html, .py, .png, …; other files are
+            text.
+        row: Row of a table, counted from 1; the first by default. With this option or one of the next three, a .json file is
+            a table, too: a list of objects.
+        text: Columns of a table that hold text. Without columns, all are shown that hold text, numbers or images.
+        number: Columns of a table that hold numbers.
+        image: Columns of a table that hold images: paths relative to the file, or the bytes.
         tokenizer: A tokenizer.json to split text into tokens. By default, tokens are words and punctuation marks.
         language: Language of the text, for the sentence splitter: en, de, fr, …
         width: Width of the attention layer, all heads together.
@@ -69,7 +83,16 @@ def inspect(
 
     if rows < 1:
         raise InvalidInput("rows", got=rows, expected="a positive integer")
-    source, signal, names = _read(file, format, tokenizer, language)
+    columns = {"text": text, "number": number, "image": image}
+    table = _read_table(file, format, row, any(columns.values()))
+    signal: Signal | Leaf
+    if table is not None:
+        from hsa.cli.table_row import read_table_row
+
+        names: tuple[str, ...] = ()
+        source, signal = read_table_row(table, 1 if row is None else row, columns, tokenizer, language)
+    else:
+        source, signal, names = _read(file, format, tokenizer, language)
     report = _report(source, collate([signal]), width, heads)
     if json:
         print(json_format.dumps(asdict(report), indent=2, ensure_ascii=False))
@@ -118,25 +141,52 @@ class Report:
     attention: Cost
 
 
+def _read_table(file: str | None, format: str | None, row: int | None, has_columns: bool) -> Rows | None:
+    """Return the rows of a table; None for other files."""
+    from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows, parse_rows
+
+    is_table = row is not None or has_columns
+    if file is not None and format in ("csv", "tsv", "jsonl"):
+        return parse_rows(_load_text(file), f".{format}", _name(file))
+    if format is None and file is not None and _name(file) != STDIN:
+        suffix = Path(file).suffix.lower()
+        return load_rows(file) if is_table or suffix in set(ROW_SUFFIXES) - {".json"} else None
+    if is_table or format in ("csv", "tsv", "jsonl"):
+        raise InvalidInput(
+            "row" if row is not None else "columns" if has_columns else "format",
+            problem="no table is given",
+            expected="a file, or - for stdin with --format csv, tsv or jsonl",
+        )
+    return None
+
+
+def _name(file: str) -> str:
+    return STDIN if file == "-" else file
+
+
+def _load_text(file: str) -> str:
+    from hsa.signals.readers.text import decode_text, load_text
+
+    return decode_text(sys.stdin.buffer.read(), where=STDIN) if _name(file) == STDIN else load_text(file)
+
+
 def _read(
     file: str | None, format: str | None, tokenizer: Path | None, language: str
 ) -> tuple[str, Signal | Leaf, tuple[str, ...]]:
     """Return the name of the source, the signal, and the names of the levels, if they have any."""
     from hsa.signals.readers.files import SUFFIXES, read_file
     from hsa.signals.readers.nested import from_nested
-    from hsa.signals.readers.text import LANGUAGES, decode_text, load_text, read_text
+    from hsa.signals.readers.text import LANGUAGES, read_text
 
     if file is None:
         if format == "json":
             raise InvalidInput("format", got="json without a file", expected="a file, or - for stdin")
         source, text = "sample text", (files("hsa.cli") / _SAMPLE).read_text(encoding="utf-8")
-    elif file in ("-", STDIN):
-        source, text = STDIN, decode_text(sys.stdin.buffer.read(), where=STDIN)
     else:
-        kind = SUFFIXES.get(Path(file).suffix.lower(), "text")
+        kind = "text" if _name(file) == STDIN else SUFFIXES.get(Path(file).suffix.lower(), "text")
         if format is None and kind not in ("text", "json"):
             return file, read_file(file, tokenizer, language), ()
-        source, text = file, load_text(file)
+        source, text = _name(file), _load_text(file)
         format = format or ("json" if kind == "json" else None)
     if format == "json":
         return source, from_nested(_parse(text, source), drop_empty=True, where=Path(source).name), ()
@@ -151,22 +201,13 @@ def _read(
 
 def _parse(text: str, source: str) -> Any:
     """Parse a JSON document; unlike Python's parser, refuse infinities and NaN."""
-    try:
-        document = json_format.loads(text)
-    except json_format.JSONDecodeError as error:
-        raise InvalidInput(
-            f"{source}:{error.lineno}:{error.colno}", problem=f"invalid JSON ({error.msg})", expected="a JSON document"
-        ) from None
-    except RecursionError:
-        raise InvalidInput(source, got="JSON nested too deeply to parse", expected="fewer levels") from None
-    except ValueError:  # an integer of thousands of digits, which the loop below reports
-        document = None
+    document = parse_json(text, source)
     for match in _STRING_OR_NUMBER.finditer(text):
         number = match[1]
         if number and not math.isfinite(float(number)):
             line, column = text.count("\n", 0, match.start()) + 1, match.start() - text.rfind("\n", 0, match.start())
             shown = number if len(number) <= 20 else f"a number of {len(number):,} characters"
-            raise InvalidInput(f"{source}:{line}:{column}", got=shown, expected="a finite number")
+            raise InvalidInput(f"{source}: line {line}, column {column}", got=shown, expected="a finite number")
     return document
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from hsa.errors import InvalidInput
 from hsa.signals.readers.files import SUFFIXES, read_file
 from hsa.signals.readers.python_source import read_python
+from hsa.signals.readers.rows import ROW_SUFFIXES
 from hsa.signals.readers.text import read_text
 from hsa.signals.signal import Leaf, Signal
 from hsa.training.data.data_set import Example
-from hsa.training.data.prepare import ROW_SUFFIXES, InputSpec
+from hsa.training.data.prepare import InputSpec
 from hsa.training.data.sources import Files, ImageReader, OnBad
 
 Input = str | Mapping[str, Any] | Path
@@ -98,7 +99,7 @@ def _read_row(spec: InputSpec, value: Any, where: str, image_reader: ImageReader
             where,
             problem=f"no column {missing[0]!r}",
             expected=f"a row with the columns {', '.join(columns.read)}",
-            fix="Pass None for a value that is missing",
+            fix=None if missing[0] in columns.number else "Pass None for a value that is missing",
         )
     return columns.read_row(value, spec.tokenizer, folder=None, image_reader=image_reader, where=where)
 

@@ -1,4 +1,5 @@
 import builtins
+import json
 import subprocess
 import sys
 
@@ -76,6 +77,9 @@ def test_json():
         ('{"a":\n}', "json: line 2, column 1: invalid JSON"),
         ("[]", "json: no values; expected at least one"),
         ("[1, NaN]", "json: expected a finite number, got nan"),
+        ("[1e39]", "json: expected a finite number, got 1e[+]39. Scale it: models compute in float32"),
+        ('{"a": 1, "a": 2}', "json: line 1: expected distinct keys, got the key 'a' twice"),
+        ("[" * 201 + "]" * 201, "json: expected at most 200 levels, got JSON nested too deeply to read"),
         ("[" * 600 + "1" + "]" * 600, "json: expected .*, got JSON nested too deeply to read"),
         ("[" * 99_999, "json: expected .*, got JSON nested too deeply to read"),
         ("9" * 9999, "json: line 1: expected .*, got a number too long"),
@@ -84,6 +88,11 @@ def test_json():
 def test_bad_json(text, message):
     with pytest.raises(InvalidInput, match=message):
         read_json(text)
+
+
+def test_json_of_many_levels():
+    assert read_json("[" * 200 + "1" + "]" * 200).depth == 200
+    assert read_json(json.dumps([{"a": [i]} for i in range(500)])).num_leaves == 500  # wide, not deep
 
 
 def test_unknown_suffixes(tmp_path):

@@ -1,5 +1,8 @@
+import base64
+import contextlib
 import os
 import pydoc
+import time
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from PIL import Image
 
 from hsa.errors import InvalidInput
 from hsa.signals import Graph, Set, Signal
-from hsa.signals.readers import read_html, read_image, read_site, text_of, train_tokenizer
+from hsa.signals.readers import read_file, read_html, read_image, read_markdown, read_site, text_of, train_tokenizer
 from hsa.signals.readers.html import load_html, visible_text
 
 
@@ -61,6 +64,65 @@ def test_any_text_is_read_or_has_no_words(text):
 
 def test_nesting_deeper_than_the_stack_of_python():
     assert read("<div>" * 5000 + "deep") == [["deep"]]
+
+
+def numbered(tag, count):
+    return "".join(f"<{tag} id={i}>" for i in range(count))
+
+
+SLOW_PAGES = {
+    "nesting": "<div>" * 200_000,
+    "end tags that have no effect": "<div><table><tr><td></div></table>" * 60_000,
+    "end tags in comments": "<div><!--</div>-->" * 100_000,
+    "end tags in attributes": "<div title='</div>'>" * 100_000,
+    "tags after an odd comment": "<!--><style><!--</style>" + "<div>" * 200_000 + "-->",
+    "tags in a picture": "<svg><desc><style><!--</style>" + "<div>" * 200_000 + "-->",
+    "formatting of every paragraph": "<p>" + numbered("b", 2_000) + "<p>x" * 20_000,
+    "formatting around blocks": numbered("font", 20_000) + "<div>" * 20_000 + "</font>" * 20_000,
+    "attributes": "<p " + " ".join(f"a{i}" for i in range(300_000)) + ">",
+    "options": "<select>" + "<option>x" * 200_000,
+}
+
+
+@pytest.mark.parametrize("page", SLOW_PAGES.values(), ids=SLOW_PAGES.keys())
+def test_pages_that_take_a_parser_minutes_are_refused(tmp_path, page):
+    path = tmp_path / "a.html"
+    path.write_text(page + "x")
+    began = time.perf_counter()
+    for read_page in (read_file, text_of):
+        with pytest.raises(InvalidInput, match=r"a.html: expected a page that can be parsed in seconds, got tags"):
+            read_page(path)
+    with pytest.raises(InvalidInput, match=r"a.md: expected a page that can be parsed in seconds, got tags"):
+        read_markdown(f"<div>{page}", where="a.md")
+    assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize(
+    "page", ["<svg>" + "<!--<b>" * 200_000, "<object>" * 30_000 + "</td>" * 30_000, "<p a='" * 200_000]
+)
+def test_the_estimate_is_quick(page):
+    began = time.perf_counter()
+    with contextlib.suppress(InvalidInput):
+        read_html(page + "x")
+    assert time.perf_counter() - began < 10
+
+
+LARGE_PAGES = {
+    "paragraphs": "<p>x <b>y</b> <a href=z>w</a>" * 20_000,
+    "blocks": ("<div>" * 30 + "<a href=y>x</a>" * 50 + "</div>" * 30) * 300,
+    "lists": "<ul>" + "<li><a href=z><b>x</b></a>" * 20_000,
+    "cells": "<table>" + ("<tr>" + "<td><font color=red>x" * 10) * 2_000,
+    "open links": "".join(f"<a name={i}>x" for i in range(20_000)),
+    "a script": "<script>" + "'<div>'+" * 100_000 + "</script>x",
+    "overlaps": "".join(f"<a href={i}><div>x</a></div><i><b>y</i></b>" for i in range(10_000)),
+    "options": "<select>" + "<option>x" * 5_000,
+    "pictures": "<svg><g><path d='M0 0'/></g></svg>x" * 10_000,
+}
+
+
+@pytest.mark.parametrize("page", LARGE_PAGES.values(), ids=LARGE_PAGES.keys())
+def test_large_pages_are_read(page):
+    assert "x" in visible_text(page)
 
 
 @pytest.mark.parametrize("module", ["json", "csv", "difflib", "textwrap"])
@@ -153,6 +215,8 @@ def test_pictures_without_a_folder_are_left_out():
         (b"<meta charset=nonsense>\xe9", "é"),
         (b"<meta charset='utf-16'>" + "é".encode(), "é"),
         (b"<meta charset=hex>\xe9", "é"),
+        (b"<meta charset=punycode>\xe9", "é"),
+        (b"<meta charset=unicode_escape>\\d\xe9", "\\dé"),
     ],
 )
 def test_encodings(tmp_path, data, text):
@@ -175,3 +239,8 @@ def test_errors(tmp_path):
         read_site(tmp_path)
     with pytest.raises(InvalidInput, match=r"html: expected a string, got a value of type NoneType"):
         read_html(None)
+
+
+def test_pictures_in_addresses_are_not_decoded():
+    bomb = base64.b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\xff" * 99).decode()
+    assert read(f"x<img src='data:image/png;base64,{bomb}'>") == [["x"]]

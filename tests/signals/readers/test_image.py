@@ -1,15 +1,18 @@
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from hsa.errors import InvalidInput
 from hsa.signals import Grid
 from hsa.signals.readers import read_image
+from hsa.signals.readers.image import FORMATS
 
 
 def noise(height, width, channels=3):
@@ -121,7 +124,7 @@ PNG = encoded(Image.fromarray(noise(64, 64)))
 def test_damaged_files_are_named(tmp_path, data):
     path = tmp_path / "a.png"
     path.write_bytes(data)
-    with pytest.raises(InvalidInput, match=r"a.png: no readable image \(.*\); expected an image that Pillow"):
+    with pytest.raises(InvalidInput, match=r"a.png: no readable image \(.*\); expected an image in one of"):
         read_image(path)
 
 
@@ -136,12 +139,74 @@ def test_pictures_with_too_many_pixels(tmp_path, side):
         read_image(path)
 
 
+def png_header(width, height):
+    """Return a PNG of this size without its pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + header
+        + struct.pack(">I", zlib.crc32(header))
+        + b"\0\0\0\x09IDAT"
+    )
+
+
+def test_the_limit_on_pixels_is_ours_and_checked_before_decoding(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as other packages set it
+    bombs = {
+        "PNG": png_header(60_000, 60_000),
+        "GIF": b"GIF89a" + struct.pack("<HH", 60_000, 60_000) + b"\0\0\0,\0\0\0\0\1\0\1\0\0\x02\x02\x44\1\0;",
+        "BMP": b"BM" + struct.pack("<IIIIiiHHIIiiII", 54, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0),
+    }
+    for data in bombs.values():
+        with pytest.raises(InvalidInput, match=r"expected at most 89,478,485, got 60,000 × 60,000 pixels"):
+            read_image(data)
+    frames = [Image.new("L", (16, 16), value) for value in (0, 255)]
+    animated = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    at = animated.rindex(b"\x2c\0\0\0\0\x10\0\x10\0")  # the second frame, which is not decoded
+    animated = animated[: at + 5] + struct.pack("<HH", 60_000, 60_000) + animated[at + 9 :]
+    assert read_image(animated).values.max() == 0
+    lazy = Image.open(io.BytesIO(bombs["PNG"]))
+    with pytest.raises(InvalidInput, match="60,000 × 60,000"):
+        read_image(lazy)
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.eps"])
+def test_postscript_starts_no_program(tmp_path, monkeypatch, name):
+    def run(*arguments, **options):
+        raise AssertionError(f"starts {arguments}")
+
+    for function in ("Popen", "run", "check_call", "call"):
+        monkeypatch.setattr(f"subprocess.{function}", run)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
+    monkeypatch.setattr(EpsImagePlugin, "has_ghostscript", lambda: True)
+    (tmp_path / name).write_bytes(POSTSCRIPT)
+    with pytest.raises(InvalidInput, match=r"no readable image .*; expected an image in one of the formats PNG"):
+        read_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI", "ICNS", "PDF"])
+def test_other_formats_are_refused(kind):
+    with pytest.raises(InvalidInput, match="no readable image"):
+        read_image(encoded(Image.new("RGB", (32, 32)), kind))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats(kind):
+    assert read_image(encoded(Image.new("RGB", (32, 48)), kind)).domain == Grid((3, 2))
+
+
 def test_errors(tmp_path):
-    with pytest.raises(InvalidInput, match=r"none.png: no such file; expected an image that Pillow reads"):
+    with pytest.raises(
+        InvalidInput, match=r"none.png: no such file; expected an image in one of the formats PNG, JPEG"
+    ):
         read_image(tmp_path / "none.png")
     with pytest.raises(InvalidInput, match=r"page\[2\]: no readable image"):
         read_image(b"x", where="page[2]")
-    with pytest.raises(InvalidInput, match=r"picture: no readable image \(a dict\)"):
+    with pytest.raises(InvalidInput, match=r"image: no readable image \(a dict\)"):
         read_image({})
     with pytest.raises(InvalidInput, match="no readable image"):
         read_image(np.zeros((3, 5, 7, 2)))

@@ -1,12 +1,14 @@
 import re
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hsa import collate
 from hsa.errors import InvalidInput
-from hsa.signals import Sequence, Signal, Table
+from hsa.signals import Signal, Table
 from hsa.signals.readers import read_markdown, read_text, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +93,35 @@ def test_any_text_is_read_or_has_no_words(text):
 
 def test_deep_nesting():
     assert read_markdown("> " * 40 + "deep").depth == 40 + 3
-    assert read_markdown("top\n\n" + "> " * 5000 + "deep").domain in (Sequence(1), Sequence(2))
+    assert read_markdown("> " * 100 + "deep").depth == 100 + 3
+
+
+@pytest.mark.parametrize("mark", ["> ", ">", "- ", "1. ", "> - "])
+@pytest.mark.parametrize("levels", [49, 60, 100, 5000])
+def test_text_below_the_deepest_level_is_kept(mark, levels):
+    signal = read_markdown("top\n\n" + mark * levels + "deep\n\nend")
+    assert collate([signal]).values["text"][0] == "top"
+    assert [word for word in collate([signal]).values["text"] if word.isalpha()] == ["top", "deep", "end"]
+
+
+def test_lists_indented_beyond_the_deepest_level_are_kept():
+    signal = read_markdown("\n".join("  " * i + f"- w{i}" for i in range(150)))
+    words = collate([signal]).values["text"]
+    assert [word for word in words if word != "-"] == [f"w{i}" for i in range(150)]
+
+
+def test_emphasis_deeper_than_the_stack_of_python():
+    assert read("*" * 3000 + "deep" + "*" * 3000) == [["deep"]]
+    assert read("*a _b " * 500 + "x" + "_*" * 500) == [["a b " * 500 + "x"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "![" * 50_000, "[" * 50_000 + "](b)" * 50_000, "a" + " " * 200_000 + "b"]
+)
+def test_time_grows_with_the_length(text):
+    began = time.perf_counter()
+    read_markdown(text)
+    assert time.perf_counter() - began < 10  # less than a second; a quadratic reader takes minutes
 
 
 def test_errors():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hsa.errors import InvalidInput
-from hsa.signals.readers import definitions, read_file, read_python, train_tokenizer
+from hsa.signals.readers import definitions, read_file, read_python, text_of, train_tokenizer
 from hsa.signals.readers.python_source import load_python
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -186,6 +186,17 @@ def test_encodings(tmp_path):
     path.write_bytes(b"x = '\xff'\n")
     with pytest.raises(InvalidInput, match=r"m.py: invalid Python \(invalid or missing encoding declaration"):
         read_file(path)
+
+
+@pytest.mark.parametrize(
+    "encoding", ["rot13", "hex", "base64", "zlib", "undefined", "idna", "punycode", "unicode_escape", "nonsense"]
+)
+def test_encodings_that_are_not_of_text_files(tmp_path, encoding):
+    path = tmp_path / "m.py"
+    path.write_text(f"# coding: {encoding}\nx = '\\d'\n")
+    for use in (read_file, text_of):
+        with pytest.raises(InvalidInput, match=rf"m.py: (invalid Python|the encoding '?{encoding}).*; expected "):
+            use(path)
 
 
 def test_dedented_source_of_a_class():

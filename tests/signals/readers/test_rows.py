@@ -4,6 +4,7 @@ import io
 import json
 import math
 import time
+import tracemalloc
 from decimal import Decimal
 
 import pyarrow
@@ -135,7 +136,9 @@ def test_types_of_parquet(tmp_path):
         ("a.csv", b"a\n\0", "a.csv: expected text in utf-8, got binary data"),
         ("a.jsonl", b'{"a": 1}\n{"a": }', "a.jsonl: line 2, column 7: invalid JSON (Expecting value); expected JSON"),
         ("a.jsonl", b'{"a": 1}\n\n[1]', "a.jsonl: row 2 (line 3): expected an object, got a JSON list"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl: expected fewer levels, got JSON nested too deeply"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl: expected at most 200 levels, got JSON nested too deeply"),
+        ("a.json", b'[{"a": 1, "b": 2, "a": 3}]', "a.json: line 1: expected distinct keys, got the key 'a' twice"),
+        ("a.jsonl", b'{}\n{"a": 1, "a": 3}', "a.jsonl: line 2: expected distinct keys, got the key 'a' twice"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json: line 2, column 7: invalid JSON"),
         ("a.json", b'{"a": 1}', "a.json: expected a list of objects, got a JSON dict"),
         ("a.json", b"[{}, 3]", "a.json: row 2: expected an object, got a JSON int"),
@@ -189,16 +192,24 @@ def test_a_row_is_a_table_of_its_columns(tmp_path):
     assert read_row(row, text=["t"], number=["n"], tokenizer=tokenizer).members[0] == read_text("Two cats.", tokenizer)
 
 
-def test_missing_values_are_left_out():
+def test_missing_texts_and_pictures_are_left_out():
     row = {"a": "x", "b": None, "c": math.nan, "d": " ", "e": {"bytes": None, "path": None}, "f": 0}
-    assert read_row(row, text=["a", "b", "d"], number=["c", "f"], image=["e"]).domain == Table(["a", "f"])
+    assert read_row(row, text=["a", "b", "d"], number=["f"], image=["c", "e"]).domain == Table(["a", "f"])
     with pytest.raises(InvalidInput, match=r"a.csv: row 3: no values; expected at least one in 'b', 'c'"):
-        read_row(row, text=["b"], number=["c"], where="a.csv: row 3")
+        read_row(row, text=["b", "c"], where="a.csv: row 3")
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", math.nan, "nan", "NaN", "inf", "1e39", 1e300, "1e999"])
+def test_missing_numbers_and_numbers_that_are_not_finite_are_refused_alike(value):
+    with pytest.raises(
+        InvalidInput, match=r"^a.csv: row 3, column 'n': expected a finite number, got (an empty cell|.)"
+    ):
+        read_row({"n": value, "t": "x"}, number=["n"], text=["t"], where="a.csv: row 3")
 
 
 def test_a_single_column_of_text_gives_the_signal_of_the_text():
     assert read_row({"t": "Two cats."}, text=["t"]) == read_text("Two cats.")
-    assert read_row({"t": "a", "n": None}, text=["t"], number=["n"]).domain == Table(["t"])
+    assert read_row({"t": "a", "u": None}, text=["t", "u"]).domain == Table(["t"])
     assert read_row({"n": 1}, number=(name for name in ["n"])).domain == Table(["n"])
 
 
@@ -232,3 +243,74 @@ def test_many_rows_are_quick(tmp_path):
     began = time.perf_counter()
     assert len(load_rows(tmp_path / "a.csv")) == 50_000
     assert time.perf_counter() - began < 10  # a tenth of a second; a quadratic reader takes minutes
+
+
+def test_pictures_outside_the_folder_are_not_opened(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    (folder / "in").mkdir(parents=True)
+    for path in (tmp_path / "secret.png", folder / "in" / "a.png"):
+        Image.new("RGB", (20, 30)).save(path)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "above").symlink_to(tmp_path)
+    monkeypatch.chdir(folder)
+    picture = read_image(folder / "in" / "a.png")
+    names = ["../secret.png", "in/../../secret.png", str(tmp_path / "secret.png"), "link.png", "above/secret.png"]
+    for name in names:
+        for value in (name, {"path": name}):
+            for root in (folder, None):
+                with pytest.raises(InvalidInput) as caught:
+                    read_row({"p": value}, image=["p"], folder=root, where="a.csv: row 3")
+                assert str(caught.value).startswith(f"a.csv: row 3, column 'p' ({name}): no such file in the folder; ")
+                assert "copy the file, not a link to it, into the folder" in str(caught.value)
+    for value in ("in/a.png", "above/data/in/a.png", str(folder / "in" / "a.png")):
+        assert read_row({"p": value}, image=["p"], folder=folder).members[0] == picture
+    trusted = read_row(
+        {"p": tmp_path / "secret.png"}, image=["p"], folder=folder
+    )  # a path of Python code, not of a file
+    assert trusted.members[0] == picture
+    for value in ("x" * 5000, "a\0b", "."):
+        with pytest.raises(InvalidInput, match="no such file in the folder"):
+            read_row({"p": value}, image=["p"], folder=folder)
+
+
+@pytest.mark.parametrize("suffix", ["csv.gz", "parquet"])
+def test_compressed_data_are_bounded(tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"bomb.{suffix}"
+    rows = [{"text": "x" * 1000}] * 20_000
+    write(path, rows)
+    assert path.stat().st_size < 200_000
+    assert len(load_rows(path)) == 20_000
+    monkeypatch.setattr("hsa.files.MAX_UNPACKED", 10_000_000)
+    tracemalloc.start()
+    with pytest.raises(
+        InvalidInput, match=r"bomb.*: expected at most 10,000,000 bytes after decompression, got more data"
+    ):
+        load_rows(path)
+    assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    tracemalloc.stop()
+
+
+def test_categories_of_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    names = pyarrow.array(["a", "b"] * 2000).dictionary_encode()
+    parquet.write_table(pyarrow.table({"kind": names, "n": list(range(4000))}), path)
+    rows = load_rows(path)
+    assert rows.row(3999) == {"kind": "b", "n": 3999}
+    assert rows.column("kind") == ["a", "b"] * 2000
+
+
+def test_times_that_python_cannot_represent(tmp_path):
+    path = tmp_path / "a.parquet"
+    times = {"ns": pyarrow.array([1], pyarrow.timestamp("ns")), "late": pyarrow.array([10**8], pyarrow.date32())}
+    parquet.write_table(pyarrow.table({"t": ["a"], **times}), path)
+    rows = load_rows(path)
+    assert rows.row(0) == {"t": "a", "ns": "timestamp[ns] 1", "late": "date32[day] 100000000"}
+    assert rows.column("ns") == ["timestamp[ns] 1"]
+
+
+def test_parquet_that_is_not_utf8(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"t": ["zebra"] * 3}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"zebra", b"z\xff\xffra"))
+    with pytest.raises(InvalidInput, match=r"a.parquet: expected a Parquet file, got damaged data \(.*UTF8"):
+        load_rows(path)

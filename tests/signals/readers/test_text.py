@@ -170,3 +170,22 @@ def test_half_a_megabyte_is_quick():
     signal = read_text(text)
     assert signal.num_families == 1 + 850 + 850 * 14
     assert time.perf_counter() - began < 10  # about half a second on a slow machine; a quadratic reader takes minutes
+
+
+def test_long_runs_of_spaces_are_quick():
+    began = time.perf_counter()
+    assert read_text("a" + " " * 300_000 + "b\n   c" + "\t" * 300_000).num_leaves == 3
+    assert time.perf_counter() - began < 10  # milliseconds; a quadratic reader takes minutes
+
+
+@pytest.mark.parametrize("encoding", ["rot13", "hex", "punycode", "nonsense", "a\0b"])
+def test_encodings_that_are_not_of_text_files(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("One. Two.")
+    with pytest.raises(InvalidInput, match=r"a.txt: the encoding .* is not one of text files .*; expected an encoding"):
+        read_text_file(tmp_path / "a.txt", encoding=encoding)
+
+
+@pytest.mark.parametrize("space", ["\xa0", "\x85", "\u2028", "\u3000"])
+def test_spaces_of_several_bytes(space):
+    signal = read_text(f"Mr {space}. Ito stayed{space}in. B {space}.")
+    assert "stayed in" in " ".join(word for sentence in signal.members[0].members for word in sentence.values)

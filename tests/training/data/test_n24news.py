@@ -200,3 +200,17 @@ def test_missing_keys(folder, key):
         change(folder, index=index, **{key: None})
     with pytest.raises(InvalidInput, match=rf"nytimes_train\.json: .*'{key}'"):
         read_n24news(folder, "train")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "../secret", "/etc/secret", "link", "x" * 5000, "a\0b"])
+def test_images_outside_the_folder_are_not_opened(tmp_path, name):
+    (tmp_path / "data").mkdir()
+    folder = write(tmp_path / "data")
+    for path in (tmp_path / "secret.jpg", tmp_path / "other.jpg"):
+        Image.new("RGB", (20, 30)).save(path)
+    (folder / "imgs" / "link.jpg").symlink_to(tmp_path / "secret.jpg")
+    change(folder, image_id=name.replace("/etc", str(tmp_path)))
+    with pytest.raises(InvalidInput, match=r"row 2 \(article a100000001\), image imgs/.*: no such file in the folder"):
+        list(read_n24news(folder, "train"))
+    keys = [example.signal.domain.keys for example in read_n24news(folder, "train", on_bad="skip")]
+    assert [len(names) for names in keys] == [5, 4, 5]

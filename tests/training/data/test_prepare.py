@@ -374,7 +374,14 @@ def test_missing_columns(tmp_path, options, message):
         ({"label": 1}, {}, f"{LABEL}: expected text, as in row 1, got 1 (a number). {SAME_WAY}"),
         ({"label": True}, {}, f"{LABEL}: expected text, as in row 1, got True (true or false). {SAME_WAY}"),
         ({"label": []}, {}, f"{LABEL}: expected a name or a number, got a label of type list. P{SKIP}"),
-        ({"stars": "many"}, STARS, f"{ROW}, column 'stars': expected a number, got 'many'. P{SKIP}"),
+        ({"stars": "many"}, STARS, f"{ROW}, column 'stars': expected a finite number, got 'many'. P{SKIP}"),
+        ({"stars": 10**400}, STARS, f"{ROW}, column 'stars': expected a finite number, got 1{'0' * 58}…. P{SKIP}"),
+        (
+            {"stars": 1e39},
+            STARS,
+            f"{ROW}, column 'stars': expected a finite number, got 1e+39. "
+            f"Scale it: models compute in float32, up to 3.4e38, or p{SKIP}",
+        ),
         ({"stars": "inf"}, STARS, f"{ROW}, column 'stars': expected a finite number, got 'inf'. P{SKIP}"),
     ],
 )
@@ -389,6 +396,9 @@ def test_bad_labels(tmp_path, values, options, message):
         ({"text": None}, {}, ROW),
         ({"text": ["a"]}, {}, f"{ROW}, column 'text'"),
         ({"stars": "x"}, {"number": ("stars",)}, f"{ROW}, column 'stars'"),
+        ({"stars": ""}, {"number": ("stars",)}, f"{ROW}, column 'stars'"),
+        ({"stars": None}, {"number": ("stars",)}, f"{ROW}, column 'stars'"),
+        ({"stars": "nan"}, {"number": ("stars",)}, f"{ROW}, column 'stars'"),
     ],
 )
 def test_bad_values_are_reported_with_their_row(tmp_path, values, options, where):
@@ -399,7 +409,7 @@ def test_bad_values_are_reported_with_their_row(tmp_path, values, options, where
 
 def test_labels_that_do_not_fit(tmp_path):
     assert bad(tmp_path, task="regression").startswith(
-        "FILE: row 1 (line 1), column 'label': expected a number, got 'pos'"
+        "FILE: row 1 (line 1), column 'label': expected a finite number, got 'pos'"
     )
     one_class = "expected two or more, got one class in the training data, 'pos'. Is --label the right column?"
     assert bad(tmp_path, lambda rows: [row.update(label="pos") for row in rows]) == f"column 'label': {one_class}"
@@ -447,6 +457,44 @@ def test_missing_images_are_reported_with_their_row(tmp_path):
     message = bad(tmp_path, lambda rows: [row.update(picture="a/b.png") for row in rows], image=("picture",))
     assert message.startswith("FILE: row 1 (line 1), column 'picture' (a/b.png): ")
     assert "no such file" in message
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/dev/zero", "link.png", "x" * 5000, "a\0b"])
+def test_images_outside_the_folder_are_reported_with_their_row(tmp_path, name):
+    data = tmp_path / "data"
+    data.mkdir()
+    picture(tmp_path / "secret.png", 70)
+    (data / "link.png").symlink_to(tmp_path / "secret.png")
+    message = bad(data, lambda rows: rows[4].update(picture=name), image=("picture",))
+    assert message.startswith(f"FILE: row 5 (line 5), column 'picture' ({name}): no such file in the folder")
+    assert message.endswith(SKIP)
+
+
+def test_rows_without_a_number_are_skipped_on_request(tmp_path):
+    rows = reviews()
+    for i, value in ((3, ""), (7, None), (9, "NaN")):
+        rows[i]["stars"] = value
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    prepared = prepare(path, replace(TEXT, number=("stars",), skip_bad=True))
+    assert [re.search(r"row (\d+) .*column 'stars'", line)[1] for line in prepared.skipped] == ["4", "8", "10"]
+
+
+def test_large_numbers_do_not_overflow(tmp_path):
+    rows = [row | {"stars": 3e38 * (-1) ** i} for i, row in enumerate(reviews())]
+    prepared = prepare(write_rows(tmp_path / "a.jsonl", rows), replace(TEXT, number=("stars",)))
+    modality = prepared.modalities["number"]
+    assert np.isfinite([modality.center, modality.scale]).all()
+
+
+@pytest.mark.parametrize("encoding", ["rot13", "hex", "undefined", "nonsense"])
+def test_a_file_in_no_encoding_of_text_is_skipped_on_request(tmp_path, encoding):
+    mixed_folder(tmp_path)
+    folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())
+    (folder / "bad.py").write_text(f"# coding: {encoding}\nx = 1\n")
+    with pytest.raises(InvalidInput, match=r"bad.py: .*encoding"):
+        prepare(tmp_path, DataOptions())
+    (message,) = prepare(tmp_path, DataOptions(skip_bad=True)).skipped
+    assert "bad.py: " in message
 
 
 @pytest.mark.parametrize(

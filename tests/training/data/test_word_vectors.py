@@ -83,6 +83,23 @@ def test_duplicate_words_and_blank_lines(tmp_path):
     assert load_word_vectors(path).vectors.tolist() == [[1, 2], [5, 6]]
 
 
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def archive(**arrays):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in arrays.items():
+            file.writestr(f"{name}.npy", data)
+    return buffer.getvalue()
+
+
+LIE = npy(VECTORS).replace(b"(5, 7), }         ", b"(5000000000000, 7)}")  # more numbers than the file has
+assert npy(VECTORS) != LIE
+
 BAD = {
     "empty.txt": (b"", "line 1: expected a word and its numbers.*, got an empty file"),
     "lonely.txt": (b"word\n", "line 1: expected a word and its numbers.*, got b'word"),
@@ -108,6 +125,15 @@ BAD = {
     "unequal.npz": (npz(vectors=VECTORS[:3]), "5 words and 3 vectors"),
     "flat.npz": (npz(vectors=VECTORS[0]), r"vectors float32\[7\]"),
     "other.npz": (b"PK\x03\x04 nothing", "without Python objects, got other content"),
+    "digits.vec": (b"9" * 5000 + b" 5\ncat 1 2\n", "line 2: expected 1, as in line 1, got 2 numbers"),
+    "wide.bin": (
+        b"9 999999999999\n" + b"x" * 9000,
+        "line 1: expected the line .*, got 999,999,999,999 numbers per word",
+    ),
+    "wide.vec": (b"9 999999999999\n" + b"x" * 9000, "line 1: expected .*, got 999,999,999,999 numbers per word"),
+    "line.txt": (b"cat 1 2\ndog 1 " + b"2" * 2_000_000, "line 2: expected at most 1,048,576 bytes, got a longer line"),
+    "array.npz": (npy(VECTORS), "without Python objects, got other content"),
+    "shape.npz": (archive(words=npy(np.array(WORDS)), vectors=LIE), "without Python objects, got other content"),
     "damaged.txt.gz": (None, "cannot be read"),
     "damaged.txt.zip": (None, "cannot be read"),
 }
@@ -206,3 +232,22 @@ def test_a_vector_for_unknown_words_is_used():
 def test_words_must_be_distinct():
     with pytest.raises(InvalidInput, match="'cat' twice"):
         word_tokenizer(["cat", "dog", "cat"])
+
+
+def test_compressed_arrays_are_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "v.npz"
+    path.write_bytes(archive(words=npy(np.array(["a"])), vectors=npy(np.zeros((1, 5_000_000), np.float32))))
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr("hsa.files.MAX_UNPACKED", 10_000_000)
+    with pytest.raises(InvalidInput, match=r"v.npz: expected at most 10,000,000 bytes after decompression"):
+        load_word_vectors(path)
+
+
+def test_a_compressed_line_without_end_takes_little_memory(tmp_path):
+    path = tmp_path / "v.txt.gz"
+    path.write_bytes(gzip.compress(b"a 1 2\nb " + b"1" * 50_000_000))
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match=r"line 2: expected at most 1,048,576 bytes"):
+        load_word_vectors(path)
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()

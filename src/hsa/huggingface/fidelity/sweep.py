@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hsa.attention.flops import flops_flat, flops_regular
-from hsa.files import write_text
+from hsa.files import parse_json, write_text
 from hsa.huggingface.conversion import convert, revert
 from hsa.huggingface.fidelity.examples import Examples, load_examples
 from hsa.huggingface.fidelity.finetune import finetune, list_classes, save_finetuned
@@ -91,7 +91,7 @@ class Sweep:
         whole = text[: text.rfind("\n") + 1]  # an interrupted run may leave half a line
         if whole != text:
             write_text(path, whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [parse_json(line, str(path), number) for number, line in enumerate(whole.splitlines(), 1)]
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)

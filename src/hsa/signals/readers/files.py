@@ -22,7 +22,7 @@ KINDS = {
     "html": (".html", ".htm"),
     "python": (".py",),
     "json": (".json",),
-    "image": (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp"),
+    "image": (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp"),
 }
 SUFFIXES = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
 
@@ -99,7 +99,7 @@ def text_of(path: str | PathLike[str]) -> str | None:
     if kind == "image":
         return None
     text = _load(path, kind)
-    return visible_text(text) if kind == "html" else text
+    return visible_text(text, where=str(path)) if kind == "html" else text
 
 
 def _kind(path: Path) -> str:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from hsa.errors import InvalidInput, MissingExtra
+from hsa.files import file_inside, is_inside
 from hsa.signals.domains import Graph
+from hsa.signals.readers.html_cost import check_cost
 from hsa.signals.readers.image import read_image
 from hsa.signals.readers.outline import Unordered, build_signal
-from hsa.signals.readers.text import check_text, decode_text, lines, load_bytes, sentences
+from hsa.signals.readers.text import check_text, decode_as, decode_text, lines, load_bytes, sentences
 from hsa.signals.readers.tokens import encodable, load_tokenizer
 from hsa.signals.signal import Leaf, Signal
 
@@ -68,7 +70,8 @@ def read_html(
         where: Name of the page in error messages.
 
     Raises:
-        InvalidInput: For a page without text and images, a bad image, or an object that is not a tokenizer.
+        InvalidInput: For a page without text and images, a bad image, an object that is not a tokenizer, or nesting
+            so deep that parsing would take minutes.
         MissingExtra: If `selectolax`, `pillow`, `sentencex` or `tokenizers` is not installed.
 
     >>> print(read_html("<title>Rivers</title><h1>The Rhine</h1><p>It is <b>long</b>.<p>And wide.").show())
@@ -80,7 +83,7 @@ def read_html(
     ...
     """
     pictures = _Pictures(None if folder is None else Path(folder), image_reader, on_bad, left_out)
-    return _page(_pieces(check_text(text, where)), tokenizer, language, pictures, page, where)
+    return _page(_pieces(check_text(text, where), where), tokenizer, language, pictures, page, where)
 
 
 def read_site(
@@ -124,23 +127,24 @@ def read_site(
     members = []
     edges: dict[tuple[int, int], None] = {}  # in order, each once
     for name, number in pages.items():
-        pieces = list(_pieces(load_html(root / name)))
+        pieces = list(_pieces(load_html(root / name), str(root / name)))
         members.append(_page(pieces, tokenizer, language, pictures, name, str(root / name)))
         targets = [_target(reference, name, pages) for kind, reference in pieces if kind == "link"]
         edges.update({(number, target): None for target in targets if target is not None and target != number})
     return Signal(Graph(len(pages), list(edges)), members)
 
 
-def text_blocks(text: str, language: str) -> list[list[str]]:
+def text_blocks(text: str, language: str, *, where: str = "html") -> list[list[str]]:
     """Return the sentences or lines of each block of text in a page or a part of one.
 
     >>> text_blocks("<p>It rained. It snowed.<pre>a = 1", "en")
     [['It rained.', 'It snowed.'], ['a = 1']]
     """
-    return [block for kind, content in _pieces(text) if (block := _text_block(kind, content, language)) is not None]
+    blocks = (_text_block(kind, content, language) for kind, content in _pieces(text, where))
+    return [block for block in blocks if block is not None]
 
 
-def visible_text(text: str) -> str:
+def visible_text(text: str, *, where: str = "html") -> str:
     """Return the text of a page, with a blank line between blocks.
 
     >>> print(visible_text("<title>Rivers</title><script>let x</script><p>They <b>flow</b>."))
@@ -148,7 +152,7 @@ def visible_text(text: str) -> str:
     <BLANKLINE>
     They flow.
     """
-    return "\n\n".join(content for kind, content in _pieces(text) if kind in ("text", "lines"))
+    return "\n\n".join(content for kind, content in _pieces(text, where) if kind in ("text", "lines"))
 
 
 def load_html(path: str | PathLike[str]) -> str:
@@ -168,7 +172,7 @@ def load_html(path: str | PathLike[str]) -> str:
     if label in ("iso-8859-1", "latin1", "us-ascii", "ascii"):  # browsers take these for Windows-1252
         label = "windows-1252"
     try:
-        return data.decode("utf-8" if label.startswith("utf") else label)
+        return decode_as(data, "utf-8" if label.startswith("utf") else label)
     except (UnicodeError, LookupError):
         return data.decode("windows-1252", "replace")
 
@@ -190,21 +194,15 @@ class _Pictures:
         address = _address(source, page)
         if self.folder is None or address is None:
             return None
-        path = self.folder / address
+        name, expected = str(self.folder / address), f"the image that {where} shows"
+        fix = "Pass on_bad='skip' to leave such images out"
         try:
-            if not _is_inside(path, self.folder):
-                raise InvalidInput(
-                    str(path),
-                    problem="no such file in the folder",
-                    expected=f"the image that {where} shows",
-                    fix="Pass on_bad='skip' to leave such images out",
-                )
-            return self.reader(path)
+            return self.reader(file_inside(self.folder, address, name, expected=expected, fix=fix))
         except InvalidInput:
             if self.on_bad == "raise":
                 raise
             if self.left_out is not None:
-                self.left_out.append(str(path))
+                self.left_out.append(name)
             return None
 
 
@@ -226,16 +224,22 @@ def _text_block(kind: str, content: str, language: str) -> list[str] | None:
     return lines(content) if kind == "lines" else None
 
 
-def _pieces(text: str) -> Iterator[_Piece]:
+def _pieces(text: str, where: str) -> Iterator[_Piece]:
     """Yield the pieces of a page. Any tag that begins or ends a block ends a run of text."""
     try:
-        from selectolax.lexbor import LexborHTMLParser
+        from selectolax.lexbor import LexborHTMLParser, SelectolaxError
     except ImportError:
         raise MissingExtra("selectolax", "readers", "reading HTML") from None
 
+    check_cost(text, where)
     collected: list[str] = []
     preformatted = 0  # number of open <pre> tags
-    parser = LexborHTMLParser(encodable(text), scripting=True)  # else the content of <noscript> may end up outside it
+    try:
+        parser = LexborHTMLParser(
+            encodable(text), scripting=True
+        )  # else the content of <noscript> may end up outside it
+    except SelectolaxError as error:
+        raise InvalidInput(where, got=f"a page that cannot be parsed ({error})", expected="HTML") from None
     for node, opens in _tags(parser.root):
         tag = node.tag
         if tag == "-text":
@@ -285,14 +289,9 @@ def _pages(root: Path) -> list[str]:
     for folder, _, files in os.walk(root):
         for file in files:
             path = Path(folder, file)
-            if path.suffix.lower() in (".html", ".htm") and _is_inside(path, root):
+            if path.suffix.lower() in (".html", ".htm") and is_inside(path, root):
                 pages.append(path.relative_to(root).as_posix())
     return sorted(pages)
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether the path is a file in the folder, after following symbolic links."""
-    return os.path.isfile(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _address(reference: str, page: str) -> str | None:

@@ -19,7 +19,12 @@ from hsa.signals.signal import Signal
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_EXPECTED = "an image that Pillow reads"
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP")
+"""Formats that are read. Pillow knows others, and starts programs for some of them: Ghostscript for PostScript."""
+MAX_PIXELS = 89_478_485
+"""Maximum number of pixels of an image (Pillow's own limit): as RGB they take a quarter of a gigabyte."""
+
+_EXPECTED = f"an image in one of the formats {', '.join(FORMATS)}"
 
 
 def read_image(
@@ -28,9 +33,9 @@ def read_image(
     """Read an image as a `Grid` of square patches: leaves of modality "patch", uint8 `[patch, patch, 3]` in RGB.
 
     Args:
-        picture: Path of a file, its bytes, a Pillow image, or uint8 pixels `[height, width]` or
-            `[height, width, channels]`. Only the first frame of an animation is read. The image is rotated according to
-            its EXIF data; transparent pixels are placed on white.
+        picture: Path of a file, its bytes (PNG, JPEG, GIF, BMP, TIFF or WebP, whatever the suffix says), a Pillow image,
+            or uint8 pixels `[height, width]` or `[height, width, channels]`. Only the first frame of an animation is
+            read. The image is rotated according to its EXIF data; transparent pixels are placed on white.
         patch: Side of a patch in pixels.
         largest: Largest length of the longer side in pixels. Larger images are scaled down; both sides are rounded to
             whole patches.
@@ -38,7 +43,8 @@ def read_image(
         where: Name of the image in error messages; its path by default.
 
     Raises:
-        InvalidInput: For a missing or damaged file, an object that is not an image, or too many pixels.
+        InvalidInput: For a missing or damaged file, another format, an object that is not an image, or more than
+            `MAX_PIXELS` pixels.
         MissingExtra: If `pillow` is not installed.
 
     >>> read_image(np.zeros((480, 640), np.uint8))
@@ -49,7 +55,7 @@ def read_image(
     for name, value, least in (("patch", patch, 1), ("largest", largest, patch), ("block", block, 1)):
         if value is not None and value < least:
             raise InvalidInput(name, got=value, expected=f"{least} or more")
-    where = where or (str(picture) if isinstance(picture, (str, PathLike)) else "picture")
+    where = where or (str(picture) if isinstance(picture, (str, PathLike)) else "image")
     pixels = torch.from_numpy(_pixels(picture, patch, largest, where))
     patches = pixels.unflatten(0, (-1, patch)).unflatten(2, (-1, patch)).transpose(1, 2).contiguous()
     if block is None:
@@ -73,7 +79,9 @@ def _pixels(picture: Any, patch: int, largest: int, where: str) -> NDArray[np.ui
         picture = load_bytes(picture, expected=_EXPECTED, where=where)
     try:
         image = _open(picture)
-        _check_pixels(image, where)
+        _check_pixels(*image.size, where)  # known from the header: nothing is decoded yet
+        if image is picture:
+            image = image.copy()  # the caller's image is not changed
         # Decoding takes most of the time of large photos; JPEG can be decoded at 1/8, 1/4 or 1/2 of its size.
         full = image.size
         image.draft("RGB", (largest, largest))
@@ -91,25 +99,22 @@ def _open(picture: Any) -> Image:
     from PIL import Image
 
     if isinstance(picture, Image.Image):
-        return picture.copy()  # the caller's image is not changed
+        return picture
     if isinstance(picture, (bytes, bytearray)):
-        return Image.open(BytesIO(picture))
+        return Image.open(BytesIO(picture), formats=FORMATS)
     if isinstance(picture, (np.ndarray, Tensor)):
         array = np.asarray(picture)
         return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
     raise TypeError(f"a {type(picture).__name__}")
 
 
-def _check_pixels(image: Image, where: str) -> None:
-    from PIL import Image
-
-    most = Image.MAX_IMAGE_PIXELS
-    if most is not None and image.width * image.height > most:
+def _check_pixels(width: int, height: int, where: str) -> None:
+    if width * height > MAX_PIXELS:
         raise InvalidInput(
             where,
-            got=f"{image.width:,} × {image.height:,} pixels",
-            expected=f"at most {most:,}",
-            fix="If you trust the file, raise PIL.Image.MAX_IMAGE_PIXELS",
+            got=f"{width:,} × {height:,} pixels",
+            expected=f"at most {MAX_PIXELS:,}",
+            fix="Scale the image down",
         )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 from hsa.errors import InvalidInput
+from hsa.files import parse_json
 from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import check_text, sentences
 from hsa.signals.signal import Leaf, Signal
+
+_LARGEST = 3.4028235e38  # in float32, in which models compute
 
 
 def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "json") -> Signal:
@@ -24,7 +26,8 @@ def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: 
         where: Name of the document in error messages.
 
     Raises:
-        InvalidInput: For invalid JSON, with line and column; a number that is not finite; a document without values.
+        InvalidInput: For invalid JSON, with line and column; a key that an object has twice; more than 200 levels; a
+            number that is not finite; a document without values.
 
     >>> print(read_json('{"name": "Ada Lovelace", "years": [1815, 1852], "tags": []}').show())
     Table('name', 'years') · 4 leaves · text, number
@@ -32,30 +35,9 @@ def read_json(text: str, tokenizer: Any = None, language: str = "en", *, where: 
     │  └─ [0] Sequence(2) · 2 leaves · text · 'Ada' 'Lovelace'
     └─ .years Sequence(2) · 2 leaves · number · 1815.0 1852.0
     """
-    document = parse_json(check_text(text, where), where)
-    try:
-        outline = _outline(document, language, where)
-        whole = [outline] if isinstance(outline, Leaf) else outline  # a signal has members, a number has none
-        return build_signal(whole, tokenizer, where=where, problem="no values", expected="at least one")
-    except RecursionError:
-        raise _too_deep(where) from None
-
-
-def parse_json(text: str, where: str, line: int = 1) -> Any:
-    """Parse a JSON text that begins at line `line` of its file.
-
-    Raises:
-        InvalidInput: For invalid JSON, with line and column.
-    """
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        location = f"{where}: line {line + error.lineno - 1}, column {error.colno}"
-        raise InvalidInput(location, problem=f"invalid JSON ({error.msg})", expected="JSON") from None
-    except RecursionError:
-        raise _too_deep(where) from None
-    except ValueError:  # an integer of thousands of digits
-        raise InvalidInput(f"{where}: line {line}", got="a number too long to read", expected="JSON") from None
+    outline = _outline(parse_json(check_text(text, where), where), language, where)
+    whole = [outline] if isinstance(outline, Leaf) else outline  # a signal has members, a number has none
+    return build_signal(whole, tokenizer, where=where, problem="no values", expected="at least one")
 
 
 def _outline(value: Any, language: str, where: str) -> Any:
@@ -74,18 +56,15 @@ def finite(value: Any, where: str) -> float:
     """Return a number as a float.
 
     Raises:
-        InvalidInput: For an object that is not a number, or a number that is not finite as a float.
+        InvalidInput: For an object that is not a number, or a number that is not finite in float32.
     """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:
         shown = repr(value)
         got = shown if len(shown) <= 60 else f"{shown[:59]}…"
-        raise InvalidInput(where, got=got, expected="a finite number")
+        fix = "Scale it: models compute in float32, up to 3.4e38" if math.isfinite(number) else None
+        raise InvalidInput(where, got=got, expected="a finite number", fix=fix)
     return number
-
-
-def _too_deep(where: str) -> InvalidInput:
-    return InvalidInput(where, got="JSON nested too deeply to read", expected="fewer levels")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hsa.errors import MissingExtra
@@ -13,11 +14,13 @@ from hsa.signals.readers.text import check_text, lines, normalize_newlines, sent
 from hsa.signals.signal import Signal
 
 if TYPE_CHECKING:
+    from markdown_it.token import Token
     from markdown_it.tree import SyntaxTreeNode
 
 # A first line of dashes opens front matter if text follows in the next line; otherwise it is a rule.
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\n]*\S).*?^(?:---|\.\.\.)[ \t]*$", re.DOTALL | re.MULTILINE)
-_DEEPEST = 100  # levels of quotes and lists; the parser leaves out deeper ones
+_DEEPEST = 100  # levels of quotes, lists and their items; the marks of deeper ones are read as text
+_MOST_BRACKETS = 2_000  # in a paragraph; above that no links are looked for, because that takes quadratic time
 
 
 def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "markdown") -> Signal:
@@ -66,11 +69,39 @@ def read_markdown(text: str, tokenizer: Any = None, language: str = "en", *, whe
         raise MissingExtra("markdown-it-py", "readers", "reading Markdown") from None
 
     body = _FRONT_MATTER.sub("", normalize_newlines(check_text(text, where)))
-    parser = MarkdownIt("commonmark", {"maxNesting": _DEEPEST}).enable(["table", "strikethrough"])
-    return build_signal(_blocks(SyntaxTreeNode(parser.parse(body)).children, language), tokenizer, where=where)
+    parser = MarkdownIt("commonmark", {"maxNesting": 2 * _DEEPEST}).enable(["table", "strikethrough"])
+    for name in ("blockquote", "list"):
+        _restrict(parser.block.ruler, name, lambda state: state.level < _DEEPEST)
+    for name in ("link", "image"):
+        _restrict(parser.inline.ruler, name, lambda state: _may_have_links(state.src))
+    tokens = parser.parse(body)
+    for token in tokens:
+        if token.type == "inline":  # here and not in the tree, because the tree recurses into emphasis
+            token.content, token.children = "".join(map(_piece, token.children or ())), []
+    return build_signal(_blocks(SyntaxTreeNode(tokens).children, language, where), tokenizer, where=where)
 
 
-def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
+def _restrict(ruler: Any, name: str, is_allowed: Callable[[Any], bool]) -> None:
+    """Switch a rule of the parser off wherever `is_allowed` of the parser's state is false."""
+    rule = next(rule for rule in ruler.__rules__ if rule.name == name)
+    apply = rule.fn
+    ruler.at(name, lambda state, *position: is_allowed(state) and apply(state, *position), {"alt": rule.alt})
+
+
+@lru_cache(maxsize=1)
+def _may_have_links(paragraph: str) -> bool:
+    return paragraph.count("[") <= _MOST_BRACKETS
+
+
+def _piece(token: Token) -> str:
+    """Return the text of a part of a paragraph; tags and the marks of emphasis and links have none."""
+    if token.type in ("softbreak", "hardbreak"):
+        return " "
+    # The content of an image is its description.
+    return token.content if token.type in ("text", "text_special", "code_inline", "image") else ""
+
+
+def _blocks(nodes: Iterable[SyntaxTreeNode], language: str, where: str) -> list[Any]:
     """Return the outline of blocks, with the blocks under each heading in its section."""
     outline: list[Any] = []
     open_sections = [(0, outline)]  # level of the heading, body
@@ -83,36 +114,25 @@ def _blocks(nodes: Iterable[SyntaxTreeNode], language: str) -> list[Any]:
             open_sections[-1][1].append({"heading": _sentences(node, language), "body": body})
             open_sections.append((level, body))
         else:
-            open_sections[-1][1].extend(_block(node, language))
+            open_sections[-1][1].extend(_block(node, language, where))
     return outline
 
 
-def _block(node: SyntaxTreeNode, language: str) -> list[Any]:
+def _block(node: SyntaxTreeNode, language: str, where: str) -> list[Any]:
     """Return the outline of a block other than a heading: one entry, or an entry per block of HTML."""
     if node.type in ("fence", "code_block"):
         return [lines(node.content)]
     if node.type == "html_block":
-        return text_blocks(node.content, language)
+        return text_blocks(node.content, language, where=where)
     if node.type == "table":
         rows = [row for part in node.children for row in part.children]
         return [[[_sentences(cell, language) for cell in row.children] for row in rows]]
     if node.type in ("bullet_list", "ordered_list"):
-        return [[_blocks(item.children, language) for item in node.children]]
+        return [[_blocks(item.children, language, where) for item in node.children]]
     if node.type == "blockquote":
-        return [_blocks(node.children, language)]
+        return [_blocks(node.children, language, where)]
     return [_sentences(node, language)]
 
 
 def _sentences(node: SyntaxTreeNode, language: str) -> list[str]:
-    pieces = [piece for child in node.children if child.type == "inline" for piece in _pieces(child)]
-    return sentences("".join(pieces), language)
-
-
-def _pieces(node: SyntaxTreeNode) -> Iterable[str]:
-    if node.type in ("text", "code_inline", "image"):  # the content of an image is its description
-        yield node.content
-    elif node.type in ("softbreak", "hardbreak"):
-        yield " "
-    elif node.type != "html_inline":
-        for child in node.children:
-            yield from _pieces(child)
+    return sentences("".join(child.content for child in node.children if child.type == "inline"), language)

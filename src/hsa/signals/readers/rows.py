@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import difflib
-import gzip
 import io
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -15,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from hsa.errors import InvalidInput, MissingExtra
+from hsa.files import check_unpacked, file_inside, parse_json, unpack_gzip
 from hsa.signals.readers.image import read_image
-from hsa.signals.readers.json_document import finite, parse_json
+from hsa.signals.readers.json_document import finite
 from hsa.signals.readers.outline import build_signal
 from hsa.signals.readers.text import decode_text, load_bytes, paragraphs
 from hsa.signals.signal import Leaf, Signal
 
 _LONGEST_FIELD = 2**31 - 1  # the largest limit that csv accepts on every system
+_BATCH = 1024  # rows of a Parquet file that are unpacked at a time
 _NAME_COLUMNS = "Name the columns in the first line, each once"
 
 
@@ -76,11 +76,12 @@ def load_rows(path: str | PathLike[str]) -> Rows:
     """Load the rows of a .csv, .tsv, .json, .jsonl, .ndjson or .parquet file; text formats may be compressed (.gz).
 
     CSV and TSV name their columns in the first line; JSON is a list of objects, JSONL an object per line. A value that a row
-    does not have is None.
+    does not have is None. Compressed files and Parquet may hold 2 GiB of data.
 
     Raises:
-        InvalidInput: For an unknown format, a damaged file, an encoding other than UTF-8, no rows, missing or repeated names
-            in the first line, more fields than names, or invalid JSON; the message names file and line.
+        InvalidInput: For an unknown format, a damaged file, too much compressed data, an encoding other than UTF-8, no rows,
+            missing or repeated names in the first line, more fields than names, or invalid JSON; the message names file
+            and line.
         MissingExtra: If `pyarrow` is not installed, for .parquet.
 
     >>> import tempfile
@@ -97,9 +98,20 @@ def load_rows(path: str | PathLike[str]) -> Rows:
     if suffix == ".parquet" and not compressed:
         return _parquet_rows(path)
     if suffix not in _READERS:
-        known = ", ".join([*_READERS, ".parquet"])
+        known = ", ".join(ROW_SUFFIXES[:-1])
         raise InvalidInput(str(path), got=f"the suffix {suffix!r}", expected=f"one of {known}, or .gz of a text format")
-    return _READERS[suffix](_load(path, compressed), str(path))
+    return parse_rows(_load(path, compressed), suffix, str(path))
+
+
+def parse_rows(text: str, suffix: str, where: str) -> Rows:
+    """Parse the text of a .csv, .tsv, .json, .jsonl or .ndjson file. Raises as `load_rows` does.
+
+    >>> parse_rows('{"name": "Tom"}', ".jsonl", "cats.jsonl").columns
+    ('name',)
+    """
+    if not text.strip():
+        raise InvalidInput(where, got="an empty file", expected="rows")
+    return _READERS[suffix](text, where)
 
 
 def read_row(
@@ -116,15 +128,16 @@ def read_row(
 ) -> Signal:
     """Read columns of a row as a `Table`: texts as in `read_text`, numbers as floats, images as patches.
 
-    Missing values (None, NaN, empty strings) are left out. If there is one column of text and no other, the result is the
-    signal of that text.
+    Missing texts and images (None, NaN, empty strings) are left out; missing numbers raise. If there is one column of
+    text and no other, the result is the signal of that text.
 
     Args:
         row: Values by column.
         text, number, image: Names of the columns of each kind, in the order for the table.
         tokenizer, language: As in `read_text`.
-        folder: Folder that the paths of images are relative to. An image may also be its bytes, or a dictionary with
-            "bytes" and "path", as in the data sets of Hugging Face.
+        folder: Folder of the images that strings name, the working directory by default; nothing outside it is opened. An
+            image may also be a `pathlib.Path`, which is opened wherever it lies, its bytes, or a dictionary with "bytes"
+            and "path", as in the data sets of Hugging Face.
         image_reader: Function of an image and `where` that reads it, such as `functools.partial(read_image, patch=8)`.
         where: Name of the row in error messages, such as `rows.where(i)`.
 
@@ -132,8 +145,8 @@ def read_row(
         InvalidInput: For an unknown column, a value of the wrong kind, an image that cannot be read, or a row without
             values; the message names row and column.
 
-    >>> row = {"title": "Two cats", "price": "3.50", "stars": None}
-    >>> print(read_row(row, text=["title"], number=["price", "stars"]).show())
+    >>> row = {"title": "Two cats", "price": "3.50", "review": None}
+    >>> print(read_row(row, text=["title", "review"], number=["price"]).show())
     Table('title', 'price') · 3 leaves · text, number
     ├─ .title Sequence(1) · 2 leaves · text
     │  └─ [0] Sequence(1) · 2 leaves · text
@@ -142,12 +155,18 @@ def read_row(
     """
 
     def read_picture(value: Any, cell: str) -> Signal | Leaf:
-        picture = _picture(value, folder)
-        return image_reader(picture, where=f"{cell} ({picture})" if isinstance(picture, Path) else cell)
+        if isinstance(value, dict):
+            value = value["path"] if value.get("bytes") is None else value["bytes"]
+        if isinstance(value, (str, PathLike)):
+            cell = f"{cell} ({value})"
+        root = Path(folder or "")
+        if isinstance(value, str):  # may come from a file of unknown origin
+            value = file_inside(root, value, cell, expected=f"an image in {root.absolute()}")
+        return image_reader(root / value if isinstance(value, PathLike) else value, where=cell)
 
     kinds: tuple[tuple[str, Iterable[str], Callable[[Any, str], Any]], ...] = (
         ("text", text, lambda value, cell: paragraphs(_as_text(value, cell), language, where=cell)),
-        ("number", number, lambda value, cell: Leaf(finite(value, cell), "number")),
+        ("number", number, _number),
         ("image", image, read_picture),
     )
     outline: dict[str, Any] = {}
@@ -160,7 +179,8 @@ def read_row(
             if name in outline:
                 raise InvalidInput(where, got=f"the column {name!r} twice", expected="each column once")
             kind_of.append(kind)
-            outline[name] = [] if _is_missing(row[name]) else read(row[name], f"{where}, column {name!r}")
+            is_left_out = kind != "number" and _is_missing(row[name])
+            outline[name] = [] if is_left_out else read(row[name], f"{where}, column {name!r}")
     if not outline:
         raise InvalidInput("columns", problem="none given", expected="at least one of text, number or image")
     only_text = kind_of == ["text"]
@@ -176,19 +196,13 @@ def read_row(
 def _load(path: str | PathLike[str], compressed: bool) -> str:
     data = load_bytes(path, expected="a readable file")
     if compressed:
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InvalidInput(str(path), got=f"damaged data ({error})", expected="a gzip file") from None
+        data = unpack_gzip(data, str(path))
     try:
         data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         return decode_text(data, where=f"{path}: line {line}")
-    text = decode_text(data, where=str(path))
-    if not text.strip():
-        raise InvalidInput(str(path), got="an empty file", expected="rows")
-    return text
+    return decode_text(data, where=str(path))
 
 
 def _separated_rows(delimiter: str) -> Callable[[str, str], Rows]:
@@ -285,12 +299,22 @@ def _parquet_rows(path: str | PathLike[str]) -> Rows:
         raise MissingExtra("pyarrow", "readers", "reading Parquet") from None
 
     data = load_bytes(path, expected="a readable file")
+    batches: list[Any] = []
+    size = 0
     try:
-        table = parquet.ParquetFile(pyarrow.BufferReader(data)).read()
-    except (pyarrow.ArrowException, OSError) as error:
+        file = parquet.ParquetFile(pyarrow.BufferReader(data))
+        for batch in file.iter_batches(_BATCH):  # not at once: a few bytes can stand for billions of equal values
+            columns = (c.indices if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns)
+            size += sum(column.nbytes for column in columns)
+            check_unpacked(size, str(path))
+            batches.append(batch)
+        table = pyarrow.Table.from_batches(batches, file.schema_arrow)
+        table.validate(full=True)  # else text that is not UTF-8 shows when it is read
+        names = table.column_names
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InvalidInput(str(path), got=f"damaged data ({error})", expected="a Parquet file") from None
-    _check_distinct(table.column_names, str(path), "Rename one of them")
-    return Rows(str(path), {name: _ArrowColumn(table[name]) for name in table.column_names})
+    _check_distinct(names, str(path), "Rename one of them")
+    return Rows(str(path), {name: _ArrowColumn(table.column(i)) for i, name in enumerate(names)})
 
 
 class _ArrowColumn(Sequence):
@@ -303,10 +327,20 @@ class _ArrowColumn(Sequence):
         return len(self._values)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._values[index].as_py()
+        value = self._values[index]
+        try:
+            return value.as_py()
+        except (
+            ValueError,
+            OverflowError,
+        ):  # a time that Python cannot represent, in a column that may not even be read
+            return f"{value.type} {value.value}"
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._values.to_pylist())
+        try:
+            return iter(self._values.to_pylist())
+        except (ValueError, OverflowError):
+            return map(self.__getitem__, range(len(self)))
 
 
 _READERS: dict[str, Callable[[str, str], Rows]] = {
@@ -316,6 +350,8 @@ _READERS: dict[str, Callable[[str, str], Rows]] = {
     ".jsonl": _json_lines_rows,
     ".ndjson": _json_lines_rows,
 }
+ROW_SUFFIXES = (*_READERS, ".parquet", ".gz")
+"""Suffixes of files of rows."""
 
 
 def _check_column(name: str, columns: Iterable[str], where: str) -> None:
@@ -343,13 +379,15 @@ def _is_missing(value: Any) -> bool:
     )
 
 
+def _number(value: Any, where: str) -> Leaf:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise InvalidInput(
+            where, got="an empty cell", expected="a finite number", fix="Fill it in, or leave out the row"
+        )
+    return Leaf(finite(value, where), "number")
+
+
 def _as_text(value: Any, where: str) -> str:
     if not isinstance(value, (str, bool, int, float)):
         raise InvalidInput(where, got=f"a {type(value).__name__}", expected="text")
     return str(value)
-
-
-def _picture(value: Any, folder: str | PathLike[str] | None) -> Any:
-    if isinstance(value, dict):
-        value = value["path"] if value.get("bytes") is None else value["bytes"]
-    return Path(folder or "", value) if isinstance(value, (str, PathLike)) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from os import PathLike
 from pathlib import Path
@@ -19,8 +20,13 @@ __all__ = ["LANGUAGES", "decode_text", "load_text", "read_text", "read_text_file
 _CODES = "am ar bg bn ca da de el en es fi fr gu hi hy it ja kk kn ml mr my nl pa pl pt ru sk ta te uk"
 LANGUAGES = frozenset(_CODES.split())
 
+# Python decodes these to text, too, but they encode names and literals: some take quadratic time, some run into warnings.
+_NOT_FOR_FILES = frozenset({"idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape"})
+
+# Plain spaces for all others, such as no-break spaces: sentencex 1.0 panics if one of several bytes precedes a full stop.
+_PLAIN_SPACES = {code: " " for code in range(0x80, 0x3001) if chr(code).isspace()}
+
 _BLANK_LINES = re.compile(r"\n\s*\n")
-_LINE_END = re.compile(r"\s*\n\s*")
 
 
 def read_text(text: str, tokenizer: Any = None, language: str = "en", *, where: str = "text") -> Signal:
@@ -95,24 +101,42 @@ def decode_text(data: bytes, *, encoding: str = "utf-8", where: str = "text") ->
     """Decode bytes, without a byte order mark.
 
     Raises:
-        InvalidInput: For binary data or another encoding.
+        InvalidInput: For binary data, another encoding, or an encoding that does not decode text.
     """
-    if b"\0" in data and "\0" in data.decode(encoding, errors="replace"):
-        raise InvalidInput(
-            where,
-            got="binary data (it has NUL bytes)",
-            expected=f"text in {encoding}",
-            fix=f"If it is text in another encoding, convert it to {encoding}",
-        )
+    binary = InvalidInput(
+        where,
+        got="binary data (it has NUL bytes)",
+        expected=f"text in {encoding}",
+        fix=f"If it is text in another encoding, convert it to {encoding}",
+    )
     try:
-        return data.decode(encoding).removeprefix("\ufeff")
+        text = decode_as(data, encoding)
     except UnicodeDecodeError as error:
+        if b"\0" in data and "\0" in data.decode(encoding, errors="replace"):
+            raise binary from None
+        raise binary.moved(where, got=f"the byte 0x{data[error.start]:02x} at offset {error.start:,}") from None
+    except (LookupError, ValueError) as error:
         raise InvalidInput(
             where,
-            got=f"the byte 0x{data[error.start]:02x} at offset {error.start:,}",
-            expected=f"text in {encoding}",
-            fix=f"If it is text in another encoding, convert it to {encoding}",
+            problem=f"the encoding {encoding!r} is not one of text files ({error})",
+            expected="an encoding such as utf-8",
+            fix="Convert the file to utf-8",
         ) from None
+    if "\0" in text:
+        raise binary
+    return text.removeprefix("\ufeff")
+
+
+def decode_as(data: bytes, encoding: str) -> str:
+    """Decode bytes in an encoding that a file declares.
+
+    Raises:
+        UnicodeError: For data that are not in this encoding.
+        LookupError: For an unknown encoding, or one that is not for text files, such as hex.
+    """
+    if codecs.lookup(encoding).name in _NOT_FOR_FILES:
+        raise LookupError("it is not for files")
+    return data.decode(encoding)
 
 
 def paragraphs(text: str, language: str, *, where: str) -> list[list[str]]:
@@ -139,7 +163,7 @@ def sentences(paragraph: str, language: str) -> list[str]:
         from sentencex import segment  # type: ignore[import-untyped]
     except ImportError:
         raise MissingExtra("sentencex", "text", "splitting text into sentences") from None
-    line = encodable(_LINE_END.sub(" ", paragraph))
+    line = " ".join(filter(None, map(str.strip, encodable(paragraph).translate(_PLAIN_SPACES).split("\n"))))
     return [stripped for sentence in segment(language, line) if (stripped := sentence.strip())]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hsa.errors import InvalidInput
-from hsa.files import load_tensors, save_tensors
+from hsa.files import load_tensors, parse_json, save_tensors
 from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch, collate
 from hsa.signals.domains import Domain, Graph, Grid, Sequence, Set, Table
@@ -117,7 +117,7 @@ class DataSet:
         tensors, metadata = load_tensors(path, "a data set")
         if "hsa" not in metadata or "num_children" not in tensors:
             raise InvalidInput(str(path), got="a safetensors file with other content", expected="a data set of hsa")
-        header = json.loads(metadata["hsa"])
+        header = parse_json(metadata["hsa"], str(path))
         for name in header["wide"]:
             tensors[name] = tensors[name].to(torch.int64)
         hierarchy = Hierarchy(Structure.from_num_children(tensors["num_children"].numpy()))

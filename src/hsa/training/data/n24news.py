@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from hsa.errors import InvalidInput
+from hsa.files import file_inside
 from hsa.signals import Leaf, Signal
 from hsa.signals.readers import Rows, load_rows, read_image
 from hsa.signals.readers.outline import build_signal
@@ -72,7 +73,8 @@ def read_n24news(
             out.
         image_encoder: Encoder that turns each image into one leaf of modality "image"; takes precedence over
             `image_reader`. For a grid of vectors: `image_reader=functools.partial(image_encoder.read_image, grid=True)`.
-        on_bad: Whether to raise an error for an image that is missing or cannot be read, or to leave it out ("skip").
+        on_bad: Whether to raise an error for an image that is missing, outside the folder or damaged, or to leave it out
+            ("skip").
 
     >>> import json, tempfile
     >>> article = {"section": "Travel", "headline": "Two days in Rome", "abstract": "", "caption": "", "image_id": "7"}
@@ -110,9 +112,11 @@ def read_n24news(
         else:
             parts["body"] = Signal.of(paragraph_encoder.text_vectors(paragraphs, prefix=prefix).cpu(), "paragraph")
         if read_one_image is not None and images is not None:
-            path = images / f"{row['image_id']}.jpg"
+            name = f"{images.name}/{row['image_id']}.jpg"
+            image = f"{where}, image {name}"
             try:
-                parts["image"] = read_one_image(path, where=f"{where}, image {path}")
+                path = file_inside(root, name, image, expected=f"an image in {images}")
+                parts["image"] = read_one_image(path, where=image)
             except InvalidInput:
                 if on_bad == "raise":
                     raise

@@ -21,6 +21,7 @@ from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch
 from hsa.signals.domains import Graph, Grid, Sequence, Table
 from hsa.signals.readers.image import read_image
+from hsa.signals.readers.rows import ROW_SUFFIXES
 from hsa.signals.readers.tokens import load_tokenizer
 from hsa.signals.windows import in_windows
 from hsa.training.data.data_set import DataSet, Example, build, split_at_random
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from hsa.training.recipe import Recipe
 
 _KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
-ROW_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".gz")
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,7 +369,7 @@ def _modalities(
         elif name == "text" and tokenizer is not None:
             modalities[name] = Modality(tokens=tokenizer.get_vocab_size())
         else:
-            wide = values.to(torch.float32)
+            wide = values.to(torch.float64)  # sums of large numbers overflow float32
             spread = float(wide.std()) if wide.numel() > 1 else 1.0
             modalities[name] = Modality(
                 numbers=max(1, values[0].numel()), center=float(wide.mean()), scale=spread or 1.0

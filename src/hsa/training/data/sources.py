@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hsa.errors import InvalidInput
+from hsa.files import is_inside
 from hsa.signals.batch import collate
 from hsa.signals.readers.files import SUFFIXES, read_file, text_of
 from hsa.signals.readers.image import read_image
+from hsa.signals.readers.json_document import finite
 from hsa.signals.readers.python_source import definitions, read_python
 from hsa.signals.readers.rows import load_rows, read_row
 from hsa.signals.readers.text import load_text
@@ -139,8 +141,9 @@ class Rows:
 
     def fingerprint(self) -> str:
         images = (value for name in self.columns.image for value in self.rows.column(name) if isinstance(value, str))
-        files = (self.path.parent / image for image in images)
-        return digest([repr(self.columns), stamp(self.path), *(stamp(file) for file in files if file.is_file())])
+        folder = self.path.parent
+        files = [folder / image for image in images if is_inside(folder / image, folder)]
+        return digest([repr(self.columns), stamp(self.path), *map(stamp, files)])
 
 
 def _kind(label: Any) -> str:
@@ -165,13 +168,7 @@ def _target(value: Any, numeric: bool, where: str) -> str | float:
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
         raise InvalidInput(where, problem="empty", expected="a label")
     if numeric:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise InvalidInput(where, got=repr(value), expected="a number") from None
-        if number - number != 0:
-            raise InvalidInput(where, got=repr(value), expected="a finite number")
-        return number
+        return finite(value, where)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, (dict, list)):

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path, PurePath
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hsa.errors import InvalidInput, MissingExtra
+from hsa.files import check_unpacked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 UNKNOWN = "<unk>"
 _CHUNK = 1 << 20  # bytes of a binary file read at a time
 _LONGEST_WORD = 1 << 12  # bytes; binary data without a space for longer than this are not word vectors
+_LONGEST_LINE = 1 << 20  # bytes; so that a compressed file cannot fill the memory with one line
+_LARGEST_DIM = 1 << 16
 
 _File = IO[bytes] | gzip.GzipFile
 _Entry = tuple[int, bytes, Any]
@@ -213,23 +217,35 @@ def _only_member(archive: zipfile.ZipFile, path: Path) -> str:
 def _header(line: bytes) -> tuple[int, int] | None:
     """Parse the first line as "count dim"; return None if it is something else."""
     fields = line.split()
-    return (int(fields[0]), int(fields[1])) if len(fields) == 2 and all(f.isdigit() for f in fields) else None
+    is_header = len(fields) == 2 and all(field.isdigit() and len(field) < 16 for field in fields)
+    return (int(fields[0]), int(fields[1])) if is_header else None
+
+
+def _check_dim(dim: int, line: bytes, where: str, expected: str, fix: str | None = None) -> None:
+    if not 1 <= dim <= _LARGEST_DIM:
+        got = "an empty file" if not line else f"{dim:,} numbers per word" if dim > 0 else repr(line[:40])
+        raise InvalidInput(where, got=got, expected=expected, fix=fix)
+
+
+def _lines(file: _File, name: str) -> Iterator[bytes]:
+    for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), 1):
+        if len(line) > _LONGEST_LINE:
+            raise InvalidInput(
+                f"{name}: line {number}", got="a longer line", expected=f"at most {_LONGEST_LINE:,} bytes"
+            )
+        yield line
 
 
 def _text(file: _File, name: str) -> _Stream:
-    first = file.readline()
+    lines = _lines(file, name)
+    first = next(lines, b"")
     header = _header(first)
     dim = len(first.split()) - 1 if header is None else header[1]
-    if dim < 1:
-        raise InvalidInput(
-            f"{name}: line 1",
-            got="an empty file" if not first else repr(first[:40]),
-            expected='a word and its numbers, or a first line "count dim"',
-        )
+    _check_dim(dim, first, f"{name}: line 1", 'a word and its numbers, or a first line "count dim"')
 
     def entries() -> Iterator[_Entry]:
         count = 0
-        for number, line in enumerate(file if header else chain([first], file), 2 if header else 1):
+        for number, line in enumerate(lines if header else chain([first], lines), 2 if header else 1):
             if parts := line.split(None, 1):
                 count += 1
                 yield number, parts[0], b"".join(parts[1:])
@@ -262,15 +278,10 @@ def _is_number(field: bytes) -> bool:
 
 
 def _binary(file: _File, name: str) -> _Stream:
-    header = _header(file.readline(100))
-    if header is None or header[1] < 1:
-        raise InvalidInput(
-            f"{name}: line 1",
-            got="other content",
-            expected='the line "count dim" of a word2vec file',
-            fix="For fastText, use the .vec file: its .bin contains a whole model",
-        )
-    count, dim = header
+    first = file.readline(100)
+    count, dim = _header(first) or (0, 0)
+    fix = "For fastText, use the .vec file: its .bin contains a whole model"
+    _check_dim(dim, first, f"{name}: line 1", 'the line "count dim" of a word2vec file', fix)
 
     def entries() -> Iterator[_Entry]:
         held, at = b"", 0
@@ -289,9 +300,13 @@ def _binary(file: _File, name: str) -> _Stream:
 
 def _npz(file: _File, name: str) -> _Stream:
     try:
+        with zipfile.ZipFile(file) as archive:
+            check_unpacked(sum(member.file_size for member in archive.infolist()), name)
         with np.load(file, allow_pickle=False) as arrays:
             words, vectors = arrays["words"], arrays["vectors"]
-    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+    except InvalidInput:
+        raise
+    except (KeyError, ValueError, MemoryError, zipfile.BadZipFile) as error:  # MemoryError: shapes that are not true
         raise InvalidInput(
             name, got=f"other content ({error})", expected="the arrays `words` and `vectors`, without Python objects"
         ) from None

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.files import write_then_rename
+from hsa.files import read_json, write_then_rename
 from hsa.signals.readers.python_source import load_python
-from hsa.signals.readers.rows import load_rows
+from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
 from hsa.signals.readers.text import load_text, normalize_newlines, train_tokenizer
 from hsa.signals.readers.tokens import encodable, load_tokenizer
-from hsa.training.data.prepare import ROW_SUFFIXES, cache_folder
+from hsa.training.data.prepare import cache_folder
 from hsa.training.data.sources import digest, stamp
 
 END, PARAGRAPH, CHAPTER = "<|end|>", "\n\n", "\n\n\n"
@@ -102,7 +102,7 @@ def prepare_text(
         write_then_rename(folder / "about.json", lambda beside: beside.write_text(json.dumps(characters)))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     train, validation, test = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in SPLITS)
-    characters = json.loads((folder / "about.json").read_text())
+    characters = read_json(folder / "about.json", "the number of characters of a prepared text")
     return LmData(train, validation, test, tokenizer, closing_tokens(tokenizer), name, characters)
 
 
