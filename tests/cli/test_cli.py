@@ -355,7 +355,7 @@ def test_columns_with_images_and_columns_that_cannot_be_read(call, tmp_path):
         (["a.csv", "--row", "3"], "row: expected 1 to 2, the rows of a.csv, got 3"),
         (
             ["a.csv", "--text", "titel"],
-            "a.csv: row 1 (line 2): expected one of 'title', 'stars', got the column 'titel'",
+            "a.csv: row 1 (line 2): no column 'titel'; expected one of 'title', 'stars'",
         ),
         (["a.txt", "--row", "1"], "a.txt: expected one of .csv, .tsv, "),
         (["--row", "1"], "row: no table is given; expected a file, or - for stdin with --format csv, tsv or jsonl"),

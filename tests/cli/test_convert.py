@@ -203,8 +203,8 @@ def test_experiments_that_cannot_run(refuses, tmp_path):
     ("arguments", "where", "phrases"),
     [
         (["--only-layers", "7"], "layers", ["from 0 to 1", "the model has 2 layers", "got 7"]),
-        (["--label", "mark"], "data.csv", ["one of 'text', 'label', 'split'", "got the column 'mark'"]),
-        (["--text", "txt"], "data.csv", ["one of ", "got the column 'txt'. Did you mean 'text'"]),
+        (["--label", "mark"], "data.csv", ["one of 'text', 'label', 'split'", "no column 'mark'"]),
+        (["--text", "txt"], "data.csv", ["no column 'txt'; expected one of ", "Did you mean 'text'"]),
         (["--split", "dev"], "data.csv: split", ["['train', 'validation']", "got 'dev'"]),
         (["--budget", "fast"], "budget", ['"ops 4x"', "got 'fast'"]),
         (["--budget", "ops 1.2.3"], "budget", ['"ops 4x"', "got 'ops 1.2.3'"]),

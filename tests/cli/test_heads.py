@@ -253,8 +253,8 @@ def test_results_are_not_overwritten(call, fails, models, data):
 @pytest.mark.parametrize(
     ("arguments", "where", "phrases"),
     [
-        (["--label", "mark"], "data.csv", ["one of 'text', 'label'", "got the column 'mark'"]),
-        (["--text", "txt"], "data.csv", ["one of ", "got the column 'txt'. Did you mean 'text'"]),
+        (["--label", "mark"], "data.csv", ["one of 'text', 'label'", "no column 'mark'"]),
+        (["--text", "txt"], "data.csv", ["one of ", "no column 'txt'", "Did you mean 'text'"]),
         (["--text", "text", "text", "text"], "text", ["two for a pair", "got 3 columns"]),
         (["--split", "dev"], "data.csv", ["no column 'split'"]),
         (["--limit", "2"], "limit", ["3 or more", "got 2"]),

@@ -9,6 +9,8 @@ import torch
 from hsa.errors import InvalidInput
 from hsa.models.options import ModelOptions
 from hsa.models.saved import save_model
+from hsa.signals.domains import Grid
+from hsa.signals.signal import Signal
 from hsa.training.accelerator import make_accelerator
 from hsa.training.data.prepare import prepare
 from hsa.training.experiment import train_models
@@ -146,7 +148,7 @@ def test_files_and_folders(files, tmp_path):
 def test_missing_columns_in_a_file_are_named(rows, tmp_path):
     saved = LoadedClassifier.load(rows[0] / "hierarchical")
     path = write_rows(tmp_path / "new.csv", [{"txt": "good", "title": "a", "stars": 3}])
-    message = "new.csv: expected one of 'txt', 'title', 'stars', got the column 'text'. Did you mean 'txt'?"
+    message = "new.csv: no column 'text'; expected one of 'txt', 'title', 'stars'. Did you mean 'txt'?"
     for read in (lambda: list(saved.predictions(path, on_bad=stop)), lambda: saved.data_set(path, stop)):
         with pytest.raises(InvalidInput) as caught:
             read()
@@ -290,3 +292,14 @@ def test_damaged_models(copy, harm, message):
         LoadedClassifier.load(copy)
     assert str(caught.value).startswith(str(copy))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tree_of_another_kind_is_named(rows):
+    """The model was trained on tables and sequences."""
+    saved = LoadedClassifier.load(rows[0] / "hierarchical")
+    examples = next(saved._examples([{"text": "good", "title": "a", "stars": 1}] * 2, stop, 8))
+    grid = replace(examples[1], signal=Signal(Grid((1, 2)), [Signal.of([1, 2], "text"), Signal.of([3], "text")]))
+    with pytest.raises(
+        InvalidInput, match=r"inputs\[1\]: expected only .*Pass data of the kind that the model was trained"
+    ):
+        saved._probabilities([examples[0], grid])

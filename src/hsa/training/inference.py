@@ -137,7 +137,13 @@ class LoadedClassifier(LoadedModel):
     def _outputs(self, examples: list[Example], function: Callable[..., Tensor]) -> Tensor:
         batch = collate([example.signal for example in examples], self.model.config.modalities).to(self.device)
         transform = self.input_spec.transform
-        return function(batch if transform is None else transform(batch)).float().cpu()
+        try:
+            return function(batch if transform is None else transform(batch)).float().cpu()
+        except InvalidInput as error:  # a tree of a kind that the model was not trained on
+            if len(examples) == 1:
+                fix = "Pass data of the kind that the model was trained on"
+                raise error.moved(examples[0].where, fix=fix) from None
+        return torch.cat([self._outputs([example], function) for example in examples])
 
     def _probabilities(self, examples: list[Example]) -> Tensor:
         return self._outputs(examples, self.model).softmax(-1)

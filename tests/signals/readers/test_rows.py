@@ -170,12 +170,10 @@ def test_errors_name_file_and_line(tmp_path, name, content, message):
 
 def test_missing_columns_name_the_closest(tmp_path):
     write(tmp_path / "a.csv", ROWS)
-    with pytest.raises(
-        InvalidInput, match=r"a.csv: expected one of 'text', 'label', got the column 'lable'. Did you m"
-    ):
+    with pytest.raises(InvalidInput, match=r"a.csv: no column 'lable'; expected one of 'text', 'label'. Did you m"):
         load_rows(tmp_path / "a.csv").column("lable")
     with pytest.raises(
-        InvalidInput, match=r"row: expected one of 'text', 'label', got the column 'tex'. Did you mean 'text'\?"
+        InvalidInput, match=r"row: no column 'tex'; expected one of 'text', 'label'. Did you mean 'text'\?"
     ):
         read_row(ROWS[0], text=["tex"])
 

@@ -358,7 +358,7 @@ def _check_column(name: str, columns: Iterable[str], where: str) -> None:
     if name not in columns:
         close = difflib.get_close_matches(name, columns, 1, cutoff=0.5)
         fix = f"Did you mean {close[0]!r}?" if close else None
-        raise InvalidInput(where, got=f"the column {name!r}", expected=f"one of {_listed(columns)}", fix=fix)
+        raise InvalidInput(where, problem=f"no column {name!r}", expected=f"one of {_listed(columns)}", fix=fix)
 
 
 def _check_distinct(names: list[str], where: str, fix: str) -> None:
