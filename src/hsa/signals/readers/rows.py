@@ -39,6 +39,8 @@ class Rows:
     >>> rows = Rows("cats.csv", {"name": ["Tom", "Kit"], "age": ["3", "5"]}, lines=[2, 3])
     >>> rows.columns, len(rows), rows.row(1), rows.column("age"), rows.where(1)
     (('name', 'age'), 2, {'name': 'Kit', 'age': '5'}, ['3', '5'], 'cats.csv: row 2 (line 3)')
+    >>> [row["name"] for row in rows]
+    ['Tom', 'Kit']
     """
 
     def __init__(self, file: str, columns: Mapping[str, Sequence[Any]], lines: Sequence[int] | None = None):
@@ -52,6 +54,10 @@ class Rows:
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the rows, as `row` returns them."""
+        return map(self.row, range(len(self)))
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a column; None stands for a missing value.
