@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hsa.attention.flops import flops_flat, flops_regular
+from hsa.errors import InvalidInput
 from hsa.files import write_text
 from hsa.huggingface.conversion import convert, revert
 from hsa.huggingface.fidelity.examples import Examples, load_examples
@@ -24,6 +25,7 @@ from hsa.huggingface.fidelity.sweep_recipe import SweepRecipe, Task, Variant, ex
 from hsa.huggingface.layers import attention_layers, is_sliding
 from hsa.huggingface.loading import load_for_task, load_for_training, most_tokens
 from hsa.huggingface.settings import LayerSettings
+from hsa.plain_values import check_fields
 
 RESULTS = "results.jsonl"
 
@@ -91,7 +93,7 @@ class Sweep:
         whole = text[: text.rfind("\n") + 1]  # an interrupted run may leave half a line
         if whole != text:
             write_text(path, whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [_row_of(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -246,6 +248,16 @@ class Sweep:
         options = replace(task.finetuning, seed=variant.seed, **dict(variant.finetune or {}))
         finetune(trained, tokenizer, examples, options)
         return trained.to(self.dtype)
+
+
+def _row_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        fix = "Remove the line to compute its result again"
+        raise InvalidInput(where, got=f"a damaged line ({error})", expected="a result", fix=fix) from None
+    check_fields(row, ("task", "variant"), where)
+    return row
 
 
 def _ranges(numbers: list[int]) -> str:
