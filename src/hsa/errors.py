@@ -89,3 +89,7 @@ class MissingExtra(HsaError, ImportError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MissingExtra, self.parts
+
+
+class HsaWarning(UserWarning):
+    """A condition that the user should know about and that does not stop the work."""

@@ -1,9 +1,12 @@
 """`hsa train`, `hsa evaluate`, `hsa predict`, from the command line."""
 
+import fcntl
 import json
 import os
+import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hsa.checksums import SUMS
 from hsa.cli.main import run
 from hsa.training import checkpoint, experiment
 from hsa.training.loop import CHECKPOINT
@@ -100,7 +104,7 @@ def test_without_data_the_standard_library_is_learned(call):
         assert part in report
     results = json.loads((folder / "results.json").read_text())
     assert [result["model"] for result in results] == ["hierarchical", "flat", "deepsets"]
-    files = {"config.json", "model.safetensors", "input_spec.json", "tokenizer.json", "result.json", CHECKPOINT}
+    files = {"config.json", "model.safetensors", "input_spec.json", "tokenizer.json", "result.json", SUMS, CHECKPOINT}
     for result in results:
         assert {path.name for path in (folder / result["model"]).iterdir()} == files
 
@@ -240,7 +244,8 @@ def test_nothing_to_resume(fails, trained):
     assert fails("train", data, *COLUMNS, "--resume", "--out", "none") == message
 
 
-def test_ctrl_c_saves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_save_a_checkpoint(tmp_path, number):
     data = write_rows(tmp_path / "a.csv", reviews(200))
     sizes = ("--cpu", "--width", "8", "--heads", "2", "--vocabulary", "300", "--batch-size", "2", "--patience", "0")
     arguments = ["train", str(data), *COLUMNS, *sizes, *ONE, "--epochs", "40", "--out", "out"]
@@ -251,7 +256,7 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
         if "epoch 1:" in line:
             break
     time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     _, err = running.communicate(timeout=60)
     assert running.returncode == 2
     assert err.startswith("stopped after ")
@@ -259,6 +264,72 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
     assert err.endswith(" with --resume\n")
     assert err.count("\n") == 1
     assert checkpoint.load(Path("out/hierarchical") / CHECKPOINT)["progress"]["state"]["epoch"] >= 1
+
+
+def flip_bits(path, number):
+    """Flip bits in the middle of a file, where a checkpoint has tensors."""
+    damaged, generator = bytearray(path.read_bytes()), random.Random(0)
+    for place in generator.sample(range(len(damaged) // 2, len(damaged) // 2 + 400), number):
+        damaged[place] ^= 1 << generator.randrange(8)
+    path.write_bytes(damaged)
+
+
+def test_a_damaged_checkpoint_is_not_resumed(refuses, trained, tmp_path):
+    model, data = trained
+    shutil.copytree(model.parent, "out")
+    flip_bits(Path("out/hierarchical") / CHECKPOINT, 200)
+    arguments = ("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out", "--resume")
+    refuses(arguments, f"out/hierarchical/{CHECKPOINT}", "got a damaged file", "delete it to train")
+
+
+def test_a_folder_is_for_one_process(refuses, tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    Path("out").mkdir()
+    with open("out/.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        arguments = ("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
+        refuses(arguments, "out", "expected a folder that no other process uses")
+    assert not Path("out/hierarchical").exists()
+
+
+def test_an_output_folder_that_cannot_be_written(refuses, tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    Path("file").touch()
+    for out in ("/proc/none", "file/inside"):
+        arguments = ("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", out)
+        refuses(arguments, out, "cannot be written", "expected a writable folder")
+
+
+def test_an_error_leaves_no_folder(fails, tmp_path):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    fails("train", data, "--text", "nothing", "--label", "label", *TINY, *SIZES, *ONE)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.filterwarnings("default::hsa.errors.HsaWarning")
+@pytest.mark.parametrize("task", [(), ("--task", "lm", "--steps", "2", "--context", "8")])
+def test_a_cache_that_cannot_be_written(call, tmp_path, monkeypatch, task):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    monkeypatch.setenv("HSA_CACHE", "/proc/none")
+    columns, model = (COLUMNS, ONE) if not task else (COLUMNS[:2], ("--models", "flat"))
+    code, _, err = call("train", data, *columns, *TINY, *SIZES, *model, *task, "--out", "out")
+    assert code == 0
+    assert err.startswith("prepared data are not cached: /proc/none")
+    assert "Set HSA_CACHE to a writable folder" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_follow_the_umask(call, tmp_path, mask):
+    data = write_rows(tmp_path / "a.csv", reviews())
+    before = os.umask(mask)
+    try:
+        call("train", data, *COLUMNS, *TINY, *SIZES, *ONE, "--out", "out")
+    finally:
+        os.umask(before)
+    files = [path for folder in (Path("out"), tmp_path / "cache") for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
 
 
 # Help, recipes, options
@@ -494,4 +565,4 @@ def test_weights_of_another_model(fails, call, trained):
     shutil.copytree(model, "mixed")
     call("train", data, *COLUMNS, *TINY, *SIZES[2:], *ONE, "--width", "10", "--out", "wider")
     shutil.copy("wider/hierarchical/model.safetensors", "mixed")
-    assert "They belong to another model" in fails("predict", "mixed", data)
+    assert "one of another model" in fails("predict", "mixed", data)

@@ -96,3 +96,10 @@ def test_files(run):
         InvalidInput, match=r"notes\.txt: expected the folder of a model or a run that hsa train wrote, got a file$"
     ):
         model_folder(run / "notes.txt")
+
+
+def test_an_unfinished_copy_is_no_model(tmp_path):
+    """Ignore the temporary folder that a killed process left."""
+    save_model(tmp_path / "run" / "flat" / ".files.7.part", classifier())
+    with pytest.raises(InvalidInput, match="expected a model"):
+        model_folder(tmp_path / "run")

@@ -5,6 +5,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from hsa.checksums import SUMS
 from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import CONFIG, WEIGHTS, load_model, save_model
@@ -14,6 +15,7 @@ from hsa.signals import Leaf, Signal, Table
 from hsa.signals.batch import collate
 from hsa.tree.positions import KINDS
 from tests.model_inputs import ENCODERS, KEYS, MODALITIES
+from tests.sealing import reseal
 
 
 def model(name="hierarchical", **changes):
@@ -40,7 +42,7 @@ def test_a_loaded_model_is_the_saved_one(name, tmp_path):
     assert loaded.config == saved.config
     assert not loaded.training
     assert torch.equal(loaded(batch()), saved(batch()))
-    assert set(files(tmp_path / "new" / "folder")) == {CONFIG, WEIGHTS}
+    assert set(files(tmp_path / "new" / "folder")) == {CONFIG, WEIGHTS, SUMS}
 
 
 def test_a_model_saved_before_entmax_existed(tmp_path):
@@ -50,6 +52,7 @@ def test_a_model_saved_before_entmax_existed(tmp_path):
     for name in ("entmax", "entmax_levels"):
         del about["encoder"][name]
     (tmp_path / CONFIG).write_text(json.dumps(about))
+    reseal(tmp_path)
     loaded, _ = load_model(tmp_path)
     assert loaded.config.encoder.entmax is None
     assert torch.equal(loaded(batch()), saved(batch()))
@@ -103,6 +106,7 @@ def test_a_configuration_from_which_no_model_can_be_built(change, tmp_path):
     about = json.loads((tmp_path / CONFIG).read_text())
     change(about)
     (tmp_path / CONFIG).write_text(json.dumps(about))
+    reseal(tmp_path)
     with pytest.raises(InvalidInput, match=f"{tmp_path / CONFIG}: expected"):
         load_model(tmp_path)
 
@@ -119,6 +123,7 @@ def test_the_weights_of_another_model(other, message, tmp_path):
     save_model(tmp_path, model())
     save_model(tmp_path / "other", other())
     (tmp_path / "other" / WEIGHTS).replace(tmp_path / WEIGHTS)
+    reseal(tmp_path)
     with pytest.raises(InvalidInput, match=f"{tmp_path / WEIGHTS}: {message}.*another model"):
         load_model(tmp_path)
 
@@ -135,7 +140,7 @@ def test_a_full_disk_leaves_the_saved_model_whole(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", half)
-    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: cannot be written .*No space left.*unchanged"):
+    with pytest.raises(InvalidInput, match=f"{WEIGHTS}: cannot be written .*No space left.*No file was replaced"):
         save_model(tmp_path, Classifier(old.config))
     assert files(tmp_path) == before
     assert torch.equal(load_model(tmp_path)[0](batch()), old(batch()))

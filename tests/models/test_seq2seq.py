@@ -18,6 +18,7 @@ from hsa.nn.embedding import Modality
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.signals.readers.nested import from_nested
 from tests.model_inputs import exact
+from tests.sealing import reseal
 
 TOKENS = 19
 KINDS = [
@@ -174,6 +175,7 @@ def test_saved_and_loaded(tmp_path) -> None:
         load_language_model(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**about, "colour": "red"}))
+    reseal(tmp_path)
     with pytest.raises(InvalidInput, match="colour"):
         load_seq2seq(tmp_path)
 

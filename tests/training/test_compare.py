@@ -19,6 +19,7 @@ from hsa.training.failures import Diverged, OutOfMemory
 from hsa.training.loop import CHECKPOINT, Interrupted, Silent
 from hsa.training.significance import _student, margin
 from tests.comparisons import RECIPE, prepared, result, run
+from tests.sealing import reseal
 
 PLAN = Plan(("hierarchical", "deepsets"), (1e-3, 1e-2, 3e-2), (5, 6))
 SHORT = Plan(("hierarchical", "deepsets"), (1e-3, 1e-2), (5, 6))
@@ -389,6 +390,7 @@ def test_results_without_peak_memory(tmp_path):
     actual = json.loads((folder / RESULT).read_text())
     del actual["peak_memory"]
     (folder / RESULT).write_text(json.dumps(actual))
+    reseal(folder)
     assert Result.load(folder).peak_memory is None
 
 

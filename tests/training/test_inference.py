@@ -16,6 +16,7 @@ from hsa.training.data.prepare import prepare
 from hsa.training.experiment import train_models
 from hsa.training.inference import LoadedClassifier
 from hsa.training.options import DataOptions, TrainingOptions
+from tests.sealing import reseal
 from tests.tables import mixed_folder, picture, reviews, write_rows
 from tests.tasks import classifier
 
@@ -245,12 +246,14 @@ def damaged(copy):
 def other_weights(copy):
     save_model(copy / "other", classifier())
     (copy / "other" / "model.safetensors").rename(copy / "model.safetensors")
+    reseal(copy)
 
 
 def other_tokenizer(copy):
     from hsa.signals.readers import train_tokenizer
 
     train_tokenizer(["a b"], 260).save(str(copy / "tokenizer.json"))
+    reseal(copy)
 
 
 def other_config(copy):

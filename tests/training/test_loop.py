@@ -573,7 +573,12 @@ if accelerator.is_main_process:
 
 def test_two_processes_match_one(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(WORKER)
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+    }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, str(tmp_path / "worker.py"), str(tmp_path / "two")]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)

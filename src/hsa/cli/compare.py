@@ -107,30 +107,31 @@ def compare(
     """
     from rich.console import Console
 
+    from hsa.running import Interrupted, claimed
     from hsa.training.accelerator import make_accelerator
     from hsa.training.compare import compare_models
     from hsa.training.compare_report import JSON, Comparison
-    from hsa.training.loop import Interrupted
 
     console = Console(stderr=json)
     recipe = _recipe(Recipe(data, split_words(models), read, model, training, extra={"documents": documents}), quick)
     plan = _plan(recipe, rates, seeds, quick)  # before the data are read, so that wrong names are reported at once
     accelerator = make_accelerator(recipe.training, cpu=cpu)
-    folder = run_folder(recipe, out, resume, kind="compare-")
-    try:
-        prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
-        bar = ComparisonBar(plan, "accuracy" if prepared.test.classes else "R²", console)
-        with bar if accelerator.is_main_process else nullcontext():
-            observer = bar if accelerator.is_main_process else None
-            compared = compare_models(plan, recipe, prepared, folder, accelerator, resume=resume, observer=observer)
-            if not accelerator.is_main_process:
-                return
-            costs = _costs(compared, prepared, folder, accelerator, bar, quick)
-    except KeyboardInterrupt:
-        advice = f"; continue with --out {folder} --resume" if folder.is_dir() else " before the first run"
-        raise Interrupted(f"stopped{advice}") from None
-    comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
-    pictures = comparison.write(folder)
+    with claimed(run_folder(recipe, out, resume, accelerator, kind="compare-")) as folder:
+        try:
+            prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+            bar = ComparisonBar(plan, "accuracy" if prepared.test.classes else "R²", console)
+            with bar if accelerator.is_main_process else nullcontext():
+                observer = bar if accelerator.is_main_process else None
+                compared = compare_models(plan, recipe, prepared, folder, accelerator, resume=resume, observer=observer)
+                if not accelerator.is_main_process:
+                    return
+                costs = _costs(compared, prepared, folder, accelerator, bar, quick)
+        except KeyboardInterrupt:
+            began = any(path.is_dir() for path in folder.iterdir())
+            advice = f"; continue with --out {folder} --resume" if began else " before the first run"
+            raise Interrupted(f"stopped{advice}") from None
+        comparison = Comparison(plan, recipe, prepared, compared, costs, _device(accelerator))
+        pictures = comparison.write(folder)
     if json:
         print((folder / JSON).read_text(encoding="utf-8"), end="")
         return

@@ -152,15 +152,29 @@ def convert(
 
     from hsa.huggingface.fidelity.report import write_report
     from hsa.huggingface.loading import save_model
+    from hsa.running import claimed
 
     console = Console(stderr=json)
     folder = out or Path("runs") / f"convert-{Path(model).name}"
     bars = Bars(console)
-    report, converted, tokenizer = _convert(
-        model, data, task, budget, calibration, calibrate_on, every_layer, folder, lengths, cpu, read, settings, bars
-    )
-    save_model(folder / "model", converted, tokenizer)
-    pictures = write_report(folder, report)
+    with claimed(folder):
+        report, converted, tokenizer = _convert(
+            model,
+            data,
+            task,
+            budget,
+            calibration,
+            calibrate_on,
+            every_layer,
+            folder,
+            lengths,
+            cpu,
+            read,
+            settings,
+            bars,
+        )
+        save_model(folder / "model", converted, tokenizer)
+        pictures = write_report(folder, report)
     if json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
         return

@@ -71,7 +71,7 @@ def finetune(
         model: A folder or a name on the hub: an encoder, a classifier, or a converted model, which stays converted.
         data: A .csv, .tsv, .json, .jsonl or .parquet file of texts and labels.
         out: Folder for the model.
-        resume: Continue the run in the same folder after its last whole epoch.
+        resume: Continue the run in the same folder where it stopped.
         convert: Convert the model before training.
         fresh: Start from new random weights instead of the weights of the model.
         cpu: Do not use a GPU.
@@ -86,6 +86,7 @@ def finetune(
     from hsa.huggingface.fidelity.finetune import finetune as train
     from hsa.huggingface.fidelity.finetune import list_classes, save_finetuned
     from hsa.huggingface.loading import load_for_training
+    from hsa.running import claimed
 
     console = Console()
     bars = Bars(console)
@@ -104,14 +105,15 @@ def finetune(
         convert_layers(network, tokenizer=tokenizer)
     console.print(Text(f"{examples.name}: {len(examples):,} texts, {len(classes)} classes: {', '.join(classes[:8])}"))
     last = [0.0]
-    with bars.running() as watch:
+    with claimed(out):
+        with bars.running() as watch:
 
-        def step(done: int, total: int, loss: float) -> None:
-            last[0] = loss
-            watch("fine-tuning", done, total)
+            def step(done: int, total: int, loss: float) -> None:
+                last[0] = loss
+                watch("fine-tuning", done, total)
 
-        train(network, tokenizer, examples, training, folder=out, watch=step)
-    save_finetuned(out, network, tokenizer)
+            train(network, tokenizer, examples, training, folder=out, watch=step)
+        save_finetuned(out, network, tokenizer)
     console.print(Text(f"last loss {last[0]:.3f}\nmodel     {out}\n\nnext: hsa convert {out} FILE"), soft_wrap=True)
 
 
@@ -123,8 +125,8 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise InvalidInput(
             str(out), problem="no unfinished run", expected="a run to resume", fix="Start without --resume"
         )
-    if not resume and (out / OPTIONS).exists():
-        unfinished = (out / STATE).exists()
+    unfinished = (out / STATE).exists()
+    if not resume and (unfinished or (out / OPTIONS).exists()):
         raise InvalidInput(
             str(out),
             got="a folder with an unfinished run" if unfinished else "a folder with a finished run",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hsa.cli.help import FULL, SHORT, HelpPage, print_help, show_default
-from hsa.errors import HsaError
+from hsa.errors import HsaError, HsaWarning
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -24,6 +25,7 @@ COMMANDS = (
 )
 """Names of the commands, in the order of the help. The function NAME is in the module `hsa.cli.NAME`."""
 
+_show_others = warnings.showwarning
 _PROBLEM = 2  # exit code of everything the user can put right
 
 
@@ -42,6 +44,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         _complain(f"the command line needs the package {error.name!r}; install it with: pip install 'hsa[all]'")
         sys.exit(_PROBLEM)
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
         NAMED.set(named_options(tokens))
         flags = {*SHORT, FULL} & set(tokens)
@@ -109,6 +112,14 @@ def _version() -> str:
     from importlib.metadata import version
 
     return version("hsa")
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *details: Any) -> None:
+    """Show a warning of this library as one line; others as Python does."""
+    if issubclass(category, HsaWarning):
+        print(message, file=sys.stderr)
+    else:
+        _show_others(message, category, *details)
 
 
 def _complain(message: str) -> None:

@@ -58,6 +58,7 @@ def reproduce(
     from hsa.huggingface.fidelity.sweep import Sweep
     from hsa.huggingface.fidelity.sweep_recipe import load_sweep
     from hsa.huggingface.fidelity.sweep_report import tabulate, write_sweep_report
+    from hsa.running import claimed
 
     console = Console()
     wanted = load_sweep(recipe, tasks)
@@ -77,11 +78,12 @@ def reproduce(
         limit=limit,
         say=lambda message: console.print(Text(f"{message} …", style="dim"), soft_wrap=True),
     )
-    rows = list(sweep.run())
-    if not rows:
-        reasons = "; ".join(f"{name}: {why}" for name, why in sweep.skipped.items())
-        raise InvalidInput(str(recipe), problem=f"no task that can run ({reasons})", expected="at least one")
-    pictures = write_sweep_report(folder, wanted.title, rows, sweep.skipped)
+    with claimed(folder):
+        rows = list(sweep.run())
+        if not rows:
+            reasons = "; ".join(f"{name}: {why}" for name, why in sweep.skipped.items())
+            raise InvalidInput(str(recipe), problem=f"no task that can run ({reasons})", expected="at least one")
+        pictures = write_sweep_report(folder, wanted.title, rows, sweep.skipped)
     console.print()
     print_table(console, terminal_table(*tabulate(rows)))
     console.print()

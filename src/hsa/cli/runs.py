@@ -97,10 +97,20 @@ def read_data(recipe: Recipe, accelerator: Any, folder: Path, *, small: bool, co
     return prepared
 
 
-def run_folder(recipe: Recipe, out: Path | None, resume: bool, kind: str = "") -> Path:
-    """Return the folder of a training run, see `choose_folder`; `kind` is a prefix of its default name."""
+def run_folder(recipe: Recipe, out: Path | None, resume: bool, accelerator: Any = None, kind: str = "") -> Path:
+    """Return the folder of a training run, see `choose_folder`, the same in all processes of an accelerator.
+
+    `kind` is a prefix of its default name.
+    """
     name = kind + (TASKS.get(recipe.read.task).own_data if recipe.data is None else recipe.data.stem)
-    return choose_folder(name, out, resume, files=_RUNS)
+    if accelerator is None or accelerator.num_processes == 1:
+        return choose_folder(name, out, resume, files=_RUNS)
+    from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+
+    # The first process chooses: it creates the folder, so that others would find its name taken.
+    chosen = [choose_folder(name, out, resume, files=_RUNS) if accelerator.is_main_process else None]
+    folder: Path = broadcast_object_list(chosen)[0]
+    return folder
 
 
 def choose_folder(name: str, out: Path | None, resume: bool, *, files: Sequence[str]) -> Path:

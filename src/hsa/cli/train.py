@@ -15,6 +15,7 @@ from hsa.cli.runs import complete_recipe, read_data, refuse_time_limit, run_fold
 from hsa.cli.topics import DATA, DOCUMENTS, LANGUAGE, MATCH3, MODEL, SEQ2SEQ, TOPICS, TRAINING
 from hsa.models.options import ModelOptions
 from hsa.research.match3.options import Match3Options
+from hsa.running import claimed
 from hsa.training.options import DataOptions, LanguageOptions, Seq2SeqOptions, TrainingOptions
 from hsa.training.recipe import Recipe
 
@@ -104,13 +105,14 @@ def train(
     if recipe.read.task == "lm":
         from hsa.cli.train_lm import run_lm
 
-        run_lm(recipe, run_folder(recipe, out, resume), resume=resume, cpu=cpu, fsdp=fsdp, console=console)
+        with claimed(run_folder(recipe, out, resume)) as folder:
+            run_lm(recipe, folder, resume=resume, cpu=cpu, fsdp=fsdp, console=console)
         return
     if recipe.read.task == "seq2seq":
         from hsa.cli.train_seq2seq import run_seq2seq
 
-        folder = run_folder(recipe, out, resume)
-        run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
+        with claimed(run_folder(recipe, out, resume)) as folder:
+            run_seq2seq(recipe, folder, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
         return
     _run(recipe, out, resume=resume, quick=quick, cpu=cpu, fsdp=fsdp, console=console)
 
@@ -125,24 +127,24 @@ def _run(
     check_models(recipe.models)  # before the data are read
     accelerator = make_accelerator(recipe.training, fsdp=fsdp, cpu=cpu)
     main = accelerator.is_main_process
-    folder = run_folder(recipe, out, resume)
-    prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
-    score = "accuracy" if prepared.train.classes else "R²"
     failed: dict[str, NoResult] = {}
-    results = train_models(
-        recipe.models,
-        recipe.model,
-        prepared,
-        recipe.training,
-        folder,
-        accelerator,
-        extra=recipe.extra,
-        resume=resume,
-        watch=(lambda name: TrainingBar(name, score, console)) if main else None,
-        on_failure=failed.__setitem__,
-    )
-    if main and results:
-        _report(console, recipe, prepared, results, failed, folder)
+    with claimed(run_folder(recipe, out, resume, accelerator)) as folder:
+        prepared = read_data(recipe, accelerator, folder, small=quick, console=console)
+        score = "accuracy" if prepared.train.classes else "R²"
+        results = train_models(
+            recipe.models,
+            recipe.model,
+            prepared,
+            recipe.training,
+            folder,
+            accelerator,
+            extra=recipe.extra,
+            resume=resume,
+            watch=(lambda name: TrainingBar(name, score, console)) if main else None,
+            on_failure=failed.__setitem__,
+        )
+        if main and results:
+            _report(console, recipe, prepared, results, failed, folder)
     complain(failed)
 
 

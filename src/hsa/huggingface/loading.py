@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hsa.errors import HsaError, InvalidInput, MissingExtra
+from hsa.files import write_together
 from hsa.huggingface.layers import attention_layers, is_causal
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -86,10 +87,17 @@ def _quiet() -> Iterator[None]:
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Save a model and its tokenizer in the format of transformers."""
+    """Save a model and its tokenizer in the format of transformers; no file is replaced before all are complete."""
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        for old in folder.glob("model*.safetensors*"):  # the weights of an earlier model may be in more or fewer files
+            if not (temporary / old.name).exists():
+                old.unlink()
+
     with _quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        write_together(folder, write, last="config.json")
 
 
 def load_weights(kind: Any, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, list[str]]:

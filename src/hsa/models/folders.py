@@ -65,7 +65,7 @@ def _models_inside(folder: Path) -> list[Path]:
     """Return the folders of models at the smallest depth that has any."""
     for depth in range(1, _DEEPEST + 1):
         pattern = "/".join(["*"] * depth)
-        inside = sorted(path.parent for path in folder.glob(f"{pattern}/{CONFIG}"))
+        inside = sorted(path.parent for path in folder.glob(f"{pattern}/{CONFIG}") if path.parent.name[0] != ".")
         if models := [path for path in inside if kind_of(path) is not None]:
             return models
     return []

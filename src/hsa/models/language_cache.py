@@ -137,15 +137,29 @@ class LanguageModelCache:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        if set(state.get("parts", ())) != set(self.parts):
+        parts = state.get("parts") if isinstance(state, dict) else None
+        if not isinstance(parts, dict) or set(parts) != set(self.parts):
             raise InvalidInput(
                 "state", got="the state of another model's cache", expected=f"parts {', '.join(self.parts)}"
             )
         for kind, part in self.parts.items():
-            part.load_state_dict(state["parts"][kind])
-        self._lengths = next(iter(self.parts.values())).lengths
+            part.load_state_dict(parts[kind])
+        self._lengths, *others = (part.lengths for part in self.parts.values())
+        if any(lengths != self._lengths for lengths in others):
+            raise InvalidInput(
+                "state['parts']", got="parts of several lengths", expected="the same lengths in all parts"
+            )
         if self._counters is not None:
-            self._counters.set(self.lengths, state["closes"])
+            self._counters.set(self.lengths, self._checked_closes(state.get("closes")))
+
+    def _checked_closes(self, closes: Any) -> list[list[int]] | None:
+        if closes is None:
+            return None
+        whole = isinstance(closes, list) and all(isinstance(heights, list) for heights in closes)
+        if not whole or [len(heights) for heights in closes] != self._lengths:
+            expected = f"a list of heights for each text, of lengths {self._lengths}"
+            raise InvalidInput("state['closes']", got=repr(closes)[:80], expected=expected)
+        return closes
 
     def memory(self) -> Memory:
         """Return the memory of all layers, compared with that of flat caches."""

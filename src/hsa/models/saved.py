@@ -1,4 +1,7 @@
-"""Save and load models in folders: `config.json`, `model.safetensors` and, for a language model, `tokenizer.json`."""
+"""Save and load models in folders: `config.json`, `model.safetensors` and, for a language model, `tokenizer.json`.
+
+`SHA256SUMS` lists the checksums of these files, so that a damaged file, or one of another model, is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hsa.checksums import check_listed
 from hsa.errors import InvalidInput
-from hsa.files import load_tensors, read_json, save_tensors, write_json, write_then_rename
+from hsa.files import load_tensors, read_json, save_tensors, write_json, write_sealed
 from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.registry import LANGUAGE_ARCHITECTURES
@@ -64,10 +68,9 @@ def save_model(folder: Folder, model: Classifier, classes: Sequence[str] = ()) -
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_model(folder, model, ("no", "yes"))
     ...     sorted(path.name for path in Path(folder).iterdir())
-    ['config.json', 'model.safetensors']
+    ['SHA256SUMS', 'config.json', 'model.safetensors']
     """
-    save_tensors(Path(folder, WEIGHTS), model.state_dict())
-    _write_config(folder, CLASSIFIER, {"classes": list(classes), **model.config.to_dict()})
+    _save(folder, CLASSIFIER, model, {"classes": list(classes), **model.config.to_dict()})
 
 
 def load_model(folder: Folder, device: torch.device | str = "cpu") -> tuple[Classifier, tuple[str, ...]]:
@@ -114,10 +117,7 @@ def save_language_model(folder: Folder, model: CausalLanguageModel, tokenizer: A
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_language_model(folder, LanguageModel(LanguageModelConfig(11, width=8, heads=2, layers=1)))
     """
-    save_tensors(Path(folder, WEIGHTS), model.state_dict())
-    if tokenizer is not None:
-        write_then_rename(Path(folder, TOKENIZER), lambda beside: tokenizer.save(str(beside)))
-    _write_config(folder, LANGUAGE_MODEL, model.config.to_dict())
+    _save(folder, LANGUAGE_MODEL, model, model.config.to_dict(), tokenizer)
 
 
 def load_language_model(folder: Folder, device: torch.device | str = "cpu") -> CausalLanguageModel:
@@ -163,8 +163,7 @@ def save_seq2seq(folder: Folder, model: Seq2Seq) -> None:
     ...     load_seq2seq(folder).config == model.config
     True
     """
-    save_tensors(Path(folder, WEIGHTS), model.state_dict())
-    _write_config(folder, SEQ2SEQ, model.config.to_dict())
+    _save(folder, SEQ2SEQ, model, model.config.to_dict())
 
 
 def load_seq2seq(folder: Folder, device: torch.device | str = "cpu") -> Seq2Seq:
@@ -186,8 +185,14 @@ def load_seq2seq(folder: Folder, device: torch.device | str = "cpu") -> Seq2Seq:
     )
 
 
-def _write_config(folder: Folder, kind: str, config: dict[str, Any]) -> None:
-    write_json(Path(folder, CONFIG), {"format": FORMAT, "model": kind, **config})
+def _save(folder: Folder, kind: str, model: nn.Module, config: dict[str, Any], tokenizer: Any = None) -> None:
+    def write(temporary: Path) -> None:
+        save_tensors(temporary / WEIGHTS, model.state_dict())
+        if tokenizer is not None:
+            tokenizer.save(str(temporary / TOKENIZER))
+        write_json(temporary / CONFIG, {"format": FORMAT, "model": kind, **config})
+
+    write_sealed(Path(folder), write)
 
 
 def _load(
@@ -216,15 +221,18 @@ def _load(
         raise InvalidInput(
             str(folder / CONFIG), got=f"that of {with_article(about['model'])}", expected=expected, fix=fix
         )
+    check_listed(folder / CONFIG, expected)
     try:
         model = make({name: value for name, value in about.items() if name not in ("format", "model")})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInput(
             str(folder / CONFIG),
             got=f"one from which no model can be built ({type(error).__name__}: {error})",
             expected="a configuration that this version of hsa wrote",
         ) from error
-    weights, _ = load_tensors(folder / WEIGHTS, f"the weights of {with_article(kind)} of hsa")
+    expected = f"the weights of {with_article(kind)} of hsa"
+    weights, _ = load_tensors(folder / WEIGHTS, expected)
+    check_listed(folder / WEIGHTS, expected)
     check_fits(str(folder / WEIGHTS), weights, model.state_dict())
     model.load_state_dict(weights)
     return model.to(device).eval()
@@ -240,7 +248,7 @@ def check_fits(where: str, weights: dict[str, torch.Tensor], wanted: dict[str, t
     """
     other = "They belong to another model: use the options it was trained with, or another folder"
     for name, tensor in wanted.items():
-        if name not in weights:
+        if not isinstance(weights, dict) or not isinstance(weights.get(name), torch.Tensor):
             raise InvalidInput(where, got=f"weights without {name!r}", expected="those of this model", fix=other)
         if weights[name].shape != tensor.shape:
             raise InvalidInput(

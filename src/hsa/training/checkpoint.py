@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,8 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 
 from hsa.errors import InvalidInput
-from hsa.files import write_then_rename
+from hsa.files import load_state, save_state
 from hsa.models.saved import check_fits
+from hsa.plain_values import check_fields, from_plain
+
+T = TypeVar("T")
 
 FORMAT = 2
 """Version of the checkpoint format; other versions cannot be resumed. hsa 0.1 wrote version 1."""
@@ -55,19 +58,11 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[st
 
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint to a temporary file, then rename it: the previous checkpoint survives a full disk."""
-
-    def write(beside: Path) -> None:
-        try:
-            with beside.open("wb") as file:
-                torch.save(content, file)
-        except RuntimeError as error:  # torch also fails to close the archive; the first error is the cause
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-
-    write_then_rename(path, write)
+    save_state(path, content)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load the content of a checkpoint. Only tensors and plain values are unpickled, so a file cannot run code.
+    """Load the content of a checkpoint, after its checksum is verified.
 
     Raises:
         InvalidInput: The file is missing, damaged, or not a checkpoint of this version of hsa.
@@ -79,24 +74,48 @@ def load(path: Path) -> dict[str, Any]:
             expected="a checkpoint",
             fix="There is nothing to resume; start without --resume",
         )
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise InvalidInput(
-            str(path),
-            got=f"a damaged file ({type(error).__name__})",
-            expected="a checkpoint of hsa",
-            fix="Delete it to train this model from the start",
-        ) from error
-    version = content.get("format") if isinstance(content, dict) else None
+    fix = "Delete it to train this model from the start"
+    content = load_state(path, "a checkpoint of hsa", fix)
+    version = content.get("format")
     if version != FORMAT:
         raise InvalidInput(
             str(path),
-            got={None: "another kind of file", 1: "a checkpoint of hsa 0.1"}.get(version, f"format {version}"),
+            got={1: "a checkpoint of hsa 0.1"}.get(version, f"format {version}")
+            if isinstance(version, int)
+            else "another kind of file",
             expected=f"a checkpoint of hsa, format {FORMAT}",
-            fix="Delete it to train this model from the start",
+            fix=fix,
         )
+    check_fields(content, ("model", "optimizer", "random", "progress"), str(path))
     return content
+
+
+def resume(
+    path: Path, training: dict[str, Any], kind: type[T], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[T, dict[str, Any]]:
+    """Load a checkpoint to continue a run.
+
+    Args:
+        path: Path of the checkpoint.
+        training: Options and digests of the data that must equal those of the checkpoint.
+        kind: Dataclass of the state of the run.
+        model, optimizer: Model and optimizer to restore.
+
+    Returns:
+        The state of the run, and the whole progress that was saved.
+
+    Raises:
+        InvalidInput: The checkpoint is missing, damaged, or of a run with another model, other options or other data.
+    """
+    content = load(path)
+    progress = content["progress"]
+    check_fields(progress, ("state", "training"), f"{path}: progress")
+    check_fields(progress["training"], (), f"{path}: progress: training")
+    check_same(path, progress["training"], training)
+    state = from_plain(kind, progress["state"], f"{path}: progress: state")
+    if progress.get("best_weights") is not None:
+        check_fits(str(path), progress["best_weights"], _own_weights(model))
+    return state, restore(path, content, model, optimizer)
 
 
 def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -105,19 +124,27 @@ def restore(path: Path, content: dict[str, Any], model: nn.Module, optimizer: to
     Raises:
         InvalidInput: The checkpoint is of another model; the message names the first tensor that does not fit.
     """
-    # Not `full_weights`, which is empty on all processes but the first.
-    check_fits(
-        str(path),
-        content["model"],
-        {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()},
-    )
+    check_fits(str(path), content["model"], _own_weights(model))
     set_weights(model, content["model"])
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
-    torch.set_rng_state(content["random"]["cpu"])
-    for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, i)
+    try:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+        torch.set_rng_state(content["random"]["cpu"])
+        for i, state in enumerate(content["random"]["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, i)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            str(path),
+            got=f"another state of the optimizer or of the random generators ({type(error).__name__}: {error})",
+            expected="a checkpoint of this model and version of hsa",
+            fix="Delete it to train this model from the start",
+        ) from error
     return content["progress"]
+
+
+def _own_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the weights by name, for their shapes: `full_weights` is empty on all processes but the first."""
+    return {name.removeprefix("module."): tensor for name, tensor in model.state_dict().items()}
 
 
 def check_same(path: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

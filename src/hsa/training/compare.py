@@ -6,18 +6,20 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hsa.errors import InvalidInput
 from hsa.files import read_json, write_json
 from hsa.models.classifier import ModelConfig
+from hsa.plain_values import check_fields, from_plain
+from hsa.running import Interrupted
 from hsa.training import checkpoint
 from hsa.training.data.prepare import PreparedData
 from hsa.training.experiment import Result, check_models, model_config, train_model
 from hsa.training.failures import Ending, NoResult
-from hsa.training.loop import CHECKPOINT, Interrupted, Watcher, fingerprint
+from hsa.training.loop import CHECKPOINT, Watcher, fingerprint
 from hsa.training.options import TrainingOptions
 from hsa.training.recipe import Recipe
 
@@ -160,6 +162,15 @@ class Compared:
         return statistics.fmean(map(of, self.results))
 
 
+@dataclass(frozen=True)
+class Note:
+    """Content of `ended.json`: how a run ended, the reason if it has no result, and its options."""
+
+    state: State
+    message: str | None
+    training: dict[str, Any]
+
+
 class Observer(Protocol):
     """Callbacks of a comparison."""
 
@@ -194,7 +205,7 @@ def compare_models(
         observer: Callbacks of the comparison.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; the message says how far the comparison got.
+        Interrupted: Ctrl-C or SIGTERM arrived; the message says how far the comparison got.
         InvalidInput: With `resume`, a run in the folder had other options or data.
     """
     configs = {name: model_config(prepared, recipe.model, name, plan.models[0], recipe.extra) for name in plan.models}
@@ -221,7 +232,11 @@ def compare_models(
 def _check_first(folder: Path, first: str, accelerator: Any) -> None:
     """Raise an error if the comparison in the folder began with another first model, which sets the size of all."""
     path = folder / FIRST
-    was = read_json(path, "the first model of a comparison")["model"] if path.is_file() else None
+    was = None
+    if path.is_file():
+        first_model = read_json(path, "the first model of a comparison")
+        check_fields(first_model, ("model",), str(path))
+        was = first_model["model"]
     accelerator.wait_for_everyone()  # until all processes have read the file
     if was is None and accelerator.is_main_process:
         write_json(path, {"model": first})
@@ -258,11 +273,11 @@ def _run(
     # Through JSON, which turns tuples into lists, to compare with the file.
     now = json.loads(json.dumps(fingerprint(config, options, prepared.train, prepared.validation)))
     if resume and note.is_file():
-        ended = read_json(note, "how a run ended")
-        checkpoint.check_same(note, ended["training"], now)
-        if ended["state"] == "finished":
+        ended = from_plain(Note, read_json(note, "how a run ended"), str(note))
+        checkpoint.check_same(note, ended.training, now)
+        if ended.state == "finished":
             return begun.finished(Result.load(folder))
-        if ended["state"] == "diverged":
+        if ended.state == "diverged":
             return replace(begun, state="diverged")
         # Out of memory: try again, because there may be more memory now.
     note.unlink(missing_ok=True)
@@ -275,7 +290,7 @@ def _run(
     except NoResult as error:
         run, message = replace(begun, state=error.ending), str(error)
     if accelerator.is_main_process:
-        write_json(note, {"state": run.state, "message": message, "training": now})
+        write_json(note, asdict(Note(run.state, message, now)))
         if run.state == "finished":  # a checkpoint is three times as large as the model, and no longer needed
             (folder / CHECKPOINT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()

@@ -13,12 +13,14 @@ import torch
 
 from hsa.analysis.metrics import confusion
 from hsa.analysis.sparsity import LevelSparsity, has_entmax, measure_sparsity
+from hsa.checksums import check_listed
 from hsa.errors import InvalidInput
-from hsa.files import read_json, write_json
+from hsa.files import read_json, write_json, write_sealed
 from hsa.models.classifier import Classifier, ModelConfig, count_parameters, equal_parameters
 from hsa.models.options import ModelOptions
 from hsa.models.registry import MODELS, EncoderConfigLike, Extra, configure, find_model, start_warm
 from hsa.models.saved import load_model
+from hsa.plain_values import from_plain
 from hsa.registry import KINDS
 from hsa.training.data.prepare import PreparedData, save_input_spec
 from hsa.training.failures import OnFailure, catch_oom, reported
@@ -48,13 +50,16 @@ class Result:
 
     @staticmethod
     def load(folder: Path) -> Result:
-        data = read_json(folder / RESULT, "the result of a finished model")
-        data["scores"] = Scores(**data["scores"])
-        data["history"] = tuple(EpochRecord(**record) for record in data["history"])
-        data["confusion"] = tuple(map(tuple, data["confusion"]))
-        levels = data.get("sparsity", ())
-        data["sparsity"] = tuple(LevelSparsity(**{**level, "alpha": tuple(level["alpha"])}) for level in levels)
-        return Result(**data)
+        """Load the result of a finished model from its folder."""
+        path, expected = folder / RESULT, "the result of a finished model"
+        result = from_plain(Result, read_json(path, expected), str(path))
+        check_listed(path, expected)
+        return result
+
+
+def save_result(folder: Path, result: Any) -> None:
+    """Write the result of a model, a dataclass, beside the model."""
+    write_sealed(folder, lambda temporary: write_json(temporary / RESULT, asdict(result)))
 
 
 def check_models(names: Iterable[str]) -> None:
@@ -127,7 +132,7 @@ def train_model(
 
     Raises:
         NoResult: The model diverged or ran out of memory.
-        Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+        Interrupted: Ctrl-C or SIGTERM arrived; a checkpoint is saved.
     """
     torch.manual_seed(options.seed)
     model = Classifier(config)
@@ -169,7 +174,7 @@ def train_model(
         if has_entmax(config):
             result = replace(result, sparsity=_sparsity(folder, prepared, accelerator.device))
         save_input_spec(folder, prepared.input_spec)
-        write_json(folder / RESULT, asdict(result))
+        save_result(folder, result)
     accelerator.wait_for_everyone()
     return result
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hsa.analysis.memory import PeakMemory, allocated
-from hsa.errors import HsaError, InvalidInput
+from hsa.errors import InvalidInput
 from hsa.models.classifier import Classifier, ModelConfig
 from hsa.models.saved import save_model
 from hsa.nn.attention import counting_operations
 from hsa.nn.learned_alpha import LearnedAlpha
 from hsa.nn.penalties import collecting_penalties
+from hsa.running import Interrupted, running
 from hsa.signals.batch import Batch
 from hsa.training import checkpoint
 from hsa.training.accelerator import make_accelerator
@@ -38,10 +38,6 @@ CHECKPOINT = "checkpoint.pt"
 PRETRAINED_RATE = 0.1
 """Factor on the learning rate of pre-trained parameters: the rate of new ones would undo their training."""
 _CHECK_EVERY = 20  # steps between checks that the loss is finite: each check waits for the device
-
-
-class Interrupted(HsaError):
-    """A run that the user stopped; a checkpoint was saved."""
 
 
 class Watcher(Protocol):
@@ -94,7 +90,7 @@ class Progress:
         -math.inf,
     )  # score, then negative loss to break ties in small validation sets
     best_epoch: int = -1
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,23 +163,21 @@ class Trainer:
         """Load the checkpoint in the folder, to continue from there."""
         if self.path is None:
             raise InvalidInput("folder", problem="not given", expected="a folder with a checkpoint to resume from")
-        content = checkpoint.load(self.path)
         now = fingerprint(self.config, self.options, self.train, self.validation)
-        checkpoint.check_same(self.path, content["progress"]["training"], now)
-        progress = checkpoint.restore(self.path, content, self.model, self.optimizer.optimizer)
-        self.best_weights = progress["best_weights"]
-        self.progress = Progress(**progress["state"])
+        optimizer = self.optimizer.optimizer
+        self.progress, saved = checkpoint.resume(self.path, now, Progress, self.model, optimizer)
+        self.best_weights = saved.get("best_weights")
 
     def fit(self) -> list[EpochRecord]:
         """Train to the end, or until validation stops improving.
 
         Raises:
-            Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+            Interrupted: Ctrl-C or SIGTERM arrived; a checkpoint is saved.
             Diverged: The loss is not a number; the last checkpoint was saved before that.
         """
         state, memory = self.progress, PeakMemory(self.accelerator.device, self._held)
         try:
-            with defer_sigint() as stop:
+            with running(self.path, self.model) as stop:
                 self._warm_up()
                 while state.step or not self._is_over():  # an epoch in progress is always finished and validated
                     whole = self._train_epoch(stop)
@@ -198,7 +192,7 @@ class Trainer:
             self.watcher.done()
         if self.best_weights is not None:
             checkpoint.set_weights(self.model, self.best_weights)
-        return [EpochRecord(**record) for record in state.history]
+        return list(state.history)
 
     def _warm_up(self) -> None:
         """Run one throwaway step so that first-call overhead is not billed to the model."""
@@ -323,7 +317,7 @@ class Trainer:
             learning_rate=self._learning_rate(),
             seconds=state.epoch_seconds,
         )
-        state.history.append(asdict(record))
+        state.history.append(record)
         reached = (record.validation, -record.validation_loss)
         if reached > state.best:
             state.best, state.best_epoch = reached, state.epoch
@@ -517,28 +511,3 @@ def parameter_groups(
         groups.append({"params": decayed, "weight_decay": options.weight_decay, **lower})
         groups.append({"params": others, "weight_decay": 0.0, **lower})
     return groups
-
-
-@contextmanager
-def defer_sigint() -> Iterator[Callable[[], bool]]:
-    """Defer Ctrl-C so that the current step can finish; a second Ctrl-C interrupts at once.
-
-    Yields a function that returns whether Ctrl-C was pressed.
-    """
-    pressed = False
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    try:
-        before = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not the main thread: leave signals alone
-        yield lambda: False
-        return
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -21,6 +21,7 @@ from hsa.models.saved import load_language_model, save_language_model
 from hsa.signals.readers.tokens import train_tokenizer
 from hsa.training.language_model.inference import LoadedLanguageModel
 from tests.model_inputs import exact
+from tests.sealing import reseal
 
 TOKENS = 37
 CONFIG = TransformerXLLanguageConfig(TOKENS, width=14, heads=2, layers=3, feed_forward=11, segment=5, memory=3)
@@ -214,6 +215,7 @@ def test_save_load_and_generate(tmp_path):
     assert stream.ids == likeliest[len(stream.prompt) - 1 :]
     assert "flat cache" in str(stream.cache.memory())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**about, "branching": 3}))
+    reseal(tmp_path)
     with pytest.raises(InvalidInput, match="unknown field 'branching'"):
         load_language_model(tmp_path)
 

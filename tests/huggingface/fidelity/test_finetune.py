@@ -1,6 +1,8 @@
 """Fine-tuning learns, resumes, and refuses to resume runs with other options."""
 
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -97,6 +99,45 @@ def test_the_folder_is_a_model(tmp_path):
     loaded, known = load_for_task(str(tmp_path), "classification")
     judge = Judge(data, "classification", loaded, known, longest=LONGEST)
     assert (judge.ask(loaded).values == judge.ask(model).values).all()
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_finetuned(tmp_path, calm(), tokenizer())
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
+
+
+def test_a_model_is_saved_as_a_whole(tmp_path, monkeypatch):
+    """`config.json`, the mark of a complete model, comes last; a failure leaves nothing."""
+
+    def fail(self, folder):
+        raise OSError(28, "No space left on device")
+
+    words = tokenizer()
+    monkeypatch.setattr(type(words), "save_pretrained", fail)
+    with pytest.raises(InvalidInput, match=rf"{tmp_path}: cannot be written .*No space left on device"):
+        save_finetuned(tmp_path, calm(), words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_weights_of_an_earlier_model_stay(tmp_path):
+    old = [tmp_path / name for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json")]
+    for path in old:
+        path.write_text("old")
+    save_finetuned(tmp_path, calm(), tokenizer())
+    assert not any(path.exists() for path in old)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_run_with_another_conversion_is_not_resumed(tmp_path):
+    data, options = learnable(24), FinetuneOptions(epochs=2, **SHORT)
+    with pytest.raises(Broken):
+        finetune(calm(), tokenizer(), data, options, folder=tmp_path, watch=breaks_at(4))
+    with pytest.raises(InvalidInput, match=r"expected a run with conversion .*, got one with conversion {}"):
+        finetune(convert(calm(), **vars(CHEAP)), tokenizer(), data, options, folder=tmp_path)
 
 
 def test_a_loss_that_is_not_finite():

@@ -29,6 +29,7 @@ from hsa.nn.head_fusion import HeadFusion
 from hsa.nn.penalties import collecting_penalties
 from hsa.signals.readers.nested import from_nested
 from tests.model_inputs import encoder, exact, readable
+from tests.sealing import reseal
 
 TOKENS, LONGEST = 37, 40
 FUSIONS = ("talking", "collaborative", "over-heads")
@@ -251,6 +252,7 @@ def test_weights_of_another_fusion(tmp_path):
     save_language_model(tmp_path, LanguageModel(config("talking", "flat")))
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**about, "fusion": "over-heads"}))
+    reseal(tmp_path)
     with pytest.raises(InvalidInput, match=r"'layers\.0\.fusion\.keys'"):
         load_language_model(tmp_path)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hsa.checksums import SUMS
 from hsa.errors import InvalidInput
 from hsa.models.options import ModelOptions
 from hsa.signals import Grid, Sequence, Table
@@ -212,7 +213,10 @@ def spoil(monkeypatch):
 def test_cached_data_are_the_same(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.csv", reviews())
     first = prepare(path, TEXT)
-    assert {p.name for p in cache_folder().glob("*/*")} == {f"{n}.safetensors" for n in ("train", "validation", "test")}
+    assert {p.name for p in cache_folder().glob("*/*")} == {
+        SUMS,
+        *(f"{n}.safetensors" for n in ("train", "validation", "test")),
+    }
     spoil(monkeypatch)
     second = prepare(path, TEXT)
     for name in ("train", "validation", "test"):
@@ -220,6 +224,29 @@ def test_cached_data_are_the_same(tmp_path, monkeypatch):
     assert first.modalities == second.modalities
     assert (first.kinds, first.keys) == (second.kinds, second.keys)
     assert first.input_spec.tokenizer.to_str() == second.input_spec.tokenizer.to_str()
+
+
+def test_damaged_cached_data_are_read_again(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    first = prepare(path, TEXT)
+    for file in sorted(cache_folder().glob("*/*")):
+        whole = file.read_bytes()
+        for place in (len(whole) // 2, len(whole) - 1):
+            damaged = bytearray(whole)
+            damaged[place] ^= 16
+            file.write_bytes(damaged)
+            assert same(prepare(path, TEXT).train, first.train)
+            assert file.read_bytes() == whole  # written again
+
+
+def test_temporary_files_of_a_killed_run_leave_the_cache(tmp_path):
+    path = write_rows(tmp_path / "a.csv", reviews())
+    prepare(path, TEXT)
+    (folder,) = cache_folder().iterdir()
+    (folder / "train.safetensors").unlink()
+    (folder / ".files.7.part").mkdir()
+    prepare(path, TEXT)
+    assert not list(folder.glob(".*"))
 
 
 def change_the_file(path, options, seed):
@@ -310,8 +337,7 @@ def test_save_and_load_an_input_spec(tmp_path):
 @pytest.mark.parametrize("content", ["{}", "[]", '{"kind": "rows"}', '{"kind": 1, "columns": 2}'])
 def test_invalid_input_specs(tmp_path, content):
     (tmp_path / "input_spec.json").write_text(content)
-    message = r"input_spec\.json: expected the input spec of a model, written by this version of hsa, got other content"
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(InvalidInput, match=r"input_spec\.json: (no field '|expected the fields)"):
         load_input_spec(tmp_path)
 
 

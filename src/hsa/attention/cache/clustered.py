@@ -23,6 +23,7 @@ from torch import Tensor
 from hsa.attention.cache.clustered_search import Block, KeptLayer, Token
 from hsa.attention.cache.clustered_tree import Heap, Shape, Step, shape_of, step_of
 from hsa.attention.cache.interface import AttendOptions, Cache, Counted, Memory, Storage
+from hsa.attention.cache.saved_state import check_lengths, check_tensors
 from hsa.attention.checks import scale_or_default, without_autocast
 from hsa.attention.multiscale.cluster import KeyClusters, cluster_keys
 from hsa.attention.multiscale.operator import per_head
@@ -268,12 +269,23 @@ class ClusteredCache(Cache):
         return {"settings": self._settings(), "lengths": self.lengths, "capacity": self._capacity, "layers": layers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_state(state)
-        self._capacity, self._heap = self._capacity_for(state["capacity"])
+        self._check_state(state, {})
+        capacity, layers = state.get("capacity"), state.get("layers")
+        if type(capacity) is not int or capacity < 0 or self._capacity_for(capacity)[0] != capacity:
+            raise InvalidInput(
+                "state['capacity']", got=capacity, expected="sinks and complete chunks, as in this cache"
+            )
+        if not isinstance(layers, list) or len(layers) != self.layers:
+            raise InvalidInput("state['layers']", got="other content", expected=f"the tensors of {self.layers} layers")
+        lengths = check_lengths(state.get("lengths"), longest=self._most(capacity))
+        wanted = self._tensors(len(lengths), *self._capacity_for(capacity))
+        for number, layer in enumerate(layers):
+            check_tensors(layer, wanted, f"state['layers'][{number}]")
+        self._capacity, self._heap = self._capacity_for(capacity)
         self._kept = [
-            KeptLayer(**{name: x.to(self.device, copy=True) for name, x in layer.items()}) for layer in state["layers"]
+            KeptLayer(**{name: layer[name].to(self.device, copy=True) for name in wanted}) for layer in layers
         ]
-        self._lengths = list(state["lengths"])
+        self._lengths = lengths
         self._loaded(self._lengths)
 
     def _settings(self) -> dict[str, Any]:
@@ -304,19 +316,25 @@ class ClusteredCache(Cache):
 
     def _empty(self, capacity: int, heap: Heap) -> KeptLayer:
         """Return the tensors of an empty layer: zeros, because masked entries must be finite too."""
-        pooled = torch.promote_types(self.dtype, torch.float32)
+        wanted = self._tensors(self.batch, capacity, heap)
+        with torch.inference_mode(False):
+            return KeptLayer(
+                **{
+                    name: torch.zeros(*shape, dtype=dtype, device=self.device)
+                    for name, (shape, dtype) in wanted.items()
+                }
+            )
 
-        def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
-            with torch.inference_mode(False):
-                return torch.zeros(self.batch, self.kv_heads, *sizes, dtype=dtype, device=self.device)
-
-        return KeptLayer(
-            keys=zeros(capacity, self.head_dim, dtype=self.dtype),
-            values=zeros(capacity, self.value_dim, dtype=self.dtype),
-            time=zeros(capacity, dtype=torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
-            pooled_keys=zeros(heap.none + 1, self.head_dim, dtype=pooled),
-            pooled_values=zeros(heap.none + 1, self.value_dim, dtype=pooled),
-        )
+    def _tensors(self, batch: int, capacity: int, heap: Heap) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors of a layer, by name."""
+        rows, pooled = (batch, self.kv_heads), torch.promote_types(self.dtype, torch.float32)
+        return {
+            "keys": ((*rows, capacity, self.head_dim), self.dtype),
+            "values": ((*rows, capacity, self.value_dim), self.dtype),
+            "time": ((*rows, capacity), torch.int16 if self.shape.chunk <= 2**15 else torch.int32),
+            "pooled_keys": ((*rows, heap.none + 1, self.head_dim), pooled),
+            "pooled_values": ((*rows, heap.none + 1, self.value_dim), pooled),
+        }
 
     @_without_autograd
     def _ensure_capacity(self, length: int) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Sizes
+from hsa.attention.cache.saved_state import Wanted, check_lengths
 from hsa.attention.checks import repeat_heads
 from hsa.tree.hierarchy import Hierarchy
 
@@ -104,9 +105,13 @@ class FlatCache(Cache):
         return {"lengths": self.lengths, "keys": self.keys.clone(), "values": self.values.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = (self.layers, None, self.kv_heads, None)
-        self._check_state(state, keys=(*rows, self.head_dim), values=(*rows, self.value_dim))
-        self._lengths = list(state["lengths"])
+        rows = (self.layers, "sequences", self.kv_heads, "capacity")
+        wanted: dict[str, Wanted] = {
+            "keys": ((*rows, self.head_dim), self.dtype),
+            "values": ((*rows, self.value_dim), self.dtype),
+        }
+        sizes = self._check_state(state, wanted)
+        self._lengths = check_lengths(state.get("lengths"), sizes["sequences"], self._most(sizes["capacity"]))
         self._loaded(self._lengths)
         self.keys, self.values = (state[name].to(self.device, copy=True) for name in ("keys", "values"))
 

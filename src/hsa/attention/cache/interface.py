@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from hsa.attention.cache.saved_state import Wanted, check_tensors
 from hsa.attention.checks import check_count, scale_or_default
 from hsa.attention.mixing import HeadMixing, check_mixing
 from hsa.attention.multiscale.operator import per_head
@@ -315,24 +316,9 @@ class Cache(ABC):
             raise InvalidInput("lengths", got=wanted, expected=f"at most the lengths of the sequences, {now}")
         return wanted
 
-    def _check_state(self, state: dict[str, Any], **shapes: tuple[int | None, ...]) -> None:
-        """Check that a state fits this cache: shapes of its tensors (None for any size), dtype and settings."""
-        for name, shape in shapes.items():
-            actual = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
-            fits = actual is not None and len(actual) == len(shape)
-            if not fits or any(s is not None and s != a for a, s in zip(actual or (), shape, strict=True)):
-                sizes = ", ".join("any" if size is None else str(size) for size in shape)
-                raise InvalidInput(
-                    f"state[{name!r}]",
-                    got=f"shape {actual}",
-                    problem="missing" if actual is None else None,
-                    expected=f"a tensor of shape ({sizes}), as in this cache",
-                    fix="Make the cache with the sizes of the saved one",
-                )
-            if name in ("keys", "values") and state[name].dtype != self.dtype:
-                raise InvalidInput(
-                    f"state[{name!r}]", got=state[name].dtype, expected=f"{self.dtype}, as in this cache"
-                )
+    def _check_state(self, state: dict[str, Any], wanted: Mapping[str, Wanted]) -> dict[str, int]:
+        """Check that a state fits this cache, and return the sizes that `wanted` names."""
+        sizes = check_tensors(state, wanted)
         if state.get("settings", {}) != self._settings():
             raise InvalidInput(
                 "state['settings']",
@@ -340,6 +326,11 @@ class Cache(ABC):
                 expected=f"{self._settings()}, as in this cache",
                 fix="Make the cache with the settings of the saved one",
             )
+        return sizes
+
+    def _most(self, capacity: int) -> int:
+        """Return the largest number of tokens of a sequence in a state with this capacity."""
+        return capacity if self.max_length is None else min(capacity, self.max_length)
 
     def _loaded(self, lengths: Sequence[int]) -> None:
         """Mark no layer as pending, after a state of these lengths was loaded."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.cache.interface import AttendOptions, Cache, Memory, Storage
+from hsa.attention.cache.saved_state import Wanted, check_lengths
 from hsa.attention.checks import check_count
 from hsa.attention.dispatch import Backend, choose
 from hsa.attention.kernels import available
@@ -126,7 +127,7 @@ class MultiscaleCache(Cache):
         self.layout = torch.tensor(layout, dtype=torch.int32, device=self.device)
         self._biases: dict[float, Tensor] = {}
 
-    _STATE = ("leaves", "end", "parent_end", "made", "length", "reached", "keys", "values")
+    _STATE = ("keys", "values", "leaves", "end", "parent_end", "made", "length", "reached")
     _STEP = ("written", "bias", "share", "closes")
 
     @property
@@ -277,9 +278,12 @@ class MultiscaleCache(Cache):
         return {name: getattr(self, name) for name in ("branching", "near", "sinks", "closing", "rewind")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = (self.layers, None, self.kv_heads, self.slots)
-        shapes = {"keys": (*rows, self.head_dim), "values": (*rows, self.value_dim), "made": (None, len(self.rings))}
-        self._check_state(state, **shapes)
+        wanted: dict[str, Wanted] = {}
+        for name in self._STATE:
+            own, before = getattr(self, name), (self.layers,) if name in ("keys", "values") else ()
+            wanted[name] = (*before, "sequences", *own.shape[len(before) + 1 :]), own.dtype
+        sizes = self._check_state(state, wanted)
+        check_lengths(state["length"].tolist(), sizes["sequences"], self.max_length)
         for name in self._STATE:
             setattr(self, name, state[name].to(self.device, copy=True))
         self._loaded(self.lengths)

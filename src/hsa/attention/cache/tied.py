@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.cache.interface import Memory
+from hsa.attention.cache.saved_state import check_lengths, check_tensors
 from hsa.attention.checks import check_count, check_inputs, repeat_heads, scale_or_default, without_autocast
 from hsa.attention.hierarchical.operator import energy
 from hsa.attention.softmax import exact
@@ -206,22 +207,46 @@ class TiedCache:
         return {
             "settings": self._settings(),
             "lengths": list(self.lengths),
+            "height": len(self._levels) + 1,
             "widths": self._widths and (*self._widths[:-1], str(self._widths[-1])),
             "levels": [level.state() for level in (*self._levels, self._root)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned. Tensors stay on their device."""
+        check_tensors(state, {})
         if state.get("settings") != self._settings():
             raise InvalidInput(
                 "state['settings']", got=state.get("settings"), expected=f"{self._settings()}, as in this cache"
             )
-        self.lengths = list(state["lengths"])
-        self.batch = len(self.lengths)
-        *levels, self._root = (_Level.restored(level) for level in state["levels"])
-        self._levels = levels
-        self._widths = state["widths"] and (*state["widths"][:-1], torch.device(state["widths"][-1]))
+        lengths = check_lengths(state.get("lengths"))
+        widths = _restored_widths(state.get("widths")) if any(lengths) else None
+        levels = self._restored_levels(state.get("levels"), state.get("height"), lengths, widths)
+        self.lengths, self.batch, self._widths = lengths, len(lengths), widths
+        *self._levels, self._root = levels
         self._steps, self._attended = None, set(range(self.layers))
+
+    def _restored_levels(
+        self, states: Any, height: Any, lengths: list[int], widths: tuple[Any, ...] | None
+    ) -> list[_Level]:
+        """Return the levels of a state, after a check of their tensors."""
+        if not isinstance(states, list) or len(states) != height or not states:
+            raise InvalidInput(
+                "state['levels']", got="other content", expected="the tensors of the levels and the root"
+            )
+        levels, batch = [], len(lengths)
+        for number, state in enumerate(states):
+            where = f"state['levels'][{number}]"
+            width = self.sinks if number == len(states) - 1 else cap(self.branching, number + 1) - 1
+            sizes = check_tensors(state, {"counts": ((batch, width), torch.int64)}, where)
+            if widths is not None:
+                check_tensors(state, _tensors(self.layers, batch, width, *widths[:-1]), where, **sizes)
+            levels.append(_Level.restored(state, widths is not None))
+        if not np.array_equal(sum(level.counts.sum(1) for level in levels), lengths):
+            raise InvalidInput(
+                "state['levels']", got="other numbers of tokens", expected=f"those of the lengths, {lengths}"
+            )
+        return levels
 
     def _settings(self) -> dict[str, Any]:
         return {"branching": list(self.branching), "layers": self.layers, "sinks": self.sinks}
@@ -371,13 +396,8 @@ class _Level:
     ) -> None:
         """Allocate the tensors of all layers."""
         batch, width = self.counts.shape
-        wide = torch.promote_types(dtype, torch.float32)
-        self.tensors = {
-            "k": torch.zeros(layers, batch, width, kv_heads, dim, dtype=dtype, device=device),
-            "v": torch.zeros(layers, batch, width, kv_heads, value_dim, dtype=dtype, device=device),
-            "query": torch.zeros(layers, batch, heads, dim, dtype=wide, device=device),
-            "energy": torch.zeros(layers, batch, heads, dtype=wide, device=device),
-        }
+        wanted = _tensors(layers, batch, width, heads, kv_heads, dim, value_dim, dtype)
+        self.tensors = {name: torch.zeros(*shape, dtype=kind, device=device) for name, (shape, kind) in wanted.items()}
 
     def step(self, complete: np.ndarray, closing: np.ndarray, size: np.ndarray) -> _Step:
         """Advance the structure by a token, and return the structure before it, for attention."""
@@ -427,9 +447,35 @@ class _Level:
         return {"counts": torch.from_numpy(self.counts.copy()), **{n: x.clone() for n, x in self.tensors.items()}}
 
     @staticmethod
-    def restored(state: dict[str, Any]) -> _Level:
-        """Return the level with this state."""
+    def restored(state: dict[str, Any], filled: bool) -> _Level:
+        """Return the level with this state, which has tensors besides the counts if it is `filled`."""
         level = _Level(0, 0)
         level.counts = state["counts"].numpy().copy()
-        level.tensors = {name: x.clone() for name, x in state.items() if name != "counts"}
+        level.tensors = {name: state[name].clone() for name in ("k", "v", "query", "energy") if filled}
         return level
+
+
+def _tensors(
+    layers: int, batch: int, width: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of the tensors of a level, by name."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        "k": ((layers, batch, width, kv_heads, dim), dtype),
+        "v": ((layers, batch, width, kv_heads, value_dim), dtype),
+        "query": ((layers, batch, heads, dim), wide),
+        "energy": ((layers, batch, heads), wide),
+    }
+
+
+def _restored_widths(saved: Any) -> tuple[Any, ...]:
+    """Return heads, key/value heads, dim, value_dim, dtype and device of a state."""
+    kinds = (int, int, int, int, torch.dtype, str)
+    fits = isinstance(saved, tuple | list) and [type(value) for value in saved] == list(kinds)
+    if not fits or not all(value > 0 for value in saved[:4]) or not saved[4].is_floating_point:
+        expected = "numbers of heads and key/value heads, dimensions of keys and values, dtype, device"
+        raise InvalidInput("state['widths']", got=repr(saved)[:80], expected=expected)
+    try:
+        return (*saved[:-1], torch.device(saved[-1]))
+    except RuntimeError:
+        raise InvalidInput("state['widths']", got=repr(saved[-1]), expected="the name of a device") from None

@@ -23,6 +23,7 @@ from hsa.nn.embedding import Embedding, Modality
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.inputs import Inputs
 from hsa.nn.sizes import check_sizes
+from hsa.plain_values import check_fields
 from hsa.tree.hierarchy import Hierarchy
 
 
@@ -122,6 +123,8 @@ class SegmentMemory:
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any], device: torch.device | str = "cpu") -> SegmentMemory:
+        """Restore what `state_dict` returned."""
+        check_fields(state, ("rows", "kept", "seen", "projected"), "state")
         rows = tuple(rows.to(device) for rows in state["rows"])
         return SegmentMemory(rows, tuple(state["kept"]), tuple(state["seen"]), state["projected"])
 

@@ -23,6 +23,7 @@ from hsa.huggingface.fidelity.judge import Answers, Judge
 from hsa.huggingface.layers import attention_layers, why_not_convert
 from hsa.huggingface.observe import probing
 from hsa.huggingface.settings import LayerSettings
+from hsa.plain_values import check_fields
 
 CANDIDATES: tuple[LayerSettings, ...] = (
     LayerSettings(kind="multiscale", branching=(16, 2), near=1, top_k=0),
@@ -208,7 +209,8 @@ class _Search:
         if self.file is None or not self.file.exists():
             return fresh
         earlier = read_json(self.file, "an earlier calibration")
-        return earlier if earlier.get("made_for") == fresh["made_for"] else fresh
+        check_fields(earlier, ("made_for", "measured"), str(self.file))
+        return earlier if earlier["made_for"] == fresh["made_for"] else fresh
 
     def measure(self, settings: Mapping[int, LayerSettings]) -> dict[str, Any]:
         """Return scores, distance and operations of the model with these layers converted, measured at most once."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hsa.attention.flops import flops_flat, flops_regular
+from hsa.errors import InvalidInput
 from hsa.files import parse_json, write_text
 from hsa.huggingface.conversion import convert, revert
 from hsa.huggingface.fidelity.examples import Examples, load_examples
@@ -24,6 +25,7 @@ from hsa.huggingface.fidelity.sweep_recipe import SweepRecipe, Task, Variant, ex
 from hsa.huggingface.layers import attention_layers, why_not_convert
 from hsa.huggingface.loading import load_for_task, load_for_training, most_tokens
 from hsa.huggingface.settings import LayerSettings
+from hsa.plain_values import check_fields
 
 RESULTS = "results.jsonl"
 
@@ -91,7 +93,7 @@ class Sweep:
         whole = text[: text.rfind("\n") + 1]  # an interrupted run may leave half a line
         if whole != text:
             write_text(path, whole)
-        return [parse_json(line, str(path), number) for number, line in enumerate(whole.splitlines(), 1)]
+        return [_row_of(line, f"{path}, line {number}") for number, line in enumerate(whole.splitlines(), start=1)]
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -246,6 +248,15 @@ class Sweep:
         options = replace(task.finetuning, seed=variant.seed, **dict(variant.finetune or {}))
         finetune(trained, tokenizer, examples, options)
         return trained.to(self.dtype)
+
+
+def _row_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line, where)
+    except InvalidInput as error:
+        raise error.moved(error.where, fix="Remove the line to compute its result again") from None
+    check_fields(row, ("task", "variant"), where)
+    return row
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,10 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hsa.errors import InvalidInput
-from hsa.files import write_then_rename
+from hsa.checksums import check_listed
+from hsa.errors import HsaWarning, InvalidInput
+from hsa.files import read_json, write_json, write_sealed
 from hsa.models.classifier import Task
+from hsa.models.saved import TOKENIZER
 from hsa.nn.embedding import Modality
+from hsa.plain_values import from_plain
+from hsa.running import claimed
 from hsa.signals import Leaf, Signal
 from hsa.signals.batch import Batch
 from hsa.signals.domains import Graph, Grid, Sequence, Table
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
 
     from hsa.training.recipe import Recipe
 
+SPEC = "input_spec.json"
 _KINDS = {Sequence: "sequence", Grid: "grid", Graph: "graph", Table: "table"}
 
 
@@ -233,8 +240,7 @@ def prepare(
         parts = split_at_random(whole, (1 - 0.1 * len(missing), *(0.1 for _ in missing)), seed)
         sets = dict(zip(["train", *missing], parts, strict=True)) | sets
         if not skipped:
-            for name, part in sets.items():
-                part.save(folder / f"{name}.safetensors")
+            write_cache(folder, partial(_save_sets, sets))
     _check(sets, options)
     if own_tokenizer is not None and "text" not in sets["train"].batch.values:
         raise InvalidInput(
@@ -296,13 +302,46 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HSA_CACHE") or Path(base) / "hsa")
 
 
+def write_cache(folder: Path, write: Callable[[Path], object]) -> bool:
+    """Write files to a folder of the cache; warn and return False if that is not possible.
+
+    Args:
+        folder: Folder of the files.
+        write: Function that writes them to the temporary folder that it is called with.
+    """
+    try:
+        with claimed(folder):
+            write_sealed(folder, write)
+    except InvalidInput as error:
+        reason = error.problem or f"expected {error.expected}, got {error.got}"
+        message = f"prepared data are not cached: {error.where}: {reason}. Set HSA_CACHE to a writable folder"
+        warnings.warn(message, HsaWarning, stacklevel=2)
+        return False
+    return True
+
+
+def is_cached(folder: Path, names: Iterable[str]) -> bool:
+    """Return whether a folder of the cache has all the named files, undamaged."""
+    try:
+        for name in names:
+            check_listed(folder / name, "cached data")
+    except (InvalidInput, OSError):
+        return False
+    return True
+
+
+def _save_sets(sets: Mapping[str, DataSet], folder: Path) -> None:
+    for name, part in sets.items():
+        part.save(folder / f"{name}.safetensors")
+
+
 def _load_cached(folder: Path) -> dict[str, DataSet]:
-    files = {name: folder / f"{name}.safetensors" for name in ("train", "validation", "test")}
-    if not all(file.is_file() for file in files.values()):
+    files = {name: f"{name}.safetensors" for name in ("train", "validation", "test")}
+    if not is_cached(folder, files.values()):
         return {}
     try:
-        return {name: DataSet.load(file) for name, file in files.items()}
-    except InvalidInput:  # damaged, or from another version: read the data again
+        return {name: DataSet.load(folder / file) for name, file in files.items()}
+    except InvalidInput:  # from another version: read the data again
         return {}
 
 
@@ -431,33 +470,34 @@ def _check_classes(train: DataSet, options: DataOptions) -> None:
 
 
 def save_input_spec(folder: Path, spec: InputSpec) -> None:
-    """Write `input_spec.json`, and `tokenizer.json` if there is a tokenizer."""
-    from hsa.files import write_json
-
+    """Write `input_spec.json`, and `tokenizer.json` if there is a tokenizer, beside a saved model."""
     content = {name: getattr(spec, name) for name in ("kind", "max_tokens", "max_family", "encoder", "image_encoder")}
-    write_json(folder / "input_spec.json", {**content, "columns": asdict(spec.columns)})
-    if spec.encoder is None and spec.tokenizer is not None:
-        write_then_rename(folder / "tokenizer.json", lambda beside: spec.tokenizer.save(str(beside)))
+
+    def write(temporary: Path) -> None:
+        write_json(temporary / SPEC, {**content, "columns": asdict(spec.columns)})
+        if spec.encoder is None and spec.tokenizer is not None:
+            spec.tokenizer.save(str(temporary / TOKENIZER))
+
+    write_sealed(folder, write)
 
 
 def load_input_spec(folder: Path) -> InputSpec:
-    """Load what `save_input_spec` wrote."""
-    from hsa.files import read_json
+    """Load what `save_input_spec` wrote.
 
-    path = folder / "input_spec.json"
-    content = read_json(path, "the input spec of a model, written by hsa train")
-    names = {f.name for f in fields(InputSpec)} - {"tokenizer", "transform"}
-    if not isinstance(content, dict) or set(content) != names or not isinstance(content["columns"], dict):
-        raise InvalidInput(
-            str(path),
-            got="other content",
-            expected="the input spec of a model, written by this version of hsa",
-            fix="Train the model again, or use the version of hsa that wrote it",
-        )
-    columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content["columns"].items()}
-    tokenizer = transform = None
-    if (encoder := _text_encoder(content["encoder"], lambda message: None)) is not None:
-        tokenizer, transform = encoder.tokenizer, encoder.token_vectors
-    elif (folder / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return InputSpec(**{**content, "columns": Columns(**columns)}, tokenizer=tokenizer, transform=transform)
+    Raises:
+        InvalidInput: A file is missing, damaged, or of another model or version; the message names it.
+    """
+    path, expected = folder / SPEC, "the input spec of a model, written by hsa train"
+    content = read_json(path, expected)
+    spec = from_plain(InputSpec, content, str(path))
+    check_listed(path, expected)
+    if (encoder := _text_encoder(spec.encoder, lambda message: None)) is not None:
+        return replace(spec, tokenizer=encoder.tokenizer, transform=encoder.token_vectors)
+    return replace(spec, tokenizer=load_model_tokenizer(folder)) if (folder / TOKENIZER).is_file() else spec
+
+
+def load_model_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer that was saved with a model."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    check_listed(folder / TOKENIZER, "the tokenizer of the model")
+    return tokenizer

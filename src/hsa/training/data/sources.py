@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from hsa.errors import InvalidInput
 from hsa.files import is_inside
 from hsa.signals.batch import collate
@@ -325,6 +327,15 @@ def _definitions(file: Path) -> Iterator[tuple[str, str]]:
 def digest(parts: Iterable[str]) -> str:
     """Return a hash of some strings."""
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def digest_arrays(*arrays: np.ndarray) -> str:
+    """Return a hash of the content of some arrays."""
+    hashed = hashlib.sha256()
+    for array in arrays:
+        hashed.update(f"{array.dtype} {array.shape} ".encode())
+        hashed.update(np.ascontiguousarray(array).data)
+    return hashed.hexdigest()
 
 
 def stamp(path: Path) -> str:

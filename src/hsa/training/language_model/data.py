@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from hsa.errors import InvalidInput
-from hsa.files import read_json, write_then_rename
+from hsa.files import read_json, write_json
 from hsa.signals.readers.python_source import load_python
 from hsa.signals.readers.rows import ROW_SUFFIXES, load_rows
 from hsa.signals.readers.text import load_text, normalize_newlines, train_tokenizer
 from hsa.signals.readers.tokens import encodable, load_tokenizer
-from hsa.training.data.prepare import cache_folder
+from hsa.training.data.prepare import cache_folder, is_cached, write_cache
 from hsa.training.data.sources import digest, stamp
 
 END, PARAGRAPH, CHAPTER = "<|end|>", "\n\n", "\n\n\n"
@@ -35,6 +35,7 @@ HEIGHTS = {PARAGRAPH: 3, CHAPTER: 4, END: 5}
 """Height up to which each token closes families, for trees that follow the text; the end of a sentence closes 2."""
 SPLITS = ("train", "validation", "test")
 TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".text")
+_TOKENIZER, _ABOUT = "tokenizer.json", "about.json"
 _SHARES = (0.9, 0.05, 0.05)
 _BLANK = re.compile(r"\n[^\S\n]*(?:\n[^\S\n]*)+")
 _SENTENCE_END = re.compile(r"""[.!?…][)\]"'”’*]*$""")
@@ -89,20 +90,28 @@ def prepare_text(
     name = "Python standard library" if data is None else data.name
     key = json.dumps([version("hsa"), "lm 1", _fingerprint(data), text, vocabulary, seed], default=str)
     folder = cache_folder() / digest([key])
-    if not (folder / "about.json").is_file():
+    files = {part: f"{part}.npy" for part in SPLITS}
+    if not is_cached(folder, (*files.values(), _TOKENIZER, _ABOUT)):
         say("reading")
         parts = _split(list(_documents(data, text)), seed)
         characters = sum(len(d) for part in parts.values() for d in part)
         say(f"training a tokenizer on {sum(map(len, parts['train'])) / 1e6:,.1f} M characters")
         tokenizer = train_tokenizer(parts["train"], vocabulary, special_tokens=(END, PARAGRAPH, CHAPTER))
         say("encoding")
-        for part, documents in parts.items():
-            _write(folder / f"{part}.npy", encode_documents(documents, tokenizer))
-        write_then_rename(folder / "tokenizer.json", lambda beside: tokenizer.save(str(beside)))
-        write_then_rename(folder / "about.json", lambda beside: beside.write_text(json.dumps(characters)))
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    train, validation, test = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in SPLITS)
-    characters = read_json(folder / "about.json", "the number of characters of a prepared text")
+        arrays = {part: encode_documents(documents, tokenizer) for part, documents in parts.items()}
+
+        def write(temporary: Path) -> None:
+            for part, array in arrays.items():
+                np.save(temporary / files[part], array)
+            tokenizer.save(str(temporary / _TOKENIZER))
+            write_json(temporary / _ABOUT, characters)
+
+        if not write_cache(folder, write):
+            return LmData(
+                **arrays, tokenizer=tokenizer, closes=closing_tokens(tokenizer), name=name, characters=characters
+            )
+    tokenizer, characters = load_tokenizer(folder / _TOKENIZER), read_json(folder / _ABOUT, "a number of characters")
+    train, validation, test = (np.load(folder / file, mmap_mode="r") for file in files.values())
     return LmData(train, validation, test, tokenizer, closing_tokens(tokenizer), name, characters)
 
 
@@ -259,11 +268,3 @@ def _fingerprint(data: Path | None) -> Any:
     if data.is_dir():
         return [stamp(f) for f in sorted(data.rglob("*")) if f.is_file() and f.suffix.lower() in TEXT_SUFFIXES]
     return stamp(data) if data.exists() else str(data)
-
-
-def _write(path: Path, array: np.ndarray) -> None:
-    def write(beside: Path) -> None:
-        with beside.open("wb") as file:
-            np.save(file, array)
-
-    write_then_rename(path, write)

@@ -18,10 +18,10 @@ from hsa.files import write_json
 from hsa.models.classifier import closest_size, count_parameters
 from hsa.models.options import ModelOptions
 from hsa.models.registry import LANGUAGE_ARCHITECTURES, LANGUAGE_MODELS, Extra, create_language_model
-from hsa.models.saved import CONFIG, TOKENIZER, load_language_model, save_language_model
+from hsa.models.saved import CONFIG, load_language_model, save_language_model
 from hsa.registry import resolve
-from hsa.signals.readers.tokens import load_tokenizer
-from hsa.training.experiment import RESULT
+from hsa.training.data.prepare import load_model_tokenizer
+from hsa.training.experiment import save_result
 from hsa.training.failures import OnFailure, catch_oom, reported
 from hsa.training.language_model.data import LmData
 from hsa.training.language_model.loop import (
@@ -148,7 +148,7 @@ def train_one(
         history=trained.history,
     )
     save_language_model(folder, trained.model, data.tokenizer)
-    write_json(folder / RESULT, asdict(result))
+    save_result(folder, result)
     return result
 
 
@@ -159,7 +159,7 @@ def _weights(run: Path, name: str, data: LmData) -> dict[str, torch.Tensor]:
         expected = f"a run with a model {name!r}, or the folder of a model"
         raise InvalidInput("init_from", got=f"{run}, which has neither", expected=expected)
     model = load_language_model(folder)
-    if load_tokenizer(folder / TOKENIZER).to_str() != data.tokenizer.to_str():
+    if load_model_tokenizer(folder).to_str() != data.tokenizer.to_str():
         raise InvalidInput(
             "init_from",
             got=f"{folder}, which was trained with another tokenizer",

@@ -20,8 +20,8 @@ from hsa.generation.text_stream import TextStream
 from hsa.models.causal_language_model import CausalLanguageModel
 from hsa.models.folders import model_folder
 from hsa.models.memory import set_test_memory
-from hsa.models.saved import LANGUAGE_MODEL, TOKENIZER, load_language_model
-from hsa.signals.readers.tokens import load_tokenizer
+from hsa.models.saved import LANGUAGE_MODEL, load_language_model
+from hsa.training.data.prepare import load_model_tokenizer
 from hsa.training.experiment import RESULT
 from hsa.training.language_model.data import encode_documents, held_out_texts
 from hsa.training.language_model.loop import bits_per_character, evaluate_language_model, reader_of
@@ -43,7 +43,7 @@ class LoadedLanguageModel(LoadedModel):
             InvalidInput: For a file that is missing, damaged or of another kind of model.
         """
         folder = model_folder(Path(folder))
-        return cls(folder, load_language_model(folder, device), load_tokenizer(folder / TOKENIZER))
+        return cls(folder, load_language_model(folder, device), load_model_tokenizer(folder))
 
     def stream(
         self,

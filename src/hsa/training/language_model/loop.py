@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +22,14 @@ from hsa.models.registry import LANGUAGE_ARCHITECTURES, create_language_model
 from hsa.models.saved import check_fits
 from hsa.nn.penalties import collecting_penalties
 from hsa.registry import resolve
+from hsa.running import Interrupted, running
 from hsa.training import checkpoint
 from hsa.training.data.loading import prefetched
+from hsa.training.data.sources import digest_arrays
 from hsa.training.failures import Diverged
 from hsa.training.language_model.reader import Reader, blocks_of
 from hsa.training.loop import (
     CHECKPOINT,
-    Interrupted,
-    defer_sigint,
     flat_options,
     learning_rate,
     parameter_groups,
@@ -86,7 +87,7 @@ class _Progress:
     step: int = 0
     loss_sum: float = 0.0  # since the last record
     seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[LmRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ def train_language_model(
         device: Device to train on; by default the GPU if there is one.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; a checkpoint is saved.
+        Interrupted: Ctrl-C or SIGTERM arrived; a checkpoint is saved.
         Diverged: The loss is not a number.
 
     >>> from hsa.models.language_model import LanguageModelConfig
@@ -182,14 +183,13 @@ class _Run:
             self._restore(self.path)
         state = self.progress
         try:
-            with defer_sigint() as stop:
+            with running(self.path, self.model) as stop:
                 self._steps(stop)
         finally:
             if self.watcher is not None:
                 self.watcher.done()
-        history = tuple(LmRecord(**record) for record in state.history)
         tokens = self.total * self.batch * self.language.context
-        return TrainedLanguageModel(self.model.eval(), history, state.seconds, tokens)
+        return TrainedLanguageModel(self.model.eval(), tuple(state.history), state.seconds, tokens)
 
     def _steps(self, stop: Callable[[], bool]) -> None:
         state, longest = self.progress, 60 * self.options.checkpoint_minutes
@@ -244,7 +244,7 @@ class _Run:
 
     def _record(self) -> None:
         state = self.progress
-        steps = state.step - (state.history[-1]["step"] if state.history else 0)
+        steps = state.step - (state.history[-1].step if state.history else 0)
         evaluation = evaluate_language_model(
             self.model,
             self.validation[: _VALIDATION_TOKENS + 1],
@@ -260,7 +260,7 @@ class _Run:
             learning_rate=self._rate(),
             seconds=state.seconds,
         )
-        state.history.append(asdict(record))
+        state.history.append(record)
         state.loss_sum = 0.0
         self.model.train()
         if self.watcher is not None:
@@ -280,24 +280,25 @@ class _Run:
             checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
 
     def _restore(self, path: Path) -> None:
-        content = checkpoint.load(path)
-        checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
-        progress = checkpoint.restore(path, content, self.model, self.optimizer)
-        self.progress = _Progress(**progress["state"])
-        self.course.restore(progress.get("carried"))
+        training = self._fingerprint()
+        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer)
+        self.course.restore(saved.get("carried"))
+
+    @cached_property
+    def _data_digest(self) -> str:
+        return digest_arrays(self.train, self.validation)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return the options and a summary of the data that must not change when a run is resumed."""
+        """Return the options and a digest of the data that must not change when a run is resumed."""
         options = asdict(self.options)
         del options["checkpoint_minutes"]
         config = dict(flat_options(self.model.config.to_dict()))
-        ends = [int(x) for x in (*self.train[:8], *self.train[-8:])]
         return {
             **config,
             **options,
             "context": self.language.context,
             "steps": self.total,
-            "data": [len(self.train), ends],
+            "data": self._data_digest,
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hsa.signals.batch import Batch, collate
 from hsa.signals.readers.text import read_text, train_tokenizer
 from hsa.training.data.data_set import Example
 from hsa.training.data.prepare import InputSpec, columns_of
-from hsa.training.data.sources import Columns, OnBad, Rows, Source, digest, or_skip
+from hsa.training.data.sources import Columns, OnBad, Rows, Source, digest, digest_arrays, or_skip
 from hsa.training.options import DataOptions
 from hsa.tree.hierarchy import ranges
 
@@ -39,6 +40,12 @@ class Pairs:
     def sizes(self) -> np.ndarray:
         """Number of leaves of the prompt plus tokens of the answer, per example."""
         return np.diff(self.prompts.hierarchy.structure.leaf_offsets) + np.diff(self.offsets)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the prompts, their trees and the answers."""
+        values = (values.numpy() for values in self.prompts.values.values() if isinstance(values, Tensor))
+        return self.prompts.hierarchy.digest + digest_arrays(self.answers, self.offsets, *values)
 
     def select(self, examples: np.ndarray) -> Pairs:
         """Return the examples with these indices."""

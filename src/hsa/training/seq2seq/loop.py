@@ -22,6 +22,7 @@ from hsa.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hsa.nn.encoder_config import EncoderConfig
 from hsa.nn.penalties import collecting_penalties
 from hsa.registry import KINDS
+from hsa.running import Interrupted, running
 from hsa.signals.batch import Batch
 from hsa.training import checkpoint
 from hsa.training.data.data_set import batches_by_tokens
@@ -32,10 +33,8 @@ from hsa.training.language_model.loop import precision
 from hsa.training.loop import (
     CHECKPOINT,
     EpochRecord,
-    Interrupted,
     Silent,
     Watcher,
-    defer_sigint,
     flat_options,
     learning_rate,
     parameter_groups,
@@ -79,10 +78,14 @@ class Seq2SeqResult:
 
 @dataclass
 class _Progress:
+    """State of a run, in plain values for the checkpoint."""
+
     epoch: int = 0
+    losses: list[float] = field(default_factory=list)  # of the steps of this epoch
+    epoch_seconds: float = 0.0
     best: float = -math.inf
     best_epoch: int = -1
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
 
 
 def check_seq2seq_models(names: Iterable[str]) -> None:
@@ -126,13 +129,13 @@ def train_seq2seq(
         config: Configuration of the model.
         prepared: Data.
         options: Optimisation settings.
-        folder: Folder for a checkpoint after every epoch; None for no checkpoints.
+        folder: Folder of the checkpoint; None for no checkpoints.
         resume: Whether to continue from the checkpoint in the folder, if there is one.
         watcher: Callbacks of the run.
         device: Device to train on.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; the last complete epoch is in the checkpoint.
+        Interrupted: Ctrl-C or SIGTERM arrived; a checkpoint is saved.
         Diverged: The loss is not a number.
     """
     run = _Run(config, prepared, options, folder, watcher or Silent(), torch.device(device))
@@ -166,15 +169,14 @@ class _Run:
             self._restore(self.path)
         state, options = self.progress, self.options
         try:
-            with defer_sigint() as stop:
+            with running(self.path, self.model) as stop:
                 while state.epoch < options.epochs and not self._has_stopped():
                     self._epoch(stop)
-                    self._save()
         finally:
             self.watcher.done()
         if self.best_weights is not None:
             self.model.load_state_dict(self.best_weights)
-        return self.model.eval(), tuple(EpochRecord(**record) for record in state.history)
+        return self.model.eval(), tuple(state.history)
 
     def _has_stopped(self) -> bool:
         return (
@@ -182,35 +184,39 @@ class _Run:
         )
 
     def _epoch(self, stop: Callable[[], bool]) -> None:
-        state, total, began = self.progress, sum(self.steps), time.monotonic()
-        done = sum(self.steps[: state.epoch])
+        state, total, longest = self.progress, sum(self.steps), 60 * self.options.checkpoint_minutes
+        done = sum(self.steps[: state.epoch]) + len(state.losses)
         self.model.train()
-        losses = []
-        batches = self._batches(state.epoch)
+        batches = self._batches(state.epoch)[len(state.losses) :]
+        began = saved = time.monotonic()
         with closing(prefetched(self._load, batches)) as loaded:
             for prompts, inputs, targets, lengths in loaded:
                 rate = learning_rate(self.options, done, total)
-                losses.append(self._step(prompts, inputs, targets, lengths, rate))
+                state.losses.append(self._step(prompts, inputs, targets, lengths, rate))
                 done += 1
-                if not math.isfinite(losses[-1]):
+                state.epoch_seconds, began = state.epoch_seconds + time.monotonic() - began, time.monotonic()
+                if not math.isfinite(state.losses[-1]):
                     raise Diverged(
                         f"the loss is no longer a number (step {done:,}, learning rate {rate:.2g}); try a lower one"
                     )
-                self.watcher.step(done, total, losses[-1], rate)
-                if stop():
-                    kept = "" if self.path is None else "; the last complete epoch is saved, continue with --resume"
+                self.watcher.step(done, total, state.losses[-1], rate)
+                stopping = stop()
+                if stopping or began - saved > longest:
+                    self._save()
+                    began = saved = time.monotonic()
+                if stopping:
+                    kept = "" if self.path is None else f"; the checkpoint is {self.path}, continue with --resume"
                     raise Interrupted(f"stopped after {done:,} of {total:,} steps{kept}")
-        seconds = time.monotonic() - began
         loss, right = self._validate()
-        record = EpochRecord(
-            state.epoch + 1, float(np.mean(losses)), loss, right, learning_rate(self.options, done, total), seconds
-        )
-        state.history.append(asdict(record))
+        mean, rate = float(np.mean(state.losses)), learning_rate(self.options, done, total)
+        record = EpochRecord(state.epoch + 1, mean, loss, right, rate, state.epoch_seconds)
+        state.history.append(record)
         if right > state.best:
             state.best, state.best_epoch = right, state.epoch
             self.best_weights = {name: x.detach().cpu().clone() for name, x in self.model.state_dict().items()}
-        state.epoch += 1
+        state.epoch, state.losses, state.epoch_seconds = state.epoch + 1, [], 0.0
         self.watcher.epoch(record)
+        self._save()
 
     def _step(self, prompts: Batch, inputs: Tensor, targets: Tensor, lengths: list[int], rate: float) -> float:
         for group in self.optimizer.param_groups:
@@ -248,20 +254,15 @@ class _Run:
             checkpoint.save(self.path, checkpoint.gather(self.model, self.optimizer, progress))
 
     def _restore(self, path: Path) -> None:
-        content = checkpoint.load(path)
-        checkpoint.check_same(path, content["progress"]["training"], self._fingerprint())
-        progress = checkpoint.restore(path, content, self.model, self.optimizer)
-        self.progress, self.best_weights = _Progress(**progress["state"]), progress["best_weights"]
+        training = self._fingerprint()
+        self.progress, saved = checkpoint.resume(path, training, _Progress, self.model, self.optimizer)
+        self.best_weights = saved.get("best_weights")
 
     def _fingerprint(self) -> dict[str, Any]:
         options = asdict(self.options)
         del options["checkpoint_minutes"]
-        train = self.data.train
-        return {
-            **dict(flat_options(self.config.to_dict())),
-            **options,
-            "data": [len(train), train.prompts.hierarchy.digest, int(train.answers.sum())],
-        }
+        data = [self.data.train.digest, self.data.validation.digest]
+        return {**dict(flat_options(self.config.to_dict())), **options, "data": data}
 
 
 def _on(pairs: Pairs, config: Seq2SeqConfig, device: torch.device) -> tuple[Batch, Tensor, Tensor, list[int]]:

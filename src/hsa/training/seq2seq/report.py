@@ -13,7 +13,7 @@ from hsa.analysis.tables import markdown_table, terminal_table
 from hsa.files import write_json, write_text
 from hsa.models.saved import save_seq2seq
 from hsa.training.data.prepare import save_input_spec
-from hsa.training.experiment import RESULT
+from hsa.training.experiment import save_result
 from hsa.training.failures import NoResult, OnFailure, catch_oom, lines_of, reported, rows_without_results
 from hsa.training.loop import Watcher
 from hsa.training.recipe import Recipe
@@ -64,7 +64,7 @@ def compare_seq2seq(
         result = seq2seq_result(name, model, history, prepared, options)
         save_seq2seq(own, model)
         save_input_spec(own, prepared.input_spec)
-        write_json(own / RESULT, asdict(result))
+        save_result(own, result)
         return result
 
     results = []
