@@ -152,7 +152,7 @@ def test_nested_sequences_of_other_lengths_are_cross_attention():
         (
             lambda q, k, v: (q, k, v),
             {"chunk": 100},
-            r"chunk: expected the number of leaves of a whole node.*Pass chunk=128",
+            r"chunk: expected a product of the first factors of branching \(8, 2\).*got 100. Pass chunk=128",
         ),
         (lambda q, k, v: (q, k, v), {"dropout_p": 1.0}, r"dropout_p: expected a number from 0 to below 1, got 1.0"),
         (lambda q, k, v: [x[:, :, :0] for x in (q, k, v)], {}, r"sequences of length 0; expected at least one token"),

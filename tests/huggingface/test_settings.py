@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hsa import Hierarchy
+from hsa.attention.chunks import leaves_of_a_node
 from hsa.errors import InvalidInput
 from hsa.huggingface import convert, register, revert, settings_of
-from hsa.huggingface.settings import DEFAULT, VERSION, LayerSettings, ModelSettings, leaves_of_a_node
+from hsa.huggingface.settings import DEFAULT, VERSION, LayerSettings, ModelSettings
 from tests.huggingface.tiny_models import CLS, SEP, inputs_of, random_ids, run, tiny, transformers, word_tokenizer
 
 WAYS = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hsa.attention.checks import check_count
+from hsa.attention.chunks import check_chunk, default_chunk
 from hsa.attention.hierarchical.operator import hierarchical_attention
 from hsa.attention.multiscale.cluster import cluster_keys
 from hsa.attention.multiscale.operator import multiscale_attention
@@ -28,8 +29,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """Options of each kind and their defaults; a kind has no others."""
 MULTISCALE_TOP_K = 4
 """Default of `top_k` for "multiscale". Causal attention has 0 instead: there each query would need its own selection."""
-CHUNK = 256
-"""Least number of leaves in a chunk; by default, chunks are the smallest nodes of the tree that have as many."""
 
 _TREES: OrderedDict[Any, Hierarchy] = OrderedDict()
 """Trees of recent calls: batches of equal lengths recur, and kernels keep their plans with the tree."""
@@ -89,7 +88,7 @@ class AttentionOptions:
             expected = f"an integer of at least {minimum}"
             values[name] = check_branching(value) if is_tree else check_count(name, value, expected, minimum)
         if kind == "clustered":
-            values["chunk"] = values["chunk"] or leaves_of_a_node(values["branching"], CHUNK)
+            values["chunk"] = values["chunk"] or default_chunk(values["branching"])
             check_chunk(values["chunk"], values["branching"])
         return cls(kind, **values)
 
@@ -201,26 +200,3 @@ def check_branching(branching: Any) -> tuple[int, ...]:
     if not isinstance(branching, Iterable) or isinstance(branching, str) or not (factors := tuple(branching)):
         raise InvalidInput("branching", expected="family sizes from the leaves up, such as (8, 2)", got=repr(branching))
     return tuple(check_count(f"branching[{i}]", b, "an integer of at least 2", 2) for i, b in enumerate(factors))
-
-
-def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
-    """Return the number of leaves of the smallest nodes that have at least `least`; the last factor repeats.
-
-    >>> leaves_of_a_node((8, 2), 256), leaves_of_a_node((8, 3), 100)
-    (256, 216)
-    """
-    leaves, factors = branching[0], list(branching[1:]) or [branching[0]]
-    while leaves < least:
-        leaves *= factors.pop(0) if len(factors) > 1 else factors[0]
-    return leaves
-
-
-def check_chunk(chunk: int, branching: Sequence[int]) -> None:
-    """Check that chunks are whole nodes of the tree, so that no node straddles a complete and an incomplete chunk."""
-    if chunk != (whole := leaves_of_a_node(branching, chunk)):
-        raise InvalidInput(
-            "chunk",
-            expected="the number of leaves of a whole node: a product of the first factors of branching, the last repeated",
-            got=f"{chunk} with branching {tuple(branching)}",
-            fix=f"Pass chunk={whole}, for example",
-        )

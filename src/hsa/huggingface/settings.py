@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, get_args
 
+from hsa.attention.chunks import check_chunk, default_chunk
 from hsa.errors import InvalidInput, inside
 
 Kind: TypeAlias = Literal["clustered", "multiscale", "hierarchical"]
@@ -16,8 +17,6 @@ VERSION = 2
 """Version of the format of `config.hsa`. Other versions are refused."""
 FUNCTION = "function"
 """Value of `tree` in the config of a model whose trees come from a function, which a config cannot hold."""
-CHUNK = 256
-"""Default number of tokens per chunk in causal layers, rounded up to what `branching` allows."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,12 @@ class LayerSettings:
             return
         if self.kind != "clustered":
             raise InvalidInput("chunk", expected=f"None with kind={self.kind!r}", got=self.chunk)
-        if self.chunk != (whole := leaves_of_a_node(self.branching, self.chunk)):
-            raise InvalidInput(
-                "chunk",
-                expected=f"a product of the first factors of branching {self.branching}, the last one repeated",
-                got=self.chunk,
-                fix=f"Pass chunk={whole}, for example",
-            )
+        check_chunk(self.chunk, self.branching)
 
     @property
     def chunk_size(self) -> int:
         """Number of tokens that a causal layer clusters together."""
-        return self.chunk or leaves_of_a_node(self.branching, CHUNK)
+        return self.chunk or default_chunk(self.branching)
 
     def tile_size(self, causal: bool) -> int | None:
         """Return the number of queries that share a selection, or None for those of a leaf family.
@@ -237,18 +230,6 @@ class ModelSettings:
                     expected=f"numbers from 0 to {count - 1}, as the model has {count} layers",
                     got=number,
                 )
-
-
-def leaves_of_a_node(branching: Sequence[int], least: int) -> int:
-    """Return the number of leaves of the smallest kind of node with at least `least` leaves; the last factor repeats.
-
-    >>> leaves_of_a_node((8, 2), 256), leaves_of_a_node((8, 3), 100)
-    (256, 216)
-    """
-    leaves, factors = branching[0], list(branching[1:]) or [branching[0]]
-    while leaves < least:
-        leaves *= factors.pop(0) if len(factors) > 1 else factors[0]
-    return leaves
 
 
 def _check_count(name: str, value: Any, expected: str, minimum: int = 0) -> int:
