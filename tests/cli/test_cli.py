@@ -254,6 +254,8 @@ def test_bad_stdin(call):
         (["inspect", "--rows", "x"], "into int. hsa inspect --help shows the usage"),
         (["inspect", "--format", "xml"], 'Choose from: "text", "json", "csv", "tsv", "jsonl".'),
         (["convert", "model"], "DATA: no value given; hsa convert --help shows the usage"),
+        (["train", "--models"], "--models: no value given; hsa train --help shows the usage"),
+        (["train", "a.csv", "--text", "--label", "b"], "--text: no value given; hsa train --help shows the usage"),
         (["info", "more"], "unexpected argument 'more'; hsa info --help shows the usage"),
     ],
 )

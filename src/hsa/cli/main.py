@@ -94,7 +94,7 @@ def build_app(commands: Iterable[str] = COMMANDS) -> App:
         version=_version,
         help_flags=SHORT,
         default_parameter=Parameter(
-            negative_iterable="", negative_none="", consume_multiple=True, show_default=show_default
+            negative_iterable="", negative_none="", consume_multiple=1, show_default=show_default
         ),
     )
     for number, name in enumerate(commands):
