@@ -24,6 +24,7 @@ RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob
 LINKING = [
     *PAGES,
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "src/hsa/attention/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks" / "results").glob("*.md")),
 ]
