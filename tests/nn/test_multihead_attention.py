@@ -307,6 +307,15 @@ def test_compiled(name):
     torch.testing.assert_close(out, ours(x, key_padding_mask=padding))
 
 
+def test_nested_values_are_as_long_as_their_keys():
+    query, key, value = (
+        torch.nested.nested_tensor([torch.randn(n, WIDTH) for n in lengths], layout=torch.jagged)
+        for lengths in ((3, 5), (4, 2), (2, 4))
+    )
+    with pytest.raises(InvalidInput, match="value: expected sequences of 4, 2 tokens, as key, got 2, 4"):
+        MultiscaleAttention(WIDTH, HEADS)(query, key, value)
+
+
 def test_nested_tensors_have_no_masks_and_give_no_weights():
     ours = MultiscaleAttention(WIDTH, HEADS)
     nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=torch.jagged)

@@ -12,9 +12,12 @@ from tests.forests import forests, random_inputs, windows
 seeds = st.integers(0, 10**6)
 
 
-@given(forests(), seeds)
-def test_order_permutes_the_keys_of_each_tree_and_keeps_sinks(forest, seed):
+@given(forests() | windows(), seeds, st.sampled_from([None, torch.nan, torch.inf]))
+def test_order_permutes_the_keys_of_each_tree_and_keeps_sinks(forest, seed, bad):
+    """Keys that are not finite too: nodes of unequal sizes are sorted together, with padding at the end."""
     _, k, _ = random_inputs(forest, seed)
+    if bad is not None and len(k):
+        k[seed % len(k)] = bad
     order = cluster_keys(k, forest).order
     assert order.shape == (2, forest.num_leaves)
     s = forest.structure
