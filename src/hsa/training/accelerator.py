@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -55,4 +56,13 @@ def make_accelerator(options: TrainingOptions, *, fsdp: bool = False, cpu: bool 
             expected="several processes to shard the model over",
             fix="Start with torchrun --nproc-per-node 2 -m hsa.cli.main train … --fsdp, or leave out --fsdp",
         )
+    if accelerator.num_processes > 1:
+        atexit.unregister(_leave_group)  # once, however many accelerators there are
+        atexit.register(_leave_group)
     return accelerator
+
+
+def _leave_group() -> None:
+    """Leave the group of processes: its threads may abort a process that ends while they run."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
