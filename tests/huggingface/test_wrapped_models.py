@@ -163,3 +163,17 @@ def test_sequences_joined_without_padding_are_refused():
     borders = torch.tensor([0, 20, 41], dtype=torch.int32)
     with pytest.raises(InvalidInput, match=r"expected a padded batch.*cu_seq_lens_q\)\. Pad.*unpad_inputs = False"):
         run(model, input_ids=random_ids([41])[0], cu_seq_lens_q=borders, cu_seq_lens_k=borders)
+
+
+@pytest.mark.parametrize("other", ["words", len, nn.Linear(2, 2)], ids=["text", "function", "module"])
+def test_what_is_no_tokenizer_is_not_taken_for_one(other):
+    inner = tiny("bert")
+    wrapper = nn.Sequential(inner)
+    wrapper.tokenizer = other
+    with pytest.raises(InvalidInput, match="tokenizer: not given; expected the model's tokenizer"):
+        convert(wrapper, kind="multiscale", sinks="special")
+    convert(wrapper, **FEW)  # needs none
+    with pytest.raises(
+        InvalidInput, match=f"tokenizer: expected a tokenizer of transformers, got {type(other).__name__}"
+    ):
+        convert(inner, tokenizer=other)
