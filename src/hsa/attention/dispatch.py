@@ -24,6 +24,7 @@ TOLERANCE: Tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16
 
 
 def _no_reasons(call: object) -> list[str]:
+    """Return no reasons. A function with a name, because caches hold backends and are pickled."""
     return []
 
 
@@ -40,9 +41,7 @@ class Backend(Generic[AnyCall, Result]):
 
     name: str
     run: Callable[[AnyCall], Result]
-    why_not: Callable[[AnyCall], list[str]] = (
-        _no_reasons  # a function with a name: caches hold backends and are pickled
-    )
+    why_not: Callable[[AnyCall], list[str]] = _no_reasons
     tolerance: Tolerance = field(default_factory=lambda: dict(TOLERANCE))
 
 

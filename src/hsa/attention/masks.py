@@ -11,21 +11,20 @@ from hsa.errors import InvalidInput
 
 
 class Visible(NamedTuple):
-    """Meaning of a mask. `with_tokens` makes one for sequences that are padding only."""
+    """Meaning of a mask."""
 
     keys: Tensor | None  # [batch, keys], True where a key is a token; None: all are
     causal: bool  # whether queries see nothing after their own position
     queries: Tensor | None = None  # [batch, queries], False where a query sees nothing; None: all see something
 
     def with_tokens(self, queries: int) -> Visible:
-        """Return the same with one token in every sequence that has none; its queries still see nothing."""
-        if self.keys is None or self.keys.shape[1] == 0 or self.keys.any(1).all():
+        """Return the same with one key for every sequence of padding alone, as a tree needs a leaf; no query sees it."""
+        if self.keys is None or self.keys.shape[1] == 0 or (has_tokens := self.keys.any(1)).all():
             return self
-        empty, keys = ~self.keys.any(1), self.keys.clone()
-        keys[:, 0] |= empty
-        sees = torch.ones(len(keys), queries, dtype=torch.bool, device=keys.device)
-        sees = sees if self.queries is None else self.queries
-        return self._replace(keys=keys, queries=sees & ~empty[:, None])
+        keys = self.keys.clone()
+        keys[:, 0] |= ~has_tokens
+        sees = has_tokens[:, None].expand(-1, queries)
+        return self._replace(keys=keys, queries=sees if self.queries is None else sees & self.queries)
 
 
 def read_mask(

@@ -44,7 +44,7 @@ class _Search:
         plan = rounds(call.hierarchy)
         # A query or key that is not finite scores 0: it must not decide for the others of its group or tile.
         self.q = call.q.to(dtype).nan_to_num(0, 0, 0)
-        self.pooled = repeat_heads(pyramid(keys.to(dtype), plan).nan_to_num_(0, 0, 0), call.q.shape[1])
+        self.pooled = repeat_heads(pyramid(keys.to(dtype), plan).nan_to_num(0, 0, 0), call.q.shape[1])
         self.positions, self.limit, self.scale = call.positions, call.limit, call.scale
         self.hierarchy, self.families, self.queries = call.hierarchy, leaf_families(call.hierarchy), call.queries
         self.neighbourhood, self.top_k = call.neighbourhood, call.top_k
