@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from hsa.attention.cache.multiscale import MultiscaleCache as MultiscaleCache
     from hsa.attention.cache.tied import TiedCache as TiedCache
     from hsa.attention.checks import checking as checking
+    from hsa.attention.clustered.keys import ClusteredKeys as ClusteredKeys
+    from hsa.attention.clustered.operator import cluster as cluster
+    from hsa.attention.clustered.operator import clustered_attention as clustered_attention
+    from hsa.attention.clustered.operator import select_groups as select_groups
+    from hsa.attention.clustered.selection import TileSelection as TileSelection
     from hsa.attention.dense import dense_weights as dense_weights
     from hsa.attention.flops import Flops as Flops
     from hsa.attention.flops import flops as flops
@@ -62,6 +67,9 @@ _HOMES = {
     "hsa.attention.flops": "Flops flops flops_flat flops_regular",
     "hsa.attention.hierarchical.operator": "energy hierarchical_attention",
     "hsa.attention.mixing": "HeadMixing",
+    "hsa.attention.clustered.keys": "ClusteredKeys",
+    "hsa.attention.clustered.operator": "cluster clustered_attention select_groups",
+    "hsa.attention.clustered.selection": "TileSelection",
     "hsa.attention.multiscale.cluster": "KeyClusters cluster_keys",
     "hsa.attention.multiscale.operator": "multiscale_attention",
     "hsa.attention.multiscale.queries": "Queries",

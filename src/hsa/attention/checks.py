@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,39 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
     if not isinstance(hierarchy, Hierarchy):
         raise InvalidInput("hierarchy", got=type(hierarchy).__name__, expected="an hsa.Hierarchy")
     rows = rows or {}
+    leaves = Rows(
+        hierarchy.num_leaves,
+        f"the number of leaves in {hierarchy}",
+        "Pass one row per leaf, trees one after another, without padding",
+    )
+    others = {
+        name: Rows(n, "the number of queries", "Pass one row per query, trees one after another, without padding")
+        for name, n in rows.items()
+    }
+    check_packed(tensors, {name: others.get(name, leaves) for name in tensors})
+    for name, x in tensors.items():
+        if x.device != hierarchy.device:
+            raise InvalidInput(
+                name,
+                got=f"device {x.device}",
+                expected=f"device {hierarchy.device}, as the hierarchy",
+                fix="Move the hierarchy once with hierarchy.to(device)",
+            )
+    if is_checking():
+        for name, x in tensors.items():
+            _check_finite(name, x, None if name in rows else hierarchy)
+
+
+class Rows(NamedTuple):
+    """Expected number of rows of a tensor, what that is the number of, and what to do about another number."""
+
+    number: int
+    what: str
+    fix: str
+
+
+def check_packed(tensors: dict[str, Tensor], rows: dict[str, Rows]) -> None:
+    """Check that q, k and v (or some of them) are packed tensors that fit each other."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InvalidInput(name, got=type(x).__name__, expected="a tensor [leaves, heads, head_dim]")
@@ -67,15 +100,9 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
                 expected="[leaves, heads, head_dim]",
                 fix="Convert [batch, heads, seq, head_dim] with hsa.Padding(...).pack",
             )
-        expected = rows.get(name, hierarchy.num_leaves)
-        if len(x) != expected:
-            is_query = name in rows
-            raise InvalidInput(
-                name,
-                got=f"{len(x)} rows",
-                expected=f"{expected} rows, the number of {'queries' if is_query else f'leaves in {hierarchy}'}",
-                fix=f"Pass one row per {'query' if is_query else 'leaf'}, trees one after another, without padding",
-            )
+        if len(x) != rows[name].number:
+            expected = f"{rows[name].number} rows, {rows[name].what}"
+            raise InvalidInput(name, got=f"{len(x)} rows", expected=expected, fix=rows[name].fix)
         if x.shape[1] == 0 or (x.shape[2] == 0 and name != "v"):
             raise InvalidInput(name, got=f"shape {tuple(x.shape)}", expected="at least one head and one dimension")
         if x.dtype not in DTYPES:
@@ -91,18 +118,8 @@ def check_inputs(tensors: dict[str, Tensor], hierarchy: Hierarchy, rows: dict[st
                 expected=f"dtype {reference.dtype}, as {first}",
                 fix="Cast all tensors to one dtype",
             )
-        if x.device != hierarchy.device:
-            raise InvalidInput(
-                name,
-                got=f"device {x.device}",
-                expected=f"device {hierarchy.device}, as the hierarchy",
-                fix="Move the hierarchy once with hierarchy.to(device)",
-            )
     if "q" in tensors and "k" in tensors:  # torch.compile of PyTorch 2.11 cannot trace a comparison of sets
         _check_heads(**tensors)
-    if is_checking():
-        for name, x in tensors.items():
-            _check_finite(name, x, hierarchy, leaves=name not in rows)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -189,14 +206,29 @@ def without_autocast(x: Tensor) -> Any:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _check_finite(name: str, x: Tensor, hierarchy: Hierarchy, leaves: bool) -> None:
+def check_same_device(tensors: dict[str, Tensor]) -> None:
+    first, reference = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.device != reference.device:
+            raise InvalidInput(name, got=f"device {x.device}", expected=f"device {reference.device}, as {first}")
+
+
+def check_all_finite(tensors: dict[str, Tensor]) -> None:
+    """In the checking mode, check that all values are finite."""
+    if is_checking():
+        for name, x in tensors.items():
+            _check_finite(name, x, None)
+
+
+def _check_finite(name: str, x: Tensor, hierarchy: Hierarchy | None) -> None:
+    """Check values; rows are leaves if a hierarchy is given."""
     bad = (~torch.isfinite(x)).any(-1).nonzero()
     if len(bad) == 0:
         return
     row, head = bad[0].tolist()
     value = x[row, head][~torch.isfinite(x[row, head])][0].item()
     where = f"row {row}"
-    if leaves:
+    if hierarchy is not None:
         offsets = hierarchy.structure.leaf_offsets
         tree = int(offsets.searchsorted(row, side="right")) - 1
         where = f"leaf {row} (leaf {row - int(offsets[tree])} of tree {tree})"

@@ -1,0 +1,268 @@
+"""`Layout`: the chunks of the keys and the tiles of the queries of a packed batch, as index tensors.
+
+The keys of a sequence are cut into chunks of consecutive keys. A complete chunk is a small regular tree, given by its
+`branching`: keys in groups, groups in nodes, nodes in the chunk. Queries are cut into *tiles* of consecutive tokens. All
+queries of a tile see the same complete chunks through their trees, and further keys exactly:
+
+- causal: the chunks before the tile's own chunk, and exactly the keys of that chunk up to the query;
+- otherwise: all complete chunks, and exactly the keys after the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hsa.attention.checks import check_count
+from hsa.errors import InvalidInput
+from hsa.tree.hierarchy import integers
+from hsa.tree.lasting import lasting
+
+BRANCHING = (8, 8, 4)
+"""Default sizes: keys per group, groups per node, nodes per chunk."""
+TILE = 64
+"""Default number of queries per tile."""
+WIDEST_TILE = 128
+"""Maximum number of queries per tile: rows of a tile are stored as bytes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the trees and tiles.
+
+    >>> Shape().chunk, Shape().groups
+    (256, 32)
+    """
+
+    branching: tuple[int, int, int] = BRANCHING
+    tile: int = TILE
+
+    @property
+    def group(self) -> int:
+        """Number of keys per group."""
+        return self.branching[0]
+
+    @property
+    def node(self) -> int:
+        """Number of keys per node."""
+        return self.branching[0] * self.branching[1]
+
+    @property
+    def chunk(self) -> int:
+        """Number of keys per chunk."""
+        return self.node * self.branching[2]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups per chunk."""
+        return self.branching[1] * self.branching[2]
+
+    @property
+    def rows(self) -> tuple[int, int, int, int]:
+        """Number of keys, groups, nodes and roots of a chunk."""
+        return self.chunk, self.groups, self.branching[2], 1
+
+    @classmethod
+    def of(cls, branching: Any = BRANCHING, tile: Any = TILE, *, causal: bool) -> Shape:
+        """Check the sizes and return them as a shape."""
+        given = tuple(branching) if isinstance(branching, Sequence) and not isinstance(branching, str) else ()
+        if len(given) != 3:
+            raise InvalidInput(
+                "branching",
+                expected="keys per group, groups per node and nodes per chunk, such as (8, 8, 4)",
+                got=repr(branching),
+            )
+        sizes = tuple(_power_of_2(f"branching[{i}]", b, 1 if i else 2, 256) for i, b in enumerate(given))
+        shape = cls(sizes, _power_of_2("tile", tile, 1, WIDEST_TILE))  # type: ignore[arg-type]
+        if shape.chunk > 4096:
+            raise InvalidInput(
+                "branching", expected="chunks of at most 4,096 keys", got=f"{sizes}: {shape.chunk:,} keys"
+            )
+        if causal and shape.tile > shape.chunk:
+            raise InvalidInput(
+                "tile",
+                expected=f"at most {shape.chunk}, the keys of a chunk, in causal attention",
+                got=shape.tile,
+                fix="The queries of a tile must lie in one chunk",
+            )
+        return shape
+
+
+def _power_of_2(name: str, value: Any, least: int, most: int) -> int:
+    expected = f"a power of two from {least} to {most}"
+    number = check_count(name, value, expected, least)
+    if number > most or number & (number - 1):
+        raise InvalidInput(name, expected=expected, got=number)
+    return number
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Chunks and tiles of a packed batch.
+
+    Attributes:
+        lengths: Number of keys of every sequence.
+        queries: Number of queries of every sequence. In causal attention they are its last tokens.
+        recent: Number of keys of every sequence that k and v hold: its last ones.
+        shape: Sizes of trees and tiles.
+        causal: Whether queries see nothing later than themselves.
+        chunks: `[sequences + 1]` first complete chunk of every sequence, and their number.
+        tile_sequence: `[tiles]` sequence of every tile.
+        tile_row: `[tiles + 1]` first row of q of every tile, and the number of rows.
+        tile_chunk, tile_chunks: `[tiles]` first visible chunk, and the number of visible chunks.
+        tile_exact, tile_end: `[tiles]` first row of k that is exact, and the end of these rows for the tile's first query.
+            In causal attention each further query sees one more.
+        tile_offset: `[tiles + 1]` number of visible chunks of the tiles before.
+    """
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    recent: tuple[int, ...]
+    shape: Shape
+    causal: bool
+    chunks: np.ndarray
+    tile_sequence: np.ndarray
+    tile_row: np.ndarray
+    tile_chunk: np.ndarray
+    tile_chunks: np.ndarray
+    tile_exact: np.ndarray
+    tile_end: np.ndarray
+    tile_offset: np.ndarray
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of complete chunks."""
+        return int(self.chunks[-1])
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles."""
+        return len(self.tile_sequence)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries."""
+        return sum(self.queries)
+
+    @property
+    def chunk_rows(self) -> np.ndarray:
+        """First row of every complete chunk, in a tensor with one row per key of all sequences."""
+        first = np.cumsum(self.lengths) - self.lengths
+        sequence = np.repeat(np.arange(len(self.lengths)), np.diff(self.chunks))
+        return first[sequence] + (np.arange(self.num_chunks) - self.chunks[sequence]) * self.shape.chunk
+
+    @property
+    def first_tiles(self) -> np.ndarray:
+        """First tile of every sequence; −1 if it has no queries."""
+        first = np.searchsorted(self.tile_sequence, np.arange(len(self.lengths)))
+        return np.where(np.array(self.queries) > 0, first, -1)
+
+    def is_cut(self, sequence: int) -> bool:
+        """Return whether the first query of a sequence lies inside a tile that earlier queries belong to."""
+        before = self.lengths[sequence] - self.queries[sequence]
+        return self.causal and self.queries[sequence] > 0 and before % self.shape.tile != 0
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return `[tiles, 8]` on a device, the columns that kernels read, with the tiles that see most chunks first.
+
+        Columns: first row of q, number of rows, first visible chunk, number of visible chunks, first exact row of k,
+        end of the exact rows for the first query, number of visible chunks of the tiles before, number of the tile.
+        """
+        return _table(self, device)
+
+
+@lru_cache(maxsize=64)
+def _table(layout: Layout, device: torch.device) -> Tensor:
+    order = np.argsort(-layout.tile_chunks, kind="stable")
+    rows = layout.tile_row
+    columns = [
+        rows[:-1],
+        np.diff(rows),
+        layout.tile_chunk,
+        layout.tile_chunks,
+        layout.tile_exact,
+        layout.tile_end,
+        layout.tile_offset[:-1],
+        np.arange(layout.num_tiles),
+    ]
+    with lasting():
+        return torch.from_numpy(np.stack(columns, 1)[order].astype(np.int32)).to(device)
+
+
+def layout_of(
+    lengths: Any,
+    queries: Any = None,
+    recent: Any = None,
+    *,
+    shape: Shape,
+    causal: bool,
+    queries_name: str = "query_lengths",
+) -> Layout:
+    """Check the lengths and return the layout, from a cache if the same was built before."""
+    keys = _lengths("lengths", lengths, None)
+    rows = keys if queries is None else _lengths(queries_name, queries, keys if causal else None, len(keys))
+    held = keys if recent is None else _lengths("recent", recent, keys, len(keys))
+    return _build(keys, rows, held, shape, causal)
+
+
+def _lengths(name: str, values: Any, most: tuple[int, ...] | None, count: int | None = None) -> tuple[int, ...]:
+    numbers = tuple(int(n) for n in integers(name, values).reshape(-1))
+    least = 1 if count is None else 0
+    if count is not None and len(numbers) != count:
+        raise InvalidInput(name, expected=f"{count} numbers, one per sequence", got=f"{len(numbers)}")
+    for i, n in enumerate(numbers):
+        if n < least or (most is not None and n > most[i]):
+            limit = "" if most is None else f" to {most[i]}, the keys of the sequence"
+            raise InvalidInput(f"{name}[{i}]", expected=f"a number from {least}{limit}", got=n)
+    return numbers
+
+
+@lru_cache(maxsize=64)
+def _build(
+    lengths: tuple[int, ...], queries: tuple[int, ...], recent: tuple[int, ...], shape: Shape, causal: bool
+) -> Layout:
+    keys, rows, held = (np.array(x, np.int64) for x in (lengths, queries, recent))
+    tile, chunk = shape.tile, shape.chunk
+    chunks = np.concatenate([[0], np.cumsum(keys // chunk)])
+    first_key, first_row = np.cumsum(held) - held, np.cumsum(rows) - rows
+    before = keys - rows if causal else np.zeros_like(keys)  # position of the first query
+    first_tile = before // tile
+    tiles = np.where(rows > 0, -(-(before + rows) // tile) - first_tile, 0)
+    sequence = np.repeat(np.arange(len(keys)), tiles)
+    number = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles) + first_tile[sequence]
+    position = np.maximum(number * tile, before[sequence])  # of the first query of the tile
+    visible = number * tile // chunk if causal else (keys // chunk)[sequence]
+    hidden = (keys - held)[sequence]  # keys that k and v do not hold
+    exact = visible * chunk
+    short = np.flatnonzero(exact < hidden)
+    if len(short):
+        s = int(sequence[short[0]])
+        need = int(keys[s] - exact[short[0]])
+        raise InvalidInput(
+            f"recent[{s}]",
+            expected=f"at least {need} keys, those from the chunk of the first query on",
+            got=int(held[s]),
+        )
+    end = np.where(causal, position + 1, keys[sequence])
+    row = first_row[sequence] + position - before[sequence]
+    return Layout(
+        lengths=lengths,
+        queries=queries,
+        recent=recent,
+        shape=shape,
+        causal=causal,
+        chunks=chunks,
+        tile_sequence=sequence,
+        tile_row=np.append(row, rows.sum()),
+        tile_chunk=chunks[sequence],
+        tile_chunks=visible,
+        tile_exact=first_key[sequence] + exact - hidden,
+        tile_end=first_key[sequence] + end - hidden,
+        tile_offset=np.concatenate([[0], np.cumsum(visible)]),
+    )

@@ -1,0 +1,369 @@
+"""Clustered attention: each query attends exactly to the keys near it and to groups that matter to it, pooled elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hsa.attention.checks import (
+    Rows,
+    check_all_finite,
+    check_count,
+    check_dropout,
+    check_packed,
+    check_same_device,
+    check_type,
+    scale_or_default,
+    without_autocast,
+)
+from hsa.attention.clustered import reference, torch_tiles
+from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.keys import ClusteredKeys, build_keys, check_keys
+from hsa.attention.clustered.layout import BRANCHING, TILE, Layout, Shape, layout_of
+from hsa.attention.clustered.selection import TileSelection
+from hsa.attention.clustered.why_not import why_not_triton, why_not_triton_select
+from hsa.attention.dispatch import Backend, choose
+from hsa.attention.kernels import available
+from hsa.attention.multiscale.operator import per_head
+from hsa.errors import InvalidInput
+
+THRESHOLD = 1 / 256
+"""Default of `threshold`."""
+Result = tuple[Tensor, Tensor]
+
+
+def _attend_triton(call: ClusteredCall) -> Result:
+    from hsa.attention.clustered.triton.operator import attend
+
+    with available.device_of(call.q):
+        return attend(call)
+
+
+def _select_triton(call: SelectCall) -> TileSelection:
+    from hsa.attention.clustered.triton.operator import select
+
+    with available.device_of(call.q):
+        return select(call)
+
+
+ATTEND: tuple[Backend[ClusteredCall, Result], ...] = (
+    Backend("triton", _attend_triton, why_not_triton),
+    Backend("torch", torch_tiles.attend),
+    Backend("reference", reference.attend),
+)
+SELECT: tuple[Backend[SelectCall, TileSelection], ...] = (
+    Backend("triton", _select_triton, why_not_triton_select),
+    Backend("torch", torch_tiles.select),
+    Backend("reference", reference.select),
+)
+
+
+@torch.compiler.disable
+def cluster(
+    k: Float[Tensor, "keys kv_heads dim"],
+    v: Float[Tensor, "keys kv_heads value_dim"],
+    lengths: Sequence[int] | Tensor,
+    *,
+    windows: bool = False,
+    branching: Sequence[int] = BRANCHING,
+) -> ClusteredKeys:
+    """Order the keys of each complete chunk into groups of similar keys, with the pooled rows of groups, nodes and chunks.
+
+    Splits each chunk at the median of its first principal direction, recursively, per key/value head. The result depends on
+    complete chunks only, so causal attention can use it, and a cache can append to it. `clustered_attention` calls this
+    function itself; call it to use the same keys several times.
+
+    Args:
+        k: `[keys, kv_heads, dim]`, sequences one after another.
+        v: `[keys, kv_heads, value_dim]`.
+        lengths: Number of keys of every sequence.
+        windows: Whether to leave keys in their order, so that groups are windows of consecutive keys.
+        branching: Keys per group, groups per node, nodes per chunk: powers of two.
+
+    Returns:
+        Tables of keys and values in their new order.
+
+    >>> keys = cluster(torch.randn(600, 2, 16), torch.randn(600, 2, 16), [600])
+    >>> keys
+    ClusteredKeys(2 chunks of 256 keys, 2 heads, clusters)
+    """
+    layout = layout_of(lengths, shape=Shape.of(branching, 1, causal=False), causal=False)
+    _check(None, k, v, layout)
+    with without_autocast(k):
+        return _build(k, v, layout, windows)
+
+
+def _build(k: Tensor, v: Tensor, layout: Layout, windows: bool) -> ClusteredKeys:
+    return build_keys(k, v, layout, windows=windows)
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def select_groups(
+    q: Float[Tensor, "queries heads dim"],
+    k: Float[Tensor, "keys kv_heads dim"],
+    keys: ClusteredKeys,
+    lengths: Sequence[int] | Tensor,
+    *,
+    query_lengths: Sequence[int] | Tensor | None = None,
+    recent: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    threshold: float | None = None,
+    top_k: int | None = None,
+    spread: float = 1.0,
+    share_lists: bool = False,
+    opened: Tensor | None = None,
+    tile: int = TILE,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> TileSelection:
+    """Select the groups of keys that each tile of queries attends to exactly.
+
+    Pass the result to `clustered_attention(selection=…)`. All arguments have the same meaning there.
+
+    >>> q, k, v = torch.randn(3, 600, 2, 16).unbind(0)
+    >>> keys = cluster(k, v, [600])
+    >>> select_groups(q, k, keys, [600], causal=True, top_k=2).tile(9).shape  # the last tile: 2 heads, 64 groups
+    torch.Size([1, 2, 64])
+    """
+    check_type("keys", keys, ClusteredKeys, "Use hsa.cluster(k, v, lengths)")
+    layout = layout_of(
+        lengths, query_lengths, recent, shape=Shape.of(keys.shape.branching, tile, causal=causal), causal=causal
+    )
+    _check(q, k, None, layout)
+    check_keys(keys, layout, k, None)
+    threshold, top_k, spread = _check_rule(threshold, top_k, spread)
+    lists = _number_of_lists(q, k, share_lists)
+    call = SelectCall(
+        q=q,
+        k=k,
+        keys=keys,
+        layout=layout,
+        threshold=threshold,
+        top_k=top_k,
+        spread=spread,
+        lists=lists,
+        opened=_check_opened(opened, layout, lists),
+        scale=scale_or_default(scale, q),
+        backend=backend,
+    )
+    with without_autocast(q):
+        return choose("select_groups", SELECT, backend, call).run(call)
+
+
+@overload
+def clustered_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any = ..., *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def clustered_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any = ..., *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def clustered_attention(  # type: ignore[misc]
+    q: Float[Tensor, "queries heads dim"],
+    k: Float[Tensor, "keys kv_heads dim"],
+    v: Float[Tensor, "keys kv_heads value_dim"],
+    lengths: Sequence[int] | Tensor | None = None,
+    *,
+    query_lengths: Sequence[int] | Tensor | None = None,
+    recent: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    threshold: float | None = None,
+    top_k: int | None = None,
+    spread: float = 1.0,
+    share_lists: bool = False,
+    windows: bool = False,
+    branching: Sequence[int] = BRANCHING,
+    tile: int = TILE,
+    keys: ClusteredKeys | None = None,
+    opened: Tensor | None = None,
+    selection: TileSelection | None = None,
+    pooled_bias: float | Tensor = 0.0,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from every query exactly to the keys that matter to it, and to pooled nodes for the rest.
+
+    Keys are cut into chunks. The complete chunks that a tile of queries sees are read through trees of groups of similar
+    keys (`cluster`); the remaining keys are exact: in causal attention those of the query's own chunk up to the query,
+    otherwise those after the last complete chunk. A query *wants* a group G if its estimated share is large enough,
+
+        estimate(q, G) = scale · q·mean(k, G) + log |G| + spread · |scale · q·s_G|  ≥  Z(q) + log threshold
+
+    with s_G the principal direction of the group's keys times the standard deviation along it, and Z the log-sum-exp of the
+    exact logits and of the pooled nodes. A group is *open* for a query if the query or an earlier one of its tile wants it
+    (without `causal`: any query of the tile). The keys of open groups are exact; everything else is read through the
+    largest nodes B without an open group, with logit scale · q·mean(k, B) + log |B| and value mean(v, B). Nothing depends
+    on later tokens, and with all groups open the result is softmax attention. The group of the first key is always open.
+
+    Args:
+        q: `[queries, heads, dim]`, sequences one after another.
+        k: `[keys, kv_heads, dim]`. There may be fewer key/value heads than query heads.
+        v: `[keys, kv_heads, value_dim]`.
+        lengths: Number of keys of every sequence. By default one sequence.
+        query_lengths: Number of queries of every sequence, by default one per key. In causal attention the queries are the
+            last tokens of their sequence.
+        recent: Number of keys of every sequence that k and v hold, the last ones, if `keys` holds the others. At least
+            those from the chunk of the first query on.
+        causal: Whether queries see nothing later than themselves.
+        threshold: Share of a query's attention from which it wants a group; smaller is more exact. 1/256 by default.
+        top_k: Number of groups that each query wants, the best ones, in place of `threshold`.
+        spread: Weight of the spread of a group's keys in its estimate.
+        share_lists: Whether the query heads of a key/value head open groups together.
+        windows: Whether groups are windows of consecutive keys instead of clusters.
+        branching: Keys per group, groups per node, nodes per chunk: powers of two.
+        tile: Number of consecutive queries per tile: a power of two.
+        keys: Result of `cluster` for these keys, to use it several times.
+        opened: `TileSelection.opened()` of the preceding queries, if the first query is not the first of its tile.
+        selection: Result of `select_groups`, in place of `threshold`, `top_k`, `spread`, `share_lists` and `opened`.
+        pooled_bias: Number, or one per head, added to the logits of pooled nodes. 0 is closest to softmax; −∞ drops them.
+        dropout_p: Dropout on the weights.
+        scale: Factor of the dot products, 1/√dim by default.
+        return_lse: Whether to return the log-sum-exp of the logits too, `[queries, heads]`.
+        backend: "auto", "triton" (CUDA), "torch" or "reference".
+
+    Returns:
+        `[queries, heads, value_dim]`.
+
+    Raises:
+        InvalidInput: Shapes, dtypes, devices or options do not fit each other.
+
+    >>> q, k, v = torch.randn(3, 1000, 2, 16).unbind(0)
+    >>> clustered_attention(q, k, v, causal=True, threshold=1 / 64).shape
+    torch.Size([1000, 2, 16])
+    >>> clustered_attention(q[:8], k, v, query_lengths=[8]).shape  # eight other queries
+    torch.Size([8, 2, 16])
+    """
+    lengths = [len(k)] if lengths is None else lengths
+    if keys is not None:
+        check_type("keys", keys, ClusteredKeys, "Use hsa.cluster(k, v, lengths)")
+        branching = keys.shape.branching
+    layout = layout_of(lengths, query_lengths, recent, shape=Shape.of(branching, tile, causal=causal), causal=causal)
+    _check(q, k, v, layout)
+    if keys is not None:
+        check_keys(keys, layout, k, v)
+    elif recent is not None and layout.recent != layout.lengths:
+        raise InvalidInput(
+            "recent", expected="None without `keys`", got="a number of keys", fix="Pass keys=hsa.cluster(…)"
+        )
+    lists = _number_of_lists(q, k, share_lists)
+    if selection is None:
+        threshold, top_k, spread = _check_rule(threshold, top_k, spread)
+        opened = _check_opened(opened, layout, lists)
+    else:
+        _check_selection(selection, layout, q, k, threshold=threshold, top_k=top_k, opened=opened)
+    check_dropout(dropout_p)
+    call = ClusteredCall(
+        q=q,
+        k=k,
+        v=v,
+        keys=keys,
+        layout=layout,
+        windows=windows,
+        selection=selection,
+        threshold=threshold,
+        top_k=top_k,
+        spread=spread,
+        lists=lists,
+        opened=opened,
+        pooled_bias=per_head(pooled_bias, q),
+        dropout_p=dropout_p,
+        scale=scale_or_default(scale, q),
+        backend=backend,
+    )
+    with without_autocast(q):
+        out, lse = choose("clustered_attention", ATTEND, backend, call).run(call)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Tensor | None, k: Tensor, v: Tensor | None, layout: Layout) -> None:
+    packed = "sequences one after another, without padding"
+    queries = Rows(layout.num_queries, "the number of queries", f"Pass one row per query, {packed}")
+    rows = Rows(sum(layout.recent), "the sum of the lengths", f"Pass one row per key, {packed}")
+    tensors = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    check_packed(tensors, {name: queries if name == "q" else rows for name in tensors})
+    check_same_device(tensors)
+    check_all_finite(tensors)
+
+
+def _number_of_lists(q: Tensor, k: Tensor, share_lists: bool) -> int:
+    return k.shape[1] if share_lists else q.shape[1]
+
+
+def _check_rule(threshold: float | None, top_k: int | None, spread: float) -> tuple[float | None, int | None, float]:
+    """Check how queries want groups, and fill in the default."""
+    if threshold is not None and top_k is not None:
+        raise InvalidInput("top_k", expected="None with a threshold", got=repr(top_k), fix="Pass one of the two")
+    if isinstance(spread, bool) or not isinstance(spread, (int, float)) or not 0 <= spread < math.inf:
+        raise InvalidInput("spread", expected="a number of 0 or more", got=repr(spread))
+    if top_k is not None:
+        return None, check_count("top_k", top_k, "a number of groups, 0 or more"), float(spread)
+    return check_threshold(THRESHOLD if threshold is None else threshold), None, float(spread)
+
+
+def check_threshold(threshold: Any) -> float:
+    """Return the threshold if it is a share of attention."""
+    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if not is_number or not 0 < threshold <= 1:
+        raise InvalidInput(
+            "threshold",
+            expected="a number above 0 and at most 1",
+            got=repr(threshold),
+            fix="Smaller values open more groups; 1/256 is the default",
+        )
+    return float(threshold)
+
+
+def _check_opened(opened: Any, layout: Layout, lists: int) -> Tensor | None:
+    cut = [s for s in range(len(layout.lengths)) if layout.is_cut(s)]
+    if opened is None:
+        for s in cut:
+            if layout.tile_chunks[layout.first_tiles[s]]:
+                first = layout.lengths[s] - layout.queries[s]
+                raise InvalidInput(
+                    "opened",
+                    problem=f"the first query of sequence {s} is token {first}, inside a tile of {layout.shape.tile}",
+                    expected="the groups that the queries of this tile before it have opened",
+                    fix="Pass opened=selection.opened() of the preceding queries, or begin with the first query of a tile",
+                )
+        return None
+    wanted = f"a boolean tensor [{len(layout.lengths)} sequences, {lists} lists, groups]"
+    if not isinstance(opened, Tensor) or opened.dtype != torch.bool or opened.ndim != 3:
+        got = type(opened).__name__ if not isinstance(opened, Tensor) else f"{opened.dtype} of {tuple(opened.shape)}"
+        raise InvalidInput("opened", expected=wanted, got=got, fix="Use TileSelection.opened()")
+    if opened.shape[:2] != (len(layout.lengths), lists):
+        raise InvalidInput("opened", expected=wanted, got=f"shape {tuple(opened.shape)}")
+    return opened
+
+
+def _check_selection(selection: Any, layout: Layout, q: Tensor, k: Tensor, **others: Any) -> None:
+    check_type("selection", selection, TileSelection, "Use hsa.select_groups(q, k, keys, lengths, …)")
+    for name, value in others.items():
+        if value is not None:
+            fix = f"Pass {name} to hsa.select_groups, or leave selection out"
+            raise InvalidInput(name, expected="no value together with a selection", got="one", fix=fix)
+    fix = "Make it with hsa.select_groups for the queries and keys that attention gets"
+    made = selection.layout
+    same = (made.lengths, made.queries, made.shape, made.causal) == (
+        layout.lengths,
+        layout.queries,
+        layout.shape,
+        layout.causal,
+    )
+    if not same:
+        raise InvalidInput(
+            "selection", expected="one made for these sequences and tiles", got="one for others", fix=fix
+        )
+    if selection.lists not in (q.shape[1], k.shape[1]):
+        raise InvalidInput(
+            "selection", expected=f"{q.shape[1]} or {k.shape[1]} lists per tile", got=selection.lists, fix=fix
+        )
+    if selection.first.device != q.device:
+        raise InvalidInput("selection", expected=f"a selection on {q.device}", got=f"one on {selection.first.device}")

@@ -1,0 +1,38 @@
+"""Reasons why the kernels cannot run clustered attention. Does not import Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hsa.attention.clustered.call import ClusteredCall, SelectCall
+from hsa.attention.clustered.layout import Shape
+from hsa.attention.kernels import available
+
+MOST_GROUPS = 2**23
+"""Maximum number of rows of the tables that the entries of a list can name."""
+
+
+def why_not_triton(call: ClusteredCall) -> list[str]:
+    """Return the reasons why the kernels cannot run `hsa.clustered_attention`; an empty list if they can."""
+    reasons = _why_not(call.q, call.v, call.layout.shape, call.backend)
+    if reasons:
+        return reasons
+    if call.needs_gradient:
+        reasons.append("it has no gradients")
+    if call.dropout_p > 0:
+        reasons.append("it has no dropout")
+    return reasons
+
+
+def why_not_triton_select(call: SelectCall) -> list[str]:
+    """Return the reasons why the kernels cannot run `hsa.select_groups`; an empty list if they can."""
+    return _why_not(call.q, call.q, call.layout.shape, call.backend)
+
+
+def _why_not(q: Tensor, v: Tensor, shape: Shape, backend: str) -> list[str]:
+    reasons = available.why_not(q, v, backend)
+    if shape.tile < 16:
+        reasons.append(f"tiles must have at least 16 queries, not {shape.tile}")
+    if shape.branching[:2] != (8, 8) or shape.branching[2] > 8:
+        reasons.append(f"branching must be (8, 8, 1 to 8), not {shape.branching}")
+    return reasons
