@@ -100,8 +100,9 @@ def cluster_order(keys: Tensor, shape: Shape) -> Tensor:
     while (size := members.shape[-2]) > shape.group:
         coordinate = principal_coordinate(members).nan_to_num_(torch.finfo(dtype).max)
         halves = coordinate.sort(dim=-1, stable=True).indices.unflatten(-1, (2, size // 2)).sort(-1).values
-        # The sign of a direction is arbitrary: the half with the first key comes first.
-        halves = torch.where(halves[..., 1:, :1] == 0, halves.flip(-2), halves)
+        # The half with the first key of the chunk, the first member of the first part, comes first.
+        first = halves[..., :1, :, :]
+        halves[..., :1, :, :] = torch.where(first[..., 1:, :1] == 0, first.flip(-2), first)
         order = order.gather(-1, halves.flatten(-2)).unflatten(-1, (2, size // 2)).flatten(-3, -2)
         members = take(members, halves.flatten(-2)).unflatten(-2, (2, size // 2)).flatten(-4, -3)
     return order.flatten(-2).to(torch.int16)
@@ -114,21 +115,15 @@ def principal_coordinate(members: Tensor) -> Tensor:
 
 
 def _principal_vector(centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates `[…, size, 1]` along a principal direction, up to a factor, and the direction `[…, 1, dim]`.
-
-    The iteration runs in the smaller of two spaces, that of the members or that of the dimensions.
-    """
-    size, dim = centred.shape[-2:]
-    across = centred.transpose(-1, -2)
-    matrix = centred @ across if size <= dim else across @ centred
+    """Return coordinates `[…, size, 1]` along a principal direction, and the direction `[…, 1, dim]`, a unit vector."""
     # A fixed, irregular start: a regular one could be orthogonal to the principal direction.
-    number = torch.arange(1, matrix.shape[-1] + 1, device=centred.device, dtype=torch.float64)
-    vector = matrix @ number.mul(2.4).cos().to(centred.dtype)[:, None]
-    for _ in range(ITERATIONS):
-        length = vector.norm(dim=-2, keepdim=True)
-        vector = matrix @ (vector / torch.where(length > 0, length, torch.ones_like(length)))
-    direction = (across @ vector if size <= dim else vector).transpose(-1, -2)
-    return centred @ direction.transpose(-1, -2), direction
+    number = torch.arange(1, centred.shape[-1] + 1, device=centred.device, dtype=torch.float64)
+    direction = number.mul(2.4).cos().to(centred.dtype)[:, None]
+    for _ in range(ITERATIONS + 1):
+        direction = centred.transpose(-1, -2) @ (centred @ direction)
+        length = direction.norm(dim=-2, keepdim=True)
+        direction = direction / torch.where(length > 0, length, torch.ones_like(length))
+    return centred @ direction, direction.transpose(-1, -2)
 
 
 @torch.no_grad()
@@ -138,9 +133,7 @@ def spreads_of(keys: Tensor, shape: Shape) -> Tensor:
     members = keys.to(dtype).unflatten(-2, (shape.groups, shape.group))
     centred = members - members.mean(-2, keepdim=True)
     coordinate, direction = _principal_vector(centred)
-    square = direction.square().sum(-1, keepdim=True)
-    deviation = coordinate.square().mean(-2, keepdim=True).sqrt() / torch.where(square > 0, square, 1)
-    return (direction * deviation).squeeze(-2).to(keys.dtype)
+    return (direction * coordinate.square().mean(-2, keepdim=True).sqrt()).squeeze(-2).to(keys.dtype)
 
 
 def table_of(rows: Tensor, shape: Shape) -> Tensor:
@@ -154,12 +147,8 @@ def table_of(rows: Tensor, shape: Shape) -> Tensor:
 
 def clustering_operations(chunks: int, kv_heads: int, dim: int, shape: Shape) -> int:
     """Count the operations of the principal directions, of splits and groups, without the comparisons of sorting."""
-    total, size = 0, shape.chunk
-    while size >= shape.group:  # the last round is that of the spreads
-        small, parts = min(size, dim), shape.chunk // size
-        total += parts * (2 * size * dim * small + 2 * (ITERATIONS + 1) * small**2 + 2 * size * dim)
-        size //= 2
-    return chunks * kv_heads * total
+    rounds = (shape.groups.bit_length() - 1) + 1  # splits, and the spreads of the groups
+    return chunks * kv_heads * rounds * shape.chunk * dim * (4 * (ITERATIONS + 1) + 2)
 
 
 def check_keys(keys: ClusteredKeys, layout: Layout, k: Tensor, v: Tensor | None) -> None:

@@ -168,6 +168,10 @@ class Layout:
         before = self.lengths[sequence] - self.queries[sequence]
         return self.causal and self.queries[sequence] > 0 and before % self.shape.tile != 0
 
+    def rows_of_chunks(self, device: torch.device) -> Tensor:
+        """Return `chunk_rows` on a device."""
+        return _rows_of_chunks(self, device)
+
     def table(self, device: torch.device) -> Tensor:
         """Return `[tiles, 8]` on a device, the columns that kernels read, with the tiles that see most chunks first.
 
@@ -176,10 +180,45 @@ class Layout:
         """
         return _table(self, device)
 
+    def slabs(self, device: torch.device, most: int) -> list[tuple[Tensor, int]]:
+        """Return the table in parts, each with the number of its visible chunks: at most `most`, or a single tile.
+
+        Visible chunks of the tiles before are counted inside each part, in its order.
+        """
+        return _slabs(self, device, most)
+
+
+@lru_cache(maxsize=64)
+def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
+    with lasting():
+        return torch.from_numpy(layout.chunk_rows.astype(np.int32)).to(device)
+
 
 @lru_cache(maxsize=64)
 def _table(layout: Layout, device: torch.device) -> Tensor:
-    order = np.argsort(-layout.tile_chunks, kind="stable")
+    with lasting():
+        return torch.from_numpy(_columns(layout).astype(np.int32)).to(device)
+
+
+@lru_cache(maxsize=64)
+def _slabs(layout: Layout, device: torch.device, most: int) -> list[tuple[Tensor, int]]:
+    columns = _columns(layout)
+    cuts, held = [0], 0
+    for i, visible in enumerate(columns[:, 3]):
+        if held and held + visible > most:
+            cuts, held = [*cuts, i], 0
+        held += int(visible)
+    parts = []
+    for begin, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
+        part = columns[begin:end].copy()
+        part[:, 6] = np.cumsum(part[:, 3]) - part[:, 3]
+        with lasting():
+            parts.append((torch.from_numpy(part.astype(np.int32)).to(device), int(part[:, 3].sum())))
+    return parts if len(columns) else []
+
+
+def _columns(layout: Layout) -> np.ndarray:
+    """Return the columns of `Layout.table`."""
     rows = layout.tile_row
     columns = [
         rows[:-1],
@@ -191,8 +230,7 @@ def _table(layout: Layout, device: torch.device) -> Tensor:
         layout.tile_offset[:-1],
         np.arange(layout.num_tiles),
     ]
-    with lasting():
-        return torch.from_numpy(np.stack(columns, 1)[order].astype(np.int32)).to(device)
+    return np.stack(columns, 1)[np.argsort(-layout.tile_chunks, kind="stable")]
 
 
 def layout_of(

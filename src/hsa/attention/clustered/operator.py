@@ -137,7 +137,7 @@ def select_groups(
     )
     _check(q, k, None, layout)
     check_keys(keys, layout, k, None)
-    threshold, top_k, spread = _check_rule(threshold, top_k, spread)
+    threshold, top_k, spread = check_rule(threshold, top_k, spread)
     lists = _number_of_lists(q, k, share_lists)
     call = SelectCall(
         q=q,
@@ -255,7 +255,7 @@ def clustered_attention(  # type: ignore[misc]
         )
     lists = _number_of_lists(q, k, share_lists)
     if selection is None:
-        threshold, top_k, spread = _check_rule(threshold, top_k, spread)
+        threshold, top_k, spread = check_rule(threshold, top_k, spread)
         opened = _check_opened(opened, layout, lists)
     else:
         _check_selection(selection, layout, q, k, threshold=threshold, top_k=top_k, opened=opened)
@@ -297,7 +297,7 @@ def _number_of_lists(q: Tensor, k: Tensor, share_lists: bool) -> int:
     return k.shape[1] if share_lists else q.shape[1]
 
 
-def _check_rule(threshold: float | None, top_k: int | None, spread: float) -> tuple[float | None, int | None, float]:
+def check_rule(threshold: float | None, top_k: int | None, spread: float) -> tuple[float | None, int | None, float]:
     """Check how queries want groups, and fill in the default."""
     if threshold is not None and top_k is not None:
         raise InvalidInput("top_k", expected="None with a threshold", got=repr(top_k), fix="Pass one of the two")

@@ -1,0 +1,31 @@
+"""What the kernels of clustered attention share: reading a tile of queries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(tiles, number):
+    """Return a row of `Layout.table`."""
+    at = tiles + number * 8
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+        tl.load(at + 7),
+    )
+
+
+@triton.jit
+def load_queries(q, row, count, head, q_row, q_head, TILE: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Return the queries `[TILE, D]` of a tile and head; 0 behind the last one."""
+    query, column = tl.arange(0, TILE), tl.arange(0, D)
+    rows = (row + query).to(tl.int64)[:, None]
+    there = (query[:, None] < count) & (column[None, :] < DIM)
+    return tl.load(q + rows * q_row + head * q_head + column[None, :], mask=there, other=0.0)
