@@ -19,7 +19,7 @@ from hsa.attention.clustered.layout import Layout, Shape
 from hsa.errors import InvalidInput
 from hsa.tree.jagged import few
 
-ITERATIONS = 3
+ITERATIONS = 1
 """Number of power iterations for a principal direction, after one first product. An approximate direction is enough."""
 
 
@@ -116,14 +116,17 @@ def principal_coordinate(members: Tensor) -> Tensor:
 
 def _principal_vector(centred: Tensor) -> tuple[Tensor, Tensor]:
     """Return coordinates `[…, size, 1]` along a principal direction, and the direction `[…, 1, dim]`, a unit vector."""
-    # A fixed, irregular start: a regular one could be orthogonal to the principal direction.
-    number = torch.arange(1, centred.shape[-1] + 1, device=centred.device, dtype=torch.float64)
-    direction = number.mul(2.4).cos().to(centred.dtype)[:, None]
+    direction = start_direction(centred.shape[-1], centred.device).to(centred.dtype)[:, None]
     for _ in range(ITERATIONS + 1):
         direction = centred.transpose(-1, -2) @ (centred @ direction)
         length = direction.norm(dim=-2, keepdim=True)
         direction = direction / torch.where(length > 0, length, torch.ones_like(length))
     return centred @ direction, direction.transpose(-1, -2)
+
+
+def start_direction(dim: int, device: torch.device) -> Tensor:
+    """Return the start of power iterations: fixed, but irregular, as a regular one could be orthogonal to the result."""
+    return torch.arange(1, dim + 1, device=device, dtype=torch.float64).mul(2.4).cos()
 
 
 @torch.no_grad()

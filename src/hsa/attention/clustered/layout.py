@@ -28,6 +28,8 @@ BRANCHING = (8, 8, 4)
 """Default sizes: keys per group, groups per node, nodes per chunk."""
 TILE = 64
 """Default number of queries per tile."""
+BLOCK_ROWS = 256
+"""Maximum number of queries that a kernel scores at once."""
 WIDEST_TILE = 128
 """Maximum number of queries per tile: rows of a tile are stored as bytes."""
 
@@ -172,20 +174,30 @@ class Layout:
         """Return `chunk_rows` on a device."""
         return _rows_of_chunks(self, device)
 
-    def table(self, device: torch.device) -> Tensor:
-        """Return `[tiles, 8]` on a device, the columns that kernels read, with the tiles that see most chunks first.
+    def slabs(self, device: torch.device, most: int | None = None) -> list[Slab]:
+        """Return the tiles for kernels, in slabs of at most `most` visible chunks, or of a single tile.
 
-        Columns: first row of q, number of rows, first visible chunk, number of visible chunks, first exact row of k,
-        end of the exact rows for the first query, number of visible chunks of the tiles before, number of the tile.
-        """
-        return _table(self, device)
-
-    def slabs(self, device: torch.device, most: int) -> list[tuple[Tensor, int]]:
-        """Return the table in parts, each with the number of its visible chunks: at most `most`, or a single tile.
-
-        Visible chunks of the tiles before are counted inside each part, in its order.
+        Without `most`, there is one slab, whose offsets are those of the layout. Tiles that see most chunks come first.
         """
         return _slabs(self, device, most)
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Some tiles of a layout, as tables that kernels read.
+
+    The columns of both tables: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
+    row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, number of tiles.
+
+    Attributes:
+        tiles: `[tiles, 8]`.
+        blocks: `[blocks, 8]` runs of consecutive tiles that see the same chunks, of up to `BLOCK_ROWS` queries.
+        chunks: Number of visible chunks of all tiles.
+    """
+
+    tiles: Tensor
+    blocks: Tensor
+    chunks: int
 
 
 @lru_cache(maxsize=64)
@@ -195,42 +207,43 @@ def _rows_of_chunks(layout: Layout, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _table(layout: Layout, device: torch.device) -> Tensor:
-    with lasting():
-        return torch.from_numpy(_columns(layout).astype(np.int32)).to(device)
-
-
-@lru_cache(maxsize=64)
-def _slabs(layout: Layout, device: torch.device, most: int) -> list[tuple[Tensor, int]]:
-    columns = _columns(layout)
+def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]:
+    order = np.argsort(-layout.tile_chunks, kind="stable")
+    rows, visible = layout.tile_row, layout.tile_chunks
+    columns = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
+    columns = np.stack([*columns, layout.tile_offset[:-1], np.ones_like(visible)], 1)[order]
     cuts, held = [0], 0
-    for i, visible in enumerate(columns[:, 3]):
-        if held and held + visible > most:
+    for i, chunks in enumerate(columns[:, 3]):
+        if most is not None and held and held + chunks > most:
             cuts, held = [*cuts, i], 0
-        held += int(visible)
-    parts = []
+        held += int(chunks)
+    slabs = []
     for begin, end in zip(cuts, [*cuts[1:], len(columns)], strict=True):
         part = columns[begin:end].copy()
-        part[:, 6] = np.cumsum(part[:, 3]) - part[:, 3]
-        with lasting():
-            parts.append((torch.from_numpy(part.astype(np.int32)).to(device), int(part[:, 3].sum())))
-    return parts if len(columns) else []
+        if most is not None:
+            part[:, 6] = np.cumsum(part[:, 3]) - part[:, 3]
+        slabs.append((part, _blocks(part, layout.shape.tile), int(part[:, 3].sum())))
+    with lasting():
+        return [
+            Slab(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in (tiles, blocks)), chunks)
+            for tiles, blocks, chunks in slabs
+            if len(tiles)
+        ]
 
 
-def _columns(layout: Layout) -> np.ndarray:
-    """Return the columns of `Layout.table`."""
-    rows = layout.tile_row
-    columns = [
-        rows[:-1],
-        np.diff(rows),
-        layout.tile_chunk,
-        layout.tile_chunks,
-        layout.tile_exact,
-        layout.tile_end,
-        layout.tile_offset[:-1],
-        np.arange(layout.num_tiles),
-    ]
-    return np.stack(columns, 1)[np.argsort(-layout.tile_chunks, kind="stable")]
+def _blocks(tiles: np.ndarray, tile: int) -> np.ndarray:
+    """Join consecutive tiles: rows of q and offsets follow each other, and all tiles but the last are full."""
+    row, count, chunk, visible, _, _, offset, _ = tiles.T
+    same = (chunk[1:] == chunk[:-1]) & (visible[1:] == visible[:-1]) & (count[:-1] == tile)
+    same &= (row[1:] == row[:-1] + tile) & (offset[1:] == offset[:-1] + visible[:-1])
+    run = np.concatenate([[0], np.cumsum(~same)]) if len(tiles) else np.zeros(0, np.int64)
+    index = np.arange(len(tiles)) - np.searchsorted(run, run)  # of a tile in its run
+    starts = np.flatnonzero(index % max(1, BLOCK_ROWS // tile) == 0)
+    blocks = tiles[starts].copy()
+    if len(starts):
+        blocks[:, 1] = np.add.reduceat(count, starts)
+        blocks[:, 7] = np.diff(np.append(starts, len(tiles)))
+    return blocks
 
 
 def layout_of(

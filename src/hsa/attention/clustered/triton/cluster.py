@@ -8,14 +8,17 @@ pairs.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys
+from hsa.attention.clustered.keys import ITERATIONS, ClusteredKeys, start_direction
 from hsa.attention.clustered.layout import Layout
 from hsa.attention.kernels.available import padded
+from hsa.tree.lasting import lasting
 
 WARPS, STAGES = 8, 2
 
@@ -41,6 +44,7 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
             keys.v,
             keys.spread,
             keys.spread if keys.order is None else keys.order,
+            _start(padded(dim), k.device),
             keys.spread if keys.order is None else k.new_empty(keys.order.numel(), dtype=torch.int64),
             chunks,
             heads,
@@ -63,17 +67,17 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
 
 
 @triton.jit
-def _principal(x, is_member, size, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _principal(x, is_member, start, size, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return the principal direction of each part `[parts, D]`, and the coordinate of its members `[parts, keys]`, 0 of others.
 
     Args:
         x: Keys `[keys, D]`.
         is_member: `[parts, keys]`.
+        start: Direction `[D]` from which power iterations start.
         size: Number of members of a part.
     """
     mean = tl.dot(is_member.to(x.dtype), x, input_precision=PRECISION) / size
-    start = tl.cos(2.4 * (1 + tl.arange(0, D)).to(tl.float32))
-    direction = tl.broadcast_to(start[None, :], mean.shape).to(x.dtype)
+    direction = tl.broadcast_to(tl.load(start + tl.arange(0, D))[None, :], mean.shape).to(x.dtype)
     for _ in range(ITERATIONS + 1):
         along = _along(x, mean, direction, is_member, PRECISION).to(x.dtype)
         wide = tl.dot(along, x, input_precision=PRECISION) - tl.sum(along.to(tl.float32), 1)[:, None] * mean
@@ -90,15 +94,15 @@ def _along(x, mean, direction, is_member, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _split(x, part, scratch, parts, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _split(x, part, start, scratch, parts, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return the part of each key after all parts are split in two; the first key stays in the first part."""
     is_member = part[None, :] == tl.arange(0, COLUMNS)[:, None]
-    _, along = _principal(x, is_member, CHUNK / parts.to(tl.float32), D, ITERATIONS, PRECISION)
+    _, along = _principal(x, is_member, start, CHUNK / parts.to(tl.float32), D, ITERATIONS, PRECISION)
     coordinate = tl.sum(along, 0)
     coordinate = tl.where(coordinate == coordinate, coordinate, 3.0e38)  # NaN: ranks must be a permutation
     bits = coordinate.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the numbers are
-    rank = _rank((part.to(tl.int64) << 32) + bits, scratch, CHUNK)
+    rank = _rank((part.to(tl.int64) << 32) + bits, scratch, CHUNK)  # `bits` may be negative
     upper = rank * 2 * parts // CHUNK
     of_first = tl.sum(tl.where(tl.arange(0, CHUNK) == 0, upper, 0), 0)
     return tl.where(upper < 2, upper ^ of_first, upper)
@@ -106,19 +110,17 @@ def _split(x, part, scratch, parts, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, 
 
 @triton.jit
 def _rank(key, scratch, CHUNK: tl.constexpr):
-    """Return the rank of every key of a chunk, where all programs have a scratch of their own; equal keys in their order."""
+    """Return the rank of every key of a chunk; equal keys in their order. Each program has a scratch of its own."""
     number = tl.arange(0, CHUNK)
+    key = key * CHUNK + number
     tl.debug_barrier()
     tl.store(scratch + number, key)
     tl.debug_barrier()
     rank = tl.zeros([CHUNK], tl.int32)
     WIDE: tl.constexpr = min(CHUNK, 32)
     for begin in range(0, CHUNK, WIDE):
-        other = begin + tl.arange(0, WIDE)
-        value = tl.load(scratch + other)
-        before = value[None, :] < key[:, None]
-        equal = (value[None, :] == key[:, None]) & (other[None, :] < number[:, None])
-        rank += tl.sum((before | equal).to(tl.int32), 1)
+        other = tl.load(scratch + begin + tl.arange(0, WIDE))
+        rank += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
     return rank
 
 
@@ -143,7 +145,7 @@ def _store_means(table, x, member, base, chunk, chunks, CHUNK: tl.constexpr, GRO
 
 @triton.jit
 def _cluster(
-    k, v, chunk_rows, k_table, v_table, spread, order, scratch,
+    k, v, chunk_rows, k_table, v_table, spread, order, start, scratch,
     chunks, heads, k_row, k_head, v_row, v_head,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
@@ -165,7 +167,7 @@ def _cluster(
         LEVELS: tl.constexpr = _log2(GROUPS)
         parts = tl.full([], 1, tl.int32)
         for _ in range(LEVELS):
-            group = _split(centred, group, scratch, parts, max(16, GROUPS // 2), CHUNK, D, ITERATIONS, PRECISION)
+            group = _split(centred, group, start, scratch, parts, max(16, GROUPS // 2), CHUNK, D, ITERATIONS, PRECISION)
             parts *= 2
         slot = _rank(group.to(tl.int64), scratch, CHUNK)
         tl.store(order + head * (chunks * CHUNK) + chunk * CHUNK + slot, number.to(tl.int16))
@@ -175,7 +177,7 @@ def _cluster(
     is_member = group[None, :] == tl.arange(0, GROUPS)[:, None]
     member = is_member.to(x.dtype)
     _store_means(k_table, x, member, base, chunk, chunks, CHUNK, GROUPS, NODES, DIM, D, PRECISION)
-    direction, along = _principal(centred, is_member, CHUNK // GROUPS, D, ITERATIONS, PRECISION)
+    direction, along = _principal(centred, is_member, start, CHUNK // GROUPS, D, ITERATIONS, PRECISION)
     deviation = tl.sqrt(tl.sum(along * along, 1) * (GROUPS / CHUNK))
     to_spread = spread + (head * chunks * GROUPS + chunk * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[:, None] * DIM
     wide = direction.to(tl.float32) * deviation[:, None]
@@ -186,6 +188,12 @@ def _cluster(
     y = tl.load(v + rows[:, None] * v_row + head * v_head + value_column[None, :], mask=there, other=0.0)
     tl.store(v_table + to * VALUE_DIM + value_column[None, :], y, mask=there)
     _store_means(v_table, y, member.to(y.dtype), base, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV, PRECISION)
+
+
+@lru_cache(maxsize=8)
+def _start(dim: int, device: torch.device) -> Tensor:
+    with lasting():
+        return start_direction(dim, device).to(torch.float32)
 
 
 @triton.constexpr_function

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys
-from hsa.attention.clustered.layout import Layout
+from hsa.attention.clustered.layout import BLOCK_ROWS, Layout, Shape, Slab
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.triton.attend import _attend
 from hsa.attention.clustered.triton.cluster import build_keys
@@ -20,10 +20,10 @@ from hsa.attention.kernels.available import padded
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 LOG2_E = math.log2(math.e)
-NORMALIZERS = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
-SELECT = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+NORMALIZERS = {"BLOCK": 64, "num_warps": 8, "num_stages": 3}
+SELECT = {"BLOCK": 64, "num_warps": 8, "num_stages": 3}
 LOWER = {"BLOCK": 16, "num_warps": 4}
-ATTEND = {"BLOCK": 64, "ENTRIES": 16, "num_warps": 4, "num_stages": 3}
+ATTEND = {"BLOCK": 64, "ENTRIES": 16, "num_stages": 3}
 """Sizes and options of the launches."""
 
 
@@ -32,7 +32,8 @@ def select(call: SelectCall) -> TileSelection:
     layout = call.layout
     first = call.q.new_empty(int(layout.tile_offset[-1]) * layout.shape.groups * call.lists, dtype=torch.uint8)
     if len(first):
-        select_tiles(call, layout.table(call.q.device), first, _bounds(call, layout.table(call.q.device)))
+        (slab,) = layout.slabs(call.q.device)
+        select_tiles(call, slab, first, _bounds(call, slab))
         _open_again(call, first)
     return TileSelection(first, layout, call.lists)
 
@@ -47,17 +48,16 @@ def attend(call: ClusteredCall) -> tuple[Tensor, Tensor]:
     if selection is None and call.opened is not None:
         selection = select(call.select(keys))
     if selection is not None:
-        table = layout.table(q.device)
-        attend_tiles(call, keys, table, selection.first, int(layout.tile_offset[-1]), selection.lists, out, lse)
+        for slab in layout.slabs(q.device):
+            attend_tiles(call, keys, slab, selection.first, selection.lists, out, lse)
         return out, lse
-    bounds = None
-    for table, chunks in layout.slabs(q.device, SLAB_BYTES // (call.lists * _bytes(layout))):
-        first = q.new_empty(chunks * layout.shape.groups * call.lists, dtype=torch.uint8)
-        if chunks:
-            selecting = call.select(keys)
-            bounds = _bounds(selecting, table, bounds)
-            select_tiles(selecting, table, first, bounds)
-        attend_tiles(call, keys, table, first, chunks, call.lists, out, lse)
+    bounds, selecting = None, call.select(keys)
+    for slab in layout.slabs(q.device, SLAB_BYTES // (call.lists * _bytes(layout))):
+        first = q.new_empty(slab.chunks * layout.shape.groups * call.lists, dtype=torch.uint8)
+        if slab.chunks:
+            bounds = _bounds(selecting, slab, bounds)
+            select_tiles(selecting, slab, first, bounds)
+        attend_tiles(call, keys, slab, first, call.lists, out, lse)
     return out, lse
 
 
@@ -67,10 +67,14 @@ def _bytes(layout: Layout) -> int:
     return groups + nodes + 1 + 4 * (groups + nodes + 2)
 
 
+def _rows(shape: Shape) -> int:
+    """Return the number of queries of a block of tiles."""
+    return max(BLOCK_ROWS, shape.tile)
+
+
 def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
     shape, dim = layout.shape, q.shape[2]
     return {
-        "TILE": shape.tile,
         "CHUNK": shape.chunk,
         "GROUPS": shape.groups,
         "NODES": shape.branching[2],
@@ -80,38 +84,36 @@ def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
     }
 
 
-def _bounds(call: SelectCall, tiles: Tensor, bounds: Tensor | None = None) -> Tensor:
+def _bounds(call: SelectCall, slab: Slab, bounds: Tensor | None = None) -> Tensor:
     """Return `[queries, heads]` the estimate from which each query wants a group."""
     q, k, keys, shape = call.q, call.k, call.keys, call.layout.shape
     heads, chunks = q.shape[1], call.layout.num_chunks
     bounds = q.new_empty(q.shape[:2], dtype=torch.float32) if bounds is None else bounds
     constants, scale = _constants(call.layout, q), call.scale * LOG2_E
-    grid = (len(tiles) * heads,)
     if call.threshold is not None:
-        _normalizers[grid](
-            q, k, keys.k, tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2], scale,
-            math.log2(call.threshold), CAUSAL=call.layout.causal, LOG_NODE=math.log2(shape.node), **constants, **NORMALIZERS,
+        _normalizers[(len(slab.blocks) * heads,)](
+            q, k, keys.k, slab.blocks, bounds, heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2], scale,
+            math.log2(call.threshold), ROWS=_rows(shape), CAUSAL=call.layout.causal, LOG_NODE=math.log2(shape.node), **constants, **NORMALIZERS,
         )  # fmt: skip
         return bounds
     assert call.top_k is not None
     if call.top_k == 0:
         return bounds.fill_(math.inf)
-    _largest[grid](
-        q, keys.k, keys.spread, tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], scale, scale * call.spread,
-        call.top_k, LOG_GROUP=math.log2(shape.group), SPREAD=call.spread > 0, KEPT=padded(call.top_k), **constants,
+    _largest[(len(slab.tiles) * heads,)](
+        q, keys.k, keys.spread, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], scale, scale * call.spread,
+        call.top_k, TILE=shape.tile, LOG_GROUP=math.log2(shape.group), SPREAD=call.spread > 0, KEPT=padded(call.top_k), **constants,
     )  # fmt: skip
     return bounds
 
 
-def select_tiles(call: SelectCall, tiles: Tensor, first: Tensor, bounds: Tensor) -> None:
+def select_tiles(call: SelectCall, slab: Slab, first: Tensor, bounds: Tensor) -> None:
     """Write the first query for which each group is open, for some tiles."""
     q, keys, shape = call.q, call.keys, call.layout.shape
     scale = call.scale * LOG2_E
-    splits = 1
-    _first_rows[(len(tiles) * call.lists * splits,)](
-        q, keys.k, keys.spread, tiles, bounds, first, q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks,
-        *q.stride()[:2], scale, scale * call.spread, CAUSAL=call.layout.causal, LOG_GROUP=math.log2(shape.group),
-        SPREAD=call.spread > 0, SPLITS=splits, **_constants(call.layout, q), **SELECT,
+    _first_rows[(len(slab.blocks) * call.lists,)](
+        q, keys.k, keys.spread, slab.blocks, bounds, first, q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks,
+        *q.stride()[:2], scale, scale * call.spread, ROWS=_rows(shape), TILE=shape.tile, CAUSAL=call.layout.causal,
+        LOG_GROUP=math.log2(shape.group), SPREAD=call.spread > 0, **_constants(call.layout, q), **SELECT,
     )  # fmt: skip
 
 
@@ -130,25 +132,24 @@ def _open_again(call: SelectCall, first: Tensor) -> None:
 def attend_tiles(
     call: ClusteredCall,
     keys: ClusteredKeys,
-    tiles: Tensor,
+    slab: Slab,
     first: Tensor,
-    chunks: int,
     lists: int,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Lower a selection to lists, and attend from some tiles."""
     q, k, v, shape = call.q, call.k, call.v, call.layout.shape
-    heads, nodes = q.shape[1], shape.branching[2]
+    heads, nodes, tiles, chunks = q.shape[1], shape.branching[2], slab.tiles, slab.chunks
     upper = first.new_empty(chunks * lists * (nodes + 1))
     key_list = first.new_empty(chunks * lists * shape.groups, dtype=torch.int32)
     pooled_list = first.new_empty(chunks * lists * (nodes + 2), dtype=torch.int32)
     counts = first.new_zeros(len(tiles) * lists * 2, dtype=torch.int32)
     constants = _constants(call.layout, q)
     if chunks:
-        sizes = {name: constants[name] for name in ("TILE", "CHUNK", "GROUPS", "NODES")}
+        sizes = {name: constants[name] for name in ("CHUNK", "GROUPS", "NODES")}
         _lower[(len(tiles) * lists,)](
-            first, tiles, upper, key_list, pooled_list, counts, lists, call.layout.num_chunks, **sizes, **LOWER
+            first, tiles, upper, key_list, pooled_list, counts, lists, call.layout.num_chunks, TILE=shape.tile, **sizes, **LOWER
         )
     bias = call.pooled_bias
     if bias is not None:
@@ -156,7 +157,8 @@ def attend_tiles(
     _attend[(len(tiles) * heads,)](
         q, k, v, keys.k, keys.v, first, upper, key_list, pooled_list, counts, tiles, q if bias is None else bias, out, lse,
         heads, k.shape[1], lists, call.layout.num_chunks, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        call.scale * LOG2_E, VALUE_DIM=v.shape[2], DV=padded(v.shape[2]), CAUSAL=call.layout.causal,
+        call.scale * LOG2_E, TILE=shape.tile, VALUE_DIM=v.shape[2], DV=padded(v.shape[2]), CAUSAL=call.layout.causal,
         BIASED=bias is not None, LOG_GROUP=math.log2(shape.group), LOG_NODE=math.log2(shape.node),
-        LOG_CHUNK=math.log2(shape.chunk), **constants, **ATTEND,
+        LOG_CHUNK=math.log2(shape.chunk), num_warps=4 if shape.tile <= 64 else 8,
+        **constants, **ATTEND,
     )  # fmt: skip

@@ -20,30 +20,28 @@ from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 @triton.jit
 def _normalizers(
-    q, k, k_table, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
+    q, k, k_table, blocks, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
     head = tl.program_id(0) % heads
     kv_head = head // (heads // kv_heads)
-    row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) // heads)
+    row, count, first_chunk, visible, exact, end, _, _ = load_tile(blocks, tl.program_id(0) // heads)
     if visible == 0:
         return
-    query = tl.arange(0, TILE)
-    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
+    query = tl.arange(0, ROWS)
+    x = load_queries(q, row, count, head, q_row, q_head, ROWS, DIM, D)
     column = tl.arange(0, D)
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    # Two passes over blocks of rows: exact keys of k, then the nodes of the visible chunks.
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    # First the exact keys of k, then the nodes of the visible chunks.
     last = end + (count - 1 if CAUSAL else 0)
     for begin in range(0, last - exact, BLOCK):
         key = exact + begin + tl.arange(0, BLOCK)
         there = key < last
         rows = tl.where(there, key, exact).to(tl.int64)
-        y = tl.load(
-            k + rows[:, None] * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0
-        )
+        y = tl.load(k + rows[:, None] * k_row + kv_head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0)
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale
         limit = end + query if CAUSAL else end + 0 * query
         logit = tl.where(there[None, :] & (key[None, :] < limit[:, None]), logit, float("-inf"))
@@ -125,41 +123,41 @@ def _largest(
 
 @triton.jit
 def _first_rows(
-    q, k_table, spread, tiles, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, scale, weight,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, CAUSAL: tl.constexpr, LOG_GROUP: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    q, k_table, spread, blocks, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, scale, weight,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, LOG_GROUP: tl.constexpr, SPREAD: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first query of a tile for which each group is open; 255 if there is none."""
-    part = tl.program_id(0) % SPLITS
-    listed = tl.program_id(0) // SPLITS % lists
-    row, count, first_chunk, visible, _, _, offset, _ = load_tile(tiles, tl.program_id(0) // (SPLITS * lists))
+    """Store the first query of each tile of a block for which each group is open; 255 if there is none."""
+    listed = tl.program_id(0) % lists
+    row, count, first_chunk, visible, _, _, offset, tiles = load_tile(blocks, tl.program_id(0) // lists)
     groups = visible * GROUPS
     share = heads // lists
     kv_head = listed * share // (heads // kv_heads)
-    query = tl.arange(0, TILE)
+    query = tl.arange(0, ROWS)
+    tile = tl.arange(0, ROWS // TILE)
     means = k_table + kv_head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
     spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS).to(tl.int64) * DIM
-    out = first + (offset.to(tl.int64) * lists + listed * visible) * GROUPS
-    per_part = tl.cdiv(tl.cdiv(groups, BLOCK), SPLITS) * BLOCK
-    until = tl.minimum(groups, (part + 1) * per_part)
+    out = first + ((offset.to(tl.int64) + tile * visible) * lists + listed * visible)[:, None] * GROUPS
     for member in range(share):
         head = listed * share + member
-        x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
+        x = load_queries(q, row, count, head, q_row, q_head, ROWS, DIM, D)
         bound = tl.load(bounds + (row + query).to(tl.int64) * heads + head, mask=query < count, other=float("inf"))
-        for begin in range(part * per_part, until, BLOCK):
+        for begin in range(0, groups, BLOCK):
             estimate, there = _estimates(
                 x, means, spreads, begin, groups, scale, weight, DIM, D, LOG_GROUP, SPREAD, PRECISION, BLOCK
             )
-            since = query if CAUSAL else 0 * query
-            opened = tl.min(tl.where(estimate >= bound[:, None], since[:, None], 255), 0)
+            since = query % TILE if CAUSAL else 0 * query
+            opened = tl.where(estimate >= bound[:, None], since[:, None], 255)
+            opened = tl.min(tl.reshape(opened, [ROWS // TILE, TILE, BLOCK]), 1)
             group = begin + tl.arange(0, BLOCK)
-            opened = tl.where(group == 0, 0, opened)
+            opened = tl.where(group[None, :] == 0, 0, opened)
+            stored = there[None, :] & (tile[:, None] < tiles)
             if member > 0:
-                before = tl.load(out + group, mask=there, other=255).to(tl.int32)
+                before = tl.load(out + group[None, :], mask=stored, other=255).to(tl.int32)
                 opened = tl.minimum(opened, before)
-            tl.store(out + group, opened.to(tl.uint8), mask=there)
+            tl.store(out + group[None, :], opened.to(tl.uint8), mask=stored)
 
 
 @triton.jit
