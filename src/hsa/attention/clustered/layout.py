@@ -28,8 +28,6 @@ BRANCHING = (8, 8, 4)
 """Default sizes: keys per group, groups per node, nodes per chunk."""
 TILE = 64
 """Default number of queries per tile."""
-BLOCK_ROWS = 256
-"""Maximum number of queries that a kernel scores at once."""
 WIDEST_TILE = 128
 """Maximum number of queries per tile: rows of a tile are stored as bytes."""
 
@@ -155,7 +153,8 @@ class Layout:
     @property
     def chunk_rows(self) -> np.ndarray:
         """First row of every complete chunk, in a tensor with one row per key of all sequences."""
-        first = np.cumsum(self.lengths) - self.lengths
+        lengths = np.array(self.lengths, np.int64)
+        first = np.cumsum(lengths) - lengths
         sequence = np.repeat(np.arange(len(self.lengths)), np.diff(self.chunks))
         return first[sequence] + (np.arange(self.num_chunks) - self.chunks[sequence]) * self.shape.chunk
 
@@ -184,19 +183,15 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Some tiles of a layout, as tables that kernels read.
-
-    The columns of both tables: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
-    row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, number of tiles.
+    """Some tiles of a layout, as a table that kernels read.
 
     Attributes:
-        tiles: `[tiles, 8]`.
-        blocks: `[blocks, 8]` runs of consecutive tiles that see the same chunks, of up to `BLOCK_ROWS` queries.
+        tiles: `[tiles, 8]`: first row of q, number of rows, first visible chunk, number of visible chunks, first exact
+            row of k, end of the exact rows for the first query, number of visible chunks of the tiles before, nothing.
         chunks: Number of visible chunks of all tiles.
     """
 
     tiles: Tensor
-    blocks: Tensor
     chunks: int
 
 
@@ -211,7 +206,7 @@ def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]
     order = np.argsort(-layout.tile_chunks, kind="stable")
     rows, visible = layout.tile_row, layout.tile_chunks
     columns = [rows[:-1], np.diff(rows), layout.tile_chunk, visible, layout.tile_exact, layout.tile_end]
-    columns = np.stack([*columns, layout.tile_offset[:-1], np.ones_like(visible)], 1)[order]
+    columns = np.stack([*columns, layout.tile_offset[:-1], np.zeros_like(visible)], 1)[order]
     cuts, held = [0], 0
     for i, chunks in enumerate(columns[:, 3]):
         if most is not None and held and held + chunks > most:
@@ -222,28 +217,10 @@ def _slabs(layout: Layout, device: torch.device, most: int | None) -> list[Slab]
         part = columns[begin:end].copy()
         if most is not None:
             part[:, 6] = np.cumsum(part[:, 3]) - part[:, 3]
-        slabs.append((part, _blocks(part, layout.shape.tile), int(part[:, 3].sum())))
-    with lasting():
-        return [
-            Slab(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in (tiles, blocks)), chunks)
-            for tiles, blocks, chunks in slabs
-            if len(tiles)
-        ]
-
-
-def _blocks(tiles: np.ndarray, tile: int) -> np.ndarray:
-    """Join consecutive tiles: rows of q and offsets follow each other, and all tiles but the last are full."""
-    row, count, chunk, visible, _, _, offset, _ = tiles.T
-    same = (chunk[1:] == chunk[:-1]) & (visible[1:] == visible[:-1]) & (count[:-1] == tile)
-    same &= (row[1:] == row[:-1] + tile) & (offset[1:] == offset[:-1] + visible[:-1])
-    run = np.concatenate([[0], np.cumsum(~same)]) if len(tiles) else np.zeros(0, np.int64)
-    index = np.arange(len(tiles)) - np.searchsorted(run, run)  # of a tile in its run
-    starts = np.flatnonzero(index % max(1, BLOCK_ROWS // tile) == 0)
-    blocks = tiles[starts].copy()
-    if len(starts):
-        blocks[:, 1] = np.add.reduceat(count, starts)
-        blocks[:, 7] = np.diff(np.append(starts, len(tiles)))
-    return blocks
+        with lasting():
+            tiles = torch.from_numpy(part.astype(np.int32)).to(device)
+        slabs.append(Slab(tiles, int(part[:, 3].sum())))
+    return slabs if len(columns) else []
 
 
 def layout_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
-from hsa.attention.clustered.layout import Shape
 from hsa.attention.kernels import available
 
 MOST_GROUPS = 2**23
@@ -14,7 +13,7 @@ MOST_GROUPS = 2**23
 
 def why_not_triton(call: ClusteredCall) -> list[str]:
     """Return the reasons why the kernels cannot run `hsa.clustered_attention`; an empty list if they can."""
-    reasons = _why_not(call.q, call.v, call.layout.shape, call.backend)
+    reasons = _why_not(call.q, call.v, call)
     if reasons:
         return reasons
     if call.needs_gradient:
@@ -26,11 +25,13 @@ def why_not_triton(call: ClusteredCall) -> list[str]:
 
 def why_not_triton_select(call: SelectCall) -> list[str]:
     """Return the reasons why the kernels cannot run `hsa.select_groups`; an empty list if they can."""
-    return _why_not(call.q, call.q, call.layout.shape, call.backend)
+    return _why_not(call.q, call.q, call)
 
 
-def _why_not(q: Tensor, v: Tensor, shape: Shape, backend: str) -> list[str]:
-    reasons = available.why_not(q, v, backend)
+def _why_not(q: Tensor, v: Tensor, call: ClusteredCall | SelectCall) -> list[str]:
+    shape, reasons = call.layout.shape, available.why_not(q, v, call.backend)
+    if call.scale <= 0:
+        reasons.append(f"the scale must be positive, not {call.scale}")
     if shape.tile < 16:
         reasons.append(f"tiles must have at least 16 queries, not {shape.tile}")
     if shape.branching[:2] != (8, 8) or shape.branching[2] > 8:

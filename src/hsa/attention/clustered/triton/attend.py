@@ -13,11 +13,17 @@ from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 
 @triton.jit
-def _step(x, keys, values, logit_bias, active, top, mass, out, scale, PRECISION: tl.constexpr):
-    """Attend to some keys `[columns, D]`, and return the new maximum, mass and output."""
-    logit = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale + logit_bias
+def _step(x, keys, values, active, top, mass, out, scale, PRECISION: tl.constexpr):
+    """Attend to some keys `[columns, D]`, and return the new maximum, mass and output. The scale is positive."""
+    logit = tl.dot(x, tl.trans(keys), input_precision=PRECISION)
     logit = tl.where(active, logit, float("-inf"))
-    new = tl.maximum(top, tl.max(logit, 1))
+    new = tl.maximum(top, tl.max(logit, 1) * scale)
+    return _accumulate(logit * scale, values, new, top, mass, out, PRECISION)
+
+
+@triton.jit
+def _accumulate(logit, values, new, top, mass, out, PRECISION: tl.constexpr):
+    """Add values, weighted by logits, to a running softmax."""
     base = tl.where(new == float("-inf"), 0.0, new)
     weight = tl.exp2(logit - base[:, None])
     shrink = tl.exp2(top - base)
@@ -60,7 +66,7 @@ def _attend(
         )
         limit = end + query if CAUSAL else end + 0 * query
         active = there[None, :] & (key[None, :] < limit[:, None])
-        top, mass, total = _step(x, y, z, 0.0, active, top, mass, total, scale, PRECISION)
+        top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
 
     table = chunks * (CHUNK + GROUPS + NODES + 1)
     k_table += kv_head.to(tl.int64) * table * DIM
@@ -75,15 +81,19 @@ def _attend(
     index = tl.arange(0, ENTRIES * 8) // 8
     within = tl.arange(0, ENTRIES * 8) % 8
 
+    # Entries are loaded one step ahead, because the addresses of keys and values depend on them.
+    entry = tl.load(key_list + index, mask=index < num_keys, other=255)
     for begin in range(0, num_keys, ENTRIES):
-        entry = tl.load(key_list + begin + index, mask=begin + index < num_keys, other=255)
+        ahead = begin + ENTRIES + index
+        following = tl.load(key_list + ahead, mask=ahead < num_keys, other=255)
         rows = ((entry >> 8) + within).to(tl.int64)[:, None]
         y = tl.load(k_table + rows * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
         z = tl.load(
             v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
         )
         active = query[:, None] >= (entry & 255)[None, :]
-        top, mass, total = _step(x, y, z, 0.0, active, top, mass, total, scale, PRECISION)
+        top, mass, total = _step(x, y, z, active, top, mass, total, scale, PRECISION)
+        entry = following
 
     pooled_bias = tl.load(bias + head) if BIASED else 0.0
     first_of_groups = chunks * CHUNK
@@ -110,7 +120,10 @@ def _attend(
             v_table + rows * VALUE_DIM + value_column[None, :], mask=value_column[None, :] < VALUE_DIM, other=0.0
         )
         active = (query[:, None] >= (entry & 255)[None, :]) & (query[:, None] < until[None, :])
-        top, mass, total = _step(x, y, z, log_count[None, :], active, top, mass, total, scale, PRECISION)
+        logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + log_count[None, :]
+        logit = tl.where(active, logit, float("-inf"))
+        new = tl.maximum(top, tl.max(logit, 1))
+        top, mass, total = _accumulate(logit, z, new, top, mass, total, PRECISION)
 
     total = total / tl.where(mass > 0, mass, 1.0)[:, None]
     rows = (row + query).to(tl.int64)

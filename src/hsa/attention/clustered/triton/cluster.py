@@ -1,9 +1,8 @@
 """Kernel of `hsa.cluster`: one program per chunk and key/value head sorts its keys into groups and pools them.
 
-The keys of a chunk stay in registers, in their own order; only the number of the part that each key belongs to changes.
-All parts of a level are split at once: with the matrix that tells the part of every key, means and power iterations of
-all parts are a few small matrix products, of 16 or 32 rows. The rank of a key is the number of keys before it, counted by comparing all
-pairs.
+The keys are split level by level. Before each level they are read in the order of their parts, so that all parts are
+slices of one block, and their means, power iterations and coordinates are sums along its dimensions. The rank of a key in
+its part is the number of keys before it, counted by comparing all pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hsa.attention.clustered.layout import Layout
 from hsa.attention.kernels.available import padded
 from hsa.tree.lasting import lasting
 
-WARPS, STAGES = 8, 2
+WARPS = 8
 
 
 def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> ClusteredKeys:
@@ -36,164 +35,153 @@ def build_keys(k: Tensor, v: Tensor, layout: Layout, *, windows: bool) -> Cluste
         shape=shape,
     )
     if chunks:
+        order = keys.spread if keys.order is None else keys.order
+        scratch = order if windows else k.new_empty(2 * order.numel(), dtype=torch.int32)
+        start = _start(padded(dim), k.device)
         _cluster[(chunks * heads,)](
-            k,
-            v,
-            layout.rows_of_chunks(k.device),
-            keys.k,
-            keys.v,
-            keys.spread,
-            keys.spread if keys.order is None else keys.order,
-            _start(padded(dim), k.device),
-            keys.spread if keys.order is None else k.new_empty(keys.order.numel(), dtype=torch.int64),
-            chunks,
-            heads,
-            *k.stride()[:2],
-            *v.stride()[:2],
-            CHUNK=shape.chunk,
-            GROUPS=shape.groups,
-            NODES=shape.branching[2],
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            D=padded(dim),
-            DV=padded(value_dim),
-            WINDOWS=windows,
-            ITERATIONS=ITERATIONS,
-            PRECISION="ieee" if k.dtype == torch.float32 else "tf32",
+            k, v, layout.rows_of_chunks(k.device), keys.k, keys.v, keys.spread, order, start, scratch, chunks, heads,
+            *k.stride()[:2], *v.stride()[:2], CHUNK=shape.chunk, GROUPS=shape.groups, NODES=shape.branching[2], DIM=dim,
+            VALUE_DIM=value_dim, D=padded(dim), DV=padded(value_dim), WINDOWS=windows, ITERATIONS=ITERATIONS,
             num_warps=WARPS,
-            num_stages=STAGES,
-        )
+        )  # fmt: skip
     return keys
-
-
-@triton.jit
-def _principal(x, is_member, start, size, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Return the principal direction of each part `[parts, D]`, and the coordinate of its members `[parts, keys]`, 0 of others.
-
-    Args:
-        x: Keys `[keys, D]`.
-        is_member: `[parts, keys]`.
-        start: Direction `[D]` from which power iterations start.
-        size: Number of members of a part.
-    """
-    mean = tl.dot(is_member.to(x.dtype), x, input_precision=PRECISION) / size
-    direction = tl.broadcast_to(tl.load(start + tl.arange(0, D))[None, :], mean.shape).to(x.dtype)
-    for _ in range(ITERATIONS + 1):
-        along = _along(x, mean, direction, is_member, PRECISION).to(x.dtype)
-        wide = tl.dot(along, x, input_precision=PRECISION) - tl.sum(along.to(tl.float32), 1)[:, None] * mean
-        length = tl.sqrt(tl.sum(wide * wide, 1))
-        direction = (wide / tl.where(length > 0, length, 1.0)[:, None]).to(x.dtype)
-    return direction, _along(x, mean, direction, is_member, PRECISION)
-
-
-@triton.jit
-def _along(x, mean, direction, is_member, PRECISION: tl.constexpr):
-    """Return the coordinates of centred members along a direction."""
-    along = tl.dot(direction, tl.trans(x), input_precision=PRECISION)
-    return tl.where(is_member, along - tl.sum(mean * direction.to(tl.float32), 1)[:, None], 0.0)
-
-
-@triton.jit
-def _split(x, part, start, scratch, parts, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Return the part of each key after all parts are split in two; the first key stays in the first part."""
-    is_member = part[None, :] == tl.arange(0, COLUMNS)[:, None]
-    _, along = _principal(x, is_member, start, CHUNK / parts.to(tl.float32), D, ITERATIONS, PRECISION)
-    coordinate = tl.sum(along, 0)
-    coordinate = tl.where(coordinate == coordinate, coordinate, 3.0e38)  # NaN: ranks must be a permutation
-    bits = coordinate.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the numbers are
-    rank = _rank((part.to(tl.int64) << 32) + bits, scratch, CHUNK)  # `bits` may be negative
-    upper = rank * 2 * parts // CHUNK
-    of_first = tl.sum(tl.where(tl.arange(0, CHUNK) == 0, upper, 0), 0)
-    return tl.where(upper < 2, upper ^ of_first, upper)
-
-
-@triton.jit
-def _rank(key, scratch, CHUNK: tl.constexpr):
-    """Return the rank of every key of a chunk; equal keys in their order. Each program has a scratch of its own."""
-    number = tl.arange(0, CHUNK)
-    key = key * CHUNK + number
-    tl.debug_barrier()
-    tl.store(scratch + number, key)
-    tl.debug_barrier()
-    rank = tl.zeros([CHUNK], tl.int32)
-    WIDE: tl.constexpr = min(CHUNK, 32)
-    for begin in range(0, CHUNK, WIDE):
-        other = tl.load(scratch + begin + tl.arange(0, WIDE))
-        rank += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
-    return rank
-
-
-@triton.jit
-def _store_means(table, x, member, base, chunk, chunks, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Store the means of groups, nodes and chunk behind the keys of a table; `member` is `[groups, keys]`."""
-    column = tl.arange(0, D)
-    wide: tl.constexpr = D != DIM
-    group = tl.arange(0, GROUPS)
-    mean = tl.dot(member, x, input_precision=PRECISION) * (GROUPS / CHUNK)  # [GROUPS, D]
-    row = base + chunks * CHUNK + chunk * GROUPS + group
-    there = (column[None, :] < DIM) | (not wide)
-    tl.store(table + row.to(tl.int64)[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there)
-    node = tl.arange(0, NODES)
-    node_mean = tl.sum(tl.reshape(mean, [NODES, GROUPS // NODES, D]), 1) * (NODES / GROUPS)
-    row = base + chunks * (CHUNK + GROUPS) + chunk * NODES + node
-    tl.store(table + row.to(tl.int64)[:, None] * DIM + column[None, :], node_mean.to(x.dtype), mask=there)
-    root = tl.sum(node_mean, 0) * (1.0 / NODES)
-    row = base + chunks * (CHUNK + GROUPS + NODES) + chunk
-    tl.store(table + row.to(tl.int64) * DIM + column, root.to(x.dtype), mask=(column < DIM) | (not wide))
-
-
-@triton.jit
-def _cluster(
-    k, v, chunk_rows, k_table, v_table, spread, order, start, scratch,
-    chunks, heads, k_row, k_head, v_row, v_head,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0) % heads
-    chunk = tl.program_id(0) // heads
-    first = tl.load(chunk_rows + chunk)
-    number = tl.arange(0, CHUNK)
-    column = tl.arange(0, D)
-    rows = (first + number).to(tl.int64)
-    x = tl.load(k + rows[:, None] * k_row + head * k_head + column[None, :], mask=column[None, :] < DIM, other=0.0)
-    # Relative to the mean of the chunk, so that differences between similar keys stay precise.
-    centred = (x - (tl.sum(x.to(tl.float32), 0) / CHUNK)[None, :]).to(x.dtype)
-    group = number // (CHUNK // GROUPS)
-    slot = number
-    if not WINDOWS:
-        scratch += tl.program_id(0).to(tl.int64) * CHUNK
-        group = tl.zeros([CHUNK], tl.int32)
-        LEVELS: tl.constexpr = _log2(GROUPS)
-        parts = tl.full([], 1, tl.int32)
-        for _ in range(LEVELS):
-            group = _split(centred, group, start, scratch, parts, max(16, GROUPS // 2), CHUNK, D, ITERATIONS, PRECISION)
-            parts *= 2
-        slot = _rank(group.to(tl.int64), scratch, CHUNK)
-        tl.store(order + head * (chunks * CHUNK) + chunk * CHUNK + slot, number.to(tl.int16))
-    base = head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1))
-    to = (base + chunk * CHUNK + slot)[:, None]
-    tl.store(k_table + to * DIM + column[None, :], x, mask=column[None, :] < DIM)
-    is_member = group[None, :] == tl.arange(0, GROUPS)[:, None]
-    member = is_member.to(x.dtype)
-    _store_means(k_table, x, member, base, chunk, chunks, CHUNK, GROUPS, NODES, DIM, D, PRECISION)
-    direction, along = _principal(centred, is_member, start, CHUNK // GROUPS, D, ITERATIONS, PRECISION)
-    deviation = tl.sqrt(tl.sum(along * along, 1) * (GROUPS / CHUNK))
-    to_spread = spread + (head * chunks * GROUPS + chunk * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)[:, None] * DIM
-    wide = direction.to(tl.float32) * deviation[:, None]
-    tl.store(to_spread + column[None, :], wide.to(x.dtype), mask=column[None, :] < DIM)
-
-    value_column = tl.arange(0, DV)
-    there = value_column[None, :] < VALUE_DIM
-    y = tl.load(v + rows[:, None] * v_row + head * v_head + value_column[None, :], mask=there, other=0.0)
-    tl.store(v_table + to * VALUE_DIM + value_column[None, :], y, mask=there)
-    _store_means(v_table, y, member.to(y.dtype), base, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV, PRECISION)
 
 
 @lru_cache(maxsize=8)
 def _start(dim: int, device: torch.device) -> Tensor:
     with lasting():
         return start_direction(dim, device).to(torch.float32)
+
+
+@triton.jit
+def _principal(x, start, SIZE: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Return the principal direction `[parts, D]` of keys `[parts, SIZE, D]`, and their coordinates `[parts, SIZE]`."""
+    centred = x - (tl.sum(x, 1) / SIZE)[:, None, :]
+    along = tl.sum(centred * start[None, None, :], 2)
+    direction = tl.sum(centred * along[:, :, None], 1)
+    direction = direction / _length(direction)[:, None]
+    for _ in tl.static_range(ITERATIONS):
+        along = tl.sum(centred * direction[:, None, :], 2)
+        direction = tl.sum(centred * along[:, :, None], 1)
+        direction = direction / _length(direction)[:, None]
+    return direction, tl.sum(centred * direction[:, None, :], 2)
+
+
+@triton.jit
+def _length(x):
+    """Return the lengths of vectors `[parts, D]`, 1 for zero."""
+    length = tl.sqrt(tl.sum(x * x, 1))
+    return tl.where(length > 0, length, 1.0)
+
+
+@triton.jit
+def _rank(key, scratch, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the ranks of distinct keys `[PARTS, SIZE]` inside their parts. Each program has a scratch of its own."""
+    part = tl.arange(0, PARTS)[:, None] * SIZE
+    tl.store(scratch + part + tl.arange(0, SIZE)[None, :], key)
+    tl.debug_barrier()
+    rank = tl.zeros([PARTS, SIZE], tl.int32)
+    WIDE: tl.constexpr = min(SIZE, 32)
+    for begin in range(0, SIZE, WIDE):
+        other = tl.load(scratch + part + begin + tl.arange(0, WIDE)[None, :])
+        rank += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), 2)
+    tl.debug_barrier()
+    return rank
+
+
+@triton.jit
+def _split(k, k_row, order, start, scratch, PARTS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr):  # fmt: skip
+    """Split every part in two halves; the first key of the chunk stays in the first part.
+
+    Args:
+        k: First key of the chunk.
+        order: Keys of the chunk in the order of their parts; overwritten.
+    """
+    SIZE: tl.constexpr = CHUNK // PARTS
+    column = tl.arange(0, D)
+    slot = tl.arange(0, PARTS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    number = tl.load(order + slot)
+    rows = number.to(tl.int64)[:, :, None] * k_row
+    x = tl.load(k + rows + column[None, None, :], mask=column[None, None, :] < DIM, other=0.0).to(tl.float32)
+    _, along = _principal(x, start, SIZE, ITERATIONS)
+    along = tl.where(tl.abs(along) < 1e30, along, 0.0)  # ranks must be a permutation, also of keys that are not finite
+    low, high = tl.min(along, 1), tl.max(along, 1)
+    fine = 4194303.0 / tl.where(high > low, high - low, 1.0)
+    key = ((along - low[:, None]) * fine[:, None]).to(tl.int32) * 512 + number
+    rank = _rank(key, scratch, PARTS, SIZE)
+    of_first = tl.max(tl.max(tl.where((number == 0) & (rank * 2 >= SIZE), SIZE // 2, 0), 1), 0)
+    moved = tl.where(slot < SIZE, (rank + of_first) % SIZE, rank)
+    tl.store(order + tl.arange(0, PARTS)[:, None] * SIZE + moved, number)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _pool(source, row_stride, table, number, chunk, chunks, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Store keys or values and the means of groups, nodes and chunk in a table, and return the former `[groups, keys, D]`.
+
+    Args:
+        source: First row of the chunk.
+        number: `[groups, keys]` rows of the chunk in the order of the table.
+    """
+    SIZE: tl.constexpr = CHUNK // GROUPS
+    column = tl.arange(0, D)
+    there = column < DIM
+    rows = number.to(tl.int64)[:, :, None] * row_stride
+    x = tl.load(source + rows + column[None, None, :], mask=there[None, None, :], other=0.0)
+    group, node = tl.arange(0, GROUPS), tl.arange(0, NODES)
+    slot = (chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]).to(tl.int64)
+    tl.store(table + slot[:, :, None] * DIM + column[None, None, :], x, mask=there[None, None, :])
+    mean = tl.sum(x.to(tl.float32), 1) / SIZE
+    row = (chunks * CHUNK + chunk * GROUPS + group).to(tl.int64)
+    tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
+    mean = tl.sum(tl.reshape(mean, [NODES, GROUPS // NODES, D]), 1) * (NODES / GROUPS)
+    row = (chunks * (CHUNK + GROUPS) + chunk * NODES + node).to(tl.int64)
+    tl.store(table + row[:, None] * DIM + column[None, :], mean.to(x.dtype), mask=there[None, :])
+    row = (chunks * (CHUNK + GROUPS + NODES) + chunk).to(tl.int64)
+    tl.store(table + row * DIM + column, (tl.sum(mean, 0) / NODES).to(x.dtype), mask=there)
+    return x
+
+
+@triton.jit
+def _cluster(
+    k, v, chunk_rows, k_table, v_table, spread, order, start, scratch, chunks, heads, k_row, k_head, v_row, v_head,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WINDOWS: tl.constexpr, ITERATIONS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % heads
+    chunk = tl.program_id(0) // heads
+    first = tl.load(chunk_rows + chunk).to(tl.int64)
+    k += first * k_row + head * k_head
+    v += first * v_row + head * v_head
+    column = tl.arange(0, D)
+    from_direction = tl.load(start + column)
+    SIZE: tl.constexpr = CHUNK // GROUPS
+    group = tl.arange(0, GROUPS)
+    slot = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    number = slot
+    if not WINDOWS:
+        number_of_key = tl.arange(0, CHUNK)
+        scratch += tl.program_id(0).to(tl.int64) * (2 * CHUNK)
+        tl.store(scratch + number_of_key, number_of_key)
+        tl.debug_barrier()
+        LEVELS: tl.constexpr = _log2(GROUPS)
+        for level in tl.static_range(LEVELS):
+            _split(k, k_row, scratch, from_direction, scratch + CHUNK, 1 << level, CHUNK, DIM, D, ITERATIONS)
+        number = tl.load(scratch + slot)
+        rank = _rank(number, scratch + CHUNK, GROUPS, SIZE)  # keys of a group in their own order
+        tl.store(scratch + group[:, None] * SIZE + rank, number)
+        tl.debug_barrier()
+        number = tl.load(scratch + slot)
+        tl.store(order + head * (chunks * CHUNK) + chunk * CHUNK + slot, number.to(tl.int16))
+    rows = chunks * (CHUNK + GROUPS + NODES + 1)
+    k_table += head.to(tl.int64) * rows * DIM
+    v_table += head.to(tl.int64) * rows * VALUE_DIM
+    x = _pool(k, k_row, k_table, number, chunk, chunks, CHUNK, GROUPS, NODES, DIM, D)
+    direction, along = _principal(x.to(tl.float32), from_direction, SIZE, ITERATIONS)
+    direction = direction * tl.sqrt(tl.sum(along * along, 1) / SIZE)[:, None]
+    to = spread + ((head * chunks + chunk) * GROUPS + group).to(tl.int64)[:, None] * DIM + column[None, :]
+    tl.store(to, direction.to(x.dtype), mask=column[None, :] < DIM)
+    _pool(v, v_row, v_table, number, chunk, chunks, CHUNK, GROUPS, NODES, VALUE_DIM, DV)
 
 
 @triton.constexpr_function

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hsa.attention.clustered.call import ClusteredCall, SelectCall
 from hsa.attention.clustered.keys import ClusteredKeys
-from hsa.attention.clustered.layout import BLOCK_ROWS, Layout, Shape, Slab
+from hsa.attention.clustered.layout import Layout, Slab
 from hsa.attention.clustered.selection import TileSelection
 from hsa.attention.clustered.triton.attend import _attend
 from hsa.attention.clustered.triton.cluster import build_keys
@@ -20,8 +20,8 @@ from hsa.attention.kernels.available import padded
 SLAB_BYTES = 2**28
 """Maximum bytes of the selection and the lists of the tiles that are processed at once."""
 LOG2_E = math.log2(math.e)
-NORMALIZERS = {"BLOCK": 64, "num_warps": 8, "num_stages": 3}
-SELECT = {"BLOCK": 64, "num_warps": 8, "num_stages": 3}
+NORMALIZERS = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+SELECT = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
 LOWER = {"BLOCK": 16, "num_warps": 4}
 ATTEND = {"BLOCK": 64, "ENTRIES": 16, "num_stages": 3}
 """Sizes and options of the launches."""
@@ -67,9 +67,9 @@ def _bytes(layout: Layout) -> int:
     return groups + nodes + 1 + 4 * (groups + nodes + 2)
 
 
-def _rows(shape: Shape) -> int:
-    """Return the number of queries of a block of tiles."""
-    return max(BLOCK_ROWS, shape.tile)
+def _weighs(spread: float) -> int:
+    """Return how kernels weigh spreads: 0 for not at all, 1 for with 1, 2 for with another weight."""
+    return int(spread) if spread in (0.0, 1.0) else 2
 
 
 def _constants(layout: Layout, q: Tensor) -> dict[str, Any]:
@@ -91,17 +91,18 @@ def _bounds(call: SelectCall, slab: Slab, bounds: Tensor | None = None) -> Tenso
     bounds = q.new_empty(q.shape[:2], dtype=torch.float32) if bounds is None else bounds
     constants, scale = _constants(call.layout, q), call.scale * LOG2_E
     if call.threshold is not None:
-        _normalizers[(len(slab.blocks) * heads,)](
-            q, k, keys.k, slab.blocks, bounds, heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2], scale,
-            math.log2(call.threshold), ROWS=_rows(shape), CAUSAL=call.layout.causal, LOG_NODE=math.log2(shape.node), **constants, **NORMALIZERS,
+        _normalizers[(len(slab.tiles) * heads,)](
+            q, k, keys.k, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], *k.stride()[:2], scale,
+            math.log2(call.threshold), TILE=shape.tile, CAUSAL=call.layout.causal, LOG_NODE=math.log2(shape.node),
+            LOG_GROUP=math.log2(shape.group), **constants, **NORMALIZERS,
         )  # fmt: skip
         return bounds
     assert call.top_k is not None
     if call.top_k == 0:
         return bounds.fill_(math.inf)
     _largest[(len(slab.tiles) * heads,)](
-        q, keys.k, keys.spread, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], scale, scale * call.spread,
-        call.top_k, TILE=shape.tile, LOG_GROUP=math.log2(shape.group), SPREAD=call.spread > 0, KEPT=padded(call.top_k), **constants,
+        q, keys.k, keys.spread, slab.tiles, bounds, heads, k.shape[1], chunks, *q.stride()[:2], call.spread,
+        call.top_k, TILE=shape.tile, SPREAD=_weighs(call.spread), KEPT=padded(call.top_k), **constants,
     )  # fmt: skip
     return bounds
 
@@ -109,11 +110,9 @@ def _bounds(call: SelectCall, slab: Slab, bounds: Tensor | None = None) -> Tenso
 def select_tiles(call: SelectCall, slab: Slab, first: Tensor, bounds: Tensor) -> None:
     """Write the first query for which each group is open, for some tiles."""
     q, keys, shape = call.q, call.keys, call.layout.shape
-    scale = call.scale * LOG2_E
-    _first_rows[(len(slab.blocks) * call.lists,)](
-        q, keys.k, keys.spread, slab.blocks, bounds, first, q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks,
-        *q.stride()[:2], scale, scale * call.spread, ROWS=_rows(shape), TILE=shape.tile, CAUSAL=call.layout.causal,
-        LOG_GROUP=math.log2(shape.group), SPREAD=call.spread > 0, **_constants(call.layout, q), **SELECT,
+    _first_rows[(len(slab.tiles) * call.lists,)](
+        q, keys.k, keys.spread, slab.tiles, bounds, first, q.shape[1], call.k.shape[1], call.lists, call.layout.num_chunks,
+        *q.stride()[:2], call.spread, TILE=shape.tile, CAUSAL=call.layout.causal, SPREAD=_weighs(call.spread), **_constants(call.layout, q), **SELECT,
     )  # fmt: skip
 
 

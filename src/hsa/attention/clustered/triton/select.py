@@ -7,7 +7,7 @@ they are active, packed into one integer:
 - keys: the keys of an open group;
 - pooled: the groups of an open node, the nodes of an open chunk, and eight chunks at a time.
 
-Logits are in powers of two.
+Logits are in powers of two. Bounds and estimates leave out the scale and the size of a group, which all groups share.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from hsa.attention.clustered.triton.tiles import load_queries, load_tile
 
 @triton.jit
 def _normalizers(
-    q, k, k_table, blocks, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, k_table, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, k_row, k_head, scale, log_threshold,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, CAUSAL: tl.constexpr, LOG_NODE: tl.constexpr, LOG_GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: the log-sum-exp of exact keys and pooled nodes, plus the log of the threshold."""
     head = tl.program_id(0) % heads
     kv_head = head // (heads // kv_heads)
-    row, count, first_chunk, visible, exact, end, _, _ = load_tile(blocks, tl.program_id(0) // heads)
+    row, count, first_chunk, visible, exact, end, _, _ = load_tile(tiles, tl.program_id(0) // heads)
     if visible == 0:
         return
-    query = tl.arange(0, ROWS)
-    x = load_queries(q, row, count, head, q_row, q_head, ROWS, DIM, D)
+    query = tl.arange(0, TILE)
+    x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
     column = tl.arange(0, D)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
     # First the exact keys of k, then the nodes of the visible chunks.
     last = end + (count - 1 if CAUSAL else 0)
     for begin in range(0, last - exact, BLOCK):
@@ -56,7 +57,7 @@ def _normalizers(
         logit = tl.dot(x, tl.trans(y), input_precision=PRECISION) * scale + LOG_NODE
         logit = tl.where(there[None, :], logit, float("-inf"))
         top, mass = _add(logit, top, mass)
-    bound = top + tl.log2(mass) + log_threshold
+    bound = (top + tl.log2(mass) + log_threshold - LOG_GROUP) / scale
     tl.store(bounds + (row + query).to(tl.int64) * heads + head, bound, mask=query < count)
 
 
@@ -71,29 +72,32 @@ def _add(logit, top, mass):
 
 @triton.jit
 def _estimates(
-    x, means, spreads, begin, groups, scale, weight,
-    DIM: tl.constexpr, D: tl.constexpr, LOG_GROUP: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, means, spreads, begin, groups, weight,
+    DIM: tl.constexpr, D: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the estimates of a block of groups, and which of them exist."""
+    """Return the estimates `[groups, queries]` of a block of groups, without scale and size, and which groups exist.
+
+    Groups are the rows of the product, so that a minimum over the queries stays inside a few threads.
+    """
     column = tl.arange(0, D)
     group = begin + tl.arange(0, BLOCK)
     there = group < groups
     rows = tl.where(there, group, 0).to(tl.int64)
     offsets = rows[:, None] * DIM + column[None, :]
     mean = tl.load(means + offsets, mask=column[None, :] < DIM, other=0.0)
-    estimate = tl.dot(x, tl.trans(mean), input_precision=PRECISION) * scale + LOG_GROUP
-    if SPREAD:
+    estimate = tl.dot(mean, tl.trans(x), input_precision=PRECISION)
+    if SPREAD != 0:
         spread = tl.load(spreads + offsets, mask=column[None, :] < DIM, other=0.0)
-        estimate += tl.abs(tl.dot(x, tl.trans(spread), input_precision=PRECISION)) * weight
+        deviation = tl.abs(tl.dot(spread, tl.trans(x), input_precision=PRECISION))
+        estimate += deviation if SPREAD == 1 else deviation * weight  # without a product for the default weight
     return estimate, there
 
 
 @triton.jit
 def _largest(
-    q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, scale, weight, number,
+    q, k_table, spread, tiles, bounds, heads, kv_heads, chunks, q_row, q_head, weight, number,
     TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
-    D: tl.constexpr, LOG_GROUP: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
+    D: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Store the bound of every query: its `number`-th largest estimate, or −∞ if there are fewer groups."""
     head = tl.program_id(0) % heads
@@ -109,11 +113,11 @@ def _largest(
     best = tl.full([TILE, KEPT], float("-inf"), tl.float32)
     for begin in range(0, visible * GROUPS, KEPT):
         estimate, there = _estimates(
-            x, means, spreads, begin, visible * GROUPS, scale, weight, DIM, D, LOG_GROUP, SPREAD, PRECISION, KEPT
+            x, means, spreads, begin, visible * GROUPS, weight, DIM, D, SPREAD, PRECISION, KEPT
         )
         # NaN counts as −∞, as in a comparison.
-        estimate = tl.where(there[None, :] & (estimate == estimate), estimate, float("-inf"))
-        best = tl.topk(tl.reshape(tl.join(best, estimate), [TILE, 2 * KEPT]), KEPT)
+        estimate = tl.where(there[:, None] & (estimate == estimate), estimate, float("-inf"))
+        best = tl.topk(tl.reshape(tl.join(best, tl.trans(estimate)), [TILE, 2 * KEPT]), KEPT)
     bound = tl.max(tl.where(tl.arange(0, KEPT)[None, :] == number - 1, best, float("-inf")), 1)
     bound = tl.where(
         bound == float("-inf"), bound, bound - 1e-5 - 1e-6 * tl.abs(bound)
@@ -123,41 +127,35 @@ def _largest(
 
 @triton.jit
 def _first_rows(
-    q, k_table, spread, blocks, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, scale, weight,
-    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, LOG_GROUP: tl.constexpr, SPREAD: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    q, k_table, spread, tiles, bounds, first, heads, kv_heads, lists, chunks, q_row, q_head, weight,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, NODES: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the first query of each tile of a block for which each group is open; 255 if there is none."""
+    """Store the first query of a tile for which each group is open; 255 if there is none."""
     listed = tl.program_id(0) % lists
-    row, count, first_chunk, visible, _, _, offset, tiles = load_tile(blocks, tl.program_id(0) // lists)
+    row, count, first_chunk, visible, _, _, offset, _ = load_tile(tiles, tl.program_id(0) // lists)
     groups = visible * GROUPS
     share = heads // lists
     kv_head = listed * share // (heads // kv_heads)
-    query = tl.arange(0, ROWS)
-    tile = tl.arange(0, ROWS // TILE)
+    query = tl.arange(0, TILE)
+    since = query if CAUSAL else 0 * query
     means = k_table + kv_head.to(tl.int64) * (chunks * (CHUNK + GROUPS + NODES + 1)) * DIM
     means += (chunks * CHUNK + first_chunk * GROUPS).to(tl.int64) * DIM
     spreads = spread + (kv_head * chunks * GROUPS + first_chunk * GROUPS).to(tl.int64) * DIM
-    out = first + ((offset.to(tl.int64) + tile * visible) * lists + listed * visible)[:, None] * GROUPS
+    out = first + (offset.to(tl.int64) * lists + listed * visible) * GROUPS
     for member in range(share):
         head = listed * share + member
-        x = load_queries(q, row, count, head, q_row, q_head, ROWS, DIM, D)
+        x = load_queries(q, row, count, head, q_row, q_head, TILE, DIM, D)
         bound = tl.load(bounds + (row + query).to(tl.int64) * heads + head, mask=query < count, other=float("inf"))
         for begin in range(0, groups, BLOCK):
-            estimate, there = _estimates(
-                x, means, spreads, begin, groups, scale, weight, DIM, D, LOG_GROUP, SPREAD, PRECISION, BLOCK
-            )
-            since = query % TILE if CAUSAL else 0 * query
-            opened = tl.where(estimate >= bound[:, None], since[:, None], 255)
-            opened = tl.min(tl.reshape(opened, [ROWS // TILE, TILE, BLOCK]), 1)
+            estimate, there = _estimates(x, means, spreads, begin, groups, weight, DIM, D, SPREAD, PRECISION, BLOCK)
+            opened = tl.min(tl.where(estimate >= bound[None, :], since[None, :], 255), 1)
             group = begin + tl.arange(0, BLOCK)
-            opened = tl.where(group[None, :] == 0, 0, opened)
-            stored = there[None, :] & (tile[:, None] < tiles)
+            opened = tl.where(group == 0, 0, opened)
             if member > 0:
-                before = tl.load(out + group[None, :], mask=stored, other=255).to(tl.int32)
+                before = tl.load(out + group, mask=there, other=255).to(tl.int32)
                 opened = tl.minimum(opened, before)
-            tl.store(out + group[None, :], opened.to(tl.uint8), mask=stored)
+            tl.store(out + group, opened.to(tl.uint8), mask=there)
 
 
 @triton.jit
